@@ -6,13 +6,13 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
 from pytest_megatron.hooks import option_values, options
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
@@ -58,12 +58,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     """Note how the session begins, before anything of the project is imported."""
     run = options.early_words(early_config, "attach")
     if run:
-        from pytest_megatron.hooks.workloads.attach import add_recorded  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.workloads.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
     words = options.early_words(early_config, "bucket")
     if words:
-        from pytest_megatron.hooks.test_selection import add_folders  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.test_selection import add_folders
 
         add_folders(early_config, args, words)
     if not _is_rank(early_config):
@@ -73,7 +73,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
     if options.may_ask_for_units(config):
-        from pytest_megatron.hooks.test_selection import register_units  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.test_selection import register_units
 
         register_units(config, options.read_options(config))
     if _is_rank(config):
@@ -84,15 +84,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = option_values.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
-        from pytest_megatron.hooks.workloads.plugin import register_roles  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.workloads.plugin import register_roles
 
-        register_roles(config, chosen)
+        register_roles(config)
         _register_cancelled(config, is_follower=False)
     declare_marks(config)
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
     if chosen.node_rank > 0:
-        from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
         config.stash[_HAS_GANGS] = True
@@ -105,11 +105,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    """Tell a worker of pytest-xdist where the run's directory is and what the user typed."""
-    from pytest_megatron.hooks.quarantine import register_quarantine  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+    """Send a worker of pytest-xdist the run directory and the command line."""
+    from pytest_megatron.hooks.quarantine import register_quarantine
+    from pytest_megatron.hooks.session import session_of
 
-    session = session_of(node.config, options.read_options(node.config))
+    session = session_of(node.config)
     register_quarantine(node.config)  # which the workers' reports tell of
     _register_gang_results(node.config, session)  # only workers know whether tests have our marks
     node.workerinput.update(session.worker_input())
@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
 
-    What else it has to say is written here, as its terminal is nobody's.
+    Its other messages are written here, as it has no terminal.
 
     Raises:
         pytest.UsageError: It did.
@@ -149,33 +149,33 @@ def pytest_testnodedown(node: WorkerController) -> None:
     if problem is not None:
         raise pytest.UsageError(problem)
     if options.LIMITS_OF_OTHERS in output:
-        from pytest_megatron.hooks.gangs.other_plugins import write_once  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.gangs.other_plugins import write_once
 
         write_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
 def _is_rank(config: pytest.Config) -> bool:
-    """Whether this process is a rank of ours, which collects for itself."""
+    """Return true if this process is a rank of ours, which collects for itself."""
     return config.pluginmanager.has_plugin(options.COLLECTING_PLUGIN)
 
 
 def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find what is in quarantine, where a mark or a role of ours is in the session."""
+    """Find the items in quarantine, where a mark or a role of ours is in the session."""
     has_workloads = config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN)
     has_roles = has_workloads or config.stash.get(_HAS_GANGS, False)
     if has_roles or any(map(is_quarantined_by_us, items)):
-        from pytest_megatron.hooks.quarantine import quarantine_items  # noqa: PLC0415 - not for all
+        from pytest_megatron.hooks.quarantine import quarantine_items
 
         is_writing = has_workloads and options.read_options(config).is_writing_goldens
         quarantine_items(config, items, has_roles=has_roles, is_writing=is_writing)
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
-    from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.history import register_history  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin
+    from pytest_megatron.hooks.history import register_history
+    from pytest_megatron.hooks.session import session_of
 
-    session = session_of(config, options.read_options(config))
+    session = session_of(config)
     plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
     _register_cancelled(config, is_follower=False)
@@ -188,7 +188,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
 
 def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
     """End in order when Slurm cancels the job, or CI does."""
-    from pytest_megatron.hooks.cancelled import NAME, CancelledPlugin  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.cancelled import NAME, CancelledPlugin
 
     job = os.environ.get("SLURM_JOB_ID")
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist, whose controller ends it
@@ -197,10 +197,10 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
-    """Have what distributed tests come to kept and shown, once for a session."""
-    from pytest_megatron.hooks.gangs.results import NAME, GangResults  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.pages import register_pages  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
+    """Have the results of distributed tests kept and shown, once for a session."""
+    from pytest_megatron.hooks.gangs.results import NAME, GangResults
+    from pytest_megatron.hooks.pages import register_pages
+    from pytest_megatron.hooks.run_file import run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))
@@ -210,10 +210,10 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
 
 def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
     """Have `run.json` written if nothing but plain tests run: CI reads there how it ended."""
-    from pytest_megatron.hooks.run_file import run_file_of  # noqa: PLC0415 - not for all
-    from pytest_megatron.hooks.session import session_of  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.run_file import run_file_of
+    from pytest_megatron.hooks.session import session_of
 
-    session = session_of(config, chosen)
+    session = session_of(config)
     if session.is_worker:
         return
     run_file_of(config, session)

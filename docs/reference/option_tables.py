@@ -1,8 +1,9 @@
-"""Writes the table of `options.md` from the table of options.
+"""Brings the table of `options.md` into line with the table of options.
 
     python docs/reference/option_tables.py
 
-A test compares the page with the options.
+Markup, and details after the first semicolon of a cell, are written in the page. A test compares
+it with the options.
 """
 
 # ruff: noqa: INP001 - a script, no package
@@ -17,18 +18,34 @@ from pytest_megatron.hooks.option_values import dest
 from pytest_megatron.hooks.options import OPTION_ROWS
 
 PAGE = Path(__file__).parent / "options.md"
+_ROW = re.compile(r"^\| `--([\w-]+)[^`]*` \| `\w+` \| (.*?) \| (.*) \|$", re.MULTILINE)
 HEAD = "| option | ini option | default | meaning |\n|---|---|---|---|\n"
 
 
 def table() -> str:
     """Return the table, with its head."""
-    return HEAD + "".join(f"{row}\n" for row in _rows())
+    return HEAD + "".join(f"{row}\n" for row in _rows(PAGE.read_text(encoding="utf-8")))
 
 
-def _rows() -> Iterator[str]:
+def _rows(page: str) -> Iterator[str]:
+    """Yield a line for each option; a cell of the page stays where it begins as the option's text.
+
+    Such a cell may have links and code spans, and details after a semicolon.
+    """
+    cells = {name: rest for name, *rest in _ROW.findall(page)}
     for row in OPTION_ROWS.values():
         name = f"--{row.name} {row.metavar}".strip().replace("|", "\\|")
-        yield f"| `{name}` | `{dest(row.name)}` | {row.shown_default} | {row.text} |"
+        default, text = cells.get(row.name, ("", ""))
+        if _plain(default) != row.shown_default:
+            default = row.shown_default
+        if _plain(text).partition(";")[0] != row.text:
+            text = row.text
+        yield f"| `{name}` | `{dest(row.name)}` | {default} | {text} |"
+
+
+def _plain(cell: str) -> str:
+    """Return a cell without links and code spans."""
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", cell).replace("`", "")
 
 
 def main() -> None:

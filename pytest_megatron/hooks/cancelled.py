@@ -2,7 +2,7 @@
 
 GitLab, Jenkins, Kubernetes and `timeout` send SIGTERM first; so do `scancel`, a time limit and a
 preemption of Slurm, to every task. It is taken as Ctrl-C is: ranks tear down, jobs and containers
-are cancelled, and JUnit XML and run directory say what was finished. On nodes that follow it is
+are cancelled, and JUnit XML and run directory hold the results so far. On nodes that follow it is
 node 0 that ends the session.
 """
 
@@ -45,7 +45,7 @@ class CancelledPlugin:
         """Run the tests.
 
         Raises:
-            KeyboardInterrupt: The session is to end; what ends it too comes to nothing meanwhile.
+            KeyboardInterrupt: The session is to end; further signals are ignored meanwhile.
         """
         if threading.current_thread() is not threading.main_thread():
             return (yield)  # only the main thread may have handlers

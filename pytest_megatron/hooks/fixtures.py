@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _RANK_PLUGIN = "megatron-rank"
 
 
-class SetUp(Protocol):
-    """Type of the function that `model_parallel` yields."""
+class SetUp:
+    """The function that `model_parallel` yields."""
 
     def __call__(
         self,
@@ -31,6 +31,20 @@ class SetUp(Protocol):
         **settings: object,
     ) -> None:
         """Set the parallel state up."""
+        from megatron.core import parallel_state
+
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+        if etp is not None:
+            settings["expert_tensor_parallel_size"] = etp
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
+            **settings,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -111,35 +125,12 @@ def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def model_parallel(process_group: object) -> Generator[SetUp]:
     """Yield a function that sets megatron-core's parallel state up; afterwards it is destroyed.
 
-    It takes the sizes `tp`, `pp`, `cp`, `ep`, `etp`, `vpp` (all 1, `vpp` None), and what else
-    megatron-core's `initialize_model_parallel` takes. Calling it again replaces the state.
+    It takes the sizes `tp`, `pp`, `cp`, `ep`, `etp`, `vpp` (all 1, `vpp` None), and other
+    arguments of megatron-core's `initialize_model_parallel`. Calling it again replaces the state.
     """
     del process_group  # only has to exist
     from megatron.core import parallel_state
 
-    def set_up(
-        *,
-        tp: int = 1,
-        pp: int = 1,
-        cp: int = 1,
-        ep: int = 1,
-        etp: int | None = None,
-        vpp: int | None = None,
-        **settings: object,
-    ) -> None:
-        if parallel_state.is_initialized():
-            parallel_state.destroy_model_parallel()
-        if etp is not None:
-            settings["expert_tensor_parallel_size"] = etp
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=vpp,
-            context_parallel_size=cp,
-            expert_model_parallel_size=ep,
-            **settings,
-        )
-
-    yield set_up
+    yield SetUp()
     with contextlib.suppress(AssertionError):
         parallel_state.destroy_model_parallel()

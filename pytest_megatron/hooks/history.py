@@ -1,21 +1,20 @@
 """The role that remembers: the history of past outcomes, and `--fail-flaky`.
 
-Lives in the controller alone, beside the roles for workloads and for distributed tests; what it
-knows comes on the reports.
+Lives in the controller alone, beside the roles for workloads and for distributed tests; the
+reports carry its data.
 """
 
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 import pytest
 
 from pytest_megatron.hooks.run_file import record_on
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.runs.environment import utc_now
-from pytest_megatron.runs.history import FILE_NAME, HistoryEntry, append, known_items, read
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
+from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedItem, RecordedTest, RecordedWorkload
 
 NAME = "megatron-history"
@@ -26,13 +25,7 @@ class HistoryPlugin:
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
-        chosen = session.options.history
-        if chosen == "off":
-            self._path: Path | None = None
-        elif chosen:
-            self._path = session.root / chosen
-        else:
-            self._path = session.root / OWN_DIR / FILE_NAME
+        self._path = None if session.options.history == "off" else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
         self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
@@ -41,7 +34,7 @@ class HistoryPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take note of an item; write what cost a training at once."""
+        """Keep the record of an item; write that of a training at once."""
         record = record_on(report)
         if record is not None and self._is_worth_a_line(report.nodeid, record):
             self._kept[report.nodeid] = self._entry(report.nodeid, record)
@@ -57,7 +50,7 @@ class HistoryPlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say that flaky items fail the session, and that the history lacks something."""
+        """Report that flaky items fail the session, and that the history lacks something."""
         if self._num_flaky and self._session.options.is_flaky_failure:
             items = "1 item was" if self._num_flaky == 1 else f"{self._num_flaky} items were"
             terminalreporter.write_line(
@@ -67,7 +60,7 @@ class HistoryPlugin:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
-        """Whether to write of an item: every workload, and tests that were odd, once or now."""
+        """Return true for every workload, and for tests that are or were flaky or failed."""
         if record.verdict == "flaky" and not record.is_held:
             self._num_flaky += 1
         if self._path is None or node_id in self._earlier:
@@ -85,7 +78,7 @@ class HistoryPlugin:
         return frozenset()
 
     def _knows(self, node_id: str) -> bool:
-        """Whether the history has an item already: then its passes count as well."""
+        """Return true if the history has an item: then its passes count as well."""
         if self._known is None:
             assert self._path is not None
             try:
@@ -117,7 +110,7 @@ class HistoryPlugin:
         )
 
     def _write(self) -> None:
-        """Append what is not written yet; a history that cannot be written is only said."""
+        """Append new entries; a history that cannot be written is reported and fails nothing."""
         entries, self._kept = self._kept, {}
         if self._path is None or not entries:
             return

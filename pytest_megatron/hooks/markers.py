@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.doctest import DoctestItem
 
-from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.option_values import foreign_ini, seconds_of
 from pytest_megatron.hooks.options import Options
+
+if TYPE_CHECKING:
+    from pytest_megatron.gang.spec import GangSpec
 
 SIZE_FIXTURE = "_megatron_world_size"
 QUARANTINE = "quarantine"
@@ -98,11 +101,10 @@ def spec_of(
         size = default_size or 1
     if size == 0:
         return None
-    return GangSpec(
-        world_size=size,
-        device=device_of(options, size, room),
-        is_isolated=is_isolated,
-    )
+    from pytest_megatron.gang.spec import GangSpec  # loads every message between processes
+
+    device = device_of(options, size, room)
+    return GangSpec(world_size=size, device=device, is_isolated=is_isolated)
 
 
 def num_reruns_of(item: pytest.Item, default: int) -> int:
@@ -129,7 +131,7 @@ class TimeLimit:
 
     Attributes:
         seconds: 0 is no limit.
-        source: What the user would change.
+        source: The setting that the user would change.
         is_of_call: Whether it limits the call alone.
     """
 
@@ -205,7 +207,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
 
 
 def _is_of_call(config: pytest.Config) -> bool:
-    """Return whether pytest-timeout is set to limit calls alone."""
+    """Return true if pytest-timeout is set to limit calls alone."""
     return _has_timeout_plugin(config) and foreign_ini(config, "timeout_func_only") is True
 
 

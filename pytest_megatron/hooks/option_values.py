@@ -1,108 +1,101 @@
 """Kinds of options and of their values; a wrong value is a usage error.
 
-Runs at every pytest start, so it imports nothing but pytest.
+Runs at every pytest start, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import pytest
 
-T = TypeVar("T")
+from pytest_megatron.errors import MegatronError
+
+T_co = TypeVar("T_co", covariant=True)
+D = TypeVar("D")
 ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
 @dataclass(frozen=True, slots=True)
-class ValueKind(Generic[T]):
+class ValueKind(Generic[T_co]):
     """A kind of value; called, it declares a field that is an option of this kind.
 
     Attributes:
-        parse: Return the value for an option's name and what the user gave.
+        parse: Return the value for an option's name and the user's input.
         metavar: Its placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
     """
 
-    parse: Callable[[str, object], T]
+    parse: Callable[[str, object], T_co]
     metavar: str = ""
     is_repeatable: bool = False
 
-    @overload
-    def __call__(self, name: str, text: str, *, shown: str = "", metavar: str = "") -> T | None: ...
-    @overload
     def __call__(
-        self, name: str, text: str, *, default: T, shown: str = "", metavar: str = ""
-    ) -> T: ...
-    def __call__(
-        self,
-        name: str,
-        text: str,
-        *,
-        default: T | None = None,
-        shown: str = "",
-        metavar: str = "",
-    ) -> T | None:
+        self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
+    ) -> T_co | D:
         """Return the field; for the arguments see `OptionRow`."""
         row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
-        declared: T | None = field(metadata={"row": row})
+        declared: D = field(metadata={"row": row})
         return declared
 
 
 @dataclass(frozen=True, slots=True)
-class OptionRow(Generic[T]):
+class OptionRow:
     """One option.
 
     Attributes:
         name: Without the dashes in front.
-        text: Its meaning, in Markdown; `--help` ends at the first semicolon.
+        text: Its meaning, with which its text in the reference begins.
         kind: How its value is parsed.
         default: Its value where none is given.
-        shown: The default in the reference, where the value itself does not explain it.
+        shown: The default in texts, where the value itself does not explain it.
         metavar: Placeholder of the value.
     """
 
     name: str
     text: str
-    kind: ValueKind[T]
-    default: T | None
+    kind: ValueKind[object]
+    default: object
     shown: str
     metavar: str
 
     @property
     def help(self) -> str:
         """The text for `--help`."""
-        text, default = self.text.partition(";")[0], self.shown_default
-        if default not in ("`false`", "no filter", "none"):
-            text += f" (default: {default})"
-        while "](" in text:  # a link; compiling a pattern would cost every start of pytest
-            head, _, tail = text.partition("](")
-            text = "".join(head.rpartition("[")[::2]) + tail.partition(")")[2]
-        return text.replace("`", "")
+        has_default = self.shown_default not in ("false", "no filter", "none")
+        return f"{self.text} (default: {self.shown_default})" if has_default else self.text
 
     @property
     def shown_default(self) -> str:
-        """The default as the reference shows it."""
-        value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return self.shown or (f"`{value.lower()}`" if self.default not in (None, "") else "none")
+        """The default as text."""
+        if self.shown or self.default in (None, ""):
+            return self.shown or "none"
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default)) or "no filter"
+        is_float = isinstance(self.default, float)
+        return f"{self.default:g}" if is_float else str(self.default).lower()
 
-    def typed(self, config: pytest.Config) -> object:
-        """Return the value on the command line, else None."""
-        value: object = config.getoption(dest(self.name))
-        return None if value is False else value
-
-    def given(self, config: pytest.Config) -> object:
-        """Return the value on the command line, else the one in the ini file, else None."""
-        value = self.typed(config)
-        return config.getini(dest(self.name)) if value is None else value
-
-    def read(self, config: pytest.Config) -> T | None:
+    def read(self, config: pytest.Config) -> object:
         """Return the parsed value."""
-        value = self.given(config)
+        value = given(config, self.name)
         return self.default if value is None else self.kind.parse(self.name, value)
+
+
+def typed(config: pytest.Config, name: str) -> object:
+    """Return the value of an option on the command line, else None."""
+    value: object = config.getoption(dest(name))
+    return None if value is False else value
+
+
+def given(config: pytest.Config, name: str) -> object:
+    """Return the value on the command line, else the one in the ini file, else None."""
+    value = typed(config, name)
+    return config.getini(dest(name)) if value is None else value
 
 
 def dest(name: str) -> str:
@@ -124,6 +117,15 @@ def foreign_ini(config: pytest.Config, name: str) -> object:
     typed_lines = getattr(config.known_args_namespace, "override_ini", None) or ()
     is_typed = any(line.partition("=")[0].strip() == name for line in typed_lines)
     return value if in_file or is_typed else None
+
+
+@contextlib.contextmanager
+def usage_errors() -> Generator[None]:
+    """Make usage errors of pytest of the plugin's own errors."""
+    try:
+        yield
+    except MegatronError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def has_workers(config: pytest.Config) -> bool:

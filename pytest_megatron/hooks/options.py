@@ -1,6 +1,6 @@
 """The options of the plugin: one table, whose rows are the fields of `Options`.
 
-From a row come the option of pytest, its ini option, its typed value, and its line in
+From a row come the option of pytest, its ini option, its typed value, and the start of its line in
 `docs/reference/options.md`. Runs at every pytest start, so it imports nothing heavy.
 """
 
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.hooks.option_values import (
     COUNT,
     FILES,
@@ -30,7 +29,10 @@ from pytest_megatron.hooks.option_values import (
     OptionRow,
     ValueKind,
     dest,
+    given,
     one_of,
+    typed,
+    usage_errors,
 )
 
 if TYPE_CHECKING:
@@ -61,14 +63,6 @@ _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 
 
-def _words(name: str, text: str, shown: str = "no filter") -> tuple[str, ...]:
-    return WORDS(name, text, default=(), shown=shown)
-
-
-def _flag(name: str, text: str) -> bool:
-    return FLAG(name, text, default=False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of a session.
@@ -80,227 +74,190 @@ class Options:
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
     """
 
-    scope: tuple[str, ...] = _words(
-        "scope", "only workloads of this cost tier (`L0`, `L1`, `nightly`, `mr`, ...)"
+    scope: tuple[str, ...] = WORDS(
+        "scope", "only workloads of this cost tier (L0, L1, nightly, mr, ...)", ()
     )
-    cadence: tuple[str, ...] = _words(
-        "cadence", "only workloads of this trigger (`pr`, `nightly`, `mergegroup`, `weekly`)"
+    cadence: tuple[str, ...] = WORDS(
+        "cadence", "only workloads of this trigger (pr, nightly, mergegroup, weekly)", ()
     )
-    environment: tuple[str, ...] = _words(
-        "environment", "only workloads of this software stack (`dev`, `lts`)"
+    environment: tuple[str, ...] = WORDS(
+        "environment", "only workloads of this software stack (dev, lts)", ()
     )
-    platform: tuple[str, ...] = _words(
+    platform: tuple[str, ...] = WORDS(
         "platform",
-        "only workloads of this hardware (`cpu`, `dgx_h100`, ...)",
+        "only workloads of this hardware (cpu, dgx_h100, ...)",
+        (),
         "no filter; rows for hardware that is not here are skipped",
     )
-    model: tuple[str, ...] = _words(
-        "model", "only workloads of this model family, the folder above a test case"
+    model: tuple[str, ...] = WORDS(
+        "model", "only workloads of this model family, the folder above a test case", ()
     )
-    test_case: tuple[str, ...] = _words("test-case", "only workloads of this test case")
-    tag: tuple[str, ...] = _words("tag", "only rows with this tag")
+    test_case: tuple[str, ...] = WORDS("test-case", "only workloads of this test case", ())
+    tag: tuple[str, ...] = WORDS("tag", "only rows with this tag", ())
     labels: str = TEXT(
-        "labels",
-        "CI labels of a pull request, with commas or as a JSON array; they give "
-        "[scope, cadence, repeats, lightweight, environment](#labels-and-event)",
-        default="",
-        metavar="LIST",
+        "labels", "CI labels of a pull request, with commas or as a JSON array", "", metavar="LIST"
     )
     ci_event: str = TEXT(
         "ci-event",
-        "what CI runs for: `merge_group`, `schedule`, ...",
-        default="pull_request",
-        shown="`pull_request`, with `--labels`",
+        "what CI runs for: merge_group, schedule, ...",
+        "pull_request",
+        "pull_request, with --labels",
         metavar="NAME",
     )
-    bucket: tuple[str, ...] = _words(
+    bucket: tuple[str, ...] = WORDS(
         "bucket",
-        "python tests of these files or `dir/**/*.py`, without those of `!pattern`; see "
-        "[python tests by marks and files](#python-tests-by-marks-and-files)",
+        "python tests of these files or dir/**/*.py, without those of !pattern",
+        (),
         "all files",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
-        "tests with the mark `experimental`, where python tests are selected",
-        default="exclude",
+        "tests with the mark experimental, where python tests are selected",
+        "exclude",
     )
     run_dir: Path | None = PATH(
         "run-dir",
-        "where logs and results go; links and `..` in it are followed once, at the start; refused "
-        "if it holds an earlier run, or another session runs in it",
-        shown="`.pytest_megatron/runs/<time>-<id>` below the project's root",
+        "where logs and results go",
+        None,
+        ".pytest_megatron/runs/<time>-<id> below the project's root",
         metavar="DIR",
     )
     num_repeats: int | None = COUNT(
-        "n-repeat", "how often each workload is trained", shown="what the recipe says, else 1"
+        "n-repeat", "how often each workload is trained", None, "what the recipe says, else 1"
     )
     max_attempts: int | None = COUNT(
         "max-attempts",
-        "starts of a repeat that fails for a [transient cause](verdicts.md#retries)",
-        shown="what the row says, else `3`",
+        "starts of a repeat that fails for a transient cause",
+        None,
+        "what the row says, else 3",
     )
     max_retries: int = INDEX(
         "max-retries-per-run",
-        "further attempts that all workloads and distributed tests of a run may have; 0 is none",
-        default=10,
+        "further attempts that all workloads and distributed tests of a run may have",
+        10,
     )
-    retry_backoff_s: float = SECONDS(
-        "retry-backoff",
-        "pause before a second attempt; doubled for each further one up to 120 s, a quarter more "
-        "or less by chance",
-        default=5.0,
-    )
-    is_flaky_failure: bool = _flag(
-        "fail-flaky",
-        "exit code 1 if an item passed only when it was run again; pytest-rerunfailures' "
-        "`--fail-on-flaky` does the same",
+    retry_backoff_s: float = SECONDS("retry-backoff", "pause before a second attempt", 5.0)
+    is_flaky_failure: bool = FLAG(
+        "fail-flaky", "exit code 1 if an item passed only when it was run again", default=False
     )
     history: str = TEXT(
         "history",
-        "the [file of past outcomes](run-directory.md#historyjsonl), or `off`",
-        default="",
-        shown="`.pytest_megatron/history.jsonl` below the project's root",
+        "the file of past outcomes, or off",
+        "",
+        ".pytest_megatron/history.jsonl below the project's root",
         metavar="FILE|off",
     )
     num_kept_runs: int | None = COUNT(
         "keep-runs",
-        "when this run ends, [remove](commands.md#runs-prune) all but the latest N runs below "
-        "`.pytest_megatron/runs`; N counts this one; no run that has not ended is removed, and "
-        "none of a `--run-dir`",
-        shown="all",
+        "when this run ends, remove all but the latest N runs below .pytest_megatron/runs",
+        None,
+        "all",
     )
-    is_lightweight: bool = _flag(
-        "lightweight", "4 iterations, one repeat, not compared with a golden"
+    is_lightweight: bool = FLAG(
+        "lightweight", "4 iterations, one repeat, not compared with a golden", default=False
     )
     executor: str = TEXT(
         "executor",
-        "where workloads run: `local`, `docker`, `slurm` or an engine that another package brings",
-        default=LOCAL,
+        "where workloads run: local, docker, slurm or an engine that another package brings",
+        LOCAL,
         metavar="NAME",
     )
     executor_config: Path | None = PATH(
-        "executor-config", "[settings](executor-config.md) of the executor", metavar="FILE"
+        "executor-config", "settings of the executor", None, metavar="FILE"
     )
     queue_timeout_s: float = SECONDS(
         "queue-timeout",
-        "limit for the wait of each attempt in the queue of `--executor`; then the workload is "
-        "[cancelled](#--executor)",
-        default=0.0,
-        shown="`0`: no limit",
+        "limit for the wait of each attempt in the queue of --executor",
+        0.0,
+        "0: no limit",
     )
     attach: Path | None = PATH(
         "attach",
-        "take over the run in this directory, whose pytest is gone, [with its options](#--attach); "
-        "typed as `--attach=RUN`",
-        shown="none; the ini option is not read",
+        "take over the run in this directory, whose pytest is gone, with its options",
+        None,
+        "none; the ini option is not read",
         metavar="RUN",
     )
     golden: GoldenMode = _GOLDEN(
         "golden",
-        "[what to do with goldens](#--golden): `check` compares, `record` writes missing ones, "
-        "`refresh` replaces them after a clean run, `off` does neither",
-        default="check",
+        "what to do with goldens: check compares, record writes missing ones, refresh replaces "
+        "them after a clean run, off does neither",
+        "check",
     )
     golden_policy: str = TEXT(
-        "golden-policy",
-        "how to compare: [`strict`](goldens.md#strict), [`megatron`](goldens.md#megatron) or a "
-        "[file](goldens.md#policy-files)",
-        default="strict",
-        metavar="POLICY",
+        "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
     )
     golden_reason: str | None = REASON(
-        "golden-reason",
-        "why goldens [change](../how-to/refresh-goldens.md#what-needs-a-reason), which they record",
+        "golden-reason", "why goldens change, which they record", None
     )
-    is_plan: bool = _flag(
-        "plan",
-        "print what would run and run nothing; each workload, and which gangs would run how many "
-        "tests",
-    )
+    is_plan: bool = FLAG("plan", "print what would run and run nothing", default=False)
     tee_ranks: tuple[int, ...] | None = RANKS(
         "tee-ranks",
-        "ranks whose output is copied live to the terminal: numbers with commas, `all` or `none`; "
-        "of distributed tests [with `-s`, or if typed](#output-of-ranks)",
-        default=(0, 3),
-        shown="`0,3`",
+        "ranks whose output is copied live to the terminal: numbers with commas, all or none",
+        (0, 3),
     )
     num_gpus: int | None = GPUS(
         "gpus",
         "run python tests on a gang of N ranks, one for each CUDA device, with NCCL",
-        shown="python tests run in pytest's own process",
+        None,
+        "python tests run in pytest's own process",
     )
     num_ranks: int | None = COUNT(
-        "ranks", "run python tests on a gang of N ranks, on any device", shown="as above"
+        "ranks", "run python tests on a gang of N ranks, on any device", None, "as above"
     )
     ranks_per_gpu: int = COUNT(
         "ranks-per-gpu",
-        "how many ranks of a gang [share a GPU](#gpus), on a host with fewer GPUs than ranks; NCCL "
-        "uses sockets then",
-        default=1,
+        "how many ranks of a gang share a GPU, on a host with fewer GPUs than ranks",
+        1,
     )
     device: Device = _DEVICE(
         "device",
-        "device of the ranks; cpu means gloo",
-        default="auto",
-        shown="`auto`: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
+        "device of the ranks",
+        "auto",
+        "auto: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
     )
     num_nodes: int = COUNT(
-        "nnodes",
-        "nodes that a gang spans, each with `--gpus` or `--ranks` ranks",
-        default=1,
-        shown="`1`, or Slurm's",
+        "nnodes", "nodes that a gang spans, each with --gpus or --ranks ranks", 1, "1, or Slurm's"
     )
-    node_rank: int = INDEX(
-        "node-rank",
-        "index of this node; node 0 runs the session",
-        default=0,
-        shown="`0`, or Slurm's",
-    )
+    node_rank: int = INDEX("node-rank", "index of this node", 0, "0, or Slurm's")
     rdzv_endpoint: str = TEXT(
         "rdzv-endpoint",
         "address of node 0, where the others connect",
-        default="",
-        shown="Slurm's",
+        "",
+        "Slurm's",
         metavar="HOST:PORT",
     )
     rank_timeout_s: float = SECONDS(
-        "rank-timeout",
-        "limit for one phase (setup, call, teardown) of a distributed test; 0 is none; a `timeout` "
-        "mark wins, and this wins over what is set for pytest-timeout",
-        default=300.0,
+        "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0
     )
     rank_grace_s: float = SECONDS(
-        "rank-grace",
-        "after a rank failed, skipped or died, how long the others may take",
-        default=10.0,
+        "rank-grace", "after a rank failed, skipped or died, how long the others may take", 10.0
     )
     signatures: tuple[Path, ...] = FILES(
         "signatures",
-        "TOML file with [signatures of your own](triage.md#signatures-of-your-own); repeatable or "
-        "with commas",
-        default=(),
-        shown="those of `signatures` in `[tool.pytest-megatron]`",
+        "TOML file with signatures of your own",
+        (),
+        "those of signatures in [tool.pytest-megatron]",
     )
     num_transient_reruns: int = INDEX(
         "rerun-transient",
-        "reruns of a distributed test that failed for a [transient cause](#reruns), at most",
-        default=0,
+        "reruns of a distributed test that failed for a transient cause, at most",
+        0,
     )
     pdb_rank: int | None = INDEX(
         "pdb-rank",
-        "with `--pdb`, the rank to [debug](#debugging-a-rank)",
-        shown="the first rank that fails; rank 0 at breakpoints",
+        "with --pdb, the rank to debug",
+        None,
+        "the first rank that fails; rank 0 at breakpoints",
     )
     gang_start: GangStart = _GANG_START(
-        "gang-start",
-        "fork ranks from what pytest has loaded, or start fresh interpreters",
-        default="fork",
+        "gang-start", "fork ranks from what pytest has loaded, or start fresh interpreters", "fork"
     )
-    is_empty_allowed: bool = _flag(
-        "allow-empty", "a selection that matches no workload is no error"
+    is_empty_allowed: bool = FLAG(
+        "allow-empty", "a selection that matches no workload is no error", default=False
     )
-    is_dirty_allowed: bool = _flag(
-        "allow-dirty", "write goldens from a tree that is not committed; the golden records it"
+    is_dirty_allowed: bool = FLAG(
+        "allow-dirty", "write goldens from a tree that is not committed", default=False
     )
     typed: frozenset[str]
     given: frozenset[str]
@@ -346,8 +303,8 @@ class Options:
         return any(self.selection.values())
 
 
-# In the order of the fields, which is that of `--help` and of the reference.
-OPTION_ROWS: dict[str, OptionRow[object]] = {
+# By field, in the order of `--help` and of the reference.
+OPTION_ROWS: dict[str, OptionRow] = {
     f.name: f.metadata["row"] for f in fields(Options) if f.metadata
 }
 
@@ -369,12 +326,11 @@ def read_options(config: pytest.Config) -> Options:
     Raises:
         pytest.UsageError: A value is not one that the option takes.
     """
-    rows = OPTION_ROWS.items()
-    values = {f.name: f.metadata["row"].read(config) for f in fields(Options) if f.metadata}
+    names = [row.name for row in OPTION_ROWS.values()]
     options = Options(
-        **values,
-        typed=frozenset(row.name for _, row in rows if row.typed(config) is not None),
-        given=frozenset(row.name for _, row in rows if row.given(config) is not None),
+        **{f.name: f.metadata["row"].read(config) for f in fields(Options) if f.metadata},
+        typed=frozenset(name for name in names if typed(config, name) is not None),
+        given=frozenset(name for name in names if given(config, name) is not None),
     )
     if options.is_attached:
         options = replace(options, run_dir=options.attach)
@@ -388,10 +344,29 @@ def read_options(config: pytest.Config) -> Options:
 
 
 def _with_labels(config: pytest.Config, options: Options) -> Options:
-    """Return options with the decision for labels and event; what the user typed wins."""
-    from pytest_megatron.hooks.labels import decision_of  # noqa: PLC0415 - not for all
+    """Return options with the decision for labels and event; what the user typed wins.
 
-    decision = decision_of(config, options.ci_event, options.labels, options.selection)
+    Raises:
+        pytest.UsageError: The event is unknown, or the project's table is wrong.
+    """
+    from pytest_megatron.base.project import load_config
+    from pytest_megatron.ci.decide import Trigger, decide, parse_labels
+    from pytest_megatron.ci.table import load_table
+    from pytest_megatron.recipe.load import project_words
+
+    cadence, environment = (
+        x[0] if len(x) == 1 else None for x in (options.cadence, options.environment)
+    )
+    with usage_errors():
+        trigger = Trigger(
+            event=options.ci_event,
+            labels=parse_labels(options.labels),
+            cadence=cadence,
+            environment=environment,
+            option="--ci-event",
+        )
+        root = config.rootpath
+        decision = decide(trigger, load_table(load_config(root), project_words(root)))
     return replace(
         options,
         decision=decision,
@@ -408,9 +383,8 @@ def may_ask_for_units(config: pytest.Config) -> bool:
     Words that also choose among workloads have to be typed: their default in an ini file must not
     leave out tests of a plain pytest.
     """
-    rows = {row.name: row for row in OPTION_ROWS.values()}
-    is_theirs = any(rows[n].given(config) is not None for n in ("bucket", "experimental-tests"))
-    return is_theirs or any(rows[name].typed(config) is not None for name in _ALSO_ABOUT_UNITS)
+    is_theirs = any(given(config, name) is not None for name in ("bucket", "experimental-tests"))
+    return is_theirs or any(typed(config, name) is not None for name in _ALSO_ABOUT_UNITS)
 
 
 def _with_nodes(options: Options) -> Options:
@@ -458,12 +432,10 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.gang.topology import find_slurm_step  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.topology import find_slurm_step
 
-    try:
+    with usage_errors():
         return find_slurm_step(os.environ)
-    except LaunchError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
@@ -493,7 +465,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
             step = _slurm_step()
             texts["nnodes"] = step.num_nodes if step else None
     if num_ranks == "all":
-        from pytest_megatron.gpu.host import this_host  # noqa: PLC0415 - not for all
+        from pytest_megatron.gpu.host import this_host
 
         per_gpu = str(texts["ranks-per-gpu"] or 1)
         num_ranks = len(this_host().gpus) * (int(per_gpu) if per_gpu.isdecimal() else 1)

@@ -16,8 +16,9 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
-from pytest_megatron.errors import ConfigError, MegatronError
+from pytest_megatron.errors import ConfigError
 from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
+from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.run_file import put_record, record_on
 from pytest_megatron.recipe.quarantine import (
     Quarantine,
@@ -35,7 +36,7 @@ _NOTE = "goldens are written, so it counts"
 
 
 class QuarantinePlugin:
-    """Tells reports of quarantined items from others, and sums up.
+    """Marks reports of quarantined items, and prints a summary.
 
     Attributes:
         found: Node id -> quarantine; of what this process runs itself.
@@ -159,9 +160,9 @@ def _of_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
 
 def _patterns(config: pytest.Config) -> dict[str, Quarantine]:
     """Return `[tool.pytest-megatron.quarantine]`: pattern of node ids -> quarantine."""
-    try:
+    found: dict[str, Quarantine] = {}
+    with usage_errors():
         project = load_config(config.rootpath)
-        found: dict[str, Quarantine] = {}
         table = project.tables.get(QUARANTINE, {})
         assert isinstance(table, dict)
         for pattern, given in table.items():
@@ -171,8 +172,6 @@ def _patterns(config: pytest.Config) -> dict[str, Quarantine]:
             except QuarantineError as problem:
                 where = f"{project.file}: [tool.pytest-megatron.{QUARANTINE}] {pattern!r}"
                 raise ConfigError(where, str(problem)) from None
-    except MegatronError as error:
-        raise pytest.UsageError(str(error)) from None
     return found
 
 

@@ -1,7 +1,6 @@
 """`run.json` of a session, which the roles for workloads and for distributed tests share.
 
-It also closes the run directory: when everything has ended, secrets are taken out of what was
-written.
+It also closes the run directory: when everything has ended, secrets are removed from its files.
 """
 
 from __future__ import annotations
@@ -143,14 +142,14 @@ class RunFile:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
-        """Say how the run ended, after all others had a say in it."""
+        """Record the end of the run, after all other roles."""
         yield
         self._ended, self._exit_code = utc_now(), int(session.exitstatus)
         if self._records or self._is_there or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
-        """Whether a run without items of ours is to be told of; never over an earlier run."""
+        """Return true if a run without our items is to be recorded; never over an earlier run."""
         if self._exit_code == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
             return False
         options = self._session.options
@@ -167,12 +166,12 @@ class RunFile:
         self._records[redactor.text(node_id)] = record
 
     def update(self) -> None:
-        """Write what is known, unless that was done a moment ago and takes its time."""
+        """Write the file, unless that was done a moment ago and takes long."""
         if time.monotonic() >= self._next_at:
             self.write()
 
     def write(self) -> None:
-        """Write what is known, so that a run that is killed still says what it did."""
+        """Write the file, so that a run that is killed leaves its results."""
         before = time.monotonic()
         try:
             self._write()
@@ -185,7 +184,7 @@ class RunFile:
 
     @pytest.hookimpl(specname="pytest_sessionfinish", trylast=True)
     def pytest_megatron_redact(self) -> None:
-        """Take secrets out of what was written, when everything has ended."""
+        """Remove secrets from the run's files, when everything has ended."""
         from pytest_megatron.runs.redact import redact_file, redact_tree  # noqa: PLC0415 - late
 
         run_dir, redactor = self._session.run_dir, self._session.redactor
@@ -215,7 +214,7 @@ class RunFile:
             self._unremoved = f"{error.filename or self._session.root}: {error.strerror}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say which files may still hold secrets."""
+        """Report files that may still hold secrets."""
         for text in self._unclean[:_MOST_SHOWN]:
             line = f"megatron: secrets may be left in {self._session.shorten(text)}"
             terminalreporter.write_line(line, red=True)

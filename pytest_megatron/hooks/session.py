@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.base.project import ProjectConfig, load_config
-from pytest_megatron.errors import ConfigError, MegatronError, TriageError
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.hooks.option_values import usage_errors
+from pytest_megatron.hooks.options import Options, read_options
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
-from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
+from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
+from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, load_table
 from pytest_megatron.verdict.retry_budget import RunLedger
@@ -37,14 +39,14 @@ class RunSession:
 
     Attributes:
         root: The project: recipes, cases and goldens are found from here.
-        options: What the user asked for.
+        options: Values of the options.
         run_dir: Made when the first workload starts; a worker has the controller's.
         is_worker: Whether this is a worker of pytest-xdist.
-        warned: What was shown about workloads, and is not shown again.
+        warned: Warnings about workloads that were shown, and are not shown again.
     """
 
     def __init__(self, config: pytest.Config, options: Options) -> None:
-        """Read what the session is; starts and writes nothing."""
+        """Read the configuration; starts and writes nothing."""
         self._directory = config.invocation_params.dir
         self.root = config.rootpath
         self.options = options
@@ -105,10 +107,8 @@ class RunSession:
         Raises:
             pytest.UsageError: They are wrong.
         """
-        try:
+        with usage_errors():
             return load_config(self.root)
-        except ConfigError as error:
-            raise pytest.UsageError(str(error)) from None
 
     @functools.cached_property
     def redactor(self) -> Redactor:
@@ -131,11 +131,9 @@ class RunSession:
         Raises:
             pytest.UsageError: A file of theirs cannot be read.
         """
-        try:
-            typed = (Path(self._directory, path) for path in self.options.signatures)
+        typed = (Path(self._directory, path) for path in self.options.signatures)
+        with usage_errors():
             return load_table((*self.project.signature_files, *typed))
-        except TriageError as error:
-            raise pytest.UsageError(str(error)) from None
 
     @functools.cached_property
     def retry_budget(self) -> RunLedger:
@@ -150,6 +148,12 @@ class RunSession:
     def ranks_dir(self) -> str:
         """Name of the directory in the run directory that holds logs of gangs."""
         return "ranks" if self._worker_id is None else f"ranks-{self._worker_id}"
+
+    @property
+    def history_file(self) -> Path:
+        """The file of past outcomes; the project's own where `--history` names none."""
+        chosen = self.options.history
+        return self.root / (f"{OWN_DIR}/{HISTORY_FILE}" if chosen in ("", "off") else chosen)
 
     def open_run_dir(self) -> Path:
         """Make the run directory if it is not there yet, and return it.
@@ -257,10 +261,10 @@ class RunSession:
 _SESSION = pytest.StashKey[RunSession]()
 
 
-def session_of(config: pytest.Config, options: Options) -> RunSession:
+def session_of(config: pytest.Config) -> RunSession:
     """Return the one session of a configuration: all roles share its run directory."""
     if _SESSION not in config.stash:
-        config.stash[_SESSION] = RunSession(config, options)
+        config.stash[_SESSION] = RunSession(config, read_options(config))
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
     return config.stash[_SESSION]
 

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import one_of
-from pytest_megatron.ci.decide import matches_any
+from pytest_megatron.ci.decide import Decision, matches_any
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import (
     MarkChoice,
@@ -23,8 +23,7 @@ from pytest_megatron.ci.test_files import (
     reason_to_leave_out,
     wanted_launch_marks,
 )
-from pytest_megatron.errors import ConfigError
-from pytest_megatron.hooks.labels import header_of
+from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -41,11 +40,9 @@ def register_units(config: pytest.Config, options: Options) -> None:
     Raises:
         pytest.UsageError: The project's table is wrong.
     """
-    try:
+    with usage_errors():
         words = project_words(config.rootpath)
         table = load_table(load_config(config.rootpath), words)
-    except ConfigError as error:
-        raise pytest.UsageError(str(error)) from None
     for mark, meaning in known_marks(table).items():
         config.addinivalue_line("markers", f"{mark}: {meaning}")
     _check_words(options, table, words)
@@ -96,7 +93,7 @@ class UnitPlugin:
     def pytest_report_header(self) -> list[str] | None:
         """Print the decision for labels and the event."""
         decision = self._options.decision
-        return None if decision is None else header_of(decision)
+        return None if decision is None else _header_of(decision)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -152,12 +149,12 @@ class UnitPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """Learn from a worker of pytest-xdist what it left out; all workers leave out the same."""
+        """Take the numbers of a worker of pytest-xdist; all workers leave out the same tests."""
         counts: dict[str, int] = getattr(node, "workeroutput", {}).get(_COUNTS, {})
         self._left_out = Counter(counts) | self._left_out
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print numbers and reasons of what was left out."""
+        """Print numbers of tests that were left out, and the reasons."""
         parts = [f"{number} {reason}" for reason, number in sorted(self._left_out.items())]
         launch = f"without {' or '.join(self._launch_marks)}"
         for files, what in ((self._unlaunched, launch), (self._ignored, "of other buckets")):
@@ -205,3 +202,15 @@ def add_folders(early_config: pytest.Config, arguments: list[str], words: tuple[
     folders = [os.path.relpath(early_config.rootpath / base, directory) for base in bases]
     arguments += folders
     namespace.file_or_dir = folders
+
+
+def _header_of(decision: Decision) -> list[str]:
+    """Return the lines of the session's header about a decision."""
+    kind = ", lightweight" if decision.is_lightweight else ""
+    repeats = f"{decision.n_repeat} repeat{'' if decision.n_repeat == 1 else 's'}"
+    words = f"scope {','.join(decision.scope)}, cadence {','.join(decision.cadence) or 'any'}"
+    what = f"{words}, {repeats}{kind}, environment {decision.environment}"
+    lines = [f"megatron: {what}; {decision.reason}"]
+    lines += [f"megatron: label {line}" for line in decision.label_effects]
+    lines += [f"megatron: label {name}: nothing reads it" for name in decision.unknown_labels]
+    return lines

@@ -120,7 +120,7 @@ def _extremes(columns: Sequence[Column], num_steps: int, num_buckets: int) -> se
 
 
 def shares(needs: Sequence[int], total: int) -> list[int]:
-    """Return what each gets of `total`: what it needs, or an equal part of what is left."""
+    """Return the share of each of `total`: its need, or an equal part of the rest."""
     given = [0] * len(needs)
     left, open_needs = total, len(needs)
     for at in sorted(range(len(needs)), key=needs.__getitem__):
@@ -177,7 +177,7 @@ def chart_svg(chart: Chart, title: str) -> str:
 
     Args:
         chart: With its curves.
-        title: Of what; the metric's name stands beneath it.
+        title: Its subject; the metric's name stands beneath it.
     """
     steps = [step for curve in chart.curves for step in curve.series.steps]
     across = scale_of(map(float, steps), start=_LEFT, end=WIDTH - _RIGHT, pad=0.0)

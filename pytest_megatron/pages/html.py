@@ -1,7 +1,7 @@
 """One HTML file that needs nothing else: the frame of a page, with its style and script inside.
 
 A page may load nothing and run nothing but its own script: its policy (CSP) allows the digests of
-what we put in and no more. So a text that got out of its quotes would still be inert.
+our own style and script and no more. So a text that got out of its quotes would still be inert.
 """
 
 from __future__ import annotations

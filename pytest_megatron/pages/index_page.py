@@ -86,7 +86,7 @@ class IndexRow:
     """A workload in the table; small, so that those of a large run fit into memory.
 
     Attributes:
-        page: What leads from the index to the workload's page; None if it has none.
+        page: Path from the index to the workload's page; None if it has none.
         run: Name of its run, where the index is of several.
     """
 
@@ -117,7 +117,7 @@ class IndexRun:
 
     Attributes:
         num_tests: Verdict -> how many distributed tests have it.
-        files: What leads from the index to the run's directory; None if that cannot be reached.
+        files: Path from the index to the run's directory; None if that cannot be reached.
     """
 
     facts: RunFacts

@@ -29,8 +29,8 @@ def item_page(
     Args:
         item: With its curves.
         run: The run of the workload.
-        files: What leads from the page to the item's directory; None if that cannot be reached.
-        index: What leads to the run's page; None if there is none.
+        files: Path from the page to the item's directory; None if that cannot be reached.
+        index: Path to the run's page; None if there is none.
         most_bytes: Limit for the curves.
     """
     duration = "" if item.duration_s is None else f"{item.duration_s:.1f} s"
@@ -73,7 +73,7 @@ def _charts(charts: Sequence[Chart], most_bytes: int) -> list[JsonValue]:
 
 
 def _texts(findings: Sequence[MetricFinding]) -> Iterator[str]:
-    """Yield what was found of one metric; the same of several repeats once."""
+    """Yield the findings on one metric; the same of several repeats once."""
     by_text: dict[str, list[MetricFinding]] = {}
     for finding in findings:
         by_text.setdefault(finding.short_text, []).append(finding)

@@ -47,8 +47,8 @@ class MetricFinding:
     """Finding of a comparison on one metric of one repeat.
 
     Attributes:
-        rule: What decided.
-        first_step: The first that is outside of what is allowed; None if no single one decided.
+        rule: The rule that decided.
+        first_step: The first outside of the band; None if no single one decided.
         text: For a person.
         golden_path: The file that it ends with.
         largest: The largest relative deviation.
@@ -137,7 +137,7 @@ class PageItem:
         quarantine: Why its failure did not count; empty if it did.
         triage: Why attempts failed, in words.
         links: Files of the whole item.
-        others: Findings without a curve: of gradients, of what a model generated.
+        others: Findings without a curve: of gradients, of generated text.
     """
 
     node_id: str
@@ -166,7 +166,7 @@ class TestRow:
     """One distributed test that did not simply pass.
 
     Attributes:
-        ranks: (rank, what it did).
+        ranks: (rank, its outcome).
         links: Logs of its gangs, below the run's directory.
     """
 

@@ -40,7 +40,7 @@ def write_pictures(
     is_png: bool = False,
     is_failed_only: bool = False,
 ) -> list[Path]:
-    """Write a picture of each metric of each workload; return what was written.
+    """Write a picture of each metric of each workload; return the files.
 
     Args:
         paths: Run directories, artifacts, folders of either.

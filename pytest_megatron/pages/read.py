@@ -1,4 +1,4 @@
-"""Reads a finished run directory into what pages show (effects: files, read only).
+"""Reads a finished run directory into the data of pages (effects: files, read only).
 
 Paths in the files are not followed: where something lies follows from node ids and numbers, so
 that a run may have moved, and an artifact that names other places leads nowhere.
@@ -70,7 +70,7 @@ class RunReader:
 
     @property
     def facts(self) -> RunFacts:
-        """What ran, where, with what."""
+        """Facts about the run, for the heads of pages."""
         run = self._run
         facts = {
             "commit": f"{run.commit}, with changes" if run.commit and run.is_dirty else run.commit,
@@ -241,7 +241,7 @@ def _curves(
 
 
 def _measured(dirs: AttemptDirs, notes: list[str]) -> Iterator[tuple[int | None, MetricMap]]:
-    """Yield what an attempt measured: phase, metrics; the phase is None where there is one only."""
+    """Yield the metrics of an attempt: phase, metrics; the phase is None if there is only one."""
     if dirs.metrics.is_file():
         yield from ((None, metrics) for metrics in _read(dirs.metrics, notes))
         return
@@ -255,7 +255,7 @@ def _measured(dirs: AttemptDirs, notes: list[str]) -> Iterator[tuple[int | None,
 
 
 def _source(dirs: PhaseDirs) -> Path | None:
-    """Return what to read of a phase; one that failed may have no `metrics.json`."""
+    """Return the file with the metrics of a phase; one that failed may have no `metrics.json`."""
     for path in (dirs.metrics, dirs.metrics_lines):
         if path.exists():
             return path

@@ -87,9 +87,9 @@ def _write_items(
     Args:
         reader: Of the run.
         target: Where its items get a directory each.
-        files: What leads from such a directory to the run's; "" where they are the same.
-        page: What leads from the index to `target`.
-        index: What leads from a page to the index.
+        files: Path from such a directory to the run's; "" where they are the same.
+        page: Path from the index to `target`.
+        index: Path from a page to the index.
     """
     facts = reader.facts
     rows = []
@@ -116,7 +116,7 @@ def _write_index(runs: Sequence[IndexRun], path: Path) -> None:
 
 
 def _relative(target: Path, start: Path) -> str:
-    """Return what leads from a directory to another, with a slash at its end; "" for the same."""
+    """Return the path from a directory to another, with a slash at its end; "" for the same."""
     path = Path(os.path.relpath(target.resolve(), start.resolve())).as_posix()
     return "" if path == "." else f"{path}/"
 

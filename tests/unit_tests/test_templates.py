@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typing_extensions import override
@@ -59,7 +58,7 @@ ITEM = {
     "duration_s": 1.0,
 }
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
-GROUP = SimpleNamespace(first=ITEM, items=[ITEM] * 9)
+GROUP = [ITEM] * 9
 SUMMARY = {
     "verdict": "failed",
     "headline": EVIL,

@@ -15,7 +15,7 @@ _GROUPS = {"unit": "unit", "workload": "integration"}  # kind of a job -> job of
 
 
 def read_plan(path: Path) -> Expected:
-    """Read what `pytest-megatron plan --format json` wrote; a directory has it as `plan.json`.
+    """Read the output of `pytest-megatron plan --format json`; a directory has it as `plan.json`.
 
     Raises:
         CiError: It cannot be read, or is no plan.

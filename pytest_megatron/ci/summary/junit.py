@@ -84,7 +84,7 @@ def read_junit(path: Path) -> Junit:
     """Read a file that `pytest --junit-xml` wrote.
 
     Raises:
-        CiError: It is not whole, is no JUnit XML, or holds what no test report needs.
+        CiError: It is not whole, is no JUnit XML, or holds declarations that no report needs.
     """
     try:
         data = read_bytes(path)

@@ -63,27 +63,15 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CauseGroup:
-    """Failures of one cause; the first of them stands for all."""
-
-    items: tuple[JobItem, ...]
-
-    @property
-    def first(self) -> JobItem:
-        """The one that stands for all."""
-        return self.items[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CiSummary:
     """Results of all jobs.
 
     Attributes:
         jobs: The last try of each, those that the plan has and that left nothing as well.
-        problems: What is wrong with the whole, such as runs of two commits.
-        notes: What is worth knowing and fails nothing.
-        headline: What was planned, in a line.
-        fetch: What to type to have the artifacts at home under the same names, None if they are.
+        problems: Of the whole, such as runs of two commits.
+        notes: Lines that fail nothing.
+        headline: The plan, in a line.
+        fetch: Command that downloads the artifacts under the same names; None if they are here.
     """
 
     jobs: tuple[JobRun, ...]
@@ -127,16 +115,14 @@ class CiSummary:
         return found
 
     @property
-    def groups(self) -> tuple[CauseGroup, ...]:
-        """Failures by cause: those of the code first, then what most items share."""
+    def groups(self) -> list[list[JobItem]]:
+        """Failures by cause: those of the code first, then those that most items share."""
         found: dict[str, list[JobItem]] = {}
         for item in self.items:
             if item.is_bad:
                 key = item.node_id if item.cause is None else item.cause.key_of(item.node_id)
                 found.setdefault(key, []).append(item)
-        return tuple(
-            sorted((CauseGroup(items=tuple(items)) for items in found.values()), key=_interest)
-        )
+        return sorted(found.values(), key=_interest)
 
     @property
     def flaky(self) -> tuple[JobItem, ...]:
@@ -166,8 +152,11 @@ class CiSummary:
             "notes": list(self.notes),
             "jobs": [job.as_json() for job in self.jobs],
             "failures": [
-                {**group.first.as_json(), "also": [_at(item) for item in group.items[1:]]}
-                for group in self.groups
+                {
+                    **first.as_json(),
+                    "also": [{"node_id": item.node_id, "job": item.job} for item in others],
+                }
+                for first, *others in self.groups
             ],
             "flaky": [item.as_json() for item in self.flaky],
             "slowest": [item.as_json() for item in self.slowest(10)],
@@ -182,10 +171,10 @@ def merge(
     """Make one verdict.
 
     Args:
-        runs: What jobs left, in any order.
+        runs: Results of jobs, in any order.
         expected: The plan; None takes the jobs that are there for all.
         results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
-            system says; None where it does not.
+            system reports; None where it does not.
     """
     by_name: dict[str, list[JobRun]] = {}
     for run in runs:
@@ -236,7 +225,7 @@ def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
 
 
 def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> JobRun:
-    """Return a job with every difference between what was planned and what ran."""
+    """Return a job with every difference between the plan and the run."""
     if planned is None:
         return replace(job, problems=(*job.problems, "is not in the plan"))
     problems = list(job.problems)
@@ -292,7 +281,7 @@ def _difference(ran: _Policy | None, planned: _Policy | None) -> str | None:
 
 
 def _policy_name(policy: _Policy) -> str:
-    """Return the name of a policy, with what identifies the content of its file."""
+    """Return the name of a policy, with the digest of its file."""
     digest = text_of(policy, "sha256")
     name = text_of(policy, "name") or "unknown"
     return name if digest is None else f"{name} (SHA-256 {digest[:12]})"
@@ -352,11 +341,7 @@ def _results(
     return problems
 
 
-def _interest(group: CauseGroup) -> tuple[bool, bool, int, str]:
-    first = group.first
+def _interest(group: Sequence[JobItem]) -> tuple[bool, bool, int, str]:
+    first = group[0]
     is_transient = first.cause is not None and first.cause.is_transient
-    return first.verdict == "broken", is_transient, -len(group.items), first.node_id
-
-
-def _at(item: JobItem) -> dict[str, JsonValue]:
-    return {"node_id": item.node_id, "job": item.job}
+    return first.verdict == "broken", is_transient, -len(group), first.node_id

@@ -38,7 +38,7 @@ class ItemCause:
     fingerprint: str = ""
 
     def key_of(self, node_id: str) -> str:
-        """Return what failures of one cause have in common.
+        """Return the key that failures of one cause share.
 
         Without its numbers, an assertion of one test reads as that of another.
         """
@@ -68,7 +68,7 @@ class JobItem:
         verdict: `passed`, `failed`, `flaky`, `broken` or `skipped`.
         is_held: Whether its failure does not count, by quarantine.
         causes: Signatures of attempts that failed before it passed.
-        reproduce: What to type to see the failure again.
+        reproduce: Command that shows the failure again.
         num_repeats: How often a workload was trained to its end.
         is_compared: Whether a workload was compared with its golden; None where that is not known.
         is_lightweight: Whether it ran shortened.
@@ -119,11 +119,11 @@ class JobItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRun:
-    """One try of one job, or what is left of it.
+    """One try of one job, or the rest of it.
 
     Attributes:
         name: Id of the job in the plan, else the name of the directory.
-        artifact: What it was read from, as a user would type it; None if there is none.
+        artifact: Its source, as a user would type it; None if there is none.
         problems: Why the job counts as failed beside its items.
         commits: Those that its runs tested.
         has_run_file: Whether it left a `run.json`, and not JUnit XML alone.

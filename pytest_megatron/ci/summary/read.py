@@ -1,6 +1,6 @@
-"""Reads what one job of CI left: `job.json`, run directories, JUnit XML.
+"""Reads the files of one job of CI: `job.json`, run directories, JUnit XML.
 
-Says what a job did, and never believes that it passed because nothing says that it failed.
+A job without results never counts as passed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _EXITS = {
 
 @dataclass(slots=True)
 class _JobCollector:
-    """What is collected about one job."""
+    """Items and problems of one job so far."""
 
     shown: str
     root: Path
@@ -61,13 +61,13 @@ class _JobCollector:
 
 
 def is_job(directory: Path) -> bool:
-    """Whether a directory is what one job left, or one run directory."""
+    """Return true for the directory of one job, or of one run."""
     names = (FILE_NAME, RUN_FILE)
     return any((directory / name).is_file() for name in names) or bool(_junit_files(directory))
 
 
 def read_run(root: Path, shown: str) -> JobRun:
-    """Read what one job left.
+    """Read the files of one job.
 
     Args:
         root: Its directory.
@@ -128,7 +128,7 @@ def _walk(root: Path, depth: int) -> Iterator[Path]:
 
 
 def _junit_files(directory: Path) -> list[Path]:
-    """Return what may be JUnit XML, by its name."""
+    """Return the files that may be JUnit XML, by their names."""
     found = sorted(directory.glob("*.xml")) if directory.is_dir() else []
     return [f for f in found if "coverage" not in f.name and f.is_file() and not f.is_symlink()]
 
@@ -141,7 +141,7 @@ def _show(book: _JobCollector, path: Path) -> str:
 
 
 def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
-    """Return the case that tells why for each item: one that went wrong, if any did."""
+    """Return a case for each item: one that went wrong, if any did."""
     found: dict[tuple[str, str], JUnitCase] = {}
     for case in (case for junit in junits for case in junit.cases):
         key = (case.classname, case.name)
@@ -153,7 +153,7 @@ def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
 def _read_run_dir(
     book: _JobCollector, run_dir: Path, job: str, cases: Mapping[tuple[str, str], JUnitCase]
 ) -> None:
-    """Take the items of one `run.json`, and what is wrong with the run as a whole."""
+    """Take the items of one `run.json`, and the problems of the run as a whole."""
     shown = _show(book, run_dir)
     try:
         run = read_run_file(run_dir)
@@ -213,13 +213,13 @@ def _as_judged(item: JobItem, record: RecordedWorkload, options: RecordedOptions
 
 
 def _reproduce(shown: str, node_id: str) -> str:
-    """Return what to type to see it again: the archive or the run directory, and the item."""
+    """Return the command that shows it again, with the archive or the run directory."""
     artifact = shown.partition("!")[0]
     return shlex.join(["pytest-megatron", "repro", artifact, node_id])
 
 
 def _unfinished(run: RecordedRun, run_dir: Path, book: _JobCollector) -> str | None:
-    """Return what is wrong with how a run ended; None if it ended as its items say."""
+    """Return the problem with the end of a run; None if its items explain the exit code."""
     code = run.exit_code
     if run.ended is None or code is None:
         running = _running(run, run_dir)
@@ -266,7 +266,7 @@ def _add_cases(book: _JobCollector, job: str) -> None:
 
 
 def _nothing(root: Path) -> str:
-    """Say that a job left no result, and why, if logs tell."""
+    """Return the problem of a job without results, with the cause if its logs have it."""
     text = "left no run.json: it was killed early, or pytest did not start"
     try:
         found = triage([root])
@@ -291,7 +291,7 @@ def read_jobs(
     Args:
         paths: Run directories, zips, tars, or folders of them.
         workspace: A directory of our own, where archives are unpacked.
-        is_empty_allowed: Whether a folder may hold nothing: a plan says what is missing.
+        is_empty_allowed: Whether a folder may hold nothing: a plan lists the missing jobs.
 
     Raises:
         CiError: A path is not there, or no job is.

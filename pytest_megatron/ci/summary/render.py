@@ -10,8 +10,8 @@ from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.base.templates import render, render_macro
 from pytest_megatron.base.text import counted, plain
 from pytest_megatron.ci.summary.junit import JUnitCase, Suite, address, join
-from pytest_megatron.ci.summary.merge import CauseGroup, CiSummary
-from pytest_megatron.ci.summary.model import JobRun
+from pytest_megatron.ci.summary.merge import CiSummary
+from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.errors import CiError
 
 STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step
@@ -70,8 +70,8 @@ def _text_head(summary: CiSummary) -> Iterator[str]:
         yield f"to have the artifacts at home: {summary.fetch}"
 
 
-def _text_group(group: CauseGroup) -> Iterator[str]:
-    item, cause = group.first, group.first.cause
+def _text_group(group: Sequence[JobItem]) -> Iterator[str]:
+    item, cause = group[0], group[0].cause
     yield f"{item.verdict} {item.node_id} ({item.job})"
     if cause is not None:
         for line in cause.text.splitlines():
@@ -84,7 +84,7 @@ def _text_group(group: CauseGroup) -> Iterator[str]:
             kind = "transient" if cause.is_transient else "not transient"
             advice = f": {cause.advice}" if cause.advice else ""
             yield f"{_INDENT}known as {cause.signature}, {kind}{advice}"
-    if len(group.items) > 1:
+    if len(group) > 1:
         yield f"{_INDENT}{_also(group)}"
     if item.reproduce:
         yield f"{_INDENT}reproduce: {item.reproduce}"
@@ -95,7 +95,7 @@ def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str
 
     Args:
         summary: The summary.
-        most_bytes: Of UTF-8. What does not fit is counted, the least interesting first.
+        most_bytes: Of UTF-8. Blocks that do not fit are counted, the least interesting first.
     """
     budget = most_bytes - 200  # for the lines that count what was left out
     found: list[str] = []
@@ -106,7 +106,7 @@ def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str
 
 
 def _fit(title: str, blocks: Sequence[str], budget: int) -> tuple[int, list[str]]:
-    """Return what is left of a budget, and as many blocks as it has room for."""
+    """Return the rest of a budget, and as many blocks as it has room for."""
     shown = [title] if title and blocks else []
     size = sum(_bytes(text) for text in shown)
     for number, block in enumerate(blocks):
@@ -158,8 +158,8 @@ def _started(rank: int | None, place: str) -> str:
     return f"started on rank {rank}" + (f", {place}" if place else "")
 
 
-def _also(group: CauseGroup) -> str:
-    others = [f"{item.node_id} ({item.job})" for item in group.items[1:]]
+def _also(group: Sequence[JobItem]) -> str:
+    others = [f"{item.node_id} ({item.job})" for item in group[1:]]
     more = f" and {len(others) - _MOST_ALSO} more" if len(others) > _MOST_ALSO else ""
     shown = ", ".join(name[:_MOST_NAME] for name in others[:_MOST_ALSO])
     return f"the same in {shown}{more}"

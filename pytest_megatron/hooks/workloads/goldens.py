@@ -1,12 +1,13 @@
 """Candidates for goldens, and their writing at the end of a session: all of them, or none.
 
-A workload only hands in a candidate, which stays in the run directory; what it measured becomes a
-golden when every item of the session passed and the gate lets all of them through. A workload that
+A workload only hands in a candidate, which stays in the run directory; its values become a golden
+when every item of the session passed and the gate lets all of them through. A workload that
 disagrees with its golden leaves one too, for `pytest-megatron golden review` and `golden accept`.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -15,9 +16,12 @@ import pytest
 
 from pytest_megatron.base.git import ask_git_for_owner
 from pytest_megatron.base.text import counted
-from pytest_megatron.errors import GoldenError, MegatronError
-from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
+from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
+from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.refresh.accept import (
     AcceptOutcome,
     Terms,
@@ -32,50 +36,113 @@ from pytest_megatron.refresh.pull_request import commit_message, markdown
 from pytest_megatron.refresh.read import digest_of, read_candidate
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
-from pytest_megatron.verdict.job import CheckedJob, Training
+from pytest_megatron.verdict.compare import check_golden_kind
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 
 _MOST_LINES = 60  # of the page in the terminal
 
 
 class GoldenWriter:
-    """Collects candidates and writes them.
+    """The goldens of one session: copies to compare with, and candidates for new ones.
 
     Attributes:
+        policy: Rules of the comparison.
         lines: For the terminal at the end.
     """
 
-    def __init__(self, root: Path, options: Options, arguments: Sequence[str]) -> None:
-        self._root = root
-        self._options = options
-        self._arguments = arguments
+    def __init__(self, session: RunSession, policy: ComparisonPolicy) -> None:
+        self._session = session
+        self._root = session.root
+        self._options = options = session.options
+        self.policy = policy
+        self._digests: dict[str, str] = {}  # of copies, by node id
         self._terms = Terms(reason=options.golden_reason, is_dirty_allowed=options.is_dirty_allowed)
         self.lines: list[str] = []
+
+    def require(self, job: WorkloadJob) -> None:
+        """Make sure, before a training costs anything, that there is something to compare it with.
+
+        Raises:
+            GoldenError: The golden should be there and is not, cannot be read, or the policy judges
+                no metric of the workload.
+        """
+        mode = self._options.golden
+        if not job.is_compared or mode in ("off", "refresh"):
+            return
+        path = golden_path(self._root, job.workload)
+        if not path.exists():
+            is_to_fail = job.case is not None and job.case.evaluation is Evaluation.XPASS
+            if mode == "record" or is_to_fail:
+                return
+            raise GoldenError(
+                job.node_id,
+                f"no golden, nothing was run; expected {self._session.shorten(str(path))}; write "
+                f"one with `--golden record`, or run without comparing with `--golden off`",
+            )
+        golden = read_golden(path)
+        if job.case is not None:
+            check_golden_kind(job.case, golden)
+        self.policy.at(ComparedWorkload.of(job.workload)).require_judged(job.metric_names or ())
+
+    def copy(self, job: WorkloadJob) -> None:
+        """Copy the golden into the workload's directory.
+
+        The run is compared with the copy and its page shows the copy, whatever becomes of the
+        golden while the training runs. A run that is taken over has the copy already.
+
+        Raises:
+            LaunchError: It cannot be copied.
+        """
+        path = golden_path(self._root, job.workload)
+        if not job.is_compared or self._options.golden == "off":
+            return
+        try:
+            if path.is_file() and not (self._options.is_attached and job.dirs.golden.is_file()):
+                shutil.copyfile(path, job.dirs.golden)
+            if job.dirs.golden.is_file():
+                self._digests[job.node_id] = digest_of(job.dirs.golden)
+        except OSError as error:
+            raise LaunchError(
+                str(job.dirs.golden),
+                f"{error.strerror}; give another --run-dir, or make room; nothing was run",
+            ) from error
+
+    def read_copy(self, job: WorkloadJob) -> Golden | None:
+        """Return the golden as it was before the training; None where nothing is to be compared.
+
+        Raises:
+            GoldenError: The copy was changed, or cannot be read.
+        """
+        digest = self._digests.get(job.node_id)
+        if digest is None or self._options.golden == "refresh":
+            return None
+        copy = job.dirs.golden
+        if not copy.is_file() or digest_of(copy) != digest:
+            raise GoldenError(
+                str(copy),
+                "changed while the training ran, so what was measured is not judged; leave the run "
+                "directory alone, and run it again",
+            )
+        return replace(read_golden(copy), path=str(golden_path(self._root, job.workload)))
 
     def wants(self, *, has_golden: bool) -> bool:
         """Return true if the golden of a workload is to be written."""
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not has_golden)
 
-    def refuse_early(
-        self, checked: CheckedJob, target: Path, facts: SessionFacts, *, is_here: bool
-    ) -> None:
-        """Refuse what could never be written, before the training costs anything.
-
-        Args:
-            checked: What is to be trained.
-            target: The golden that it would become.
-            facts: Of this machine.
-            is_here: Whether it will be trained on this machine.
+    def refuse_early(self, checked: CheckedJob) -> None:
+        """Refuse a golden that could never be written, before the training costs anything.
 
         Raises:
             GoldenError: The tree is not committed, or the gate refuses whatever is measured.
         """
+        facts, job = self._session.facts, checked.job
         self._refuse_uncommitted(facts)
-        job = checked.job
+        target = new_golden_path(self._root, job.workload)
         if not job.is_compared or not self.wants(has_golden=target.is_file()):
             return
         name = PurePosixPath(target.relative_to(self._root))
-        prospect = make_prospect(checked, name, facts, is_here=is_here)
+        prospect = make_prospect(checked, name, facts, is_here=not self._session.engine.is_queue)
         refusals = consider_early(prospect, self._root, self._terms)
         if refusals:
             lines = [*(refusal.line for refusal in refusals), "nothing was run"]
@@ -102,14 +169,23 @@ class GoldenWriter:
             f"can name; commit first, or give --allow-dirty, which the golden then says",
         )
 
-    def keep(self, training: Training, target: Path, facts: SessionFacts) -> RecordedGolden:
+    def record_of(self, job: WorkloadJob) -> RecordedGolden:
+        """Return the record of a golden that has no candidate."""
+        target = new_golden_path(self._root, job.workload)
+        return RecordedGolden(target=str(target.relative_to(self._root)))
+
+    def keep(self, training: Training) -> RecordedGolden:
         """Leave a candidate in the run directory; return its part of the record."""
-        record = RecordedGolden(target=str(target.relative_to(self._root)))
+        record = self.record_of(training.job)
         if not training.clean:
             return record
         try:
-            policy = self._options.golden_policy
-            path = make_candidate(training, facts, arguments=self._arguments, policy=policy)
+            path = make_candidate(
+                training,
+                training.facts(self._session.facts),
+                arguments=self._session.arguments,
+                policy=self._options.golden_policy,
+            )
         except GoldenError as error:
             return replace(record, problem=error.problem)
         directory = training.job.dirs.root
@@ -121,15 +197,9 @@ class GoldenWriter:
         }
         return replace(record, candidate=str(path), digests=digests)
 
-    def refusal(
-        self,
-        node_id: str,
-        record: RecordedWorkload,
-        directory: Path,
-        policy: ComparisonPolicy,
-    ) -> str | None:
+    def refusal(self, node_id: str, record: RecordedWorkload, directory: Path) -> str | None:
         """Return why the gate keeps a workload's candidate from becoming a golden, or None."""
-        candidate = read_candidate(node_id, record, directory, self._root, policy)
+        candidate = read_candidate(node_id, record, directory, self._root, self.policy)
         refusals = consider(candidate, self._root, self._terms).refusals
         if not refusals:
             return None
@@ -142,9 +212,7 @@ class GoldenWriter:
             )
         return "\n".join(lines)
 
-    def finish(
-        self, records: Mapping[str, RecordedWorkload], policy: ComparisonPolicy, exit_status: int
-    ) -> bool:
+    def finish(self, records: Mapping[str, RecordedWorkload], exit_status: int) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
         offered = {n: r for n, r in records.items() if r.golden and r.golden.is_offered}
         num_left = sum(bool(r.golden and r.golden.candidate) for r in records.values())
@@ -161,14 +229,15 @@ class GoldenWriter:
             self.lines.append("goldens: none written, none was missing")
         else:
             try:
-                return self._write([self._read(n, r, policy) for n, r in offered.items()])
+                candidates = [
+                    read_candidate(name, r, Path(str(r.directory)), self._root, self.policy)
+                    for name, r in offered.items()
+                ]
+                return self._write(candidates)
             except (OSError, MegatronError) as error:
                 self.lines.append(f"goldens: none written: {error}")
                 return False
         return True
-
-    def _read(self, node_id: str, record: RecordedWorkload, policy: ComparisonPolicy) -> Candidate:
-        return read_candidate(node_id, record, Path(str(record.directory)), self._root, policy)
 
     def _write(self, candidates: Sequence[Candidate]) -> bool:
         outcome = accept(candidates, self._root, self._terms)
@@ -182,7 +251,7 @@ class GoldenWriter:
         return True
 
     def _pages(self, outcome: AcceptOutcome, run_dir: Path) -> list[str]:
-        """Write what goes with the goldens, and return what to print."""
+        """Write the page and the commit message, and return the lines to print."""
         reason = self._terms.reason
         lines = [f"goldens: {len(outcome.differences)} written"]
         try:

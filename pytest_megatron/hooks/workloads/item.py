@@ -1,7 +1,7 @@
 """A workload as a pytest item: setup trains, call judges.
 
-What is the infrastructure's fault ends the setup, and so is an error to pytest; what is the code's
-fault fails the call.
+A failure of the infrastructure ends the setup, and so is an error to pytest; a failure of the code
+fails the call.
 """
 
 from __future__ import annotations
@@ -14,52 +14,28 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 from typing_extensions import override
 
-from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
-from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.record import RecordedWorkload
-from pytest_megatron.verdict.attempt import Verdict
-from pytest_megatron.verdict.retry import policy_of
 
 if TYPE_CHECKING:
-    from pytest_megatron.recipe.vocabulary import Vocabulary
-    from pytest_megatron.triage.signatures import Table
     from pytest_megatron.verdict.job import CheckedJob, Training
 
 
 class WorkloadRunner(Protocol):
-    """The role that runs this session's workloads.
+    """The role that runs this session's workloads."""
 
-    Attributes:
-        vocabulary: Words that recipes of this project may use.
-    """
-
-    vocabulary: Vocabulary
-
-    @property
-    def table(self) -> Table:
-        """The signatures that failures are looked up in."""
+    def load(self, path: Path) -> Sequence[Workload]:
+        """Return the rows of a recipe."""
 
     def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory."""
 
-    def train(self, item: WorkloadItem) -> Training:
+    def set_up(self, item: WorkloadItem) -> None:
         """Train a workload."""
 
-    def judge(self, item: WorkloadItem, training: Training) -> None:
-        """Compare a training with its golden and record what disagrees."""
-
-    def record_training(self, item: WorkloadItem, training: Training) -> str:
-        """Record a training that failed or broke; return why."""
-
-    def record_broken(
-        self, item: WorkloadItem, error: MegatronError | OSError, verdict: Verdict = ...
-    ) -> str:
-        """Record a workload that could not be run or judged at all; return why."""
-
-    def with_way_back(self, problem: str, node_id: str) -> str:
-        """Return why a workload did not pass, and last how to have it again."""
+    def run_test(self, item: WorkloadItem) -> None:
+        """Judge a training."""
 
 
 class WorkloadItem(pytest.Item):
@@ -68,69 +44,34 @@ class WorkloadItem(pytest.Item):
     Attributes:
         workload: The row.
         record: The one for `run.json`; None until it ran.
-        finish: Returns what came of its training, or raises why there is none, where that ran
-            before pytest's protocol reaches the item; None where the item trains by itself.
+        training: Its training; None before and after pytest's protocol.
+        finish: Returns the training, or raises why there is none, where that ran before pytest's
+            protocol reaches the item; None where the item trains by itself.
     """
 
     record: RecordedWorkload | None
+    training: Training | None
     finish: Callable[[], Training] | None
 
     def __init__(self, *, workload: Workload, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]  # pytest's own keywords
         self.workload = workload
-        self.record = None
-        self.finish = None
-        self._training: Training | None = None
+        self.record = self.training = self.finish = None
 
     @override
     def setup(self) -> None:
-        """Train.
-
-        Raises:
-            pytest.fail.Exception: Nothing is known about the code: the workload cannot be
-                planned or started, or the infrastructure failed to the end.
-        """
-        plugin = plugin_of(self.config)
-        problem = None
-        try:
-            self._training = plugin.train(self) if self.finish is None else self.finish()
-        except (MegatronError, OSError) as error:
-            problem = plugin.record_broken(self, error)
-        else:
-            if self._training.verdict is Verdict.BROKEN:
-                problem = plugin.record_training(self, self._training)
-        if problem is not None:  # outside of `except`: the user sees one error, not a chain
-            pytest.fail(plugin.with_way_back(problem, self.nodeid), pytrace=False)
+        """Train."""
+        runner_of(self.config).set_up(self)
 
     @override
     def runtest(self) -> None:
-        """Judge what was trained.
-
-        Raises:
-            pytest.fail.Exception: The training failed, or a metric disagrees.
-        """
-        assert self._training is not None
-        plugin = plugin_of(self.config)
-        if self._training.verdict is Verdict.FAILED:
-            plugin.record_training(self, self._training)
-        else:
-            try:
-                plugin.judge(self, self._training)
-            except (MegatronError, OSError) as error:
-                plugin.record_broken(self, error, Verdict.FAILED)
-        assert self.record is not None
-        problem = self.record.problem
-        if problem is None:
-            return
-        if self.record.is_expected:
-            pytest.xfail(problem.partition("\n")[0])
-        text = plugin.with_way_back(problem, self.nodeid)
-        pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
+        """Judge the training."""
+        runner_of(self.config).run_test(self)
 
     @override
     def teardown(self) -> None:
         """Forget what was measured: there may be thousands of items."""
-        self._training = None
+        self.training = None
 
     @override
     def reportinfo(self) -> tuple[os.PathLike[str] | str, int | None, str]:
@@ -138,22 +79,8 @@ class WorkloadItem(pytest.Item):
         return Path(self.path), self.workload.line - 1, self.name
 
 
-def load_workloads(config: pytest.Config, path: Path) -> Sequence[Workload]:
-    """Return the rows of a recipe.
-
-    Raises:
-        RecipeError: It is no sound recipe, or a row names a signature that does not exist.
-    """
-    plugin = plugin_of(config)
-    workloads = load_recipe(path, vocabulary=plugin.vocabulary)
-    for workload in workloads:
-        if workload.transient or workload.never_transient:
-            policy_of(workload, max_attempts=None, backoff_s=0.0, table=plugin.table)
-    return workloads
-
-
-def plugin_of(config: pytest.Config) -> WorkloadRunner:
+def runner_of(config: pytest.Config) -> WorkloadRunner:
     """Return the role that runs this session's workloads."""
-    plugin: WorkloadRunner | None = config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
-    assert plugin is not None
-    return plugin
+    runner: WorkloadRunner | None = config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
+    assert runner is not None
+    return runner

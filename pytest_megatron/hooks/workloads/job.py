@@ -1,25 +1,15 @@
-"""From an item and the options to a job: what exactly is trained, and what it is compared with."""
+"""The job of an item: findings of the checks about it, and further attempts of it."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from dataclasses import replace
-from pathlib import Path
 
 from pytest_megatron.ci.jobs import num_repeats_of
-from pytest_megatron.errors import GoldenError, LaunchError
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
-from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.refresh.read import digest_of
 from pytest_megatron.verdict.attempt import Attempt, Verdict
-from pytest_megatron.verdict.compare import check_golden_kind
-from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
+from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, make_job
 from pytest_megatron.workload.plan.plan import Replay
 from pytest_megatron.workload.run.runner import AttemptListener
 
@@ -51,92 +41,10 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
 
 
 def _num_repeats(options: Options, workload: Workload) -> int:
-    """Return how often a workload is trained: what is typed wins, then labels, then the recipe."""
+    """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
     if options.num_repeats is None and options.decision is not None:
         return num_repeats_of(workload, options.decision)
     return options.num_repeats or workload.n_repeat or 1
-
-
-def golden_path_of(job: WorkloadJob) -> Path:
-    """Return where the golden of a job is, or would be."""
-    return golden_path(job.setting.root, job.workload)
-
-
-def new_golden_path_of(job: WorkloadJob) -> Path:
-    """Return where a new golden of a job is written."""
-    return new_golden_path(job.setting.root, job.workload)
-
-
-def require_golden(session: RunSession, job: WorkloadJob, policy: ComparisonPolicy) -> None:
-    """Make sure, before a training costs anything, that there is something to compare it with.
-
-    Raises:
-        GoldenError: The golden should be there and is not, cannot be read, or the policy judges
-            no metric of the workload.
-    """
-    mode = session.options.golden
-    if not job.is_compared or mode in ("off", "refresh"):
-        return
-    path = golden_path_of(job)
-    if not path.exists():
-        is_to_fail = job.case is not None and job.case.evaluation is Evaluation.XPASS
-        if mode == "record" or is_to_fail:
-            return
-        raise GoldenError(
-            job.node_id,
-            f"no golden, nothing was run; expected {session.shorten(str(path))}; write one with "
-            f"`--golden record`, or run without comparing with `--golden off`",
-        )
-    golden = read_golden(path)
-    if job.case is not None:
-        check_golden_kind(job.case, golden)
-    policy.at(ComparedWorkload.of(job.workload)).require_judged(job.metric_names or ())
-
-
-def keep_golden(session: RunSession, job: WorkloadJob) -> str | None:
-    """Copy the golden into the workload's directory; return its SHA-256, None where there is none.
-
-    The copy is what the run is compared with and what its page shows, whatever becomes of the
-    golden while the training runs. A run that is taken over has the copy already.
-
-    Raises:
-        LaunchError: It cannot be copied.
-    """
-    path = golden_path_of(job)
-    if not job.is_compared or session.options.golden == "off":
-        return None
-    try:
-        if path.is_file() and not (session.options.is_attached and job.dirs.golden.is_file()):
-            shutil.copyfile(path, job.dirs.golden)
-        return digest_of(job.dirs.golden) if job.dirs.golden.is_file() else None
-    except OSError as error:
-        raise LaunchError(
-            str(job.dirs.golden),
-            f"{error.strerror}; give another --run-dir, or make room; nothing was run",
-        ) from error
-
-
-def read_kept_golden(session: RunSession, job: WorkloadJob, digest: str | None) -> Golden | None:
-    """Return the golden as it was before the training; None where nothing is to be compared.
-
-    Args:
-        session: Of the run.
-        job: Whose golden it is.
-        digest: As `keep_golden` returned it.
-
-    Raises:
-        GoldenError: The copy is not what was kept, or cannot be read.
-    """
-    if digest is None or session.options.golden == "refresh":
-        return None
-    copy = job.dirs.golden
-    if not copy.is_file() or digest_of(copy) != digest:
-        raise GoldenError(
-            str(copy),
-            "changed while the training ran, so what was measured is not judged; leave the run "
-            "directory alone, and run it again",
-        )
-    return replace(read_golden(copy), path=str(golden_path_of(job)))
 
 
 def show_findings(
@@ -167,7 +75,7 @@ class ItemRetries:
         self._live = live
 
     def claim(self, attempt: Attempt) -> str | None:
-        """Take a further attempt from what the run may have."""
+        """Take a further attempt from the run's budget."""
         signature = _signature_of(attempt) or ""
         return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
 
@@ -187,6 +95,6 @@ class ItemRetries:
 
 
 def _signature_of(attempt: Attempt) -> str | None:
-    """Return the id of what an attempt failed of."""
+    """Return the id of the signature of a failed attempt."""
     signature = None if attempt.cause is None else attempt.cause.signature
     return None if signature is None else signature.id

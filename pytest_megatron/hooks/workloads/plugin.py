@@ -6,46 +6,41 @@ Lives in the controller, and under pytest-xdist in each of its workers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.golden.policy import ComparisonPolicy, policy_named
+from pytest_megatron.golden.policy import policy_named
+from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
-from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.option_values import usage_errors
+from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import RunFile, put_record, record_on, run_file_of
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.item import WorkloadItem
-from pytest_megatron.hooks.workloads.job import (
-    ItemRetries,
-    golden_path_of,
-    keep_golden,
-    make_item_job,
-    new_golden_path_of,
-    read_kept_golden,
-    require_golden,
-    show_findings,
-)
+from pytest_megatron.hooks.workloads.job import ItemRetries, make_item_job, show_findings
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.selection import SelectionPlugin
-from pytest_megatron.hooks.workloads.terminal import LiveTerminal, Quiet, print_plan, print_summary
-from pytest_megatron.recipe.load import project_words
+from pytest_megatron.hooks.workloads.terminal import LiveTerminal, print_plan, print_summary
+from pytest_megatron.recipe.load import load_recipe, project_words
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import Vocabulary
 from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.runs.reproduce import reproduce_line
-from pytest_megatron.triage.signatures import Table
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.verdict.text import item_record, mismatch, training_failure
 from pytest_megatron.workload.plan.plan import require_inputs
 
@@ -53,12 +48,9 @@ from pytest_megatron.workload.plan.plan import require_inputs
 class ResultsPlugin:
     """Lives in the controller alone: a worker's records reach it on the reports."""
 
-    def __init__(
-        self, session: RunSession, goldens: GoldenWriter, policy: ComparisonPolicy, file: RunFile
-    ) -> None:
+    def __init__(self, session: RunSession, goldens: GoldenWriter, file: RunFile) -> None:
         self._session = session
         self._goldens = goldens
-        self._policy = policy
         self._file = file
         self._records: dict[str, RecordedWorkload] = {}
 
@@ -82,13 +74,13 @@ class ResultsPlugin:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write goldens, if all of the run was clean."""
-        is_written = self._goldens.finish(self._records, self._policy, session.exitstatus)
+        is_written = self._goldens.finish(self._records, session.exitstatus)
         is_whole = is_written and self._file.problem is None
         if not is_whole and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print a line for each workload, and what became of goldens."""
+        """Print a line for each workload, and the state of goldens."""
         lines = list(self._goldens.lines)
         if self._records and (text := self._session.retry_budget.infrastructure()):
             lines.insert(0, f"megatron: {text}")
@@ -97,26 +89,25 @@ class ResultsPlugin:
         print_summary(terminalreporter, self._records, lines, self._session.shorten)
 
 
-def register_roles(config: pytest.Config, options: Options) -> None:
-    """Register what a session with workloads needs.
+def register_roles(config: pytest.Config) -> None:
+    """Register the roles of a session with workloads.
 
     Raises:
         pytest.UsageError: The project's settings or the policy are wrong.
     """
-    session = session_of(config, options)
+    session = session_of(config)
+    options = session.options
     _ = session.table  # a file of the user's that cannot be read is refused before anything runs
-    try:
+    with usage_errors():
         vocabulary = project_words(session.root)
         policy = policy_named(options.golden_policy, root=session.root)
-        recover(session.root)  # what a killed refresh left half done
-    except MegatronError as error:
-        raise pytest.UsageError(str(error)) from None
-    goldens = GoldenWriter(session.root, options, session.arguments)
+        recover(session.root)  # a killed refresh may have left it half done
+    goldens = GoldenWriter(session, policy)
     manager = config.pluginmanager
-    manager.register(WorkloadPlugin(config, session, policy, vocabulary, goldens), WORKLOADS_PLUGIN)
+    manager.register(WorkloadPlugin(config, session, vocabulary, goldens), WORKLOADS_PLUGIN)
     manager.register(SelectionPlugin(session, vocabulary), f"{WORKLOADS_PLUGIN}-selection")
     if not session.is_worker:
-        results = ResultsPlugin(session, goldens, policy, run_file_of(config, session))
+        results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
         register_pages(config, session)
@@ -128,35 +119,35 @@ def register_roles(config: pytest.Config, options: Options) -> None:
 
 
 class WorkloadPlugin:
-    """Trains and judges, for the items of one session.
-
-    Attributes:
-        vocabulary: Words that recipes of this project may use.
-    """
+    """Trains and judges, for the items of one session."""
 
     def __init__(
         self,
         config: pytest.Config,
         session: RunSession,
-        policy: ComparisonPolicy,
         vocabulary: Vocabulary,
         goldens: GoldenWriter,
     ) -> None:
         self._config = config
         self._session = session
-        self._policy = policy
-        self.vocabulary = vocabulary
+        self._vocabulary = vocabulary
         self._goldens = goldens
-        self._kept: dict[str, str | None] = {}  # node id to the digest of the golden
 
-    @property
-    def table(self) -> Table:
-        """The signatures that failures are looked up in."""
-        return self._session.table
+    def load(self, path: Path) -> Sequence[Workload]:
+        """Return the rows of a recipe.
+
+        Raises:
+            RecipeError: It is no sound recipe, or a row names a signature that does not exist.
+        """
+        workloads = load_recipe(path, vocabulary=self._vocabulary)
+        for workload in workloads:
+            if workload.transient or workload.never_transient:
+                policy_of(workload, max_attempts=None, backoff_s=0.0, table=self._session.table)
+        return workloads
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """With `--plan`, print what would run instead of running it.
+        """With `--plan`, print the workloads instead of running them.
 
         Raises:
             pytest.UsageError: The run directory holds an earlier run, or a workload of the plan
@@ -183,30 +174,70 @@ class WorkloadPlugin:
         """Put a workload's job together and make its directory.
 
         Raises:
-            MegatronError: It cannot be planned, or what it needs is missing.
+            MegatronError: It cannot be planned, or one of its requirements is missing.
         """
         checked = make_item_job(self._session, item.workload, item.nodeid)
         job = checked.job
         lacking = self._session.engine.lacks(checked.needed)
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
-        require_golden(self._session, job, self._policy)
+        self._goldens.require(job)
         if not self._session.options.is_attached:
-            is_here = not self._session.engine.is_queue
-            target = new_golden_path_of(job)
-            self._goldens.refuse_early(checked, target, self._session.facts, is_here=is_here)
+            self._goldens.refuse_early(checked)
         self._make_run_dir(job)
-        self._kept[job.node_id] = keep_golden(self._session, job)
+        self._goldens.copy(job)
         return checked
 
-    def train(self, item: WorkloadItem) -> Training:
+    def set_up(self, item: WorkloadItem) -> None:
         """Train a workload.
 
         Raises:
-            MegatronError: It cannot be planned or started, or what it needs is missing.
+            pytest.fail.Exception: Nothing is known about the code: the workload cannot be
+                planned or started, or the infrastructure failed to the end.
+        """
+        problem = None
+        try:
+            item.training = self._train(item) if item.finish is None else item.finish()
+        except (MegatronError, OSError) as error:
+            problem = self._record_broken(item, error)
+        else:
+            if item.training.verdict is Verdict.BROKEN:
+                problem = self._record_training(item, item.training)
+        if problem is not None:  # outside of `except`: the user sees one error, not a chain
+            pytest.fail(self._with_way_back(problem, item.nodeid), pytrace=False)
+
+    def run_test(self, item: WorkloadItem) -> None:
+        """Judge a training.
+
+        Raises:
+            pytest.fail.Exception: The training failed, or a metric disagrees.
+        """
+        assert item.training is not None
+        if item.training.verdict is Verdict.FAILED:
+            self._record_training(item, item.training)
+        else:
+            try:
+                self._judge(item, item.training)
+            except (MegatronError, OSError) as error:
+                self._record_broken(item, error, Verdict.FAILED)
+        assert item.record is not None
+        problem = item.record.problem
+        if problem is None:
+            return
+        if item.record.is_expected:
+            pytest.xfail(problem.partition("\n")[0])
+        text = self._with_way_back(problem, item.nodeid)
+        pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
+
+    def _train(self, item: WorkloadItem) -> Training:
+        """Train a workload.
+
+        Raises:
+            MegatronError: It cannot be planned or started, or one of its requirements is missing.
         """
         checked = self.prepare(item)
-        live = self._listener(item)
+        has_terminal = not self._session.is_worker
+        live = LiveTerminal(self._config, item.nodeid, has_terminal=has_terminal)
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
@@ -214,8 +245,8 @@ class WorkloadPlugin:
             retries.note_end(training)
             return training
 
-    def judge(self, item: WorkloadItem, training: Training) -> None:
-        """Compare a training with its golden and record what disagrees.
+    def _judge(self, item: WorkloadItem, training: Training) -> None:
+        """Compare a training with its golden and record the result.
 
         Raises:
             MegatronError: The golden cannot be read, or must not be written.
@@ -224,17 +255,16 @@ class WorkloadPlugin:
         if job.case is None or job.metric_names is None:
             self._record(item, item_record(training, None))
             return
-        kept = self._kept.pop(job.node_id, None)
-        golden = read_kept_golden(self._session, job, kept)
+        golden = self._goldens.read_copy(job)
         facts = training.facts(self._session.facts)
-        judgement = judge(training, golden, self._policy, facts)
+        judgement = judge(training, golden, self._goldens.policy, facts)
         write_json_atomically(job.dirs.comparison, judgement.as_json())
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
-        is_wanted = problem is None and self._goldens.wants(has_golden=kept is not None)
+        is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
         agrees = record.is_expected or (problem is None and not is_wanted)
         if not agrees and job.is_compared:
-            golden_record = self._goldens.keep(training, new_golden_path_of(job), facts)
+            golden_record = self._goldens.keep(training)
             record = replace(record, golden=golden_record)
             if is_wanted:
                 record = self._offered(training, judgement, record, golden_record)
@@ -249,13 +279,13 @@ class WorkloadPlugin:
     ) -> RecordedWorkload:
         """Return the record of a workload whose candidate is to become a golden, if it may."""
         job = training.job
-        problem = self._goldens.refusal(job.node_id, record, job.dirs.root, self._policy)
+        problem = self._goldens.refusal(job.node_id, record, job.dirs.root)
         if problem is None:
             return replace(record, golden=replace(golden, is_offered=True))
         refused = self._evaluated(training, judgement, self._session.shorten(problem))
         return replace(refused, golden=golden, summary=f"{record.summary}, no golden")
 
-    def record_training(self, item: WorkloadItem, training: Training) -> str:
+    def _record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
         problem = self._session.shorten(training_failure(training))
         if training.verdict is Verdict.BROKEN:
@@ -263,21 +293,19 @@ class WorkloadPlugin:
         else:
             record = self._evaluated(training, None, problem)
         if training.job.is_compared and not record.is_expected:
-            target = new_golden_path_of(training.job)
-            golden = RecordedGolden(target=str(target.relative_to(training.job.setting.root)))
-            record = replace(record, golden=golden)
+            record = replace(record, golden=self._goldens.record_of(training.job))
         self._record(item, record)
         return problem
 
-    def with_way_back(self, problem: str, node_id: str) -> str:
+    def _with_way_back(self, problem: str, node_id: str) -> str:
         """Return why a workload did not pass, and last how to have it again.
 
-        The first line is what pytest's summary has room for, behind the node id: it goes without.
+        pytest's summary has room for the first line, behind the node id: it goes without one.
         """
         redacted = self._session.redactor.text(problem).removeprefix(f"{node_id}: ")
         return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
 
-    def record_broken(
+    def _record_broken(
         self,
         item: WorkloadItem,
         error: MegatronError | OSError,
@@ -299,7 +327,7 @@ class WorkloadPlugin:
     def _evaluated(
         self, training: Training, judgement: Judgement | None, problem: str | None
     ) -> RecordedWorkload:
-        """Return the record of a judged workload, after what its case expects."""
+        """Return the record of a judged workload, with the expectation of its case applied."""
         job = training.job
         found = evaluate(job.case, job.node_id, problem)
         if found.is_expected:
@@ -361,23 +389,15 @@ class WorkloadPlugin:
                 f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
             )
             return True
-        try:
+        with usage_errors():
             checked = make_item_job(self._session, item.workload, item.nodeid)
             job = checked.job
             is_compared = job.is_compared and self._session.options.golden != "off"
-            golden = golden_path_of(job) if is_compared else None
+            golden = golden_path(job.setting.root, job.workload) if is_compared else None
             lines = [self._session.shorten(finding.line) for finding in checked.findings]
             print_plan(self._config, job, checked.plan, golden, lines)
             require_inputs(checked.plan)
-        except MegatronError as error:
-            raise pytest.UsageError(str(error)) from None
         return not any(finding.is_error for finding in checked.findings)
-
-    def _listener(self, item: WorkloadItem) -> LiveTerminal | Quiet:
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._session.is_worker or reporter is None:
-            return Quiet()
-        return LiveTerminal(self._config, reporter, item.nodeid)
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
         item.record = record

@@ -6,12 +6,10 @@ pytest's own protocol, in the order in which they end.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from pathlib import Path
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
@@ -21,11 +19,10 @@ from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.hooks.workloads.item import WorkloadItem, plugin_of
+from pytest_megatron.hooks.workloads.item import WorkloadItem, runner_of
 from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
-from pytest_megatron.hooks.workloads.terminal import progress_text
-from pytest_megatron.runs.history import FILE_NAME, typical_durations
-from pytest_megatron.runs.layout import OWN_DIR
+from pytest_megatron.hooks.workloads.terminal import progress_text, uncaptured
+from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.scheduler import (
@@ -41,7 +38,7 @@ _ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one 
 
 
 class QueueTerminal:
-    """Shows the state of the queue below what pytest prints."""
+    """Shows the state of the queue below pytest's own output."""
 
     def __init__(self, config: pytest.Config, engine: str) -> None:
         """Begin to count the time that is left from now on."""
@@ -63,7 +60,7 @@ class QueueTerminal:
         return reporter
 
     def listener(self, name: str) -> QueueListener:
-        """Return what prints the lines of one workload under its name."""
+        """Return a listener that prints the lines of one workload under its name."""
         return QueueListener(self, name, has_iterations=self._config.get_verbosity() > 0)
 
     def show(self, standing: QueueProgress) -> None:
@@ -104,7 +101,7 @@ class QueueTerminal:
             return
         self.close()
         writer = reporter._tw  # pytest's own plugins reach it this way
-        with self._uncaptured():
+        with uncaptured(self._config):
             reporter.ensure_newline()
             if writer.width_of_current_line:
                 writer.line()
@@ -112,7 +109,7 @@ class QueueTerminal:
                 writer.line(line)
 
     def close(self) -> None:
-        """Take the line away; what pytest prints next goes on where it was."""
+        """Remove the line; pytest's output continues where it was."""
         reporter = self._reporter
         if not self._is_shown or reporter is None:
             return
@@ -127,17 +124,10 @@ class QueueTerminal:
 
     def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
         """Print past pytest's writer, which counts the columns of its own line."""
-        with self._uncaptured():
+        with uncaptured(self._config):
             file = reporter._tw._file
             file.write(text)
             file.flush()
-
-    def _uncaptured(self) -> contextlib.AbstractContextManager[None]:
-        capture = self._config.pluginmanager.get_plugin("capturemanager")
-        if capture is None:
-            return contextlib.nullcontext()
-        found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
-        return found
 
 
 class QueueListener:
@@ -179,7 +169,7 @@ class QueuePlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Submit all workloads, have the other items run meanwhile, then report what ends.
+        """Submit all workloads, have the other items run meanwhile, then report each workload.
 
         Raises:
             pytest.UsageError: The run directory holds an earlier run, or there is no such engine.
@@ -277,7 +267,7 @@ class QueuePlugin:
             raise session.Interrupted(session.shouldstop)
 
     def _finish(self, end: WorkEnd, begun: tuple[WorkloadJob, ItemRetries] | None) -> Training:
-        """Return what came of a workload, within its setup.
+        """Return the training of a workload, within its setup.
 
         Raises:
             Exception: It could not be run or judged.
@@ -292,8 +282,8 @@ class QueuePlugin:
         return training
 
     def _works(self, items: Sequence[WorkloadItem]) -> Iterable[QueuedWorkload]:
-        """Return what there is to do, with how long it took before."""
-        took = typical_durations(self._history())
+        """Yield the workloads to submit, with their earlier durations."""
+        took = typical_durations(self._session.history_file)
         for item in items:
             workload = item.workload
             yield QueuedWorkload(
@@ -305,17 +295,12 @@ class QueuePlugin:
 
     def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
         """Plan a workload; its lines go to the terminal under its name."""
-        checked = plugin_of(self._config).prepare(item)
+        checked = runner_of(self._config).prepare(item)
         live = self._terminal.listener(item.name)
         checked = show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (checked.job, retries)
         return begin(checked, self._session.facts, live, retries)
-
-    def _history(self) -> Path:
-        chosen = self._session.options.history
-        named = chosen if chosen and chosen != "off" else f"{OWN_DIR}/{FILE_NAME}"
-        return self._session.root / named
 
 
 def register_queue(config: pytest.Config, session: RunSession) -> None:

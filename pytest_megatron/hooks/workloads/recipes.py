@@ -35,7 +35,7 @@ class RecipeFile(pytest.File):
         from pytest_megatron.hooks.workloads import item as items  # noqa: PLC0415 - heavy
 
         try:
-            workloads = items.load_workloads(self.config, self._shown_path())
+            workloads = items.runner_of(self.config).load(self._shown_path())
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
@@ -60,7 +60,7 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
     """Return a collector if the file is a recipe, None for any other file.
 
     Every YAML file in a folder of recipes is one, so that a misspelt `type:` is an error and not
-    silence. Elsewhere it is one if it is named on the command line and says `type:` at its top;
+    silence. Elsewhere it is one if it is named on the command line and has `type:` at its top;
     without that it is another plugin's.
     """
     if file_path.suffix not in _SUFFIXES:

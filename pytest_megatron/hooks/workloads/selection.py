@@ -15,7 +15,7 @@ _USAGE_ERROR_KEY = "megatron_usage_error"
 
 
 class SelectionPlugin:
-    """Selects, and skips what this host cannot run."""
+    """Selects workloads, and skips those that this host cannot run."""
 
     def __init__(self, session: RunSession, vocabulary: Vocabulary) -> None:
         self._session = session
@@ -53,7 +53,7 @@ class SelectionPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
-        """Learn from a worker of pytest-xdist what is wrong with the selection."""
+        """Take the selection's error from a worker of pytest-xdist."""
         workeroutput: dict[str, str] = getattr(node, "workeroutput", {})
         self._usage_error = workeroutput.get(_USAGE_ERROR_KEY, self._usage_error)
 

@@ -18,17 +18,13 @@ from pytest_megatron.workload.run.runner import Progress, parse_progress
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 
 
-class Quiet:
-    """Sees nothing: for workers, whose terminal nobody reads."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Drop the lines."""
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Drop it."""
+def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which pytest captures no output."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return found
 
 
 class LiveTerminal:
@@ -37,15 +33,12 @@ class LiveTerminal:
     The iteration lines of the training become the progress line; `-v` copies them as well.
     """
 
-    def __init__(
-        self, config: pytest.Config, reporter: pytest.TerminalReporter, node_id: str
-    ) -> None:
-        capture = config.pluginmanager.get_plugin("capturemanager")
-        self._uncaptured = (
-            capture.global_and_fixture_disabled if capture else contextlib.nullcontext
-        )
-        self._writer = reporter._tw  # pytest's own plugins reach it this way
-        self._is_tty = reporter.isatty
+    def __init__(self, config: pytest.Config, node_id: str, *, has_terminal: bool) -> None:
+        """Begin to show; nothing without a terminal, as in workers of pytest-xdist."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if has_terminal else None
+        self._config = config
+        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
+        self._is_tty = reporter is not None and reporter.isatty
         self._copies_iterations = config.get_verbosity() > 0
         self._name = node_id.rpartition("::")[2]
         self._width = 0
@@ -75,9 +68,9 @@ class LiveTerminal:
 
     def _write(self, lines: Sequence[str], status: str | None) -> None:
         """Write whole lines, and on a terminal a line that the next write replaces."""
-        if not lines and not self._is_tty:
+        if self._writer is None or (not lines and not self._is_tty):
             return
-        with self._uncaptured():
+        with uncaptured(self._config):
             if self._width:
                 self._writer.write("\r" + " " * self._width + "\r")
             elif not self._has_line and (lines or status):
@@ -97,7 +90,7 @@ def print_plan(
     golden: Path | None,
     found: Sequence[str],
 ) -> None:
-    """Print what would run, and what the checks found about it."""
+    """Print the plan of a workload, and the findings of the checks about it."""
     writer = config.get_terminal_writer()
     writer.line(plan_text(job, plan, golden))
     for line in found:
@@ -111,7 +104,7 @@ def print_summary(
     goldens: Sequence[str],
     shorten: Callable[[str], str],
 ) -> None:
-    """Print a line for each workload that ran, then what became of goldens."""
+    """Print a line for each workload that ran, then the lines about goldens."""
     if records:
         reporter.section("workloads", sep="-")
     for node_id, record in records.items():

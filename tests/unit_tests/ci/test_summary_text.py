@@ -83,7 +83,7 @@ def test_failures_of_the_code_come_first_and_one_cause_is_told_once() -> None:
         ),
     )
     summary = merge([found])
-    assert [[i.node_id for i in group.items] for group in summary.groups] == [
+    assert [[i.node_id for i in group] for group in summary.groups] == [
         ["two", "three"],
         ["one"],
         ["lost"],

@@ -35,6 +35,7 @@ _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound=type)
 _Schema: TypeAlias = Mapping[str, JsonValue]
 _MOST_SHOWN = 60  # characters of a value in a message
+_ADD = "; add it"
 _WITHOUT_POINT = re.compile(r"(\d+)(e[-+]?\d+)")
 
 Count: TypeAlias = Annotated[int, Ge(0)]
@@ -140,6 +141,11 @@ class SchemaProblem:
         """The text behind its key."""
         return f"{dotted(self.path)}: {self.text}" if self.path else self.text
 
+    @property
+    def in_output(self) -> str:
+        """The message for a file that a program wrote, where no user adds a key."""
+        return self.message.removesuffix(_ADD)
+
 
 def key_of(name: str) -> str:
     """Return the key of a file for the name of a field, which has a prefix or a unit besides."""
@@ -199,7 +205,7 @@ def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
     from pydantic import ValidationError  # noqa: PLC0415  slow to import
 
     try:
-        return cast("_T", _adapter(cast("type", kind)).validate_json(text))
+        return adapter(kind).validate_json(text)
     except ValidationError as error:
         problems = explain(kind, error.errors(include_url=False), at)
         raise SchemaError(problems) from None
@@ -237,7 +243,7 @@ def trusted(kind: type[_T], value: object) -> _T:
 
 def json_schema(kind: type, title: str) -> dict[str, JsonValue]:
     """Return the JSON schema that is published for a kind of file."""
-    schema = cast("dict[str, JsonValue]", _adapter(kind).json_schema())
+    schema = cast("dict[str, JsonValue]", adapter(kind).json_schema())
     dialect = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": dialect, **schema, "title": title}
 
@@ -252,7 +258,7 @@ def explain(
         errors: `ValidationError.errors()`.
         at: Where the value is in its document.
     """
-    schema = cast("_Schema", _adapter(kind).json_schema())
+    schema = cast("_Schema", adapter(kind).json_schema())
     found: dict[YamlPath, SchemaProblem] = {}
     for error in errors:
         problem = _problem(schema, error, at)
@@ -281,6 +287,11 @@ def _plain(key: str) -> str:
     return key if key.isprintable() else repr(key)[1:-1]
 
 
+def adapter(kind: type[_T]) -> TypeAdapter[_T]:
+    """Return the validator and serializer of a class; the first use of each costs milliseconds."""
+    return cast("TypeAdapter[_T]", _adapter(cast("type", kind)))
+
+
 @functools.cache
 def _adapter(kind: type) -> TypeAdapter[object]:
     from pydantic import TypeAdapter  # noqa: PLC0415  slow to import
@@ -298,37 +309,47 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
         node, _ = _node_at(schema, loc)
+        _, above = _node_at(schema, loc[:-1])
+        loc = (*above, loc[-1])
         is_fixed = "const" in node
         expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
         expected = f", expected {expected}" if is_fixed or "enum" in node else ""
-        text = f"is missing{expected}; add it"
+        text = f"is missing{expected}{_ADD}"
     elif is_unknown:
-        node, _ = _node_at(schema, loc[:-1])
+        node, above = _node_at(schema, loc[:-1])
         keys = cast("_Schema", node["properties"])
         text = f"unknown key, expected {one_of(loc[-1], keys)}"
+        loc = (*above, loc[-1])
     elif kind == "value_error":
         problem = error["ctx"]["error"]
         is_value = isinstance(problem, ExpectedError)
         text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
+    elif kind == "string_pattern_mismatch":
+        text = f"found {shown(found)}, expected a match of {error['ctx']['pattern']}"
     else:
-        node, depth = _node_at(schema, loc)
-        loc = loc[:depth]  # behind it is the branch of a union, no place in the file
+        node, loc = _node_at(schema, loc)
         text = f"found {shown(found)}, expected {_expected(schema, node, kind, found)}"
     return SchemaProblem(path=(*at, *loc), kind=kind, text=text)
 
 
-def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, int]:
-    """Return the part of a JSON schema for a place, and how much of the path leads to it."""
-    node = _resolved(schema, schema)
-    for depth, step in enumerate(path):
+def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, YamlPath]:
+    """Return the part of a JSON schema for a place, and the place without branches of unions."""
+    node, place = _resolved(schema, schema), list[str | int]()
+    for step in path:
+        tagged = cast("list[Mapping[str, str]]", node.get("oneOf", []))
+        branch = next((one for one in tagged if one["$ref"].endswith(f"/{step}")), None)
+        if branch is not None:
+            node = _resolved(schema, branch)
+            continue
         properties = cast("Mapping[str, _Schema]", node.get("properties", {}))
         inner = properties.get(str(step), node.get("items", node.get("additionalProperties")))
         for pattern in cast("Mapping[str, _Schema]", node.get("patternProperties", {})).values():
             inner = pattern
         if not isinstance(inner, dict):
-            return node, depth
+            break
         node = _resolved(schema, inner)
-    return node, len(path)
+        place.append(step)
+    return node, tuple(place)
 
 
 def _resolved(schema: _Schema, node: _Schema) -> _Schema:
@@ -341,7 +362,7 @@ def _resolved(schema: _Schema, node: _Schema) -> _Schema:
 
 
 def _choices(node: _Schema) -> list[_Schema]:
-    choices = cast("list[_Schema]", node.get("anyOf", []))
+    choices = cast("list[_Schema]", node.get("anyOf", node.get("oneOf", [])))
     return [choice for choice in choices if choice.get("type") != "null"]
 
 
@@ -357,7 +378,7 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
     """Return what a part of a JSON schema takes, and what to do."""
     if choices := _choices(node):
         parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
-        return " or ".join(parts)
+        return " or ".join(dict.fromkeys(parts))
     if "enum" in node:
         return one_of(found, cast("list[JsonValue]", node["enum"]))
     match node.get("type"):

@@ -192,7 +192,7 @@ def _write_pages(found: CiSummary, directory: Path) -> str | None:
     names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
     runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
     try:
-        index = write_report(runs, directory / _PAGES)
+        index, _ = write_report(runs, directory / _PAGES)
     except MegatronError as error:
         click.echo(f"no pages of the runs: {error}", err=True)
         return None

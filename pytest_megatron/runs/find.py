@@ -120,10 +120,12 @@ class _RunFinder:
     Attributes:
         is_wanted: Which members of an artifact are unpacked beside `run.json`.
         looks_up: Whether a path may lie in a run.
+        refused: Collects the errors of artifacts that cannot be unpacked; None raises the first.
     """
 
     is_wanted: Callable[[PurePath], bool]
     looks_up: bool
+    refused: list[RunError] | None
 
     def find(self, path: Path, scratch: Path) -> Iterator[FoundRun]:
         if path.is_file() and is_archive(path):
@@ -146,7 +148,11 @@ class _RunFinder:
         try:
             unpack(archive, target, lambda name: name.name == RUN_FILE or self.is_wanted(name))
         except TriageError as error:
-            raise RunError(error.where, error.problem) from None
+            refused = RunError(error.where, error.problem)
+            if self.refused is None:
+                raise refused from None
+            self.refused.append(refused)
+            return
         name = archive.name.split(".")[0]
         for directory in runs_below(target):
             below = directory.relative_to(target).as_posix()
@@ -160,6 +166,7 @@ def find_runs(
     is_wanted: Callable[[PurePath], bool],
     *,
     looks_up: bool = False,
+    refused: list[RunError] | None = None,
 ) -> list[FoundRun]:
     """Return the runs in what was named, in that order.
 
@@ -169,19 +176,21 @@ def find_runs(
         scratch: A directory for what artifacts hold; made where one has to be unpacked.
         is_wanted: Which members of an artifact are unpacked beside `run.json`.
         looks_up: Whether a path may also be of anything in a run.
+        refused: Gets the error of each artifact that is refused, instead of raising it.
 
     Raises:
         RunError: A path is not there or holds no run, or an artifact is refused.
     """
-    finder = _RunFinder(is_wanted, looks_up)
+    finder = _RunFinder(is_wanted, looks_up, refused)
     found: list[FoundRun] = []
     for number, path in enumerate(paths):
         if not path.exists():
             raise RunError(
                 str(path), "is not there, expected a run directory or an artifact of one"
             )
+        num_refused = len(refused or ())
         mine = list(finder.find(path, scratch / str(number)))
-        if not mine:
+        if not mine and len(refused or ()) == num_refused:
             is_read = path.is_dir() or is_archive(path)
             what = f"holds no {RUN_FILE}" if is_read else "is no directory and no archive"
             raise RunError(str(path), f"{what}, expected a run directory, or a zip or tar of one")

@@ -9,18 +9,19 @@ An artifact is anybody's: its texts are data. Nothing here follows a path that t
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, TypeAdapter, with_config
+from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, with_config
 from pydantic import JsonValue as AnyJson
 from pydantic import ValidationError as Invalid
 
+from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue, encodable, read_json
+from pytest_megatron.base.schema import adapter, explain
 from pytest_megatron.errors import RunError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import RUN_FILE
@@ -28,7 +29,6 @@ from pytest_megatron.runs.layout import RUN_FILE
 FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
 _Record = TypeVar("_Record")
-_ADAPTERS: dict[object, object] = {}
 
 Text: TypeAlias = Annotated[str, Strict()]
 Texts: TypeAlias = tuple[Text, ...]
@@ -195,12 +195,13 @@ class RecordedTest(_RecordedItem):
 
 def _kind(value: RecordedWorkload | RecordedTest | Mapping[str, JsonValue]) -> str:
     if isinstance(value, Mapping):
-        return "test" if "world_size" in value else "workload"
-    return "test" if isinstance(value, RecordedTest) else "workload"
+        return "RecordedTest" if "world_size" in value else "RecordedWorkload"
+    return type(value).__name__
 
 
 RecordedItem: TypeAlias = Annotated[
-    Annotated[RecordedWorkload, Tag("workload")] | Annotated[RecordedTest, Tag("test")],
+    Annotated[RecordedWorkload, Tag("RecordedWorkload")]
+    | Annotated[RecordedTest, Tag("RecordedTest")],
     Discriminator(_kind),
 ]
 # Keys that an item has only where there is something to say, as `run-directory.md` has it.
@@ -451,9 +452,8 @@ def read_record(path: Path, model: type[_Record]) -> _Record:
     try:
         return from_json(value, model)
     except Invalid as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RunError(str(path), f"{place!r}: {first['msg']}; is it of a run?") from None
+        first = explain(model, error.errors(include_url=False))[0]
+        raise RunError(str(path), f"{first.in_output}; give the file as the run wrote it") from None
 
 
 def read_if_whole(path: Path, model: type[_Record]) -> _Record | None:
@@ -479,7 +479,7 @@ def from_json(value: JsonValue, model: type[_Record]) -> _Record:
     Raises:
         pydantic.ValidationError: It is none.
     """
-    return _adapter(model).validate_python(value)
+    return adapter(model).validate_python(value)
 
 
 def headed(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
@@ -494,11 +494,6 @@ def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:
     return found
 
 
-def item_from_json(value: JsonValue) -> RecordedWorkload | RecordedTest:
-    """Return the item that `item_to_json` made, or the redacted form of it."""
-    return _items().validate_python(value)
-
-
 def _present(item: JsonValue) -> JsonValue:
     """Return an item without the keys that say nothing."""
     assert isinstance(item, dict)
@@ -510,20 +505,8 @@ def _present(item: JsonValue) -> JsonValue:
 
 
 def _dumped(record: object) -> dict[str, JsonValue]:
-    found: dict[str, JsonValue] = _adapter(type(record)).dump_python(record, mode="json")
+    found: dict[str, JsonValue] = adapter(type(record)).dump_python(record, mode="json")
     return found
-
-
-def _adapter(model: type[_Record]) -> TypeAdapter[_Record]:
-    """Return what reads and dumps a class; made at its first use, which takes milliseconds."""
-    if model not in _ADAPTERS:
-        _ADAPTERS[model] = TypeAdapter(model)
-    return cast("TypeAdapter[_Record]", _ADAPTERS[model])
-
-
-@functools.cache
-def _items() -> TypeAdapter[RecordedWorkload | RecordedTest]:
-    return TypeAdapter(RecordedItem)
 
 
 def is_variable(name: str) -> bool:
@@ -533,9 +516,4 @@ def is_variable(name: str) -> bool:
 
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of `run.json`."""
-    schema: dict[str, JsonValue] = _adapter(RecordedRun).json_schema()
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "run.json of a pytest-megatron run",
-    }
+    return schema.json_schema(RecordedRun, "run.json of a pytest-megatron run")

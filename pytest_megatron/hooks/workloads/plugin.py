@@ -18,7 +18,13 @@ from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.pages import register_pages
-from pytest_megatron.hooks.run_file import RunFile, put_record, record_on, run_file_of
+from pytest_megatron.hooks.run_file import (
+    RecordCarrier,
+    RunFile,
+    put_record,
+    record_on,
+    run_file_of,
+)
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.item import WorkloadItem
@@ -127,7 +133,7 @@ def register_roles(config: pytest.Config, options: Options) -> None:
     config.option.continue_on_collection_errors = True
 
 
-class WorkloadPlugin:
+class WorkloadPlugin(RecordCarrier):
     """Trains and judges, for the items of one session.
 
     Attributes:

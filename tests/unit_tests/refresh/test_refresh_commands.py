@@ -155,7 +155,7 @@ def test_an_artifact_that_leads_out_of_itself_is_refused(staged: Staged) -> None
     [
         ("", "run.json: is no JSON"),
         ("[]", "run.json: holds a list, expected an object"),
-        ("{}", "run.json: 'items': Field required; is it of a run?"),
+        ("{}", "run.json: items: is missing; give the file as the run wrote it"),
     ],
 )
 def test_a_run_file_that_is_none_is_one_clear_error(
@@ -180,7 +180,7 @@ def test_words_of_an_artifact_do_not_steer_the_terminal(
 def test_a_directory_that_is_no_text_is_one_clear_error(staged: Staged) -> None:
     staged.items["recipes/r.yaml::new[dev-cpu]"] |= {"directory": 3}  # type: ignore[operator]
     staged.write()
-    assert "directory': Input should be a valid string" in fails("accept", "run")
+    assert "directory: found 3, expected a string" in fails("accept", "run")
 
 
 @pytest.mark.parametrize("directory", ["..", "/", "", None, "/x/.."])

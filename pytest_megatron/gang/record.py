@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.gang.merge import Merged
-from pytest_megatron.gang.phase_report import longrepr_text
+from pytest_megatron.gang.merge import Merged, longrepr_text
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict

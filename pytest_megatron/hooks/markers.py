@@ -205,7 +205,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
 
 
 def _is_of_call(config: pytest.Config) -> bool:
-    """Whether pytest-timeout is set to limit calls alone."""
+    """Return whether pytest-timeout is set to limit calls alone."""
     return _has_timeout_plugin(config) and foreign_ini(config, "timeout_func_only") is True
 
 

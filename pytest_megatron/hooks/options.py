@@ -35,7 +35,7 @@ from pytest_megatron.hooks.option_values import (
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.decide import Decision
-    from pytest_megatron.gang.slurm_step import SlurmStep
+    from pytest_megatron.gang.topology import SlurmStep
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -458,7 +458,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.gang.slurm_step import find_slurm_step  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.topology import find_slurm_step  # noqa: PLC0415 - not for all
 
     try:
         return find_slurm_step(os.environ)

@@ -31,6 +31,7 @@ LOSS = 1e-3  # of a mean
 SPREADS = 3.0
 STEP_1 = 1e-3
 FALLS = 3.0  # standard errors of the means of both ends
+_NORMAL_DEVIATIONS = 1.4826  # from a median absolute deviation to a standard one
 MEMORY = 0.01  # of the peak
 TIME = 0.05  # of the median
 # Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
@@ -98,17 +99,21 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, 
             text = f"begins at step {steps[0]}, the training at {begin}"
             yield GateRule.LATE_START, name, text
         if is_guess and len(values) > 1:
-            first, last = _ends_of(values)
-            noise = (statistics.pvariance(first) + statistics.pvariance(last)) / len(first)
-            start, end = statistics.fmean(first), statistics.fmean(last)
-            if start - end <= FALLS * math.sqrt(noise):
+            first, last = values[: tail_length(len(values))], values[-tail_length(len(values)) :]
+            noise = min(statistics.pvariance(first), _noise_of(values)) + statistics.pvariance(last)
+            start = min(statistics.fmean(first), statistics.median(first))
+            end = statistics.fmean(last)
+            if start - end <= FALLS * math.sqrt(noise / len(first)):
                 text = f"does not fall: {start:.6g} in the first quarter, {end:.6g} in the last"
                 yield GateRule.NOT_FALLING, name, text
 
 
-def _ends_of(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    quarter = tail_length(len(values))
-    return values[:quarter], values[-quarter:]
+def _noise_of(values: Sequence[float]) -> float:
+    """Return the variance of noise between neighbouring values, whatever the curve does."""
+    changes = [after - before for before, after in pairwise(values)]
+    usual = statistics.median(changes)
+    deviation = statistics.median(abs(change - usual) for change in changes)
+    return (_NORMAL_DEVIATIONS * deviation) ** 2 / 2  # a change has the noise of two values
 
 
 def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:

@@ -256,7 +256,6 @@ def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str
         "FAULT_AT_END": session.fault_at_end,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         "TMPDIR": str(sockets),
         "COLUMNS": "300",
         "NCCL_NVLS_ENABLE": "0",

@@ -21,7 +21,7 @@ from pytest_megatron.engines.multitask.coordinator import Peers
 from pytest_megatron.engines.multitask.messages import Join, decode, encode
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, Listener, WrongKeyError, connect, listen_on
-from pytest_megatron.gang.slurm_step import slurm_address
+from pytest_megatron.gang.topology import slurm_address
 
 _PAUSE_S = 0.2  # between two rounds of calls
 _NUM_EASY_ROUNDS = 10  # before names are looked up, which takes long where nobody knows them

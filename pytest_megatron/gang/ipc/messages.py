@@ -56,7 +56,7 @@ class Mirrored:
 
     Attributes:
         hook: Name of pytest's hook.
-        data: Its arguments, in the form of `hooks.nodes.mirror`.
+        data: Its arguments, in the form of `hooks.gangs.reports`.
     """
 
     hook: str

@@ -13,8 +13,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN, Run
-from pytest_megatron.gang.merge import Merged, merge, merge_late
-from pytest_megatron.gang.phase_report import reported
+from pytest_megatron.gang.merge import Merged, merge, merge_late, reported
 from pytest_megatron.gang.rank.logs import file_size, read_piece
 from pytest_megatron.gang.record import Executed
 from pytest_megatron.gang.schedule import Schedule

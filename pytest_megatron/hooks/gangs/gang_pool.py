@@ -26,9 +26,8 @@ from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gang.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.gpu.lease import Lease, LeaseWaiter, try_lease, waiting_text
-from pytest_megatron.hooks.gangs.debug_console import Console
+from pytest_megatron.hooks.gangs.console import Console, Tee
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs, refuse_unfit_host
-from pytest_megatron.hooks.gangs.tee import Tee
 from pytest_megatron.hooks.nodes.leader import Leader, nodes_of
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.environment import KEY

@@ -95,9 +95,15 @@ class RankConfigs:
 
     def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
         """Return a directory that ranks of all nodes of a gang can write to."""
-        spans_nodes = rank_configs[-1].node_rank > 0
-        parent = self._run.run_dir.absolute() if spans_nodes else self._base_temp()
-        return str(parent / "shared")
+        return self._dir_of_nodes if rank_configs[-1].node_rank > 0 else self._dir_of_node
+
+    @cached_property  # read for each test
+    def _dir_of_nodes(self) -> str:
+        return str(self._run.run_dir.absolute() / "shared")
+
+    @cached_property
+    def _dir_of_node(self) -> str:
+        return str(self._base_temp() / "shared")
 
     def _base_temp(self) -> Path:
         factory = temp_factory(self._config)

@@ -1,4 +1,7 @@
-"""Conversion of merged reports to pytest's, in the controller, for all plugins."""
+"""Conversion of merged reports to pytest's, in the controller, for all plugins.
+
+Also calls of pytest's hooks about tests as plain data, which nodes repeat.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,13 @@ from _pytest.reports import BaseReport
 from _pytest.unittest import TestCaseFunction
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import cut_middle
+from pytest_megatron.gang.ipc.messages import Mirrored
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.spec import RunEnd
 
+_MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
+_LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 _KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
 
 
@@ -116,10 +123,10 @@ def warn_again(config: pytest.Config, end: RunEnd) -> None:
             key = tuple(str(data[name]) for name in ("text", "category", "filename", "lineno"))
             if key not in seen:
                 seen.add(key)
-                record_warning(config, data)
+                _record_warning(config, data)
 
 
-def record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
+def _record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
     """Record a warning that a rank described."""
     message = warnings.WarningMessage(
         message=_category(data)(str(data["text"])),
@@ -152,7 +159,7 @@ def _shorten_paths(merged: Merged, directory: str) -> Merged:
     return replace(merged, blocks=tuple(blocks))
 
 
-def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
+def _restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:
     """Return a report from pytest's serialisation, after JSON."""
     found = config.hook.pytest_report_from_serializable(
         config=config, data=_with_tuples(dict(data))
@@ -165,7 +172,7 @@ def restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     place = {"nodeid": item.nodeid, "location": item.location}
-    report = restore_report(item.config, {**(merged.base or {}), **place})
+    report = _restore_report(item.config, {**(merged.base or {}), **place})
     if merged.outcome == "failed" and merged.blocks:
         longrepr = report.longrepr
         crash = getattr(longrepr, "reprcrash", None)
@@ -223,3 +230,54 @@ def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
     for title, text in merged.blocks:
         longrepr.addsection(title, text)
     return longrepr
+
+
+def mirror_log(hook: str, nodeid: str, location: tuple[str, int | None, str]) -> Mirrored:
+    """Return the start or the end of a test, for `replay`."""
+    return Mirrored(hook=hook, data={"nodeid": nodeid, "location": list(location)})
+
+
+def serialise(config: pytest.Config, report: pytest.TestReport) -> dict[str, JsonValue]:
+    """Return a report as data for JSON."""
+    found = config.hook.pytest_report_to_serializable(config=config, report=report)
+    return cast("dict[str, JsonValue]", _plain(found))
+
+
+def replay(config: pytest.Config, mirrored: Mirrored) -> None:
+    """Repeat a call of a hook in this process."""
+    data = dict(mirrored.data)
+    if mirrored.hook in _LOGS:
+        location = tuple(cast("list[JsonValue]", data["location"]))
+        getattr(config.hook, mirrored.hook)(nodeid=data["nodeid"], location=location)
+    elif mirrored.hook == "pytest_runtest_logreport":
+        config.hook.pytest_runtest_logreport(report=_restore_report(config, data))
+    else:
+        _record_warning(config, data)
+
+
+def describe_warning(
+    message: object, when: str, nodeid: str, location: tuple[str, int, str] | None
+) -> dict[str, JsonValue]:
+    """Return a warning as data, for `replay`."""
+    category = getattr(message, "category", Warning)
+    return {
+        "text": str(getattr(message, "message", "")),
+        "module": category.__module__,
+        "category": category.__qualname__,
+        "filename": str(getattr(message, "filename", "")),
+        "lineno": int(getattr(message, "lineno", 0)),
+        "when": when,
+        "nodeid": str(nodeid),
+        "location": list(location) if location else None,
+    }
+
+
+def _plain(value: object) -> object:
+    """Return a value for JSON: other objects as text, and huge texts cut."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return cut_middle(value if isinstance(value, str) else str(value), _MOST_CHARS)

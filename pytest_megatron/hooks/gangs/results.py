@@ -18,9 +18,8 @@ from pytest_megatron.gang.record import (
     replaced_line,
     unused_nodes_line,
 )
-from pytest_megatron.gang.slurm_step import count_unused_nodes
 from pytest_megatron.gang.spec import GangSpec
-from pytest_megatron.gang.topology import count_gpus
+from pytest_megatron.gang.topology import count_gpus, count_unused_nodes
 from pytest_megatron.gpu.host import Gpu, this_host
 from pytest_megatron.hooks.gangs.rank_config import refuse_unfit_host
 from pytest_megatron.hooks.markers import device_of, limit_of_session

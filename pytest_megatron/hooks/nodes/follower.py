@@ -24,6 +24,7 @@ from pytest_megatron.gang.rank.bootstrap import state_if_seeded
 from pytest_megatron.gang.topology import Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.hooks.gangs.reports import replay
 from pytest_megatron.hooks.nodes.leader import (
     BROKEN,
     DEVICES,
@@ -33,7 +34,6 @@ from pytest_megatron.hooks.nodes.leader import (
     addresses_of,
     nodes_of,
 )
-from pytest_megatron.hooks.nodes.mirror import replay
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank.process import temp_factory
 from pytest_megatron.hooks.session import write_line
@@ -129,7 +129,7 @@ class FollowerPlugin:
             role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid()
         )
         started = time.monotonic()
-        timers_s = _WRONG_KEY_S if options.rdzv_step else 0.0
+        wrong_key_s = _WRONG_KEY_S if options.rdzv_step else 0.0
         while True:
             waited_s, problem = time.monotonic() - started, ""
             for host, port in addresses_of(options):
@@ -137,7 +137,7 @@ class FollowerPlugin:
                 try:
                     return connect(self._address, key, registration)
                 except WrongKeyError:
-                    if waited_s >= timers_s:
+                    if waited_s >= wrong_key_s:
                         raise pytest.exit.Exception(
                             f"node 0 at {options.rdzv_endpoint} has another key than this node; "
                             f"{KEY_ADVICE}",
@@ -200,10 +200,10 @@ class FollowerPlugin:
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
         """Start the process that forks ranks; return a function that ends it."""
-        parent_pipe, queue = os.pipe()
+        parent_pipe, own_end = os.pipe()
 
         def forget() -> None:
-            os.close(queue)
+            os.close(own_end)
             channel.close()
 
         own = {item.nodeid: item for item in session.items}
@@ -225,7 +225,7 @@ class FollowerPlugin:
         os.close(parent_pipe)
 
         def end() -> None:
-            os.close(queue)
+            os.close(own_end)
             os.waitpid(pid, 0)
 
         return end

@@ -16,13 +16,12 @@ import pytest
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Listener, listen_on
 from pytest_megatron.gang.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
-from pytest_megatron.gang.slurm_step import choose_ports
 from pytest_megatron.gang.supervisor.connections import Followers
 from pytest_megatron.gang.supervisor.supervisor import Supervisor
-from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, find_key
+from pytest_megatron.gang.topology import KEY_VARIABLE, Nodes, choose_ports, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.hooks.gangs.other_plugins import write_once
-from pytest_megatron.hooks.nodes.mirror import describe_warning, mirror_log, serialise
+from pytest_megatron.hooks.gangs.reports import describe_warning, mirror_log, serialise
 from pytest_megatron.hooks.options import Options
 
 MEETING_S = 300.0  # for every node to start and collect

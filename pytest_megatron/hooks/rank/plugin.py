@@ -36,8 +36,7 @@ from pytest_megatron.hooks.gangs.other_plugins import (
     notes_on_failure,
     write_snapshots,
 )
-from pytest_megatron.hooks.gangs.reports import failed_subtests
-from pytest_megatron.hooks.nodes.mirror import describe_warning, serialise
+from pytest_megatron.hooks.gangs.reports import describe_warning, failed_subtests, serialise
 from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
 

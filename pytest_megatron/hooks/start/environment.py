@@ -299,7 +299,7 @@ def num_started(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return the launcher of a process and its number of processes; None without a known launcher.
 
     Slurm's numbers are not used: the shell of `srun --ntasks=8 --pty` is one of 8 tasks, and the
-    only one that runs. For steps over several nodes, see `gang.slurm_step`.
+    only one that runs. For steps over several nodes, see `gang.topology`.
     """
     counts = [("mpirun", env.get("OMPI_COMM_WORLD_SIZE"))]
     if "TORCHELASTIC_RUN_ID" in env:

@@ -20,8 +20,7 @@ from gang_words import (
 )
 
 from pytest_megatron.gang.ipc.messages import Broken, Done
-from pytest_megatron.gang.lifecycle import Lifecycle
-from pytest_megatron.gang.rank_state import MOST_AHEAD
+from pytest_megatron.gang.lifecycle import MOST_AHEAD, Lifecycle
 from pytest_megatron.gang.spec import KillGang, Reason, SendRuns
 from pytest_megatron.gang.timers import GangState
 

@@ -7,8 +7,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import Done
-from pytest_megatron.gang.merge import Merged, merge
-from pytest_megatron.gang.phase_report import crash_message, longrepr_text
+from pytest_megatron.gang.merge import Merged, crash_message, longrepr_text, merge
 from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
 
 STACK = 'Thread 0x7f (most recent call first):\n  File "/w/test_a.py", line 7 in reduce'

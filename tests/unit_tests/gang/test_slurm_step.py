@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.slurm_step import (
+from pytest_megatron.gang.topology import (
     SlurmStep,
     choose_ports,
     count_unused_nodes,

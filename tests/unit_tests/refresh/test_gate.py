@@ -354,9 +354,17 @@ ODD: dict[str, tuple[MetricMap, list[str]]] = {
         metric_map({s: v for s, v in curve().items() if s > 50}),
         ["late-start"],
     ),
+    "flat after a high first step": (
+        metric_map({s: 14.0 if s == 1 else 10 + 0.1 * math.sin(s * s) for s in curve()}),
+        ["not-falling"],
+    ),
+    "rising in the last tenth": (
+        changed(lambda s: s > 90, lambda v: v * 4),
+        ["not-falling"],
+    ),
     "one step of 1e31": (
         changed(lambda s: s == 9, lambda _: 1e31),
-        ["implausible", "not-falling"],
+        ["implausible"],
     ),
     "negative": (
         metric_map({s: -2 - s / NUM_STEPS for s in curve()}),
@@ -381,6 +389,27 @@ def test_a_first_golden_is_looked_at_by_itself(staged: Staged, what: str) -> Non
     assert rules(staged) == expected
     if expected:
         assert rules(staged, Terms(reason="a loss that is no cross-entropy")) == []
+
+
+# Gradient descent on a small network that fits a sine, from docs/tutorials/first-workload.md.
+STEEP = {
+    "learning rate 0.05": (
+        *(1.1908, 0.4133, 0.2132, 0.1610, 0.1466, 0.1418, 0.1396, 0.1382, 0.1369, 0.1358),
+        *(0.1347, 0.1337, 0.1327, 0.1317, 0.1307, 0.1298, 0.1288, 0.1278, 0.1269, 0.1260),
+    ),
+    "learning rate 0.1": (
+        *(1.1908, 0.1480, 0.1422, 0.1393, 0.1370, 0.1349, 0.1329, 0.1309, 0.1290, 0.1272),
+        *(0.1253, 0.1235, 0.1218, 0.1200, 0.1183, 0.1166, 0.1150, 0.1133, 0.1117, 0.1102),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STEEP)
+def test_a_loss_that_falls_steeply_at_first_is_falling(staged: Staged, what: str) -> None:
+    loss = metric_map(dict(enumerate(STEEP[what], start=1)))
+    phases: list[JsonValue] = [{"last_iteration": len(STEEP[what])}]
+    staged.add("c", [loss, loss], plan={"phases": phases})
+    assert rules(staged) == []
 
 
 def test_what_the_old_golden_has_too_is_not_asked_again(staged: Staged) -> None:

@@ -47,14 +47,13 @@ def init(*, kind: str, force: bool) -> None:
 @click.argument("plan", metavar="PLAN", type=PATH)
 def child(*, plan: Path) -> None:
     """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
-    from pytest_megatron.ci.summary.expected import load_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.expected import read_plan  # noqa: PLC0415 - each command its own
     from pytest_megatron.ci.workflow import (  # noqa: PLC0415
         child_pipeline,
         project_workflow,
     )
 
-    content, where = load_plan(plan)
-    click.echo(child_pipeline(content, project_workflow(Path()), where), nl=False)
+    click.echo(child_pipeline(read_plan(plan), project_workflow(Path()), str(plan)), nl=False)
 
 
 @command.command("job")

@@ -9,15 +9,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated
 
-from pydantic import Strict, TypeAdapter
-
-from pytest_megatron.base.files import read_json
 from pytest_megatron.errors import RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR
-from pytest_megatron.runs.record import RecordedRun, read_if_whole
+from pytest_megatron.runs.record import RecordedRun, Text, read_if_whole, read_record
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]+").fullmatch  # in the order in which runs began
 SUMMARY_FILE = "summary.json"
@@ -41,23 +37,33 @@ class KeptRun:
 def runs_below(
     root: Path, *, depth: int = _DEEPEST, skipped: Collection[str] = _SKIPPED
 ) -> Iterator[Path]:
-    """Yield the run directories at or below `root`, in order of their paths.
-
-    Follows no link, looks for no run within a run, and passes over what it may not read.
+    """Return the run directories at or below `root`, in order of their paths.
 
     Args:
         root: A directory.
-        depth: How many directories below `root` are looked into.
+        depth: The number of levels below `root` to search.
         skipped: Names of directories that hold none.
+    """
+    found = directories_below(root, depth=depth, skipped=skipped)
+    return (directory for directory in found if (directory / RUN_FILE).is_file())
+
+
+def directories_below(root: Path, *, depth: int, skipped: Collection[str]) -> Iterator[Path]:
+    """Yield a directory and those below it, in order of their paths.
+
+    Follows no link, enters no run, and passes over what it may not read.
+
+    Args:
+        root: A directory.
+        depth: The number of levels below `root` to search.
+        skipped: Names of directories to pass over.
     """
     for directory, names, _ in os.walk(root):
         here = Path(directory)
-        if (here / RUN_FILE).is_file():
-            names.clear()
-            yield here
-            continue
-        is_deepest = len(here.relative_to(root).parts) >= depth
-        names[:] = [] if is_deepest else sorted(name for name in names if name not in skipped)
+        is_run = (here / RUN_FILE).is_file()
+        is_end = is_run or len(here.relative_to(root).parts) >= depth
+        names[:] = [] if is_end else sorted(name for name in names if name not in skipped)
+        yield here
 
 
 def kept_runs(root: Path) -> tuple[KeptRun, ...]:
@@ -206,14 +212,14 @@ def _here(directory: Path) -> FoundRun:
 class _SummaryJob:
     """A job in a summary."""
 
-    artifact: Annotated[str, Strict()] | None = None
+    artifact: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SummaryFile:
     """The keys of a summary that name places of runs."""
 
-    jobs: list[_SummaryJob]
+    jobs: tuple[_SummaryJob, ...]
 
 
 def _summary_at(path: Path) -> Path | None:
@@ -228,10 +234,7 @@ def _named_by(summary: Path) -> list[Path]:
     Raises:
         RunError: It is none, or none of its artifacts is here.
     """
-    try:
-        jobs = TypeAdapter(_SummaryFile).validate_python(read_json(summary)).jobs
-    except (OSError, ValueError) as error:  # pydantic's is a ValueError
-        raise RunError(str(summary), f"is no summary of jobs: {error}") from None
+    jobs = read_record(summary, _SummaryFile).jobs
     names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]
     bases = (Path(), summary.parent, summary.parent.parent)
     found = [next((b / name for b in bases if (b / name).exists()), None) for name in names]

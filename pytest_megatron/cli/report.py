@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Write pages of runs: run directories, zip and tar artifacts, folders of them.
 
-    Exit code 2: a run could not be read; what is written has all others.
+    Exit code 2: a run could not be read; the pages have all others.
     """
     if pictures is None:
         if is_png or metrics or is_failed_only:

@@ -166,14 +166,14 @@ class RunFile(RecordCarrier):
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
-        """Say how the run ended, after all others had a say in it."""
+        """Record the end of the run, after all other plugins could change it."""
         yield
         self._ended, self._exit_code = utc_now(), int(session.exitstatus)
         if self._records or self._is_there or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
-        """Whether a run without items of ours is to be told of; never over an earlier run."""
+        """Return true to record a run without items of ours; never over an earlier run."""
         if self._exit_code == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
             return False
         options = self._session.options
@@ -190,18 +190,18 @@ class RunFile(RecordCarrier):
         self._records[redactor.text(node_id)] = record
 
     def update(self) -> None:
-        """Write what is known, unless that was done a moment ago and takes its time."""
+        """Write the known results, unless that was done a moment ago and takes its time."""
         if time.monotonic() >= self._next_at:
             self.write()
 
     def write(self) -> None:
-        """Write what is known, so that a run that is killed still says what it did."""
+        """Write the known results, which a run that is killed later leaves behind."""
         before = time.monotonic()
         try:
             self._write()
             self._is_there = True
             self.problem = None
-        except OSError as error:  # the disk is full; the terminal still says what it was
+        except OSError as error:  # the disk is full; the terminal still shows the results
             self.problem = self._session.cannot_write(error)
         cost_s = time.monotonic() - before  # grows with the number of items: thousands, in a queue
         self._next_at = before + (0.0 if cost_s < _CHEAP_S else cost_s * _SPARINGLY)

@@ -174,12 +174,12 @@ def find_runs(
     looks_up: bool = False,
     refused: list[RunError] | None = None,
 ) -> list[FoundRun]:
-    """Return the runs in what was named, in that order.
+    """Return the runs in some paths, in that order.
 
     Args:
-        paths: Each a run directory; an artifact; a directory with several of either; what
-            `pytest-megatron ci summary` wrote.
-        scratch: A directory for what artifacts hold; made where one has to be unpacked.
+        paths: Each a run directory; an artifact; a directory with several of either; the
+            output of `pytest-megatron ci summary`.
+        scratch: A directory for the files of artifacts; made where one has to be unpacked.
         is_wanted: Which members of an artifact are unpacked beside `run.json`.
         looks_up: Whether a path may also be of anything in a run.
         refused: Gets the error of each artifact that is refused, instead of raising it.
@@ -229,7 +229,7 @@ def _summary_at(path: Path) -> Path | None:
 
 
 def _named_by(summary: Path) -> list[Path]:
-    """Return the artifacts of what `pytest-megatron ci summary` wrote.
+    """Return the artifacts that a `summary.json` names.
 
     Raises:
         RunError: It is none, or none of its artifacts is here.

@@ -1,4 +1,4 @@
-"""What became of items in past runs: a file of JSON lines beside the run directories.
+"""Outcomes of items in past runs: a file of JSON lines beside the run directories.
 
 Appended to under a lock and kept bounded; a line that cannot be read costs that line and nothing
 else. Knows no pytest and no training.
@@ -27,7 +27,7 @@ FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
-_NUM_RECENT = 5  # executions that say how long the next one takes
+_NUM_RECENT = 5  # executions from which the next duration is estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class HistoryEntry(RecordedFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What a file holds.
+    """Content of a file.
 
     Attributes:
         problems: A line for each line of the file that could not be read.
@@ -77,7 +77,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRecord:
-    """How an item did in all runs that are looked at.
+    """Outcomes of an item in the chosen runs.
 
     Attributes:
         num_runs: In which it ran and was noted.
@@ -104,7 +104,7 @@ class HistoryRecord:
 
     @property
     def is_contradictory(self) -> bool:
-        """Whether it passed and failed at one and the same commit."""
+        """True if it passed and failed at the same commit."""
         return self.num_contradictory > 0
 
 
@@ -163,7 +163,7 @@ def known_items(path: Path) -> frozenset[str]:
 
 
 def typical_durations(path: Path) -> dict[str, float]:
-    """Return how many seconds one attempt of each item took of late, as far as a file tells.
+    """Return the recent duration of one attempt of each item in seconds, by a history file.
 
     The median of the last executions that came to their end; an item without one is not there, and
     nothing is where the file cannot be read.

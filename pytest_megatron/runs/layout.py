@@ -1,4 +1,4 @@
-"""Where everything of a run lies: names only, nothing is created here. Pure.
+"""Places of the files of a run: names only, nothing is created here. Pure.
 
     <run-dir>/run.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
@@ -42,7 +42,7 @@ class PhaseDirs:
 
     @property
     def launcher_log(self) -> Path:
-        """What the launcher itself printed, the lines of chosen ranks among it."""
+        """Output of the launcher, the lines of chosen ranks among it."""
         return self.root / "launcher.log"
 
     def first_rank_below(self, path: Path, ranks_per_node: int) -> int:
@@ -57,7 +57,7 @@ class PhaseDirs:
 
     @property
     def flight(self) -> Path:
-        """What the flight recorder of each rank dumped when a collective did not finish."""
+        """Dumps of the flight recorder of each rank after a collective did not finish."""
         return self.root / "flight"
 
     def flight_dumps(self) -> list[Path]:
@@ -66,12 +66,12 @@ class PhaseDirs:
 
     @property
     def metrics_lines(self) -> Path:
-        """Where a training may write its metrics as JSON lines instead."""
+        """Metrics as JSON lines, which a training may write instead."""
         return self.root / "metrics.jsonl"
 
     @property
     def generated(self) -> Path:
-        """Where an inference program writes its requests, `${INFERENCE_OUTPUT_PATH}`."""
+        """Requests of an inference program, `${INFERENCE_OUTPUT_PATH}`."""
         return self.root / "generated.json"
 
     @property
@@ -80,7 +80,7 @@ class PhaseDirs:
         return self.root / "metrics.json"
 
     def script(self, name: str) -> Path:
-        """A script of the case, `before` or `after` the training; `.log` is what it printed."""
+        """A script of the case, `before` or `after` the training; `.log` is its output."""
         return self.root / f"{name}_script.sh"
 
 
@@ -96,27 +96,27 @@ class AttemptDirs:
 
     @property
     def plan(self) -> Path:
-        """What was started, word for word."""
+        """Plan of the attempt: every command, word for word."""
         return self.root / PLAN_FILE
 
     @property
     def health(self) -> Path:
-        """What the GPUs said before and after."""
+        """State of the GPUs before and after."""
         return self.root / HEALTH_FILE
 
     @property
     def checkpoints(self) -> Path:
-        """Where the training saves; later phases of the attempt load from it."""
+        """Checkpoints that the training saves; later phases of the attempt load them."""
         return self.root / "checkpoints"
 
     @property
     def data_cache(self) -> Path:
-        """What a dataset may cache, where the recipe names no other place."""
+        """Cache of datasets, unless the recipe names another place."""
         return self.root / "data_cache"
 
     @property
     def no_checkpoint(self) -> Path:
-        """A directory that stays empty: what a run loads from that has nothing to load."""
+        """A directory that stays empty, for a run that has nothing to load."""
         return self.root / "no_checkpoint"
 
     @property
@@ -146,7 +146,7 @@ class AttemptDirs:
 
     @property
     def prelude(self) -> Path:
-        """What every bash of a recipe's script reads first."""
+        """Start-up file of every bash of a recipe's script."""
         return self.root / "prelude.sh"
 
     @property
@@ -182,7 +182,7 @@ class ItemDirs:
 
     @property
     def triage(self) -> Path:
-        """Why attempts failed; not there if none did."""
+        """Diagnoses of the attempts that failed; not there if none did."""
         return self.root / TRIAGE_FILE
 
     @property
@@ -194,7 +194,7 @@ class ItemDirs:
 def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:
     """Return the directory of an item: readable, good for every file system, its own.
 
-    A digest of the node id tells apart what looks alike once brackets and slashes are gone.
+    A digest of the node id keeps names apart that are alike without brackets and slashes.
     """
     plain = node_id.removeprefix("recipes/").replace(".yaml::", "-")
     readable = re.sub(r"[^A-Za-z0-9._+=]+", "-", plain).strip("-")[:_NAME_LENGTH]

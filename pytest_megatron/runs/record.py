@@ -4,7 +4,7 @@ Writers build these classes and dump them by `to_json`; readers get them from `r
 `read_record`. `docs/reference/run.schema.json` is made from here. Keys that a later release adds
 are ignored; a file of a later format is refused.
 
-An artifact is anybody's: its texts are data. Nothing here follows a path that they name.
+An artifact is untrusted: its texts are data. Nothing here follows a path that they name.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _RecordedItem:
 
     @property
     def is_held(self) -> bool:
-        """Whether quarantine keeps its failure from counting."""
+        """True if its failure does not count, by quarantine."""
         return self.quarantine is not None and self.quarantine.holds
 
 
@@ -161,7 +161,7 @@ class RecordedWorkload(_RecordedItem):
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether it needs GPUs."""
+        """True if it needs GPUs."""
         return self.platform not in (None, CPU_PLATFORM)
 
     @property
@@ -184,7 +184,7 @@ class RecordedTest(_RecordedItem):
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether it needs GPUs."""
+        """True if it needs GPUs."""
         return self.device == "cuda"
 
     @property
@@ -204,7 +204,7 @@ RecordedItem: TypeAlias = Annotated[
     | Annotated[RecordedTest, Tag("RecordedTest")],
     Discriminator(_kind),
 ]
-# Keys that an item has only where there is something to say, as `run-directory.md` has it.
+# Keys that an item has only with a value, as `run-directory.md` has it.
 _ABSENT = frozenset(("compared", "directory", "duration_s", "golden", "platform", "quarantine"))
 
 
@@ -232,7 +232,7 @@ class RecordedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedFacts(RecordedFile):
-    """Where and with what something ran."""
+    """Environment of a run or an attempt."""
 
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,64}$")] | None = None
     is_dirty: Flag = False
@@ -417,7 +417,7 @@ def finite(value: float | str | None) -> float | None:
 
 
 def read_run(run_dir: Path) -> RecordedRun:
-    """Return what `run.json` of a run directory holds.
+    """Return the content of `run.json` in a run directory.
 
     Raises:
         RunError: It cannot be read.
@@ -495,7 +495,7 @@ def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:
 
 
 def _present(item: JsonValue) -> JsonValue:
-    """Return an item without the keys that say nothing."""
+    """Return an item without keys that have no value."""
     assert isinstance(item, dict)
     kept = {key: v for key, v in item.items() if v is not None or key not in _ABSENT}
     golden = kept.get("golden")

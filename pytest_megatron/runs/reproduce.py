@@ -1,4 +1,4 @@
-"""How a failure is done again, and by what two failures are told to be the same one. Pure."""
+"""Command that reproduces a failure, and the fingerprint of equal failures. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"^\[rank \d+\] ")
 _RANKS = re.compile(r"\branks? #(?:-#)?(?:, #(?:-#)?)*")  # who was late differs from run to run
 _ROW = re.compile(r"#(?:, #)+")  # and so does how much a list holds
-_HELD = re.compile(r"\{.*")  # or what a mapping does: an environment, say, which is never the same
+_HELD = re.compile(r"\{.*")  # or a mapping, such as an environment, which is never the same
 _MOST = 160
 
 
 def reproduce_line(where: str, node_id: str) -> str:
-    """Return the last line of a failure's report: what to type to have it again.
+    """Return the last line of a failure's report: the command that reproduces it.
 
     Args:
         where: The run directory, as the user would type it.
@@ -26,10 +26,10 @@ def reproduce_line(where: str, node_id: str) -> str:
 
 
 def headline_fingerprint(headline: str, end: str = "") -> str:
-    """Return what two failures of a test have in common that failed in the same way.
+    """Return the text that two failures of a test share if they have the same cause.
 
     Args:
-        headline: What the failure is, as it was printed; its first line counts.
+        headline: The printed failure; its first line counts.
         end: How the execution ended: `died`, `hung`, ...
     """
     first = _RANK.sub("", headline.strip().partition("\n")[0])

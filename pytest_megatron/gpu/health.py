@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from pytest_megatron.base.files import JsonValue
 
@@ -34,6 +35,13 @@ THROTTLES: Mapping[int, str] = {
 }
 
 
+class GpuProcess(NamedTuple):
+    """A process on a GPU; its memory is None where NVML has no figure."""
+
+    pid: int
+    memory_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
     """One GPU at one moment.
@@ -45,8 +53,7 @@ class GpuState:
         remapped_uncorrectable: Rows remapped, from A100 on.
         is_remap_pending: Whether a reset is due.
         throttles: Why its clocks are low, for causes that are no idling.
-        processes: Process id -> bytes of GPU memory, None where NVML does not say; ids are those
-            of the host, also inside a container.
+        processes: With ids of the host, also inside a container.
     """
 
     uuid: str
@@ -69,7 +76,7 @@ class GpuState:
     has_remap_failed: bool | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
-    processes: tuple[tuple[int, int | None], ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
 
     @property
     def label(self) -> str:
@@ -191,23 +198,6 @@ def merge_health(found: Iterable[Health | None]) -> Health | None:
         xids=tuple(xid for health in known for xid in health.xids),
         problem="; ".join(dict.fromkeys(problems)) or None,
     )
-
-
-def state_from_json(found: Mapping[str, JsonValue]) -> GpuState:
-    """Read what `as_json` wrote.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is something else.
-    """
-    values: dict[str, object] = dict(found)
-    processes = found.get("processes") or []
-    throttles = found.get("throttles")
-    assert isinstance(processes, list)
-    values["processes"] = tuple(
-        (p["pid"], p["memory_bytes"]) for p in processes if isinstance(p, dict)
-    )
-    values["throttles"] = tuple(throttles) if isinstance(throttles, list) else None
-    return GpuState(**values)  # type: ignore[arg-type]  # our own process wrote it
 
 
 def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fault]:

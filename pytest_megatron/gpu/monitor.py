@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gpu.health import GpuState, Health, Xid, state_from_json
+from pytest_megatron.base.schema import SchemaError, parse
+from pytest_megatron.gpu.health import GpuState, Health, Xid
 from pytest_megatron.gpu.host import Gpu
 
 _LIMIT_S = 20.0  # a GPU that is lost can keep NVML from answering for ever
@@ -24,7 +23,7 @@ _LIMIT_S = 20.0  # a GPU that is lost can keep NVML from answering for ever
 class _MonitorAnswer:
     """One line of the watching process."""
 
-    states: tuple[GpuState, ...] = ()
+    gpus: tuple[GpuState, ...] = ()
     xids: tuple[Xid, ...] = ()
     problem: str | None = None
 
@@ -56,7 +55,7 @@ class HealthWatch:
             self.health = Health(problem=f"{command[0]}: {error.strerror}")
             return
         answer = self._answer("before")
-        self.health = Health(before=answer.states, problem=answer.problem)
+        self.health = Health(before=answer.gpus, problem=answer.problem)
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +72,7 @@ class HealthWatch:
             self._process.stdin.close()
         answer = self._answer("after")
         problem = self.health.problem or answer.problem
-        self.health = replace(self.health, after=answer.states, xids=answer.xids, problem=problem)
+        self.health = replace(self.health, after=answer.gpus, xids=answer.xids, problem=problem)
         self._end()
         return self.health
 
@@ -83,8 +82,8 @@ class HealthWatch:
         if line is None:
             return _MonitorAnswer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")
         try:
-            return _parse(json.loads(line))
-        except (KeyError, TypeError, ValueError, AssertionError):
+            return parse(_MonitorAnswer, line)
+        except SchemaError:
             return _MonitorAnswer(problem=f"no answer {when} the attempt, NVML may have crashed")
 
     def _read_line(self) -> bytes | None:
@@ -118,14 +117,3 @@ class HealthWatch:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-def _parse(found: Mapping[str, JsonValue]) -> _MonitorAnswer:
-    gpus, xids, problem = found["gpus"], found.get("xids", []), found.get("problem")
-    assert isinstance(gpus, list)
-    assert isinstance(xids, list)
-    return _MonitorAnswer(
-        states=tuple(state_from_json(gpu) for gpu in gpus if isinstance(gpu, dict)),
-        xids=tuple(Xid(**row) for row in xids if isinstance(row, dict)),  # type: ignore[arg-type] # our own process wrote it
-        problem=None if problem is None else str(problem),
-    )

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gpu.health import THROTTLES, GpuState, Xid
+from pytest_megatron.gpu.health import THROTTLES, GpuProcess, GpuState, Xid
 
 _Value = TypeVar("_Value")
 _POLL_MS = 200
@@ -102,10 +102,11 @@ def _states(nvml: ModuleType, uuids: Sequence[str]) -> list[GpuState]:
     return [state for uuid in uuids if (state := read_state(nvml, uuid)) is not None]
 
 
-def _processes(nvml: ModuleType, handle: object) -> tuple[tuple[int, int | None], ...]:
+def _processes(nvml: ModuleType, handle: object) -> tuple[GpuProcess, ...]:
     found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     return tuple(
-        (int(p.pid), None if p.usedGpuMemory is None else int(p.usedGpuMemory)) for p in found
+        GpuProcess(int(p.pid), None if p.usedGpuMemory is None else int(p.usedGpuMemory))
+        for p in found
     )
 
 

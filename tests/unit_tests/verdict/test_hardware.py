@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.gpu.health import HARDWARE_XIDS, GpuState, Health, Xid
+from pytest_megatron.gpu.health import HARDWARE_XIDS, GpuProcess, GpuState, Health, Xid
 from pytest_megatron.triage.signatures import match_signature
 from pytest_megatron.verdict.attempt import FailureCause
 from pytest_megatron.verdict.driver import with_health
@@ -11,7 +11,9 @@ BEFORE = GpuState(
     uuid="GPU-a", index=2, ecc_volatile_uncorrected=0, memory_total_bytes=80, memory_used_bytes=1
 )
 LOST = Health(before=(BEFORE,), xids=(Xid(uuid="GPU-a", number=79, source="kernel"),))
-SHARED = Health(before=(GpuState(uuid="GPU-a", memory_total_bytes=80, processes=((7, 40),)),))
+SHARED = Health(
+    before=(GpuState(uuid="GPU-a", memory_total_bytes=80, processes=(GpuProcess(7, 40),)),)
+)
 OOM = FailureCause(text="rank 1 raised", signature=match_signature(["CUDA out of memory"]))
 
 

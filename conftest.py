@@ -8,6 +8,19 @@ import pytest
 
 pytest_plugins = ["pytester", "labs"]
 
+# Files that take a minute and more, from the longest on. They begin first, so that no worker of
+# pytest-xdist is left with one at the end; those that wait stand between those that compute.
+LONG = (
+    *("test_doc_commands", "test_docker", "test_gang_faults", "test_slurm_limits"),
+    *("test_retries", "test_test_types", "test_golden_writing", "test_gang_hosts"),
+    *("test_gang_collection", "test_failing_workloads", "test_slurm_lab", "test_gang_xdist"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """Whole-file reads with limits, and writes that are never seen half done.
 
-Every file that a user or an artifact names is read through here. Knows nothing of what is in the
-files beyond JSON.
+Every file that a user or an artifact names is read through here. Knows no format but
+JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Questions to the user's git (effects: processes). Knows nothing of what the answers are for."""
+"""Commands of the user's git (effects: processes), for any purpose."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 _REFUSAL = re.compile(r"^\s*(git config --global --add safe\.directory .+)$", re.MULTILINE)
 
 
-def mend_of_owner(said: str) -> str | None:
+def mend_of_owner(message: str) -> str | None:
     """Return the command that lets git read a checkout that it refuses by its owner.
 
-    None where git's words are about something else.
+    None for any other message of git.
     """
-    match = _REFUSAL.search(said)
+    match = _REFUSAL.search(message)
     return match[1] if match else None
 
 
@@ -31,16 +31,16 @@ def ask_git_for_owner(root: Path) -> str | None:
 
 
 def ask_git(root: Path, *arguments: str) -> str | None:
-    """Return what git prints in the directory `root`, without white space around it.
+    """Return the output of git in the directory `root`, without white space around it.
 
     None where it fails, where there is no git, or outside of a checkout.
     """
-    said = read_git(root, *arguments)
-    return None if said is None else os.fsdecode(said).strip()
+    output = read_git(root, *arguments)
+    return None if output is None else os.fsdecode(output).strip()
 
 
 def read_git(root: Path, *arguments: str, fine: Collection[int] = (0,)) -> bytes | None:
-    """Return what git prints in the directory `root`, byte for byte.
+    """Return the output of git in the directory `root`, byte for byte.
 
     None where it ends with an exit code that is not `fine`, or where there is no git.
     """

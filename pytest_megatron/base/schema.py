@@ -1,4 +1,4 @@
-"""Checks data from outside against a dataclass, and puts everything that is wrong into words.
+"""Validation of data from outside by dataclasses, with an explanation of every error.
 
 A file's keys are the fields of a frozen dataclass (or of a TypedDict, where it matters which keys
 are there); limits are `annotated_types` and `Checked`. pydantic does the checking and is imported
@@ -8,6 +8,7 @@ only then: it takes a quarter of a second, and tables of the package itself need
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, MinLen
@@ -45,7 +47,7 @@ Texts: TypeAlias = Annotated[tuple[Text, ...], MinLen(1)]
 
 
 class ExpectedError(ValueError):
-    """A value is not what its key takes; the text is what it takes."""
+    """A key does not take a value; the text names the values that it takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +131,7 @@ class SchemaProblem:
     Attributes:
         path: From the top of the document.
         kind: pydantic's name of the error, such as `missing`.
-        text: What was found, what was expected, what to do.
+        text: The value found, the expected one, the remedy.
     """
 
     path: YamlPath
@@ -185,7 +187,7 @@ def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
     """Return a value as `kind`.
 
     Args:
-        kind: What the value must be.
+        kind: The type of the value.
         value: As YAML, TOML or JSON hold it.
         at: Where it is in its document.
 
@@ -237,7 +239,7 @@ def refuse_duplicates(document: YamlDocument, error: type[MegatronError]) -> Non
 
 
 def trusted(kind: type[_T], value: object) -> _T:
-    """Return data of this package as `kind`, unchecked: tests check it."""
+    """Return a table of this package, or output of its programs, as `kind`; unchecked."""
     return cast("_T", _built(kind, value))
 
 
@@ -254,7 +256,7 @@ def explain(
     """Return pydantic's errors in words, one for each place.
 
     Args:
-        kind: What was expected.
+        kind: The expected type.
         errors: `ValidationError.errors()`.
         at: Where the value is in its document.
     """
@@ -353,7 +355,7 @@ def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, YamlPath]:
 
 
 def _resolved(schema: _Schema, node: _Schema) -> _Schema:
-    """Return what a node stands for: a definition, or the one choice beside null."""
+    """Return a node without its reference, or the one choice beside null."""
     if "$ref" in node:
         definitions = cast("Mapping[str, _Schema]", schema["$defs"])
         return _resolved(schema, definitions[str(node["$ref"]).rpartition("/")[2]])
@@ -375,7 +377,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "m
 
 
 def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
-    """Return what a part of a JSON schema takes, and what to do."""
+    """Return the values that a part of a JSON schema takes, and the remedy."""
     if choices := _choices(node):
         parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
         return " or ".join(dict.fromkeys(parts))
@@ -408,18 +410,23 @@ def _point_hint(found: object) -> str:
 
 def _built(kind: object, value: object) -> object:
     """Return plain data as the type that an annotation names."""
+    if value is None:
+        return None
     if isinstance(kind, type) and is_dataclass(kind):
         assert isinstance(value, dict)
-        hints = {key_of(name): (name, hint) for name, hint in _hints(kind).items()}
+        hints = {
+            key: (name, hint) for name, hint in _hints(kind).items() for key in (name, key_of(name))
+        }
         return kind(**dict(_fields_of(hints, value)))
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
+    if isinstance(kind, type) and issubclass(kind, Enum | Path):
+        return kind(cast("str", value))
     arguments = get_args(kind)
     if get_origin(kind) in {Union, types.UnionType}:
         return _built(arguments[0], value)
     if get_origin(kind) is tuple:
         assert isinstance(value, list)
-        return tuple(_built(arguments[0], one) for one in value)
+        kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
+        return tuple(map(_built, kinds, value))
     return value
 
 

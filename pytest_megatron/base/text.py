@@ -53,6 +53,12 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return `a, b and 3 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
     import difflib  # noqa: PLC0415  every session imports this module, few have such an error

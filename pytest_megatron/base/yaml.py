@@ -152,7 +152,7 @@ class Builder:
         self.attach(value, written, _line_of(event))
 
     def resolve(self, event: yaml.ScalarEvent) -> JsonValue:
-        """Return what a plain or tagged scalar means."""
+        """Return the value of a plain or tagged scalar."""
         tag = event.tag
         if tag is None or tag == "!":
             tag = str(_RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False)))
@@ -204,7 +204,7 @@ class Builder:
         self.attach(frame.value, None, self.stack[-1].key_line if self.stack else 1)
 
     def on_alias(self, event: yaml.AliasEvent) -> None:
-        """Put what an alias stands for where the alias is."""
+        """Attach the value of an alias in its place."""
         if event.anchor not in self.anchors:
             raise _wrong(event, f"alias {event.anchor!r} is unknown, expected an anchor above")
         value, written, size = self.anchors[event.anchor]

@@ -1,19 +1,206 @@
-"""From labels and an event to what CI runs. Pure; the rules are data.
+"""Decide by labels, changed paths and an event on the runs of CI. Pure but for asking git.
 
-Source: Megatron-LM .github/workflows/cicd-main.yml, job `configure`, d98e8a64dd
+Source: Megatron-LM .github/workflows/cicd-main.yml, job `configure`, and
+skills/mcore-cicd/SKILL.md, "Which label to attach", d98e8a64dd
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.git import ask_git
 from pytest_megatron.base.text import nearest, one_of
-from pytest_megatron.ci.changes import matches_any
-from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect
+from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass
 from pytest_megatron.errors import SelectionError
+
+_PART = re.compile(r"\*\*/|/\*\*$|\*\*|\*|\?|\{[^{}]*\}|[^*?{}/]+|.")
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(_translated(pattern))
+
+
+def _translated(pattern: str) -> str:
+    text = ""
+    for part in _PART.findall(pattern):
+        match part:
+            case "**/":
+                text += "(?:.*/)?"
+            case "/**":
+                text += "/.*"
+            case "**":
+                text += ".*"
+            case "*":
+                text += "[^/]*"
+            case "?":
+                text += "[^/]"
+            case _ if part[0] == "{" and part[-1] == "}":
+                text += f"(?:{'|'.join(_translated(word) for word in part[1:-1].split(','))})"
+            case _:
+                text += re.escape(part)
+    return text
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Return whether a pattern matches a path, which has `/` between its parts."""
+    return _compiled(pattern).fullmatch(path) is not None
+
+
+def matches_any(path: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of the patterns matches the path; `!pattern` excludes its matches.
+
+    Patterns that all have `!` match everything else.
+    """
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")]
+    unwanted = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    if any(matches(path, pattern) for pattern in unwanted):
+        return False
+    return not wanted or any(matches(path, pattern) for pattern in wanted)
+
+
+NO_CLASS = "unknown"
+DOCS = "docs"
+_STATUS = re.compile(r"([ADMTUX]|[RC]\d*)\t(.+)").fullmatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathChange:
+    """One changed path.
+
+    Attributes:
+        status: `A` added, `D` deleted, `M` everything else.
+    """
+
+    path: str
+    status: str = "M"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """The label to attach.
+
+    Attributes:
+        label: None: none is needed.
+        also: Labels besides.
+        reason: Which paths ask for it.
+        classes: Name of a class -> its paths, in the table's order.
+        is_docs_only: Whether nothing but documentation changed.
+    """
+
+    label: str | None
+    also: tuple[str, ...]
+    reason: str
+    classes: dict[str, tuple[str, ...]]
+    is_docs_only: bool
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*(() if self.label is None else (self.label,)), *self.also)
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return it for `plan --format json`."""
+        return {
+            "label": self.label,
+            "labels": list(self.labels),
+            "reason": self.reason,
+            "docs_only": self.is_docs_only,
+            "classes": {name: list(paths) for name, paths in self.classes.items()},
+        }
+
+
+def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
+    """Return the strongest label that a changed path asks for."""
+    classes: dict[str, tuple[str, ...]] = {}
+    asked: dict[str, PathClass] = {}
+    also: list[str] = []
+    for change in changes:
+        found = _class_of(change, table)
+        name = NO_CLASS if found is None else found.name
+        classes[name] = (*classes.get(name, ()), change.path)
+        if found is not None:
+            also += found.also
+            if found.label is not None:
+                asked.setdefault(found.label, found)
+    order = [one.name for one in table.paths]
+    strength = {label: rank for rank, label in enumerate(table.label_strength)}
+    label = max(asked, key=lambda word: strength.get(word, -1), default=None)
+    return Suggestion(
+        label=label,
+        also=tuple(dict.fromkeys(also)),
+        reason=_reason(classes, None if label is None else asked[label].name),
+        classes={name: classes[name] for name in (*order, NO_CLASS) if name in classes},
+        is_docs_only=bool(classes) and classes.keys() <= {DOCS},
+    )
+
+
+def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
+    for one in table.paths:
+        is_status = not one.status or change.status in one.status
+        if is_status and matches_any(change.path, one.match):
+            return one
+    return None
+
+
+def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
+    if not classes:
+        return "nothing changed"
+    if deciding is None:
+        return f"only {', '.join(sorted(classes))} changed"
+    paths = classes[deciding]
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{deciding} changed: {paths[0]}{more}"
+
+
+def parse_changes(text: str) -> tuple[PathChange, ...]:
+    """Return the changes that lines list: paths, or `git diff --name-status`."""
+    changes: list[PathChange] = []
+    for line in text.splitlines():
+        if match := _STATUS(line.strip()):
+            status = match[1] if match[1] in ("A", "D") else "M"
+            paths = match[2].split("\t")  # of a rename both; a copy and its origin
+            changes += [PathChange(path=path, status=status) for path in paths]
+        elif line.strip():
+            changes.append(PathChange(path=line.strip()))
+    return tuple(changes)
+
+
+def changes_since(root: Path, revision: str) -> tuple[PathChange, ...]:
+    """Return the changes in a working tree since it left a revision.
+
+    Raises:
+        SelectionError: git does not know the revision, or there is no repository.
+    """
+    where = f"--diff {revision}"
+    if revision.startswith("-"):
+        raise SelectionError(where, "is no revision, expected a branch, a tag or a commit")
+    base = _git(root, where, "merge-base", "HEAD", revision)
+    tracked = _git(root, where, "diff", "--name-status", "--no-renames", "-z", base)
+    words = iter(tracked.split("\0"))
+    changed = [
+        PathChange(path=path, status=status if status in ("A", "D") else "M")
+        for status, path in zip(words, words, strict=False)
+    ]
+    new = _git(root, where, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+    return (*changed, *(PathChange(path=path, status="A") for path in new if path))
+
+
+def _git(root: Path, where: str, *arguments: str) -> str:
+    found = ask_git(root, *arguments)
+    if found is None:
+        raise SelectionError(
+            where,
+            "git does not know it here, expected a revision with a commit in common; "
+            "fetch it, or give --changed-paths",
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +211,8 @@ class Trigger:
         event: Of the table's events.
         labels: Of the pull request, as they are.
         ref: `refs/heads/main`, "" where it is not known.
-        cadence: What a schedule or a person asks for, None leaves it to the rule.
-        environment: What a person asks for, None leaves it to labels.
+        cadence: Asked for by a schedule or a person, None leaves it to the rule.
+        environment: Asked for by a person, None leaves it to labels.
         option: Where the event was given, for errors.
     """
 
@@ -55,8 +242,8 @@ class Decision:
         rule: Name of the rule that decided.
         reason: Why it did, in a sentence.
         considered: All rules in their order.
-        label_effects: What labels did beside the rule, a line for each.
-        unknown_labels: Those that nothing here reads, each with the nearest that is.
+        label_effects: Effects of labels beside the rule, a line for each.
+        unknown_labels: Those that no rule reads, each with the nearest that is.
         suites: Further test suites that labels ask for.
         env: Variables that labels set.
         may_repeat_less: Whether a row that asks for fewer repeats gets them.
@@ -97,7 +284,7 @@ def parse_labels(text: str) -> tuple[str, ...]:
 
 
 def decide(trigger: Trigger, table: CiTable) -> Decision:
-    """Return what CI runs: the first rule that matches, and what labels do besides.
+    """Return the decision of the first rule that matches, with the effects of labels.
 
     Raises:
         SelectionError: The event is unknown, or no rule matches.
@@ -152,7 +339,7 @@ def _with_labels(
     table: CiTable,
     considered: tuple[Considered, ...],
 ) -> Decision:
-    """Add to a rule what labels do besides."""
+    """Add the effects of labels to a rule."""
     known = {label.casefold() for label in table.known_labels}
     attached = {label.casefold() for label in trigger.labels}
     effects = [effect for effect in table.labels if effect.label.casefold() in attached]

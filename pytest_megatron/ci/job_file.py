@@ -33,7 +33,7 @@ class CiJobRecord(RecordedFile):
 
     Attributes:
         job: Id of the job in the plan.
-        test_case: What its artifact is named after.
+        test_case: Its artifact is named after it.
         run_id: Of the whole run of CI, or `local`.
         run_attempt: Counted from 1: a re-run of a job leaves artifacts beside the earlier ones.
         unique: Different for each try of each job.

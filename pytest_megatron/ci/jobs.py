@@ -31,7 +31,7 @@ class CiJob:
         id: Good for the name of a job and of an artifact; unique in the plan. Of a workload, the
             name of its directory in a run.
         kind: `workload` or `unit`.
-        name: Readable name: a node id, a bucket, a shard.
+        name: For people: a node id, a bucket, a shard.
         test_case: Of a workload, or the bucket's pattern.
         build: The row's container build, "" where it has none.
         gpus: On each node; 0 on the platform cpu.
@@ -210,9 +210,9 @@ def unit_job(
     """Return the job of a bucket or a shard.
 
     Args:
-        name: What a person reads.
-        bucket: What it runs.
-        row: What its command takes besides.
+        name: For people.
+        bucket: Its test files.
+        row: Further settings of its command.
         table: For the time limit.
         experimental: `exclude`, or `only`, of tests with the mark `experimental`.
     """

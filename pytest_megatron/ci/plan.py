@@ -1,4 +1,4 @@
-"""The plan of a CI run: the decision, the rows, a job for each, and what was left out and why."""
+"""The plan of a CI run: the decision, the rows, a job for each, and the rows that are left out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from pathlib import Path
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.yaml import YamlError, read_document
-from pytest_megatron.ci.changes import PathChange, Suggestion, suggest
-from pytest_megatron.ci.decide import Decision, Trigger, decide
+from pytest_megatron.ci.decide import (
+    Decision,
+    PathChange,
+    Suggestion,
+    Trigger,
+    decide,
+    suggest,
+)
 from pytest_megatron.ci.jobs import CiJob, UnitRow, integration_matrix, unit_matrix, workload_jobs
 from pytest_megatron.ci.policy import planned_policy
 from pytest_megatron.ci.table import CiTable, load_table
@@ -60,7 +66,6 @@ class PlanRequest:
         kinds: Out of `workload` and `unit`.
         num_shards: None makes jobs of the buckets that recipes name.
         durations: Files of recorded durations; empty is the project's history, if it is there.
-        unit_row: What commands of shards take besides.
         changes: Changed paths, None where they are not known.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
@@ -91,7 +96,7 @@ class CiPlan:
     Attributes:
         workloads: The rows that run, in the order of the recipes.
         jobs: One for each row, then one for each bucket or shard.
-        left_out: Every other row, with what keeps it out.
+        left_out: Every other row, with its reasons.
     """
 
     trigger: Trigger
@@ -141,7 +146,7 @@ class CiPlan:
 
 
 def make_plan(request: PlanRequest) -> CiPlan:
-    """Return what CI runs.
+    """Return the plan of a CI run.
 
     Raises:
         ConfigError: The project's table is wrong.
@@ -194,7 +199,7 @@ def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Sug
 def _read_rows(request: PlanRequest, table: CiTable, words: Vocabulary) -> tuple[Workload, ...]:
     """Return the rows of all recipes.
 
-    A project without the table's own folders of recipes has none; what was asked for must be there.
+    A project without the table's own folders of recipes has none; given paths must be there.
     """
     given = request.recipes or tuple(request.root / name for name in table.recipes)
     paths = given if request.recipes else [p for p in given if p.exists()]
@@ -244,7 +249,7 @@ def _select(
 
 
 def _scopes_with_rows(rows: Sequence[Workload], decision: Decision, table: CiTable) -> str:
-    """Return which rule asks for which scope, which ones have rows, and what runs these."""
+    """Return the scope that the rule asks for, the scopes that have rows, and their rules."""
     numbers = Counter(row.scope for row in rows if row.disabled_reason is None)
     asked = f"rule {decision.rule!r} asks for scope {','.join(decision.scope)}"
     if not numbers:
@@ -273,18 +278,18 @@ class _Cases:
         self._found: dict[Path, bool | None] = {}
 
     def compares(self, workload: Workload) -> bool | None:
-        """Whether a case is compared with a golden; None where there is none to read."""
+        """Return whether a case is compared with a golden; None where there is none to read."""
         path = case_path(self._root, workload)
         if path not in self._found:
             try:
                 self._found[path] = compares_metrics(read_document(path))
             except (YamlError, OSError):
-                self._found[path] = None  # `lint` says so
+                self._found[path] = None  # `lint` reports it
         return self._found[path]
 
 
 def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
-    """Return what keeps a row out; what disables it comes first, and alone."""
+    """Return the reasons against a row; that it is disabled comes first, and alone."""
     reasons = [] if row.disabled_reason is None else [row.disabled_reason]
     if not reasons:
         missed = failing(row, filters)

@@ -19,7 +19,7 @@ MAX_SHOWN = 3  # rows of one reason
 
 
 def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
-    """Return what a person wants to know: what runs, why, and the line that runs it."""
+    """Return the plan for people: each job, its reason and its command."""
     lines = list(_header(plan))
     unjudged = [job for job in plan.jobs if job.compared is False]
     if unjudged and not plan.decision.is_lightweight:
@@ -109,8 +109,8 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
 def outputs_text(outputs: Mapping[str, str]) -> str:
     """Return outputs as `$GITHUB_OUTPUT` takes them; a value may have several lines.
 
-    The word that ends a value is made up anew for each: a value that could contain it, a label of
-    a stranger's pull request say, could set any other output.
+    The word that ends a value is random: a value that contained it, such as a label of a pull
+    request, could set any other output.
     """
     parts = []
     for name, value in outputs.items():

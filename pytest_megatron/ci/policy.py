@@ -67,7 +67,7 @@ def _parse(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def _read_settings(root: Path) -> tuple[Path | None, Mapping[str, JsonValue]]:
-    """Return pytest's file of settings at or above a directory, and what it holds."""
+    """Return pytest's file of settings at or above a directory, and its content."""
     for directory in (root.absolute(), *root.absolute().parents):
         for name, table in _SETTINGS_FILES:
             path = directory / name

@@ -1,4 +1,4 @@
-"""The table that decides what CI runs: built in, or a project's own. Data, and its reader."""
+"""The decision table of CI: built in, or a project's own. Data, and its reader."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def built_in_table() -> CiTable:
 
 
 def load_table(config: ProjectConfig, vocabulary: Vocabulary) -> CiTable:
-    """Return the table of a project; what it leaves out is as built in.
+    """Return the table of a project; keys that it leaves out are as built in.
 
     Args:
         config: The project's settings.

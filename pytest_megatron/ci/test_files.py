@@ -1,6 +1,7 @@
-"""Buckets of test files: each file in exactly one, or an error. Pure but for listing files.
+"""Test files of unit jobs: their buckets, and the marks that leave tests out.
 
-A bucket is a file or `dir/**/*.py`; a file belongs to the bucket that names it most exactly.
+A bucket is a file or `dir/**/*.py`; a file belongs to the bucket that names it most exactly. Pure
+but for listing files.
 Source: Megatron-LM tests/unit_tests/run_ci_test.sh and find_test_cases.py, d98e8a64dd
 """
 
@@ -14,13 +15,98 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 from xml.etree import ElementTree as ET
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_text
+from pytest_megatron.ci.table import CiTable, MarkRule
 from pytest_megatron.errors import RecipeError, SelectionError
 from pytest_megatron.runs.history import read
+
+EXPERIMENTAL = "experimental"
+LAUNCH_ON = "launch_on_"
+Experimental = Literal["exclude", "include", "only"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkChoice:
+    """The environments, tags and platforms that tests are wanted for.
+
+    Attributes:
+        environments, tags, platforms: Empty leaves none out.
+    """
+
+    environments: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()
+    experimental: Experimental = "exclude"
+
+
+def launch_mark(platform: str) -> str:
+    """Return the mark of tests that run on a platform: `launch_on_gb200` of `dgx_gb200`."""
+    return f"{LAUNCH_ON}{platform.removeprefix('dgx_')}"
+
+
+def wanted_launch_marks(platforms: Iterable[str], table: CiTable) -> tuple[str, ...]:
+    """Return the marks of which a test needs one; none if all tests run on one of the platforms."""
+    asked = tuple(platforms)
+    if not asked or not set(asked) <= set(table.opt_in_platforms):
+        return ()
+    return tuple(map(launch_mark, asked))
+
+
+def reason_to_leave_out(marks: AbstractSet[str], choice: MarkChoice, table: CiTable) -> str | None:
+    """Return the mark, or the lack of one, that keeps a test out; None if it runs.
+
+    Args:
+        marks: Names of the test's marks.
+        choice: Environments, tags and platforms.
+        table: The project's.
+    """
+    launch = wanted_launch_marks(choice.platforms, table)
+    if launch and not marks & set(launch):
+        return f"without {' or '.join(launch)}"
+    if choice.experimental == "exclude" and EXPERIMENTAL in marks:
+        return EXPERIMENTAL
+    if choice.experimental == "only" and EXPERIMENTAL not in marks:
+        return f"not {EXPERIMENTAL}"
+    for rule in table.marks:
+        if rule.mark in marks and _applies(rule, choice):
+            return rule.mark
+    return None
+
+
+def _applies(rule: MarkRule, choice: MarkChoice) -> bool:
+    """Return whether a rule covers every environment, tag and platform of a choice."""
+    pairs = (
+        (rule.environment, choice.environments),
+        (rule.tag, choice.tags),
+        (rule.platform, choice.platforms),
+    )
+    return all(not words or (asked and set(asked) <= set(words)) for words, asked in pairs)
+
+
+def known_marks(table: CiTable) -> dict[str, str]:
+    """Return the known marks, each with its effect."""
+    found = {EXPERIMENTAL: "runs with --experimental-tests include or only"}
+    for platform in table.opt_in_platforms:
+        found[launch_mark(platform)] = f"runs on {platform} as well, where others do not"
+    for rule in table.marks:
+        parts = [
+            f"{what} {' or '.join(words)}"
+            for what, words in (
+                ("environment", rule.environment),
+                ("tag", rule.tag),
+                ("platform", rule.platform),
+            )
+            if words
+        ]
+        found[rule.mark] = f"left out for {', '.join(parts)}" if parts else "left out"
+    return found
+
 
 SUFFIX = "/**/*.py"
 TEST_FILES = ("test_*.py", "*_test.py")  # pytest's own default
@@ -35,7 +121,7 @@ class Bucket:
     Attributes:
         pattern: As a recipe names it: a file, or `dir/**/*.py`.
         files: From the project's root, sorted.
-        words: What `--bucket` takes to run it and nothing else; `!` takes away.
+        words: Arguments of `--bucket` that run it and nothing else; `!` excludes.
     """
 
     pattern: str
@@ -55,7 +141,7 @@ def find_test_files(root: Path, folders: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_test_file(name: str) -> bool:
-    """Whether pytest takes a file of that name for one of tests."""
+    """Return whether pytest takes a file of that name for one of tests."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in TEST_FILES)
 
 

@@ -8,9 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.ci.jobs import CiJob, UnitRow, unit_job
-from pytest_megatron.ci.marks import EXPERIMENTAL, launch_mark, wanted_launch_marks
 from pytest_megatron.ci.table import CiTable
-from pytest_megatron.ci.test_files import Bucket, balance, find_test_files, share_out
+from pytest_megatron.ci.test_files import (
+    EXPERIMENTAL,
+    Bucket,
+    balance,
+    find_test_files,
+    launch_mark,
+    share_out,
+    wanted_launch_marks,
+)
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import UNIT_MODEL
@@ -166,14 +173,14 @@ def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[C
 
 
 def _has_mark(file: Path, mark: str) -> bool:
-    """Whether a file uses a mark, not merely its name in a string: a job for it has tests then."""
+    """Return whether a file uses a mark, not merely its name in a string."""
     text = file.read_text(encoding="utf-8", errors="replace")
     if mark not in text:
         return False
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
-        return True  # pytest says what is wrong with it
+        return True  # pytest reports it
     return any(
         isinstance(node, ast.Attribute) and node.attr == mark and _is_mark(node.value)
         for node in ast.walk(tree)
@@ -181,7 +188,7 @@ def _has_mark(file: Path, mark: str) -> bool:
 
 
 def _is_mark(node: ast.expr) -> bool:
-    """Whether an expression is `pytest.mark`, or `mark`."""
+    """Return whether an expression is `pytest.mark`, or `mark`."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name == "mark"
 

@@ -1,6 +1,6 @@
 """The files that run a plan in CI: a workflow for GitHub Actions, a pipeline for GitLab. Pure.
 
-What a job runs is the plan's own line, so that it is the same at home. Actions are pinned by
+A job runs the command of the plan, so that it is the same at home. Actions are pinned by
 commit; no text of a pull request becomes part of a script.
 """
 
@@ -43,7 +43,7 @@ _GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
 
 
 def _arguments(workflow: Workflow, kind: str) -> str:
-    """Return what is added to the command of a job, `unit` or `workload`, for a shell."""
+    """Return further arguments for the command of a job, `unit` or `workload`, for a shell."""
     words = list(workflow.pytest_arguments)
     if kind == "workload" and workflow.executor:
         words += ["--executor", workflow.executor]
@@ -56,7 +56,7 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
     """Return the text of a workflow for GitHub Actions.
 
     Args:
-        workflow: What is particular to the project.
+        workflow: Settings of the project.
         labels: Those that the decision reads; any other label starts and cancels nothing.
     """
     blocks = {
@@ -106,7 +106,7 @@ def _is_other_label(labels: Sequence[str]) -> str:
 
 
 def _redact_env(workflow: Workflow) -> str:
-    """Return the variables by whose values secrets are found in what a job left."""
+    """Return the variables whose values are secrets in the files of a job."""
     lines = [f"  {name}: ${{{{ secrets.{name} }}}}" for name in workflow.secrets]
     return "\n".join(["env:", *lines]) if lines else ""
 
@@ -227,8 +227,8 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
     """Return GitLab's child pipeline of a plan: a job for each of its jobs, and the verdict.
 
     Args:
-        plan: The one of `pytest-megatron plan --format json`.
-        workflow: What is particular to the project.
+        plan: Output of `pytest-megatron plan --format json`.
+        workflow: Settings of the project.
         where: Name of the plan, for errors.
 
     Raises:
@@ -349,7 +349,7 @@ _TABLE = "[tool.pytest-megatron.ci.workflow]"
 
 
 def project_workflow(root: Path) -> Workflow:
-    """Return what is particular to a project.
+    """Return the settings of a project for its workflow.
 
     Raises:
         ConfigError: A key of `[tool.pytest-megatron.ci]` is unknown, or its value is wrong.
@@ -391,7 +391,7 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
 
 
 def _advice(workflow: Workflow, root: Path, *, is_github: bool) -> Iterator[str]:
-    """Yield what only the project's people know."""
+    """Yield the settings that the project must fill in."""
     if not is_github:
         yield f"include it in .gitlab-ci.yml: include: [{{local: {GITLAB_FILE.as_posix()}}}]"
     yield f"fill in, in {_TABLE} of pyproject.toml, and write it again with --force:"
@@ -416,5 +416,5 @@ def _platforms(root: Path) -> list[str]:
     try:
         read = [read_recipe(file, profile, words) for file in find_recipes(folders)]
     except RecipeError:
-        read = []  # `pytest-megatron lint` says why
+        read = []  # `pytest-megatron lint` reports why
     return sorted({row.platform for one in read for row in one.workloads}) or ["cpu"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.summary.merge import CiSummary
 
-EXIT_FAILED = 1
 _PAGES = "pages"
 
 
@@ -35,7 +33,7 @@ def command() -> None:
 def init(*, kind: str, force: bool) -> None:
     """Write a workflow for GitHub Actions, or a pipeline for GitLab, that runs the plan.
 
-    What is particular to a project comes from [tool.pytest-megatron.ci.workflow].
+    Settings of a project are in [tool.pytest-megatron.ci.workflow].
     """
     from pytest_megatron.ci.workflow import write_files  # noqa: PLC0415 - each command its own
 
@@ -86,9 +84,9 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
 @command.command("redact")
 @click.argument("directory", metavar="DIR", type=PATH)
 def redact(*, directory: Path) -> None:
-    """Take secrets out of what a job left, also of one that was killed, before it is uploaded.
+    """Remove secrets from the files of a job, also of a killed one, before they are uploaded.
 
-    Secrets are the values of variables of this environment whose names say so, and what has the
+    Secrets are the values of variables of this environment with such names, and texts with the
     form of one. Exit code 1: a file could not be cleaned, so do not upload DIR.
     """
     from pytest_megatron.base.project import load_config  # noqa: PLC0415 - each command its own
@@ -118,7 +116,7 @@ def redact(*, directory: Path) -> None:
 @click.option(
     "--results",
     metavar="JSON",
-    help="What the CI system says of its jobs, as GitHub's toJSON(needs).",
+    help="Results of the jobs in the CI system, as GitHub's toJSON(needs).",
 )
 @click.option(
     "--output",
@@ -152,12 +150,12 @@ def summary(
     )
 
     expected = None if plan is None else read_plan(plan)
-    told = None if results is None else read_results(results)
+    reported = None if results is None else read_results(results)
     if not paths and expected is None:
         raise CiError("RUN", "nothing was given, expected runs, artifacts or --expect")
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-summary-") as workspace:
         runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
-        found = replace(merge(runs, expected, told), fetch=_fetch(paths))
+        found = replace(merge(runs, expected, reported), fetch=_fetch(paths))
     if directory is not None:
         write_outputs(found, directory, _write_pages(found, directory))
     if step_summary:
@@ -167,7 +165,7 @@ def summary(
         _append(Path(page), as_markdown(found))
     match form:
         case "json":
-            click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+            echo_json(found.as_json())
         case "markdown":
             click.echo(as_markdown(found), nl=False)
         case _:
@@ -176,7 +174,7 @@ def summary(
 
 
 def _fetch(paths: tuple[Path, ...]) -> str | None:
-    """Return what fetches the artifacts of this run of GitHub Actions, by their names here."""
+    """Return the command that downloads the artifacts of this run of GitHub Actions."""
     run_id, repository = (os.environ.get(f"GITHUB_{name}") for name in ("RUN_ID", "REPOSITORY"))
     if run_id is None or repository is None or len(paths) != 1:
         return None

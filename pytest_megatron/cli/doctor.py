@@ -1,4 +1,4 @@
-"""`pytest-megatron doctor`: what is wrong with this machine and this environment."""
+"""`pytest-megatron doctor`: problems of this machine and this environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pytest-megatron flaky`: how often each item passed only when it was run again."""
+"""`pytest-megatron flaky`: items that passed only when they were run again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
     "text", "json", "markdown", about="markdown is a table for a pull request or an issue."
 )
 def command(path: Path, since: str | None, min_runs: int, form: str) -> None:
-    """Tell how often each item was flaky, the worst first.
+    """Print how often each item was flaky, the worst first.
 
     An item is listed if it passed only when it was run again, or passed and failed at the same
     commit. Lines of the file that cannot be read are named on stderr and skipped.

@@ -5,17 +5,15 @@ Thin: reads, compares and prints. Errors go up to `main`, which ends with exit c
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import PATH, format_option
-from pytest_megatron.cli.lazy import LazyGroup
+from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
+from pytest_megatron.cli.main import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.golden.compare.api import compare
 from pytest_megatron.golden.compare.environment import RunEnvironment, why_not_timed
@@ -32,21 +30,20 @@ from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.refresh.transaction import recover_above
 
-EXIT_FAILED = 1
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
 
 
 class _GoldenCommands(LazyGroup):
     lazy = {  # noqa: RUF012 - the base class says what it is
-        "accept": ("pytest_megatron.cli.golden_accept", "Make goldens of what runs measured."),
+        "accept": ("golden_refresh:accept", "Make goldens of the values of runs."),
         "convert": (
-            "pytest_megatron.cli.golden_convert",
+            "golden_files:convert",
             "Write goldens in another form, place or precision.",
         ),
-        "diff": ("pytest_megatron.cli.golden_diff", "Say how goldens differ."),
-        "lint": ("pytest_megatron.cli.golden_lint", "Report what is wrong with goldens."),
-        "review": ("pytest_megatron.cli.golden_review", "Ask about each golden that runs change."),
-        "show": ("pytest_megatron.cli.golden_show", "Print what goldens hold."),
+        "diff": ("golden_show:diff", "Print how goldens differ."),
+        "lint": ("golden_files:lint", "Report errors in goldens."),
+        "review": ("golden_refresh:review", "Ask about each golden that runs change."),
+        "show": ("golden_show:show", "Print the content of goldens."),
     }
 
 
@@ -136,8 +133,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         )
     notes = (*golden.notes, *observed.notes)
     if form == "json":
-        answer: dict[str, JsonValue] = comparisons_to_json(comparisons, policy.value)
-        click.echo(json.dumps(answer | {"notes": list(notes)}, indent=2, allow_nan=False))
+        echo_json(comparisons_to_json(comparisons, policy.value) | {"notes": list(notes)})
     else:
         click.echo(printable(_as_text(comparisons, notes, policy)))
     if not all(comparison.passed for comparison in comparisons):

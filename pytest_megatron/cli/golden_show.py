@@ -1,4 +1,4 @@
-"""`pytest-megatron golden show`: what goldens hold, of whichever kind they are."""
+"""`pytest-megatron golden show` and `golden diff`: contents and differences of goldens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import click
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.cli.formats import (
+    EXIT_FAILED,
+    EXIT_UNUSABLE,
+    PATH,
+    echo_error,
+    echo_json,
+    format_option,
+    root_option,
+)
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.metric_map import document_of, is_baseline, load_object
 from pytest_megatron.golden.lint.lint import find_goldens
@@ -21,15 +29,24 @@ from pytest_megatron.golden.model import Generation, series_of
 from pytest_megatron.golden.provenance import parse_provenance, provenance_to_json
 from pytest_megatron.golden.store import read_text
 from pytest_megatron.golden.summary import MetricSummary, shown, summarise
+from pytest_megatron.refresh.difference import FileChange
+from pytest_megatron.refresh.pull_request import markdown
+from pytest_megatron.refresh.revision import (
+    DEFAULT_PATHS,
+    compare_sides,
+    side_of_path,
+    side_of_revision,
+    side_of_tree,
+)
+from pytest_megatron.refresh.text import FORMS, differences_json, differences_text
 
-EXIT_UNUSABLE = 2
 _WIDTH = 24  # of a curve
 _COLUMNS = ("metric", "values", "steps", "first", "last", "least", "most", "precision", "curve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """One file: its kind, its rows and what else is known of it."""
+    """One file: its kind, rows, notes and provenance."""
 
     path: Path
     kind: str
@@ -41,8 +58,8 @@ class _Shown:
 @click.command("show")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
 @format_option("text", "json", "markdown")
-def command(*, paths: tuple[Path, ...], form: str) -> None:
-    """Print what goldens hold, one line a metric with its curve.
+def show(*, paths: tuple[Path, ...], form: str) -> None:
+    """Print the content of goldens, one line a metric with its curve.
 
     PATH is a golden or a directory of goldens. A file that cannot be read is named on stderr, the
     others are shown, and the exit code is 2.
@@ -53,9 +70,9 @@ def command(*, paths: tuple[Path, ...], form: str) -> None:
         try:
             pages.append(_look_at(file))
         except GoldenError as error:
-            click.echo(printable(f"pytest-megatron: {error}"), err=True)
+            echo_error(error)
     if form == "json":
-        click.echo(json.dumps([_as_json(page) for page in pages], indent=2, allow_nan=False))
+        echo_json([_as_json(page) for page in pages])
     elif pages:
         is_named = len(files) > 1
         blocks = (
@@ -100,7 +117,7 @@ def _kind_of(generation: Generation) -> str:
 
 
 def _of_generation(generation: Generation) -> Iterator[MetricSummary]:
-    """Yield what was generated, by position, and what the whole run took."""
+    """Yield the generated values by position, and the figures of the whole run."""
     for name, request in generation.requests.items():
         rows: dict[str, Sequence[float | str]] = {}
         if request.tokens is not None:
@@ -192,3 +209,57 @@ def _as_json(page: _Shown) -> dict[str, JsonValue]:
         "notes": list(page.notes),
         "provenance": dict(page.provenance),
     }
+
+
+_MOST_REVISIONS = 2
+
+
+@click.command("diff")
+@click.argument("paths", nargs=-1, metavar="[OLD NEW | PATH...]")
+@click.option(
+    "--rev",
+    "revisions",
+    multiple=True,
+    metavar="COMMIT",
+    help="Compare the goldens of a commit with the working tree, or of two commits (A..B).",
+)
+@format_option(*FORMS)
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
+@root_option
+def diff(
+    *, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, exit_code: bool, root: Path
+) -> None:
+    """Print how goldens differ: two files, two directories, or with --rev a commit.
+
+    With --rev, PATH limits the comparison, by default to every golden of the project.
+    """
+    revisions = tuple(part for one in revisions for part in one.split("..", 1))
+    if len(revisions) > _MOST_REVISIONS or not all(revisions):
+        raise GoldenError("--rev", f"found {len(revisions)} commits, expected COMMIT or A..B")
+    if revisions:
+        wanted = paths or DEFAULT_PATHS
+        old = side_of_revision(root, revisions[0], wanted)
+        new = (
+            side_of_revision(root, revisions[1], wanted)
+            if len(revisions) == _MOST_REVISIONS
+            else side_of_tree(root, wanted)
+        )
+    else:
+        if len(paths) != 2:  # noqa: PLR2004 - old and new
+            raise GoldenError(
+                "golden diff", f"found {len(paths)} paths, expected OLD and NEW, or --rev COMMIT"
+            )
+        old, new = side_of_path(Path(paths[0])), side_of_path(Path(paths[1]))
+        if ("" in old) != ("" in new):
+            raise GoldenError(
+                paths[1], f"{paths[0]} is of the other kind; give two files or two directories"
+            )
+    differences, problems = compare_sides(old, new)
+    for problem in problems:
+        click.echo(printable(problem), err=True)
+    if form == "json":
+        echo_json(differences_json(differences))
+    else:
+        click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
+    if exit_code and (problems or any(d.state is not FileChange.UNCHANGED for d in differences)):
+        sys.exit(EXIT_FAILED)

@@ -1,4 +1,4 @@
-"""The `pytest-megatron` command: finds a subcommand's module when it is asked for, not before.
+"""The `pytest-megatron` command, which imports the module of a subcommand on its first use.
 
 `--help` must stay fast, so nothing but click is imported until a subcommand runs.
 """
@@ -6,35 +6,64 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
+from collections.abc import Mapping
+from typing import ClassVar
 
 import click
+from typing_extensions import override
 
-from pytest_megatron.base.text import printable
-from pytest_megatron.cli.lazy import LazyGroup
+from pytest_megatron.cli.formats import EXIT_UNUSABLE, echo_error
 from pytest_megatron.errors import MegatronError
 
-# name -> (module with a click command named `command`, one line of help)
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on first use, so that `--help` stays fast.
+
+    Attributes:
+        lazy: Name to `module:command`, the module in this package, and one line of help.
+    """
+
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    @override
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*self.lazy, *self.commands})
+
+    @override
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = self.lazy[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    @override
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = {name: command.get_short_help_str() for name, command in self.commands.items()}
+        texts = {**own, **{name: text for name, (_, text) in self.lazy.items()}}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(texts.items()))
+
+
 SUBCOMMANDS = {
-    "ci": ("pytest_megatron.cli.ci", "Write files for CI, and make one verdict of many jobs."),
-    "doctor": ("pytest_megatron.cli.doctor", "Say what is wrong with this environment."),
-    "expand": ("pytest_megatron.cli.expand", "Print the workloads that recipe files expand to."),
-    "flaky": ("pytest_megatron.cli.flaky", "Tell how often items passed only when run again."),
-    "golden": ("pytest_megatron.cli.golden", "Compare observed metrics with golden values."),
-    "interactive": (
-        "pytest_megatron.cli.interactive",
-        "Print how to get a shell of Slurm for a workload.",
-    ),
-    "lint": ("pytest_megatron.cli.lint", "Report what is wrong in recipes, cases and goldens."),
-    "plan": ("pytest_megatron.cli.plan", "Print what CI runs for labels and an event."),
-    "repro": ("pytest_megatron.cli.repro", "Do a failing item of a run or artifact again, here."),
-    "report": ("pytest_megatron.cli.report", "Write pages and pictures of finished runs."),
-    "runs": ("pytest_megatron.cli.runs", "List and remove the runs that a project keeps."),
-    "sbatch": ("pytest_megatron.cli.sbatch", "Print the script that runs a workload in Slurm."),
-    "triage": ("pytest_megatron.cli.triage", "Say why a run failed, from its logs."),
+    "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
+    "doctor": ("doctor:command", "Check this machine and environment."),
+    "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),
+    "flaky": ("flaky:command", "Count how often items passed only when run again."),
+    "golden": ("golden:command", "Compare observed metrics with golden values."),
+    "interactive": ("slurm:interactive", "Print how to get a shell of Slurm for a workload."),
+    "lint": ("recipes:lint", "Report errors in recipes, cases and goldens."),
+    "plan": ("plan:command", "Print the CI jobs for labels and an event."),
+    "repro": ("repro:command", "Do a failing item of a run or artifact again, here."),
+    "report": ("runs:report", "Write pages and pictures of finished runs."),
+    "runs": ("runs:runs", "List and remove the runs that a project keeps."),
+    "sbatch": ("slurm:sbatch", "Print the script that runs a workload in Slurm."),
+    "triage": ("triage:command", "Find why a run failed, from its logs."),
 }
-EXIT_UNUSABLE = 2
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one
 
 
@@ -53,11 +82,11 @@ def main() -> None:
     try:
         group.main(prog_name="pytest-megatron", standalone_mode=True)
     except MegatronError as error:
-        click.echo(printable(f"pytest-megatron: {error}"), err=True)
+        echo_error(error)
         sys.exit(EXIT_UNUSABLE)
     except OSError as error:
         if error.errno not in _NO_OUTPUT or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends
-        click.echo(f"pytest-megatron: standard output: {error.strerror}; make room", err=True)
+        echo_error(f"standard output: {error.strerror}; make room")
         sys.exit(EXIT_UNUSABLE)

@@ -1,4 +1,4 @@
-"""`pytest-megatron plan`: what CI runs for these labels and this event, and what to type for it."""
+"""`pytest-megatron plan`: the jobs of CI for labels and an event, with their commands."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import click
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.files import read_text
-from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes
-from pytest_megatron.ci.decide import Trigger, parse_labels
+from pytest_megatron.ci.decide import (
+    PathChange,
+    Trigger,
+    changes_since,
+    parse_changes,
+    parse_labels,
+)
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.vocabulary import CADENCES
 
-EXIT_UNUSABLE = 2
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
@@ -102,13 +106,13 @@ class _PlanOptions(TypedDict):
 )
 @click.option("--diff", metavar="REV", help="The same for what changed since REV.")
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
-@click.option("--explain", is_flag=True, help="Say why each rule and row is in or out.")
+@click.option("--explain", is_flag=True, help="Print why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
 @format_option(
     "text", "json", "github", about=f"github appends step outputs to ${OUTPUT_VARIABLE}."
 )
 def command(**given: Unpack[_PlanOptions]) -> None:
-    """Print what CI runs for labels and an event, with the exact command of each job.
+    """Print the CI jobs for labels and an event, with the exact command of each.
 
     Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
     event, a recipe or the project's table are unusable.
@@ -118,10 +122,10 @@ def command(**given: Unpack[_PlanOptions]) -> None:
         plan = make_plan(request)
     except BrokenRecipesError as broken:
         for finding in broken.findings:
-            click.echo(f"pytest-megatron: {finding}", err=True)
+            echo_error(finding)
         sys.exit(EXIT_UNUSABLE)
     except EmptySelectionError as error:
-        click.echo(f"pytest-megatron: {error}", err=True)
+        echo_error(error)
         if given["explain"]:
             empty = make_plan(replace(request, is_empty_allowed=True))
             click.echo(as_text(empty, is_explained=True), nl=False, err=True)

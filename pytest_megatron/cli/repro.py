@@ -17,7 +17,7 @@ import click
 
 from pytest_megatron.base.git import ask_git
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import PATH
+from pytest_megatron.cli.formats import PATH, echo_error
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.repro.bisect_order import smallest_cause
 from pytest_megatron.repro.choose import Chosen, choose, find_plan, read_own_run
@@ -86,7 +86,7 @@ def command(  # noqa: PLR0913 - one for each option
     ITEM is a node id or a part of one; without it, the only item that failed.
 
     Exit code 0: it passes here. 1: it fails in the same way. 3: it fails in another way. 125: that
-    cannot be said, also for 3 while git bisects.
+    is unknown, also for 3 while git bisects.
     """
     wishes = Wishes(
         num_ranks=ranks,
@@ -99,7 +99,7 @@ def command(  # noqa: PLR0913 - one for each option
         act = _open_shell if is_shell else _print_only if is_print else _run_again
         outcome = (_bisect if is_bisect else act)(prepared)
     except MegatronError as error:
-        click.echo(f"pytest-megatron: {printable(str(error))}", err=True)
+        echo_error(error)
         sys.exit(ReproExit.UNKNOWN)
     except KeyboardInterrupt:
         sys.exit(ReproExit.INTERRUPTED)
@@ -171,7 +171,7 @@ def _num_ranks(item: RecordedItem, plan: RecordedPlan | None) -> int:
 
 
 def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes) -> Wishes:
-    """Return the wishes with what earlier phases saved, where one phase is asked for.
+    """Return the wishes with the checkpoints of earlier phases, where one phase is asked for.
 
     Raises:
         ReproError: There is no such phase, or its checkpoints are not there or not trusted.
@@ -201,8 +201,8 @@ def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes)
     return replace(wishes, checkpoints=str(saved.absolute()))
 
 
-def _say(prepared: _Prepared, again: Again) -> None:
-    """Tell what is done again and what is different."""
+def _print_header(prepared: _Prepared, again: Again) -> None:
+    """Print the item and the differences to its run."""
     chosen = prepared.chosen
     lines = [f"repro: {chosen.node_id}, {chosen.item.verdict} in {prepared.path}"]
     if chosen.problem:
@@ -235,7 +235,7 @@ def _again(prepared: _Prepared) -> Again:
 
 def _run_again(prepared: _Prepared) -> ReproOutcome:
     again = _again(prepared)
-    _say(prepared, again)
+    _print_header(prepared, again)
     image = prepared.chosen.run.image
     if image is not None and image != os.environ.get("PYTEST_MEGATRON_IMAGE"):
         click.echo("  --print shows how to run it in that image")
@@ -252,7 +252,7 @@ def _print_only(prepared: _Prepared) -> ReproOutcome:
 def _open_shell(prepared: _Prepared) -> ReproOutcome:
     """Open a shell in the environment of the item; `$REPRO` is a script that runs it."""
     again, stage = _again(prepared), prepared.stage
-    _say(prepared, again)
+    _print_header(prepared, again)
     stage.scratch.mkdir(parents=True, exist_ok=True)
     script = stage.scratch / "again.sh"
     script.write_text("\n".join(_lines(prepared, again)) + "\n", encoding="utf-8")
@@ -273,7 +273,7 @@ def _bisect(prepared: _Prepared) -> ReproOutcome:
         raise ReproError(
             "--bisect-order", f"{chosen.node_id} is a workload, which nothing precedes"
         )
-    _say(prepared, _again(prepared))
+    _print_header(prepared, _again(prepared))
     trial = _trials(prepared)
     if trial(()):
         return ReproOutcome(exit=ReproExit.SAME, text="fails by itself: no earlier test is needed")
@@ -315,6 +315,6 @@ def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
 
 
 def _is_bisecting(root: Path) -> bool:
-    """Whether git bisects in a checkout."""
+    """Return whether git bisects in a checkout."""
     found = ask_git(root, "rev-parse", "--git-path", "BISECT_START")
     return found is not None and (root / found).exists()

@@ -1,4 +1,4 @@
-"""`pytest-megatron runs`: the runs that a project keeps, and how to be rid of old ones."""
+"""`pytest-megatron runs` and `report`: the runs that a project keeps, and their pages."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import root_option
+from pytest_megatron.base.text import counted, printable
+from pytest_megatron.cli.formats import PATH, root_option
 from pytest_megatron.errors import ReportError
 from pytest_megatron.runs.find import kept_runs, remove_old_runs
 
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
-def command() -> None:
+def runs() -> None:
     """List and remove the runs below .pytest_megatron/runs."""
 
 
-@command.command("list")
+@runs.command("list")
 @root_option
 def list_runs(*, root: Path) -> None:
     """Print the runs of the project, the latest first: when, how it ended, how many items."""
-    runs = kept_runs(root)
-    for run in runs:
+    kept = kept_runs(root)
+    for run in kept:
         ended = "not ended" if run.exit_code is None else f"exit code {run.exit_code}"
-        items = "1 item" if run.num_items == 1 else f"{run.num_items} items"
-        click.echo(printable(f"{run.directory.name}  {ended}, {items}"))
-    if not runs:
+        click.echo(printable(f"{run.directory.name}  {ended}, {counted(run.num_items, 'item')}"))
+    if not kept:
         click.echo("no runs")
 
 
-@command.command("prune")
+@runs.command("prune")
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The latest.")
 @root_option
 def prune(*, keep: int, root: Path) -> None:
@@ -48,3 +47,52 @@ def prune(*, keep: int, root: Path) -> None:
         click.echo(f"removed: {directory}")
     if not removed:
         click.echo("nothing to remove")
+
+
+@click.command(name="report")
+@click.argument("paths", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--output",
+    metavar="DIR|FILE",
+    type=PATH,
+    help="Where pages go; by default into the run directory, or into ./report.",
+)
+@click.option(
+    "--svg",
+    "pictures",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write a picture of each metric into a directory, and no pages.",
+)
+@click.option("--png", "is_png", is_flag=True, help="PNG beside SVG; needs the extra 'png'.")
+@click.option("--metric", "metrics", multiple=True, help="Only this one in pictures (repeatable).")
+@click.option("--failed", "is_failed_only", is_flag=True, help="Pictures of what failed only.")
+def report(
+    *,
+    paths: tuple[Path, ...],
+    output: Path | None,
+    pictures: Path | None,
+    is_png: bool,
+    metrics: tuple[str, ...],
+    is_failed_only: bool,
+) -> None:
+    """Write pages of runs: run directories, zip and tar artifacts, folders of them."""
+    from pytest_megatron.pages.pictures import write_pictures  # noqa: PLC0415 - slow to import
+    from pytest_megatron.pages.write import write_report  # noqa: PLC0415
+
+    if pictures is None:
+        if is_png or metrics or is_failed_only:
+            raise ReportError(
+                "--png, --metric, --failed", "are for pictures; give their directory by --svg"
+            )
+        click.echo(write_report(paths, output))
+        return
+    if output is not None:
+        raise ReportError("--output", "is for pages, --svg for pictures; give one of them")
+    written = write_pictures(
+        paths, pictures, metrics=metrics, is_png=is_png, is_failed_only=is_failed_only
+    )
+    for path in written:
+        click.echo(path)
+    if not written:
+        raise ReportError(", ".join(map(str, paths)), "there is no such curve to draw")

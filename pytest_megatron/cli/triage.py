@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,13 +9,11 @@ import click
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import printable
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.render import as_markdown, as_text
 from pytest_megatron.triage.signatures import check_rules, load_table
 
-EXIT_FAILED = 1
-EXIT_UNUSABLE = 2
 EXIT_UNKNOWN = 3
 CHECK = "check-rules"
 
@@ -33,7 +30,7 @@ CHECK = "check-rules"
     help="A TOML file with signatures of your own (repeatable).",
 )
 def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> None:
-    """Say why a run failed: files, directories, zip and tar artifacts.
+    """Find why a run failed: files, directories, zip and tar artifacts.
 
     PATH check-rules tries the examples of every signature instead.
 
@@ -46,7 +43,7 @@ def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> N
         return
     found = triage(paths, load_table(own))
     if form == "json":
-        click.echo(json.dumps(found.as_json(), indent=2, allow_nan=False))
+        echo_json(found.as_json())
     else:
         click.echo(printable(as_text(found) if form == "text" else as_markdown(found)))
     sys.exit(EXIT_FAILED if found.groups else EXIT_UNKNOWN if found.unclear else 0)

@@ -7,9 +7,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import trusted
 
 TABLE = Path(__file__).parent / "compat.toml"
 
@@ -57,13 +56,4 @@ class Compat:
 @functools.cache
 def compat() -> Compat:
     """Return the built-in tables."""
-    data = cast("dict[str, JsonValue]", tomllib.loads(TABLE.read_text(encoding="utf-8")))
-    rows = cast("list[dict[str, JsonValue]]", data["package"])
-    return Compat(
-        least_driver=cast("dict[str, str]", data["least"]),
-        release_driver=cast("dict[str, str]", data["cuda"]),
-        compiled=tuple(
-            Compiled(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})  # type: ignore[arg-type] # the table is ours
-            for row in rows
-        ),
-    )
+    return trusted(Compat, tomllib.loads(TABLE.read_text(encoding="utf-8")))

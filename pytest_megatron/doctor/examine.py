@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
+from pytest_megatron.base.schema import trusted
 from pytest_megatron.doctor.checks.cuda import check_cuda, check_torch
 from pytest_megatron.doctor.checks.machine import (
     check_communication,
@@ -104,27 +104,15 @@ def _python(places: SystemView) -> Python:
         env=places.env,
         cwd=places.project,
     )
-    said = answer.values
-    if answer.problem is not None or "tag" not in said:
+    if answer.problem is not None or "tag" not in answer.values:
         raise HostError(
             str(places.python),
             f"{answer.problem or 'says nothing of itself'}, expected the Python of an environment",
         )
-    return Python(
-        executable=Path(str(said["executable"])),
-        version=str(said["version"]),
-        tag=str(said["tag"]),
-        soabi=str(said["soabi"]),
-        machine=str(said["machine"]),
-        prefix=Path(str(said["prefix"])),
-        is_venv=bool(said["is_venv"]),
-        paths=tuple(Path(path) for path in cast("list[str]", said["paths"])),
-        encoding=str(said["encoding"]),
-        not_preloaded={
-            path: why or "it cannot be loaded" for path, why in _NOT_PRELOADED.findall(answer.text)
-        },
-        optimize=cast("int", said.get("optimize", 0)),
-    )
+    not_preloaded = {
+        path: why or "it cannot be loaded" for path, why in _NOT_PRELOADED.findall(answer.text)
+    }
+    return trusted(Python, {**answer.values, "not_preloaded": not_preloaded})
 
 
 TABLE = Path(__file__).parent / "rules.toml"
@@ -137,7 +125,7 @@ def rules() -> Mapping[str, CheckRule]:
 
 
 def finding_of(hit: RuleMatch) -> CheckFinding:
-    """Return what a check says in the words of its rule."""
+    """Return the finding of a check in the words of its rule."""
     return finding_in(hit, rules())
 
 

@@ -78,14 +78,14 @@ class Torch:
     """The torch of the environment.
 
     Attributes:
-        version: As it says itself, else as it is installed: `2.13.0+cpu`.
+        version: As it reports it, else as it is installed: `2.13.0+cpu`.
         cuda: That it was built with, None for a CPU build.
         abi: Whether it was built with C++11's strings.
         driver_cuda: What libcuda offers.
         count: GPUs that it sees.
         capabilities: Of each GPU: (9, 0).
         architectures: That it has code for: `sm_90`.
-        numpy: Version of the numpy that is imported beside it, as it says itself.
+        numpy: Version that the numpy imported beside it reports.
         problem: Why it cannot be imported; `cuda_problem`: why CUDA does not start.
         imports: Module of an extension -> why it cannot be imported, None where it can.
     """
@@ -132,7 +132,7 @@ class Devices:
         num_nodes: Device files `/dev/nvidia0` and so on.
         gpus: As NVML lists them.
         problem: Why NVML does not answer, where it does not.
-        ill: What NVML says is wrong with GPUs, a text each.
+        ill: Problems of GPUs that NVML reports, a text each.
     """
 
     driver: str | None = None
@@ -166,12 +166,14 @@ class Disk:
 
     Attributes:
         use: What for.
+        variable: Names another place for it; empty if none does.
         problem: Why nothing can be written there.
         is_noexec: Whether nothing on it can be run or loaded as a library.
     """
 
     use: str
     path: Path
+    variable: str = ""
     free_bytes: int | None = None
     problem: str | None = None
     is_noexec: bool = False
@@ -201,13 +203,13 @@ class MachineFacts:
     Attributes:
         limits: Soft limits of `/proc/self/limits` by name, None for unlimited.
         interfaces: Network interfaces that are up, without loopback.
-        links: All network interfaces; empty where the system does not say.
+        links: All network interfaces; empty where the system does not list them.
         infiniband: Port -> its state: `ACTIVE`.
         container: What kind of container this is; None on a bare host.
         port_problem: Why the launchers' port cannot be had.
         host_problem: Why this host's own name does not resolve.
         lookup_s: Seconds until the name of this host's loopback address was found, or was not.
-        clock: What the clock and the times of files say, in seconds.
+        clock: The clock against the times of files, in seconds.
         lost_temporary: Variable and value, where no such directory is for temporary files.
         shadows: Libraries of CUDA that LD_LIBRARY_PATH or LD_PRELOAD put before torch's own.
     """

@@ -303,8 +303,8 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     for when in PHASES:
         if has_ended and when == "call":
             continue
-        is_told = when == "teardown" and any(m.outcome == "failed" for m in merged)
-        if is_told and not any(_has_failed(rank, when) for rank in end.ranks):
+        is_reported = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_reported and not any(_has_failed(rank, when) for rank in end.ranks):
             continue  # ranks stopped in teardown are a consequence of a reported failure
         phase = _merge_phase(end, when, world_size, waiting)
         if phase is None:

@@ -7,14 +7,15 @@ Sources: NVIDIA's Xid catalogue and its GPU debug guidelines (which Xids are the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from pytest_megatron.base.files import JsonValue
 
-# Xid -> the signature that it is, and what it says. These are the hardware's, whatever program ran.
+# Xid -> signature, meaning. These are the hardware's, whatever program ran.
 # Left out on purpose: 13, 31 (the program's own accesses), 43, 45 (a program that was ended).
+# 144 to 150: units of NVLink 5; only the kernel's text has the severity, NVML has the number alone.
 HARDWARE_XIDS: Mapping[int, tuple[str, str]] = {
     48: ("ecc_dbe", "an ECC error that could not be corrected"),
     64: ("row_remap_failed", "a row that could not be remapped"),
@@ -24,7 +25,16 @@ HARDWARE_XIDS: Mapping[int, tuple[str, str]] = {
     95: ("ecc_dbe", "an uncontained ECC error"),
     119: ("gsp", "the GPU's system processor does not answer"),
     120: ("gsp", "an error of the GPU's system processor"),
+    144: ("nvlink", "a fatal NVLink error (SAW)"),
+    145: ("nvlink", "a fatal NVLink error (RLW)"),
+    146: ("nvlink", "a fatal NVLink error (TLW)"),
+    147: ("nvlink", "a fatal NVLink error (TREX)"),
+    148: ("nvlink", "a fatal NVLink error (NVLPW_CTRL)"),
+    149: ("nvlink", "a fatal NVLink error (NETIR)"),
+    150: ("nvlink", "a fatal NVLink error (MSE)"),
 }
+_GRADED_XIDS = range(144, 151)
+_FATAL = re.compile(r"\): \d+, \w+ Fatal\b")
 FOREIGN_SHARE = 0.05  # of a GPU's memory; less than that does not explain an OOM
 # Bits of NVML's clocks event reasons that a person wants to know of.
 THROTTLES: Mapping[int, str] = {
@@ -35,8 +45,13 @@ THROTTLES: Mapping[int, str] = {
 }
 
 
-class GpuProcess(NamedTuple):
-    """A process on a GPU; its memory is None where NVML has no figure."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process on a GPU; its id is that of the host, also inside a container.
+
+    Attributes:
+        memory_bytes: None where NVML does not report it.
+    """
 
     pid: int
     memory_bytes: int | None
@@ -53,7 +68,6 @@ class GpuState:
         remapped_uncorrectable: Rows remapped, from A100 on.
         is_remap_pending: Whether a reset is due.
         throttles: Why its clocks are low, for causes that are no idling.
-        processes: With ids of the host, also inside a container.
     """
 
     uuid: str
@@ -83,14 +97,6 @@ class GpuState:
         """Name for people: index and UUID."""
         return f"GPU {self.index} ({self.uuid})" if self.index is not None else self.uuid
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return every value."""
-        return {
-            **asdict(self),
-            "throttles": None if self.throttles is None else list(self.throttles),
-            "processes": [{"pid": p, "memory_bytes": m} for p, m in self.processes],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
@@ -106,6 +112,12 @@ class Xid:
     number: int
     source: str
     text: str = ""
+
+    @property
+    def is_hardware_fault(self) -> bool:
+        """True if the hardware failed; a graded Xid counts if the kernel calls it fatal."""
+        is_grave = self.number not in _GRADED_XIDS or _FATAL.search(self.text) is not None
+        return self.number in HARDWARE_XIDS and is_grave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +186,8 @@ class Health:
                 {"gpu": x.uuid, "xid": x.number, "source": x.source, "text": x.text}
                 for x in self.xids
             ],
-            "before": [state.as_json() for state in self.before],
-            "after": [state.as_json() for state in self.after],
+            "before": [asdict(state) for state in self.before],
+            "after": [asdict(state) for state in self.after],
             "problem": self.problem,
         }
 
@@ -204,7 +216,7 @@ def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fau
     labels = {state.uuid: state.label for state in states}
     seen: set[tuple[str | None, int]] = set()
     for xid in xids:  # NVML and the kernel tell of the same one
-        if xid.number not in HARDWARE_XIDS or (xid.uuid, xid.number) in seen:
+        if not xid.is_hardware_fault or (xid.uuid, xid.number) in seen:
             continue
         seen.add((xid.uuid, xid.number))
         signature, meaning = HARDWARE_XIDS[xid.number]
@@ -214,6 +226,13 @@ def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fau
             signature=signature,
             text=f"{who} reported Xid {xid.number}, {meaning}",
         )
+
+
+def xid_pattern(signature: str) -> str:
+    """Return the regular expression of the kernel's lines with the Xids of a signature."""
+    numbers = (number for number, (name, _) in HARDWARE_XIDS.items() if name == signature)
+    ends = (rf"{n}, \w+ Fatal\b" if n in _GRADED_XIDS else rf"{n}\b" for n in numbers)
+    return rf"NVRM: Xid \([^)]*\): (?:{'|'.join(ends)})"
 
 
 def _ecc_faults(pairs: Iterator[tuple[GpuState, GpuState]]) -> Iterator[Fault]:
@@ -238,9 +257,10 @@ def _foreign(state: GpuState) -> str | None:
     if not state.memory_total_bytes:
         return None
     least = FOREIGN_SHARE * state.memory_total_bytes
-    for pid, memory in state.processes:
-        if memory is not None and memory >= least:
-            return f"process {pid}, not of this run, held {_gb(memory)} of {state.label}"
+    for process in state.processes:
+        if process.memory_bytes is not None and process.memory_bytes >= least:
+            size = _gb(process.memory_bytes)
+            return f"process {process.pid}, not of this run, held {size} of {state.label}"
     if state.memory_used_bytes is not None and state.memory_used_bytes >= least:
         return f"{_gb(state.memory_used_bytes)} of {state.label} were held, not by this run"
     return None

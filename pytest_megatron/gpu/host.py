@@ -114,9 +114,10 @@ class Host:
 def this_host() -> Host:
     """Return this machine; asked once per process."""
     gpus, driver = _nvml()
+    cpu = _cpu_line("model name") or platform.processor() or platform.machine()
     flags = _cpu_line("flags", "Features").split()
     instructions = " ".join(flag for flag in _VECTOR_FLAGS if flag in flags)
-    return Host(gpus=gpus, driver=driver, cpu=_cpu_model(), instructions=instructions)
+    return Host(gpus=gpus, driver=driver, cpu=cpu, instructions=instructions)
 
 
 def has_driver() -> bool:
@@ -171,12 +172,8 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _cpu_model() -> str:
-    return _cpu_line("model name") or platform.processor() or platform.machine()
-
-
 def _cpu_line(*names: str) -> str:
-    """Return what the kernel says of the first processor under one of `names`."""
+    """Return the kernel's value for the first processor under one of `names`."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")

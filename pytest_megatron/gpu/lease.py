@@ -87,7 +87,7 @@ def try_lease(gpus: Sequence[Gpu], num_gpus: int) -> Lease | None:
 
 
 def waiting_text(gpus: Sequence[Gpu], num_gpus: int) -> str:
-    """Return what to tell a user who has to wait."""
+    """Return the message for a user who has to wait."""
     return f"waiting for {num_gpus} of {len(gpus)} GPUs; other runs hold the rest"
 
 

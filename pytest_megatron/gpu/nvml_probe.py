@@ -44,15 +44,15 @@ def main() -> None:
     with _kernel_log() as kernel:
         events = _register(pynvml, uuids)
         states = _states(pynvml, uuids)
-        _say({"gpus": [state.as_json() for state in states]})
+        _say({"gpus": [asdict(state) for state in states]})
         xids = list(_wait_for_end(pynvml, events))
         xids += _kernel_xids(kernel, {s.bus_id: s.uuid for s in states if s.bus_id is not None})
-        after = [state.as_json() for state in _states(pynvml, uuids)]
+        after = [asdict(state) for state in _states(pynvml, uuids)]
         _say({"gpus": list[JsonValue](after), "xids": [asdict(xid) for xid in xids]})
 
 
 def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
-    """Return what a GPU says of itself; None where it does not answer at all."""
+    """Return the state of a GPU; None where it does not answer at all."""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:
@@ -103,10 +103,10 @@ def _states(nvml: ModuleType, uuids: Sequence[str]) -> list[GpuState]:
 
 
 def _processes(nvml: ModuleType, handle: object) -> tuple[GpuProcess, ...]:
-    found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    found = ((p.pid, p.usedGpuMemory) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return tuple(
-        GpuProcess(int(p.pid), None if p.usedGpuMemory is None else int(p.usedGpuMemory))
-        for p in found
+        GpuProcess(pid=int(pid), memory_bytes=None if memory is None else int(memory))
+        for pid, memory in found
     )
 
 

@@ -14,15 +14,15 @@ import pytest
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import one_of
-from pytest_megatron.ci.changes import matches_any
-from pytest_megatron.ci.marks import (
+from pytest_megatron.ci.decide import matches_any
+from pytest_megatron.ci.table import CiTable, load_table
+from pytest_megatron.ci.test_files import (
     MarkChoice,
+    base_of,
     known_marks,
     reason_to_leave_out,
     wanted_launch_marks,
 )
-from pytest_megatron.ci.table import CiTable, load_table
-from pytest_megatron.ci.test_files import base_of
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.hooks.labels import header_of
 from pytest_megatron.hooks.options import Options

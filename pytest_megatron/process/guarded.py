@@ -78,7 +78,7 @@ class GuardedProcess:
             env: The whole environment of the command.
             cwd: Its working directory.
             output: One file for stdout and stderr, or one for each; created, or emptied.
-            grace_s: How long it may take to end once it is told to.
+            grace_s: How long it may take to end after the order.
             kept_open: Descriptors that the guard, not the command, holds until all is over.
 
         Raises:

@@ -45,13 +45,13 @@ class Descendant:
 
 
 def check_proc(proc: Path = Path("/proc")) -> None:
-    """Make sure that the kernel tells of this process: what ranks leave is found in no other way.
+    """Make sure that /proc lists this process: what ranks leave is found in no other way.
 
     Args:
-        proc: Where it should.
+        proc: Where it is mounted.
 
     Raises:
-        LaunchError: It does not, or it tells of another PID namespace.
+        LaunchError: It does not, or it is of another PID namespace.
     """
     try:
         found = str((proc / "self").readlink())
@@ -172,7 +172,7 @@ def lives_on(pid: int, proc: Path = Path("/proc")) -> bool:
 
     Args:
         pid: May be of no process.
-        proc: Where the kernel tells of processes.
+        proc: Where it is mounted.
     """
     for stat in proc.glob(f"{pid}/task/*/stat"):
         fields = _content(str(stat)).rpartition(b")")[2].split()
@@ -245,7 +245,7 @@ def _read(name: str) -> Descendant | None:
 
 
 def _content(path: str) -> bytes:
-    """Return what a file of `/proc` says; nothing if its process ended while we looked."""
+    """Return a file of `/proc`; nothing if its process ended meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -47,7 +47,7 @@ def command_words(arguments: Iterable[Argument], env: Mapping[str, str], *, file
 
     Args:
         arguments: In the order of the file.
-        env: What `${NAME}` may refer to.
+        env: Values for `${NAME}`.
         file: Named in errors, with the line of the argument.
 
     Raises:
@@ -156,7 +156,7 @@ class ModelArgs:
         self._last = {argument.name: argument for argument in arguments}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the argument is there, with whatever value."""
+        """Return whether the argument is there, with whatever value."""
         return name in self._last
 
     def text(self, name: str) -> str | None:
@@ -174,7 +174,7 @@ class ModelArgs:
         return (self.number(name) or None) if name in self._last else 1
 
     def is_on(self, *names: str) -> bool:
-        """Whether one of these switches is set."""
+        """Return whether one of these switches is set."""
         return any(self.text(name) == "true" for name in names)
 
     def line(self, *names: str) -> int | None:
@@ -182,5 +182,5 @@ class ModelArgs:
         return next((self._last[name].line for name in names if name in self._last), None)
 
     def has_any(self, *names: str) -> bool:
-        """Whether one of these arguments is there."""
+        """Return whether one of these arguments is there."""
         return any(name in self._last for name in names)

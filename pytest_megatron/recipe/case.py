@@ -1,4 +1,4 @@
-"""A test case: what its `model_config.yaml` asks for. The file is read and never written.
+"""A test case, as its `model_config.yaml` has it. The file is read and never written.
 
 Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98e8a64dd.
 """
@@ -46,7 +46,7 @@ LIGHTWEIGHT_NEMO_STEPS = 2
 
 
 class TestType(Enum):
-    """TEST_TYPE: which phases a case has and what they are compared with."""
+    """TEST_TYPE: the phases of a case and their comparison."""
 
     __test__ = False  # the name is Megatron's; pytest must not collect it
 
@@ -59,7 +59,7 @@ class TestType(Enum):
 
 
 class CaseMode(Enum):
-    """MODE: what kind of program runs, and so what it measures."""
+    """MODE: the kind of program, and so of its results."""
 
     PRETRAINING = "pretraining"
     INFERENCE = "inference"
@@ -67,14 +67,14 @@ class CaseMode(Enum):
 
 
 class Evaluation(Enum):
-    """TEST_EVALUATION: whether the case is expected to pass."""
+    """TEST_EVALUATION: the expected outcome."""
 
     PASS = "pass"  # noqa: S105 - not a password
     XPASS = "xpass"
 
 
 class Launcher(Enum):
-    """LAUNCHER: what starts the ranks."""
+    """LAUNCHER: the program that starts the ranks."""
 
     TORCHRUN = "torchrun"
     FT_LAUNCHER = "ft_launcher"
@@ -111,7 +111,7 @@ class CaseFile:
 
 
 def check_case(document: YamlDocument) -> Iterator[Finding]:
-    """Yield what is wrong in a case."""
+    """Yield the errors of a case."""
     for twin in document.duplicates:
         message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
         yield Finding(
@@ -130,7 +130,7 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
 
 
 def compares_metrics(document: YamlDocument) -> bool:
-    """Whether a run of the case is compared with a golden file.
+    """Return whether a run of the case is compared with a golden file.
 
     It is not where the case sets SKIP_PYTEST, is always lightweight, is expected to fail, checks
     gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
@@ -150,7 +150,7 @@ def compares_metrics(document: YamlDocument) -> bool:
 
 
 def starts_frozen(document: YamlDocument) -> bool:
-    """Whether a run of the case starts from a checkpoint that was made before."""
+    """Return whether a run of the case starts from a checkpoint that was made before."""
     return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
 
 
@@ -240,7 +240,7 @@ def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One `MODEL_ARGS*` key: what one start of the program is given.
+    """One `MODEL_ARGS*` key: the arguments of one start of the program.
 
     Attributes:
         key: `MODEL_ARGS`, `MODEL_ARGS_2` and so on.
@@ -272,7 +272,7 @@ class WorkloadCase:
         before_script: Shell to run before the training, or None; likewise `after_script`.
         expected_failure: Regular expression that the cause of a case with `xpass` must match, or
             None for any failure.
-        gradient_tolerance: GRADIENT_TOLERANCE, or None for what follows from the precision.
+        gradient_tolerance: GRADIENT_TOLERANCE, or None for that of the precision.
         env_lines: Where the names of `env` stand in the file, from 1.
     """
 
@@ -349,18 +349,18 @@ class WorkloadCase:
 
     @property
     def is_nondeterministic(self) -> bool:
-        """Whether two runs of the case may differ, as the case declares."""
+        """True if two runs of the case may differ, as the case declares."""
         switches = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")
         return any(self.env.get(name) == "1" for name in switches)
 
     @property
     def is_never_compared(self) -> bool:
-        """Whether the case asks for a run without a comparison (SKIP_PYTEST)."""
+        """True if the case asks for a run without a comparison (SKIP_PYTEST)."""
         return self.env.get("SKIP_PYTEST") == "1"
 
     @property
     def is_always_lightweight(self) -> bool:
-        """Whether the case itself asks for lightweight mode."""
+        """True if the case itself asks for lightweight mode."""
         return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
 
 

@@ -1,7 +1,8 @@
-"""From a recipe file to its rows, as Megatron-LM's parser does it. Pure.
+"""From a recipe file to its rows. Pure.
 
-`expand_compat` keeps every quirk of that parser, so that its recipes give the very rows its CI
-runs. `strict.py` builds on the same steps and reports what a quirk would drop or mangle.
+`expand_compat` keeps every quirk of Megatron-LM's parser, so that its recipes give the very rows
+its CI runs. `expand_strict` reports each row that a quirk would drop or mangle; violations of the
+schema are found by `schema.py` and handed in.
 Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd
 """
 
@@ -14,14 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
-from pytest_megatron.recipe.findings import Finding, finding_at
+from pytest_megatron.recipe.findings import Finding, Severity, finding_at
 from pytest_megatron.recipe.model import Row, RowError, fill_in, item_name
 from pytest_megatron.recipe.vocabulary import (
     CADENCES,
     DEFAULT_CADENCE,
     IMPLIED_CADENCE,
     SCOPE_ALIASES,
+    Vocabulary,
 )
 
 
@@ -40,9 +43,9 @@ class Expansion:
     findings: tuple[Finding, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ExpandedProduct:
-    """One inner product with what it takes from around it.
+    """One inner product with the keys that it takes from its file and entry.
 
     Attributes:
         spec: The file's `spec`.
@@ -62,8 +65,8 @@ def expand_compat(document: YamlDocument) -> Expansion:
     """Expand as Megatron-LM does, quirks included.
 
     An entry without `products` gives nothing; of `test_case` only element 0 counts, the first
-    character of a string; a bare string on an axis gives one row per character. What makes that
-    parser raise is a finding here, and all of them are collected.
+    character of a string; a bare string on an axis gives one row per character. Errors
+    of that parser are findings here, and all of them are collected.
     """
     rows: list[Row] = []
     findings: list[Finding] = []
@@ -107,16 +110,8 @@ def _products_of(
         path = ("products", index, "products", number)
         if not isinstance(axes, dict):
             raise RowError(f"products[{number}]: found {axes!r}, expected a mapping")
-        yield (
-            path,
-            ExpandedProduct(
-                spec=spec,
-                test_case=cases[0],
-                axes=axes,
-                outer_cadence=entry.get("cadence"),
-                line=document.line_of(path),
-            ),
-        )
+        line = document.line_of(path)
+        yield path, ExpandedProduct(spec, cases[0], axes, entry.get("cadence"), line)
 
 
 def expand_product(product: ExpandedProduct) -> list[Row]:
@@ -180,7 +175,7 @@ def check_cadence(value: JsonValue) -> list[str] | None:
 
 
 def _elements(key: str, axis: JsonValue) -> list[JsonValue]:
-    """Return what iterating over an axis gives: a string's characters, a mapping's keys."""
+    """Return the elements of an axis: a string's characters, a mapping's keys."""
     if isinstance(axis, list | str | dict):
         return list(axis)
     raise RowError(f"{key}: found {axis!r}, expected a list")
@@ -251,3 +246,110 @@ def _num_values(rows: Sequence[Row], keys: Sequence[str]) -> int:
 def _word(value: JsonValue) -> str:
     """Return a value as a part of a name."""
     return "+".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+_WORD_KEYS = ("scope", "platforms", "environment", "cadence")
+
+
+def expand_strict(
+    document: YamlDocument, vocabulary: Vocabulary, forbidden: Sequence[YamlPath]
+) -> Expansion:
+    """Expand every element of every entry that is sound.
+
+    Args:
+        document: The recipe.
+        vocabulary: The words that it may use.
+        forbidden: Places where the file departs from the schema; an entry or product that holds
+            one gives no rows, and outside of `products` it leaves the file without any.
+    """
+    value = document.value
+    spec, entries = value.get("spec"), value.get("products")
+    if value.get("type") != "basic" or not isinstance(spec, dict) or not isinstance(entries, list):
+        return Expansion(rows=(), findings=())
+    if any(path[:1] != ("products",) or len(path) == 1 for path in forbidden):
+        return Expansion(rows=(), findings=())
+    findings = list(_unknown_words(document, vocabulary, spec, ("spec",)))
+    rows: list[Row] = []
+    # ("products", 3) and ("products", 3, "products", 0): an entry and a product of it.
+    broken = {
+        path[:4] if path[2:3] == ("products",) and path[3:] else path[:2] for path in forbidden
+    }
+    for index, entry in enumerate(entries):
+        path: YamlPath = ("products", index)
+        if path in broken or not isinstance(entry, dict):
+            continue
+        findings += _entry_findings(document, vocabulary, entry, path)
+        for inner, product in _strict_products(document, spec, entry, path):
+            findings += _unknown_words(document, vocabulary, product.axes, inner)
+            if inner in broken or not _has_known_cadence(product):
+                continue
+            try:
+                _check_axes(product)
+                rows += expand_product(product)
+            except RowError as problem:
+                findings.append(finding_at(document, inner, "row", str(problem)))
+    return Expansion(rows=tuple(rows), findings=tuple(dict.fromkeys(findings)))
+
+
+def _strict_products(
+    document: YamlDocument,
+    spec: Mapping[str, JsonValue],
+    entry: Mapping[str, JsonValue],
+    path: YamlPath,
+) -> Iterator[tuple[YamlPath, ExpandedProduct]]:
+    """Yield the inner products of an entry, once for each of its test cases."""
+    cases, products = entry.get("test_case"), entry.get("products")
+    assert isinstance(cases, list)
+    assert isinstance(products, list)
+    for case in cases:
+        for number, axes in enumerate(products):
+            inner = (*path, "products", number)
+            if not isinstance(axes, dict):
+                continue
+            line = document.line_of(inner)
+            yield inner, ExpandedProduct(spec, case, axes, entry.get("cadence"), line)
+
+
+def _has_known_cadence(product: ExpandedProduct) -> bool:
+    """Return whether the cadence that counts has known words only; others are reported as words."""
+    cadence = product.axes.get("cadence", product.outer_cadence)
+    return not isinstance(cadence, list) or all(word in CADENCES for word in cadence)
+
+
+def _check_axes(product: ExpandedProduct) -> None:
+    """Refuse an axis that would lose or mangle rows; the schema knows only some keys."""
+    for key, axis in product.axes.items():
+        if not isinstance(axis, list):
+            raise RowError(f"{key}: found {axis!r}, expected a list; write [{axis}]")
+        if not axis:
+            raise RowError(f"{key}: found [], expected a list with at least one element")
+
+
+def _entry_findings(
+    document: YamlDocument, vocabulary: Vocabulary, entry: Mapping[str, JsonValue], path: YamlPath
+) -> Iterator[Finding]:
+    """Yield the errors of an entry outside of its inner products."""
+    yield from _unknown_words(document, vocabulary, entry, path)
+    cases = entry.get("test_case")
+    if isinstance(cases, list) and len(cases) > 1:
+        dropped = ", ".join(str(case) for case in cases[1:])
+        message = f"test_case: Megatron-LM runs only {cases[0]!r} and drops {dropped}; "
+        message += "give each an entry of its own"
+        place = (*path, "test_case")
+        yield finding_at(document, place, "one-test-case", message, Severity.WARNING)
+
+
+def _unknown_words(
+    document: YamlDocument, vocabulary: Vocabulary, mapping: Mapping[str, JsonValue], path: YamlPath
+) -> Iterator[Finding]:
+    """Yield every word of a mapping that the vocabulary lacks."""
+    for key in _WORD_KEYS:
+        value = mapping.get(key)
+        words = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for index, word in words:
+            if not isinstance(word, str) or vocabulary.knows(key, word):
+                continue
+            known = vocabulary.known(key) or ()
+            place = (*path, key) if index is None else (*path, key, index)
+            message = f"{key}: unknown word {word!r}, expected {one_of(word, known)}"
+            yield finding_at(document, place, "unknown-word", message)

@@ -14,14 +14,14 @@ from pytest_megatron.errors import RecipeError
 
 
 class Severity(Enum):
-    """Whether a finding is in the way of a run; a note never is."""
+    """Severity of a finding: only an error stops a run."""
 
     ERROR = "error"
     WARNING = "warning"
     NOTE = "note"
 
 
-# Rule id -> what it says; the reference documentation has the same table, a test compares them.
+# Rule id -> its meaning; the reference documentation has the same table, a test compares them.
 RULES = {
     "bare-string": "A single value stands where a list belongs",
     "case-duplicate-key": "A mapping of `model_config.yaml` has one key twice; the last one counts",
@@ -48,7 +48,7 @@ RULES = {
     "unreadable": "A recipe cannot be read as YAML",
 }
 
-# The same for goldens, which `pytest-megatron golden lint` looks into.
+# The same for goldens, which `pytest-megatron golden lint` checks.
 GOLDEN_RULES = {
     "golden-commit": "The commit that a golden was made at is not in the repository",
     "golden-copy": "Two goldens hold the same values, times included",
@@ -70,7 +70,7 @@ GOLDEN_RULES = {
     "golden-unreadable": "A golden cannot be read as one",
 }
 
-# The first words of what is in workload/checks/rules.toml, above this layer.
+# The first words of the ids in workload/checks/rules.toml, above this layer.
 CHECKED = ("connections-", "layout-", "memory-")
 
 
@@ -81,7 +81,7 @@ class Finding:
     Attributes:
         line: Counted from 1; None where the file as a whole is meant.
         rule: A key of `RULES` or `GOLDEN_RULES`, or the id of a check of workloads.
-        message: What is wrong, what was expected, what to do; lower case, no final period.
+        message: The problem, the expectation, the remedy; lower case, no final period.
     """
 
     file: Path
@@ -101,7 +101,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether the recipe cannot be used as it is."""
+        """True if the recipe cannot be used as it is."""
         return self.severity is Severity.ERROR
 
     @override
@@ -116,7 +116,7 @@ def finding_at(
     message: str,
     severity: Severity = Severity.ERROR,
 ) -> Finding:
-    """Return what is wrong at a place of a document."""
+    """Return a finding at a place of a document."""
     line = document.line_of(path)
     return Finding(file=document.file, line=line, rule=rule, message=message, severity=severity)
 

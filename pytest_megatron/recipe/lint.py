@@ -1,4 +1,4 @@
-"""Reports what is wrong in recipes, the cases that they name, and the goldens that these need.
+"""Errors in recipes, in the cases that they name, and in the goldens that these need.
 
 Reads files and changes none.
 """
@@ -27,7 +27,7 @@ from pytest_megatron.recipe.vocabulary import Vocabulary
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
 
 
-def lint(
+def lint_recipes(
     paths: Sequence[Path],
     *,
     root: Path,
@@ -35,17 +35,17 @@ def lint(
     other_names: Mapping[str, str] = NO_OTHER_NAMES,
     row_checks: Sequence[RowCheck] = (),
 ) -> tuple[Finding, ...]:
-    """Return everything that is wrong in the recipes among and below `paths`.
+    """Return all findings on the recipes among and below `paths`.
 
     Goldens that no row reaches are looked for only if `paths` holds a directory: a single file
-    does not show what other recipes run.
+    does not show the rows of other recipes.
 
     Args:
         paths: Recipes, and directories of recipes.
         root: The project's, which has the test cases and goldens.
         vocabulary: The words that the recipes may use.
         other_names: Of platforms, in the names of goldens.
-        row_checks: What else to ask about the rows, from layers above this one.
+        row_checks: Further checks of the rows, from layers above this one.
 
     Raises:
         RecipeError: A path does not exist.
@@ -67,7 +67,7 @@ def lint(
 def _check_rows(
     workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield what is wrong around the rows: programs, cases, goldens."""
+    """Yield the errors of programs, cases and goldens of the rows."""
     cases: dict[Path, YamlDocument | None] = {}
     for workload in workloads:
         path = case_path(root, workload)
@@ -84,7 +84,7 @@ def _check_rows(
 
 
 def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[Finding, ...]]:
-    """Return a case, None if it cannot be read, and what is wrong in it."""
+    """Return a case, None if it cannot be read, and its findings."""
     try:
         document = read_document(path)
     except YamlError as problem:
@@ -98,7 +98,7 @@ def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[Finding, ...]]:
 def _check_program(
     workload: Workload, path: Path, root: Path, case: YamlDocument | None
 ) -> Iterator[Finding]:
-    """Yield what a row without a script lacks; a BEFORE_SCRIPT may make the program."""
+    """Yield the missing files of a row without a script; a BEFORE_SCRIPT may make the program."""
     program = workload.training_script_path
     is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
     if program is None:

@@ -15,11 +15,11 @@ from pytest_megatron.recipe.expand import (
     Profile,
     duplicates_of,
     expand_compat,
+    expand_strict,
     variants_of,
 )
 from pytest_megatron.recipe.findings import Finding, as_error, errors_of
 from pytest_megatron.recipe.model import Row, Workload, parse_row
-from pytest_megatron.recipe.strict import expand_strict
 from pytest_megatron.recipe.vocabulary import Vocabulary
 
 BUILT_IN_WORDS = Vocabulary()
@@ -31,7 +31,7 @@ class Loaded:
 
     Attributes:
         workloads: In file order; those of the sound part where there are errors.
-        findings: What is wrong, errors and warnings, in file order.
+        findings: Errors and warnings, in file order.
     """
 
     workloads: tuple[Workload, ...]
@@ -96,7 +96,7 @@ def load_recipe(
 def read_recipe(
     path: Path, profile: Profile = Profile.STRICT, vocabulary: Vocabulary = BUILT_IN_WORDS
 ) -> Loaded:
-    """Return the workloads of a recipe file and everything that is wrong with it; never raises."""
+    """Return the workloads of a recipe file and all findings on it; never raises."""
     try:
         document = read_document(path)
     except YamlError as problem:

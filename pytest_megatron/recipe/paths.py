@@ -26,10 +26,10 @@ def case_path(root: Path, workload: Workload) -> Path:
 
 
 def is_missing_program(root: Path, program: str) -> bool:
-    """Whether a `training_script_path` names a Python file of the project that is not there.
+    """Return whether a `training_script_path` names a Python file of the project that is not there.
 
     A command (`nemo llm pretrain`) is looked for by the shell, an absolute path may be one of the
-    machines that train, and what variables or placeholders stand for is not known.
+    machines that train, and values of variables and placeholders are not known.
     """
     file = (shlex.split(program) or [""])[0]
     is_ours = file.endswith(".py") and not Path(file).is_absolute() and not set(file) & set("{}$")

@@ -1,7 +1,7 @@
 """Quarantine: an item that is known to fail runs, and its failure does not fail the run. Pure.
 
 Marks, rows of recipes and the project's settings all have the same two keys: a reason and a day.
-Must not decide what a quarantine means for goldens; that is for who writes them.
+Must not decide on goldens of quarantined items; `refresh/` does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Quarantine:
     until: dt.date
 
     def holds_on(self, day: dt.date) -> bool:
-        """Whether a failure on that day does not count."""
+        """Return whether a failure on that day does not count."""
         return day <= self.until
 
 
@@ -83,7 +83,7 @@ def check_pattern(pattern: str, root: Path) -> None:
 
 
 def matches(pattern: str, node_id: str) -> bool:
-    """Whether a pattern names an item: `*` is any text, everything else is itself.
+    """Return whether a pattern names an item: `*` is any text, everything else is itself.
 
     Brackets mean nothing, unlike in a shell: they stand in nearly every node id.
     """

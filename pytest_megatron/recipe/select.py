@@ -1,7 +1,7 @@
 """Select workloads by the words of options. Pure.
 
 Every filter is exact equality, as Megatron-LM's: scope `L1` does not imply `L0`. Unlike there, a
-word that nothing knows and a selection without workloads are errors that name what would match.
+unknown word and a selection without workloads are errors that name the nearest matches.
 Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, load_workloads(), d98e8a64dd
 """
 
@@ -63,7 +63,7 @@ def option(name: str) -> str:
 
 
 def values(workload: Workload, name: str) -> tuple[str, ...]:
-    """Return what a workload has for a filter."""
+    """Return the values of a workload for a filter."""
     match name:
         case "cadence":
             return workload.cadence

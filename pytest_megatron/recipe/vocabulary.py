@@ -1,4 +1,4 @@
-"""The words that recipes use, and what Megatron-LM's parser makes of them. Data, and look-ups.
+"""The words of recipes, and their meaning to Megatron-LM's parser. Data, and look-ups.
 
 A project adds its own words (`Vocabulary.extended`); nothing here reads a file.
 """
@@ -64,7 +64,7 @@ class Vocabulary:
         }.get(key)
 
     def knows(self, key: str, word: str) -> bool:
-        """Whether `word` means something for `key`; a disabled scope is a known one."""
+        """Return whether `word` means something for `key`; a disabled scope is a known one."""
         known = self.known(key)
         if known is None or word in known:
             return True

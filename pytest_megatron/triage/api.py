@@ -131,48 +131,40 @@ def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
         units, notes = find_units(paths, Path(directory))
         found = [_examine(unit, table) for unit in units]
     groups: dict[str, list[Diagnosis]] = {}
-    for examined in found:
-        if examined.diagnosis is not None:
-            groups.setdefault(examined.diagnosis.fingerprint, []).append(examined.diagnosis)
+    for _, result in found:
+        if isinstance(result, Diagnosis):
+            groups.setdefault(result.fingerprint, []).append(result)
     ordered = sorted(groups.values(), key=lambda group: -len(group))
     return Triage(
         groups=tuple(FailureGroup(diagnoses=tuple(group)) for group in ordered),
         num_units=len(units),
-        unclear=tuple(e.unclear for e in found if e.unclear is not None),
-        notes=(*notes, *(note for e in found for note in e.story.notes)),
+        unclear=tuple(result for _, result in found if isinstance(result, Unclear)),
+        notes=(*notes, *(note for story, _ in found for note in story.notes)),
     )
 
 
 def triage_unit(unit: Unit, table: Table | None = None) -> Diagnosis | None:
     """Return why one launch failed; None if nothing shows that it did."""
-    return _examine(unit, table or builtin_table()).diagnosis
+    _, result = _examine(unit, table or builtin_table())
+    return result if isinstance(result, Diagnosis) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Examined:
-    """Result of one launch: a failure, a good end, or neither."""
-
-    story: RankLog
-    diagnosis: Diagnosis | None = None
-    unclear: Unclear | None = None
-
-
-def _examine(unit: Unit, table: Table) -> _Examined:
+def _examine(unit: Unit, table: Table) -> tuple[RankLog, Diagnosis | Unclear | None]:
+    """Return what was read of a launch, and its failure; None is a good end."""
     story = gather(unit, table, make_scanner(table))
     root = with_records(unit, find_root(story, table), table)
     if root is not None:
-        return _Examined(story=story, diagnosis=diagnose(story, root))
+        return story, diagnose(story, root)
     if unit.known.returncode == 0 or story.success is not None:
-        return _Examined(story=story)
+        return story, None
     told = [story.launcher, *story.ranks.values()]
     words = [place for one in told for place in one.last_words[-_MOST_WORDS:]][:_MOST_WORDS]
-    unclear = Unclear(
+    return story, Unclear(
         unit=unit.name,
         num_logs=len(unit.logs),
         num_bytes=sum(_size(log.path) for log in unit.logs),
         last_words=tuple(evidence_of(place, None) for place in words),
     )
-    return _Examined(story=story, unclear=unclear)
 
 
 def _size(path: Path) -> int:

@@ -137,11 +137,14 @@ def _compare(group: _GroupCalls) -> CollectiveMismatch | None:
 
 def _differ(group: _GroupCalls, at: Mapping[int, FlightEntry]) -> CollectiveMismatch | None:
     """Compare what ranks called by one number."""
-    for kind, of in ((Desync.OP, _op), (Desync.DTYPE, _dtypes), (Desync.SIZE, _numel)):
-        values = {rank: of(entry) for rank, entry in at.items()}
-        if len(set(values.values())) > 1:
-            return _split(group, kind, at, values)
-    return None
+    called = {
+        Desync.OP: {rank: entry.op for rank, entry in at.items()},
+        Desync.DTYPE: {rank: " ".join(entry.input_dtypes) for rank, entry in at.items()},
+        Desync.SIZE: {rank: _numel(entry) for rank, entry in at.items()},
+    }
+    differing = (kind for kind, values in called.items() if len(set(values.values())) > 1)
+    kind = next(differing, None)
+    return None if kind is None else _split(group, kind, at, called[kind])
 
 
 def _split(
@@ -245,14 +248,6 @@ def _waiting(dumps: Mapping[int, FlightDump], group: str) -> set[int]:
         for rank, dump in dumps.items()
         if any(entry.is_open and entry.group == group for entry in dump.entries)
     }
-
-
-def _op(entry: FlightEntry) -> str:
-    return entry.op
-
-
-def _dtypes(entry: FlightEntry) -> str:
-    return " ".join(entry.input_dtypes)
 
 
 def _numel(entry: FlightEntry) -> str:

@@ -16,102 +16,63 @@ from pytest_megatron.triage.rank_log import LogLine, RankLog, Root
 from pytest_megatron.triage.signatures import RetryAdvice, Signature
 
 # Where in a training a frame is; the first that some frame matches, innermost frame first.
-_PHASES = (
-    (
-        re.compile(r" in (?:save_checkpoint|save_\w*checkpoint\w*|async_save|_save)\b"),
-        "saving a checkpoint",
-    ),
-    (
-        re.compile(r" in (?:load_checkpoint|load_\w*checkpoint\w*|load_state_dict|_load_\w*)\b"),
-        "loading a checkpoint",
-    ),
-    (re.compile(r" in (?:evaluate\w*|eval_step|validate\w*)\b"), "evaluation"),
-    (re.compile(r" in (?:backward\w*|_backward\w*|backward_step)\b"), "the backward pass"),
-    (
-        re.compile(r"(?:optim\w*\.py:\d+| in (?:optimizer_step|step_optimizer|clip_grad\w*))"),
-        "the optimizer's step",
-    ),
-    (re.compile(r" in (?:forward\w*|_forward\w*|loss_func|_call_impl)\b"), "the forward pass"),
-    (
-        re.compile(
-            r" in (?:\w*next_batch|get_batch\w*|__next__|_next_data|\w*data_?loader\w*|"
-            r"\w*dataset\w*)\b"
-        ),
-        "loading data",
-    ),
-    (
-        re.compile(
-            r" in (?:init_process_group|initialize_\w+|\w*rendezvous\w*|_create_c10d_store)\b"
-        ),
-        "setting up ranks",
-    ),
-    (
-        re.compile(r" in (?:get_model|model_provider|setup_model\w*|__init__)\b"),
-        "building the model",
-    ),
-    (re.compile(r" in <module>$"), "start-up"),
-)
-_TRIED = re.compile(r"Tried to allocate (\S+ \w+)|you tried to allocate (\d+ bytes)")
-_FREE = re.compile(r"of which (\S+ \w+) is free|; (\S+ \w+) free")
-_TOTAL = re.compile(r"total capacity of (\S+ \w+)|([\d.]+ \w+) total capacity")
-_GPU = re.compile(r"\bGPU (\d+)\b")
-_IN_USE = re.compile(r"this process has (\S+ \w+) memory in use")
+_PHASES = {
+    "saving a checkpoint": r" in (?:save_checkpoint|save_\w*checkpoint\w*|async_save|_save)\b",
+    "loading a checkpoint": r" in (?:load_\w*checkpoint\w*|load_state_dict|_load_\w*)\b",
+    "evaluation": r" in (?:evaluate\w*|eval_step|validate\w*)\b",
+    "the backward pass": r" in (?:backward\w*|_backward\w*|backward_step)\b",
+    "the optimizer's step": r"optim\w*\.py:\d+| in (?:optimizer_step|step_optimizer|clip_grad\w*)",
+    "the forward pass": r" in (?:forward\w*|_forward\w*|loss_func|_call_impl)\b",
+    "loading data": r" in (?:\w*next_batch|get_batch\w*|__next__|_next_data|\w*data_?loader\w*"
+    r"|\w*dataset\w*)\b",
+    "setting up ranks": r" in (?:init_process_group|initialize_\w+|\w*rendezvous\w*"
+    r"|_create_c10d_store)\b",
+    "building the model": r" in (?:get_model|model_provider|setup_model\w*|__init__)\b",
+    "start-up": r" in <module>$",
+}
+_MEMORY = {
+    "tried_to_allocate": r"Tried to allocate (\S+ \w+)|you tried to allocate (\d+ bytes)",
+    "free": r"of which (\S+ \w+) is free|; (\S+ \w+) free",
+    "total": r"total capacity of (\S+ \w+)|([\d.]+ \w+) total capacity",
+    "gpu": r"\bGPU (\d+)\b",
+    "in_use": r"this process has (\S+ \w+) memory in use",
+}
 _OTHER = re.compile(r"Process (\d+) has (\S+ \w+) memory in use")
-_PORT = re.compile(r"\bport: ?(\d+)|:(\d{4,5})\b")
-_PATH = re.compile(r"'(/[^']+)'|\"(/[^\"]+)\"")
+_FACTS = {
+    "cuda_oom": _MEMORY,
+    "host_oom": _MEMORY,
+    "port_in_use": {"port": r"\bport: ?(\d+)|:(\d{4,5})\b"},
+}
+_PATH = {"path": r"'(/[^']+)'|\"(/[^\"]+)\""}
 
 
 def phase_of(frames: Sequence[str]) -> str | None:
-    """Return the phase of the training that a traceback is in, None if it does not say.
+    """Return the phase of the training that a traceback is in, None if it is not known.
 
     Args:
         frames: `file:line in name`, outermost first.
     """
     for frame in reversed(frames):
-        for pattern, phase in _PHASES:
-            if pattern.search(frame) and not (phase == "start-up" and len(frames) > 1):
+        for phase, pattern in _PHASES.items():
+            if re.search(pattern, frame) and not (phase == "start-up" and len(frames) > 1):
                 return phase
     return None
 
 
-def iteration_of(story: RankLog, root: Root) -> tuple[int, int] | None:
-    """Return the iteration that a failure was in or after, `(N, M)`."""
-    for place in root.places:
-        found = parse_iteration(place.text)
-        if found is not None:
-            return found
-    return story.iteration
-
-
 def facts_of(root: Root) -> Mapping[str, str]:
-    """Return what a failure's message tells: sizes of memory, a port, a path."""
+    """Return the sizes of memory, the port or the path in a failure's message."""
     text = root.message or "\n".join(place.text for place in root.places)
-    facts: dict[str, str] = {}
-    match root.signature.family:
-        case "cuda_oom" | "host_oom":
-            patterns = {
-                "tried_to_allocate": _TRIED,
-                "free": _FREE,
-                "total": _TOTAL,
-                "gpu": _GPU,
-                "in_use": _IN_USE,
-            }
-            for name, pattern in patterns.items():
-                _note(facts, name, pattern, text)
-            others = [f"{pid} ({size})" for pid, size in _OTHER.findall(text)]
-            if others:
-                facts["other_processes"] = ", ".join(others)
-        case "port_in_use":
-            _note(facts, "port", _PORT, text)
-        case _:
-            _note(facts, "path", _PATH, text)
+    patterns = _FACTS.get(root.signature.family, _PATH)
+    matches = {name: re.search(pattern, text) for name, pattern in patterns.items()}
+    facts = {
+        name: next(group for group in match.groups() if group is not None)
+        for name, match in matches.items()
+        if match is not None
+    }
+    others = [f"{pid} ({size})" for pid, size in _OTHER.findall(text)]
+    if patterns is _MEMORY and others:
+        facts["other_processes"] = ", ".join(others)
     return facts
-
-
-def _note(facts: dict[str, str], name: str, pattern: re.Pattern[str], text: str) -> None:
-    match = pattern.search(text)
-    if match is not None:
-        facts[name] = next(group for group in match.groups() if group is not None)
 
 
 _MOST_TEXT = 400  # characters of a message in a sentence
@@ -158,7 +119,7 @@ class Diagnosis:
         reason: Why it is transient, or not.
         command: What to type next.
         again: What runs it again, or None.
-        facts: Sizes, port or path that the message tells.
+        facts: Sizes, port or path from the message.
         exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
         fingerprint: The same for failures of one cause.
     """
@@ -188,7 +149,7 @@ class Diagnosis:
 
     @property
     def root_rank(self) -> int | None:
-        """The rank to look at, None where it was none or nothing says which."""
+        """The rank to look at, None where it was none or is not known."""
         return self.root_ranks[0] if self.root_ranks else None
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -227,20 +188,21 @@ def diagnose(story: RankLog, root: Root) -> Diagnosis:
     Reads the logs up to the lines that are shown, to count them.
     """
     phase = phase_of(root.frames)
-    iteration = iteration_of(story, root)
+    printed = (parse_iteration(place.text) for place in root.places)
+    iteration = next(filter(None, printed), story.iteration)  # that it failed in, or after
     evidence = _evidence(story, root)
-    exits = {rank: s.exit.how for rank, s in story.ranks.items() if s.exit is not None}
-    facts = facts_of(root)
+    exits = {rank: one.how for rank, one in story.ranks.items() if one.how}
+    facts, row = facts_of(root), root.signature
     return Diagnosis(
         unit=story.unit.name,
-        signature=root.signature,
+        signature=row,
         root_ranks=root.ranks,
         is_all=root.is_all,
         what=_shorten(root.what),
         text=_paragraph(story, root, phase, iteration, facts),
-        reason=_reason(root.signature),
+        reason=f"{'' if row.is_transient else 'not '}transient: {_POLICIES[row.policy]}",
         evidence=evidence,
-        command=_command(root.signature, evidence, facts, story),
+        command=_command(row, evidence, facts, story),
         again=story.unit.known.command,
         world_size=story.world_size,
         iteration=iteration,
@@ -299,29 +261,22 @@ def _when(story: RankLog, iteration: tuple[int, int] | None) -> str:
 
 
 def _say_memory(facts: Mapping[str, str]) -> str:
-    text = f"It tried to allocate {facts['tried_to_allocate']}"
-    if "free" in facts:
-        text += f", {facts['free']} were free"
-    if "total" in facts:
-        text += f" of {facts['total']}"
-    if "gpu" in facts:
-        text += f" on GPU {facts['gpu']}"
-    if "other_processes" in facts:
-        text += f"; other processes hold memory too: {facts['other_processes']}"
-    return f"{text}."
+    parts = {
+        "tried_to_allocate": "It tried to allocate {}",
+        "free": ", {} were free",
+        "total": " of {}",
+        "gpu": " on GPU {}",
+        "other_processes": "; other processes hold memory too: {}",
+    }
+    return "".join(text.format(facts[name]) for name, text in parts.items() if name in facts) + "."
 
 
 def _failed(story: RankLog) -> Sequence[int]:
     return [
         rank
         for rank, told in story.ranks.items()
-        if told.fatal is not None or (told.exit is not None and told.exit.how != "exit code 0")
+        if told.fatal is not None or told.how not in ("", "exit code 0")
     ]
-
-
-def _reason(signature: Signature) -> str:
-    word = "transient" if signature.is_transient else "not transient"
-    return f"{word}: {_POLICIES[signature.policy]}"
 
 
 def _evidence(story: RankLog, root: Root) -> tuple[Evidence, ...]:
@@ -332,7 +287,7 @@ def _evidence(story: RankLog, root: Root) -> tuple[Evidence, ...]:
     places = places or story.launcher.last_words[-3:]
     found: dict[tuple[str, int], Evidence] = {}
     for place in places:
-        evidence = evidence_of(place, _first(root.ranks))
+        evidence = evidence_of(place, root.ranks[0] if root.ranks else None)
         found[evidence.file, evidence.line] = evidence
     return tuple(found.values())
 
@@ -346,23 +301,16 @@ def evidence_of(place: LogLine, rank: int | None) -> Evidence:
         place: Where it is.
         rank: Whose it is, where its log is not one rank's own.
     """
+    try:
+        line = line_number(place.log.path, place.offset)
+    except OSError:
+        line = 1
     return Evidence(
         file=place.log.shown,
-        line=_count(place),
+        line=line,
         text=place.text.strip()[:_MOST_EVIDENCE_TEXT],
         rank=place.log.rank if place.log.rank is not None else rank,
     )
-
-
-def _first(ranks: Sequence[int]) -> int | None:
-    return ranks[0] if ranks else None
-
-
-def _count(place: LogLine) -> int:
-    try:
-        return line_number(place.log.path, place.offset)
-    except OSError:
-        return 1
 
 
 def _command(

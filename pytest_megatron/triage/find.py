@@ -102,7 +102,9 @@ def _in_directory(root: Path, shown: str, notes: list[str]) -> list[Unit]:
     if flights and len(units) == 1:
         found = {rank: path for path, rank in flights.items()}
         units[0] = replace(units[0], flights={**found, **units[0].flights})
-    return [replace(unit, known=known_of(unit)) for unit in sorted(units, key=_order)]
+    return [
+        replace(unit, known=known_of(unit)) for unit in sorted(units, key=lambda unit: unit.name)
+    ]
 
 
 def _by_parent(root: Path, name: _Name, notes: list[str]) -> defaultdict[Path, list[Path]]:
@@ -114,10 +116,6 @@ def _by_parent(root: Path, name: _Name, notes: list[str]) -> defaultdict[Path, l
         else:
             found[path.parent].append(path)
     return found
-
-
-def _order(unit: Unit) -> str:
-    return unit.name
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Reads the logs of one launch and puts together what they tell about each rank.
+"""Read the logs of one launch, and collect events, exceptions and ends by rank.
 
 Every file is read once in pieces for the texts that matter; then only the lines around those.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,20 +62,18 @@ _LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 
 @dataclass(slots=True)
 class _LogCollector:
-    """Events collected for one rank, or the launcher."""
+    """Events collected for one rank, or the launcher.
+
+    Attributes:
+        exits: Ends of ranks as a launcher logs them; `stubborn`: processes that had to be killed.
+    """
 
     events: list[Event] = field(default_factory=list)
     traces: list[tuple[LogFile, int]] = field(default_factory=list)  # offsets of headers
     what: list[Fatal] = field(default_factory=list)
     enqueued: list[Enqueued] = field(default_factory=list)
     stacks: list[tuple[LogFile, int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Ends:
-    """Ends of ranks as launchers log them, and processes that had to be killed."""
-
-    rows: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
+    exits: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
     stubborn: set[int | None] = field(default_factory=set)
 
 
@@ -87,7 +85,7 @@ def make_scanner(table: Table) -> Scanner:
 def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     """Read all logs of a launch. A file that cannot be read is noted."""
     books: defaultdict[int | None, _LogCollector] = defaultdict(_LogCollector)
-    told = _Ends()
+    launcher_book = books[None]
     labelled: set[LogFile] = set()
     notes = list(unit.notes)
     for log in unit.logs:
@@ -95,14 +93,14 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
             head = _texts(read_from(log.path, 0, _HEAD_BYTES))
             if log.rank is None and is_labelled(head[:-1]):
                 labelled.add(log)
-            _read_log(log, table, scanner, books, told, is_labelled=log in labelled)
+            _read_log(log, table, scanner, books, is_labelled=log in labelled)
         except OSError as error:
             notes.append(f"{log.shown}: {error.strerror}")
-    exits = [(excuse(end, told.stubborn), place) for end, place in told.rows]
+    exits = [(excuse(end, launcher_book.stubborn), place) for end, place in launcher_book.exits]
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     successes = _successes(unit.logs)
-    _forget_what_was_overcome(books, successes)
+    _forget_what_was_overcome(launcher_book, successes)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, labelled, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
@@ -139,7 +137,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
 
 
 def _by_file(path: Path | None, table: Table, notes: list[str]) -> Fatal | None:
-    """Return what torch's error file of a rank says; one that cannot be read is noted."""
+    """Return the exception in torch's error file of a rank; an unreadable file is noted."""
     try:
         return read_error_file(path, table)
     except OSError as error:
@@ -153,7 +151,7 @@ def _heir(books: Mapping[int | None, _LogCollector], ends: dict[int, ProcessExit
     """Return the rank that an exception in a log of nobody's ended.
 
     In a log of a launcher whose ranks write to it without their names that is the one which it saw
-    first, if nothing else says why that one failed.
+    first, if nothing else explains why that one failed.
     """
     first = [rank for rank, end in ends.items() if end.is_first] or list(ends)[:1]
     rank = first[0] if len(first) == 1 or len(ends) == 1 else None
@@ -171,34 +169,23 @@ def _is_of_program(fatal: Fatal | None) -> bool:
 
 def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     """Return the last line of each log that shows a good end."""
-    found: dict[LogFile, LogLine] = {}
-    for log in logs:
-        data, start = _tail(log)
-        for raw in data.split(b"\n"):
-            text = parse_line(raw.decode(errors="replace")).text
-            if says_success(text):
-                found[log] = LogLine(log=log, offset=start, text=text)
-            start += len(raw) + 1
-    return found
+    lines = (line for log in logs for line in _tail_lines(log))
+    return {line.log: line for line in lines if says_success(line.text)}
 
 
-def _forget_what_was_overcome(
-    books: Mapping[int | None, _LogCollector], successes: Mapping[LogFile, LogLine]
-) -> None:
+def _forget_what_was_overcome(book: _LogCollector, successes: Mapping[LogFile, LogLine]) -> None:
     """Leave out lines of a launcher's log after which what wrote it came to a good end."""
-    book = books.get(None)
-    if book is not None:
-        book.events = [
-            event
-            for event in book.events
-            if event.place.log not in successes
-            or event.place.offset > successes[event.place.log].offset
-            or event.signature.family == "nonfinite_loss"
-        ]
+    book.events = [
+        event
+        for event in book.events
+        if event.place.log not in successes
+        or event.place.offset > successes[event.place.log].offset
+        or event.signature.family == "nonfinite_loss"
+    ]
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
-    """Return what flight recorders say of the collective that ranks disagree about."""
+    """Return the collectives that ranks disagree about, by their flight recorders."""
     dumps: dict[int, FlightDump] = {}
     for rank, path in unit.flights.items():
         try:
@@ -213,7 +200,6 @@ def _read_log(
     table: Table,
     scanner: Scanner,
     books: defaultdict[int | None, _LogCollector],
-    ends: _Ends,
     *,
     is_labelled: bool,
 ) -> None:
@@ -229,8 +215,8 @@ def _read_log(
         if _STACK in line.text:
             book.stacks.append((log, raw.start))
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
-            ends.rows += _exits_at(log, raw)
-            ends.stubborn.add(stubborn_pid(line.text))
+            books[None].exits += _exits_at(log, raw)
+            books[None].stubborn.add(stubborn_pid(line.text))
         place = LogLine(log=log, offset=raw.start, text=line.text)
         if line.text.startswith(_WHAT):
             message = f"c10::Error: {line.text.removeprefix(_WHAT)}"
@@ -263,7 +249,7 @@ def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
 
 
 def _enqueued(text: str) -> Enqueued:
-    """Read what NCCL's watchdog says of the collective that did not finish."""
+    """Read the watchdog's report of the collective that did not finish."""
     work, last, group = _WORK.search(text), _LAST.search(text), _GROUP.search(text)
     return Enqueued(
         group="" if group is None else group[1] or group[2] or "",
@@ -312,12 +298,12 @@ def _bare(
     *,
     most_after: int | None = None,
 ) -> Fatal | None:
-    """Return what a log's end says went wrong where its traceback is not there, or cut off.
+    """Return the error at a log's end where its traceback is missing or cut off.
 
     Args:
-        logs: The first that says something counts.
+        logs: The first with an error counts.
         end: How the launcher saw it end, or None.
-        table: Says what it means.
+        table: Signatures of errors.
         rank: Whose lines count; None takes all.
         most_after: Lines that may follow; None takes what a person who reads the end would take.
     """
@@ -332,7 +318,7 @@ def _bare(
 
 
 def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
-    """Join what torch's error file and the log say of the same exception."""
+    """Join the same exception from torch's error file and from the log."""
     if error is None or fatal is None:
         return error or fatal
     return Fatal(
@@ -375,27 +361,26 @@ def _stack_frame(where: tuple[LogFile, int]) -> str | None:
 
 
 def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
-    """Return the last lines that say something, of stderr if it has any."""
+    """Return the last lines that are no noise, of stderr if it has any."""
     order = (Stream.STDERR, Stream.LAUNCHER, Stream.BOTH, Stream.STDOUT)
     for log in sorted(logs, key=lambda log: order.index(log.stream)):
-        data, start = _tail(log)
-        places: list[LogLine] = []
-        for raw in data.split(b"\n"):
-            text = parse_line(raw.decode(errors="replace")).text
-            if text.strip() and not is_noise(text):
-                places.append(LogLine(log=log, offset=start, text=text))
-            start += len(raw) + 1
-        if places:
-            return tuple(places[-_LAST_WORDS:])
+        lines = [n for n in _tail_lines(log) if n.text.strip() and not is_noise(n.text)]
+        if lines:
+            return tuple(lines[-_LAST_WORDS:])
     return ()
 
 
 def _furthest(unit: Unit) -> tuple[int, int] | None:
-    """Return the furthest iteration that any log's end tells."""
-    found: Iterable[tuple[int, int] | None] = (
-        last_iteration(_texts(_tail(log)[0])) for log in unit.logs
-    )
-    return max((pair for pair in found if pair is not None), default=None)
+    """Return the furthest iteration at any log's end."""
+    return last_iteration(text for log in unit.logs for text in _texts(_tail(log)[0]))
+
+
+def _tail_lines(log: LogFile) -> Iterator[LogLine]:
+    data, offset = _tail(log)
+    for raw in data.split(b"\n"):
+        text = parse_line(raw.decode(errors="replace")).text
+        yield LogLine(log=log, offset=offset, text=text)
+        offset += len(raw) + 1
 
 
 def _tail(log: LogFile) -> tuple[bytes, int]:

@@ -47,7 +47,7 @@ class Known:
     Attributes:
         returncode: The launcher's, negative for a signal.
         command: What runs it again, as typed in a shell.
-        record: A failed comparison with a golden, or what GPUs said, in our run directory.
+        record: A failed comparison with a golden, or the health of GPUs, in our run directory.
     """
 
     returncode: int | None = None

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from pytest_megatron.base.text import name_ranks
 from pytest_megatron.triage.collectives import Desync
-from pytest_megatron.triage.rank_log import Event, LogLine, RankLog, RankStory, Root
-from pytest_megatron.triage.signatures import LineRole, Signature, Table
+from pytest_megatron.triage.rank_log import Event, Fatal, RankLog, RankStory, Root
+from pytest_megatron.triage.signatures import LineRole, Table
 
 _FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\("
@@ -19,12 +19,12 @@ _TIMEOUTS = ("nccl_timeout", "store_timeout")
 
 
 def is_watchdog(event: Event) -> bool:
-    """Return true if a line says that a rank was ended because of others."""
+    """Return true if a line reports that a rank was ended because of others."""
     return event.signature.is_fatal and event.signature.role is LineRole.CASCADE
 
 
 def find_absent(story: RankLog, table: Table) -> Root | None:
-    """Return what ranks that only waited for others, or lost them, tell of the one to blame."""
+    """Return the rank to blame, by the logs of ranks that only waited for others or lost them."""
     hurt = {r: rank for r, rank in story.ranks.items() if cascade_of(rank) is not None}
     if story.collectives:
         return _by_flights(story, table, hurt)
@@ -32,17 +32,16 @@ def find_absent(story: RankLog, table: Table) -> Root | None:
         fatal = story.launcher.fatal
         if fatal is None or fatal.signature.family not in _TIMEOUTS:
             return None
-        places = () if fatal.place is None else (fatal.place,)
-        present = story.ranks.keys()
-        absent = [r for r in range(story.world_size) if r not in present]
+        absent = [rank for rank in range(story.world_size) if rank not in story.ranks]
         return Root(
             signature=fatal.signature,
             ranks=tuple(absent[:1]),
             what="never came",
-            places=places,
+            places=fatal.places,
             message=fatal.message,
         )
-    signature, place, message = _worst(hurt.values())
+    worst = _worst(hurt.values())
+    signature = worst.signature
     is_timeout = signature.family in _TIMEOUTS
     named = tuple(rank for rank in _named(hurt.values()) if rank not in hurt)
     silent = named or _silent(story, hurt.keys())
@@ -58,15 +57,15 @@ def find_absent(story: RankLog, table: Table) -> Root | None:
         signature=signature,
         ranks=ranks,
         what=_what_it_did(ranks, hurt, story, is_timeout=is_timeout),
-        places=(place,) if place is not None else (),
-        message=message,
-        frame=story.ranks[ranks[0]].stack_frame if ranks and ranks[0] in story.ranks else None,
+        places=worst.places,
+        message=worst.message,
+        frame=_stack_frame(story, ranks),
         also=_collectives(hurt),
     )
 
 
 def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
-    """Return what flight recorders tell of the collective that ranks disagree about."""
+    """Return the root by the collective that ranks disagree about in flight recorders."""
     first = story.collectives[0]
     is_other = first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE, Desync.EXTRA)
     shown = next((c for rank in hurt.values() if (c := cascade_of(rank)) is not None), None)
@@ -75,9 +74,9 @@ def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Roo
         signature=table["collective_differs" if is_other else "nccl_timeout"],
         ranks=ranks,
         what=_what_it_did_there(first.kind),
-        places=() if shown is None or shown[1] is None else (shown[1],),
-        message=None if shown is None else shown[2],
-        frame=story.ranks[ranks[0]].stack_frame if ranks and ranks[0] in story.ranks else None,
+        places=() if shown is None else shown.places,
+        message=None if shown is None else shown.message,
+        frame=_stack_frame(story, ranks),
         also=tuple(f"flight recorders: {finding.text}" for finding in story.collectives),
     )
 
@@ -106,21 +105,25 @@ def _what_it_did(
     return "ended without a word while the others went on"
 
 
-def cascade_of(rank: RankStory) -> tuple[Signature, LogLine | None, str | None] | None:
+def _stack_frame(story: RankLog, ranks: Sequence[int]) -> str | None:
+    return story.ranks[ranks[0]].stack_frame if ranks and ranks[0] in story.ranks else None
+
+
+def cascade_of(rank: RankStory) -> Fatal | None:
     """Return what shows that a rank only waited for others or lost them."""
     if rank.fatal is not None and rank.fatal.signature.role is LineRole.CASCADE:
-        return rank.fatal.signature, rank.fatal.place, rank.fatal.message
-    for event in rank.events:
-        if is_watchdog(event):
-            return event.signature, event.place, event.place.text
-    return None
+        return rank.fatal
+    event = next(filter(is_watchdog, rank.events), None)
+    if event is None:
+        return None
+    return Fatal(signature=event.signature, message=event.place.text, place=event.place)
 
 
-def _worst(ranks: Iterable[RankStory]) -> tuple[Signature, LogLine | None, str | None]:
-    """Return what most ranks say; a time-out says more than a lost connection."""
+def _worst(ranks: Iterable[RankStory]) -> Fatal:
+    """Return what most ranks report; a time-out wins over a lost connection."""
     found = [c for rank in ranks if (c := cascade_of(rank)) is not None]
-    counts = Counter(signature.id for signature, _, _ in found)
-    return min(found, key=lambda c: (c[0].family not in _TIMEOUTS, -counts[c[0].id]))
+    counts = Counter(fatal.signature.id for fatal in found)
+    return min(found, key=lambda f: (f.signature.family not in _TIMEOUTS, -counts[f.signature.id]))
 
 
 def _named(ranks: Iterable[RankStory]) -> tuple[int, ...]:
@@ -162,7 +165,7 @@ def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
 
 
 def odd_by_fingerprint(story: RankLog) -> tuple[int, ...]:
-    """Return the ranks whose collective is another one than that of most, as ranks themselves say.
+    """Return the ranks whose collective differs from that of most, by the ranks' own reports.
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL each rank prints its own collective and one of the others'.
     """

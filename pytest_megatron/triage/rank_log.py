@@ -30,7 +30,7 @@ class Event:
     """A line that a signature matches.
 
     Attributes:
-        rank: Whose, None where nothing says.
+        rank: Whose, None where it is not known.
         time_s: By the clock of that log.
     """
 
@@ -68,6 +68,11 @@ class Fatal:
         """The first line of the message."""
         return self.message.partition("\n")[0]
 
+    @property
+    def places(self) -> tuple[LogLine, ...]:
+        """The line in a log; none where only the error file knows it."""
+        return () if self.place is None else (self.place,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enqueued:
@@ -95,7 +100,7 @@ class RankStory:
         exit: As the launcher reported it, or None; `exit_place` is where.
         events: In the order of its logs.
         stack_frame: Where its main thread was when it was stopped or crashed, or None.
-        last_words: The end of its log, a few lines that say something.
+        last_words: The end of its log, a few lines that are no noise.
     """
 
     rank: int | None
@@ -107,6 +112,11 @@ class RankStory:
     stack_frame: str | None = None
     last_words: tuple[LogLine, ...] = ()
 
+    @property
+    def how(self) -> str:
+        """End as the launcher reported it: `SIGKILL`, `exit code 3`; empty if it did not."""
+        return "" if self.exit is None else self.exit.how
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
@@ -116,7 +126,7 @@ class RankLog:
         iteration: The furthest that any rank printed: N of M; or None.
         is_presumed_clean: Whether nothing failed as far as the launcher, or who started it, knows.
         success: The last line that shows that a part of it came to a good end, or None.
-        collectives: What flight recorders say of those that ranks disagree about, origin first.
+        collectives: Those that ranks disagree about by their flight recorders, origin first.
         notes: What could not be read.
     """
 
@@ -146,7 +156,7 @@ class Root:
 
     Attributes:
         ranks: Those that failed by themselves in the same way, lowest first; empty if it was none,
-            or nothing says which.
+            or it is not known.
         what: What that rank did, for a sentence: `raised ValueError: x`, `was killed by SIGKILL`.
         places: Lines that show it.
         frame: `file:line in name` where it happened, or None.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import listed
 from pytest_megatron.triage.api import FailureGroup, Triage, Unclear
 
 _INDENT = "    "
@@ -62,9 +63,8 @@ def _advice(group: FailureGroup) -> str:
 
 
 def _also(group: FailureGroup) -> str:
-    others = [d.unit for d in group.diagnoses[1:]]
-    more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
-    return f"the same in {', '.join(others[:_MOST_LISTED])}{more}" if others else ""
+    others = [diagnosis.unit for diagnosis in group.diagnoses[1:]]
+    return f"the same in {listed(others, _MOST_LISTED)}" if others else ""
 
 
 def _notes(found: Triage) -> list[str]:
@@ -76,4 +76,4 @@ def _notes(found: Triage) -> list[str]:
 
 
 def _launches(number: int) -> str:
-    return f"{number} {'launch' if number == 1 else 'launches'}"
+    return "1 launch" if number == 1 else f"{number} launches"

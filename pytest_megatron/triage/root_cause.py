@@ -85,54 +85,35 @@ def _is_own(candidate: _CauseCandidate) -> bool:
 
 def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
     """Return how a rank failed by itself, None if it did not, or only followed another one."""
-    how = None if rank.exit is None else rank.exit.how
-    is_signal = how is not None and how.startswith("SIG") and how not in _NOT_THE_CAUSE
-    native = _native(rank)
+    how, fatal, native = rank.how, rank.fatal, _native(rank)
+    is_signal = how.startswith("SIG") and how not in _NOT_THE_CAUSE
+    ends = () if rank.exit_place is None else (rank.exit_place,)
+    places: tuple[LogLine, ...] = ends if native is None else (native.place, *ends)
+    what = _describe_end(how)
     if is_signal and how not in _SPEAKS_FIRST:
-        assert how is not None
-        places = (*(() if native is None else (native.place,)), *_exit_places(rank))
+        kind = _CauseKind.SIGNAL
         signature = _of_exit(table, how) if native is None else native.signature
-        return _CauseCandidate(
-            story=rank,
-            kind=_CauseKind.SIGNAL,
-            signature=signature,
-            what=_say_end(how),
-            places=places,
-        )
-    fatal = rank.fatal
-    if fatal is not None and fatal.signature.role is LineRole.CAUSE:
-        return _CauseCandidate(
-            story=rank,
-            kind=_CauseKind.RAISED,
-            signature=fatal.signature,
-            what=f"{fatal.verb} {fatal.headline}",
-            places=() if fatal.place is None else (fatal.place,),
-            fatal=fatal,
-        )
-    if native is not None and how != "exit code 0":
-        what = f"wrote {native.place.text.strip()!r}" if how is None else _say_end(how)
-        return _CauseCandidate(
-            story=rank,
-            kind=_CauseKind.NATIVE,
-            signature=native.signature,
-            what=what,
-            places=(native.place, *_exit_places(rank)),
-        )
-    follows = fatal is not None or any(is_watchdog(event) for event in rank.events)
-    if how is None or how in _NOT_THE_CAUSE or follows:
+    elif fatal is not None and fatal.signature.role is LineRole.CAUSE:
+        kind, signature, places = _CauseKind.RAISED, fatal.signature, fatal.places
+        what = f"{fatal.verb} {fatal.headline}"
+    elif native is not None and how != "exit code 0":
+        kind, signature = _CauseKind.NATIVE, native.signature
+        what = what if how else f"wrote {native.place.text.strip()!r}"
+    elif (
+        not how or how in _NOT_THE_CAUSE or fatal is not None or any(map(is_watchdog, rank.events))
+    ):
         return None
-    kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
+    else:
+        kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
+        signature, places = _of_exit(table, how), (*ends, *rank.last_words[-2:])
     return _CauseCandidate(
         story=rank,
         kind=kind,
-        signature=_of_exit(table, how),
-        what=_say_end(how),
-        places=(*_exit_places(rank), *rank.last_words[-2:]),
+        signature=signature,
+        what=what,
+        places=places,
+        fatal=fatal if kind is _CauseKind.RAISED else None,
     )
-
-
-def _exit_places(rank: RankStory) -> tuple[LogLine, ...]:
-    return () if rank.exit_place is None else (rank.exit_place,)
 
 
 def _native(rank: RankStory) -> Event | None:
@@ -147,7 +128,7 @@ def _of_exit(table: Table, how: str) -> Signature:
     return table.exit(how) or table["exit_code"]
 
 
-def _say_end(how: str) -> str:
+def _describe_end(how: str) -> str:
     return f"was killed by {how}" if how.startswith("SIG") else f"ended with {how}"
 
 
@@ -226,7 +207,8 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
     if not fitting:
         return None
     event = fitting[0]
-    ranks = () if root is None or _is_of_job(event) else root.ranks
+    is_of_job = event.signature.family in ("time_limit", "preempt", "node_fail")
+    ranks = () if root is None or is_of_job else root.ranks
     return Root(
         signature=event.signature,
         ranks=ranks if event.rank is None else (event.rank,),
@@ -234,11 +216,6 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
         places=(event.place, *(() if root is None else root.places[:1])),
         also=(f"its log says {event.place.text.strip()!r}",),
     )
-
-
-def _is_of_job(event: Event) -> bool:
-    """Return true if an event is that of a whole job, and no rank's."""
-    return event.signature.family in ("time_limit", "preempt", "node_fail")
 
 
 def _events(story: RankLog) -> Iterable[Event]:
@@ -250,13 +227,11 @@ def _time_limit(story: RankLog, table: Table) -> Root:
     frames = {r: rank.stack_frame for r, rank in story.ranks.items() if rank.stack_frame}
     counts = Counter(frames.values())
     odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
-    where = tuple(f"rank {rank} was at {frame}" for rank, frame in frames.items())
-    ranks = odd if len(odd) == 1 else ()
     return Root(
         signature=table["time_limit"],
-        ranks=ranks,
+        ranks=odd if len(odd) == 1 else (),
         what="was stopped at the time limit",
-        also=where,
+        also=tuple(f"rank {rank} was at {frame}" for rank, frame in frames.items()),
     )
 
 
@@ -266,20 +241,22 @@ def _line(story: RankLog) -> Root | None:
     causes = [e for e in _events(story) if e.signature.role is LineRole.CAUSE]
     fatal = [e for e in causes if e.signature.is_fatal and not is_clean]
     soft = [e for e in causes if e.signature.family == "nonfinite_loss"]
-    for event in (*fatal, *soft):
-        return Root(
-            signature=event.signature,
-            ranks=() if event.rank is None else (event.rank,),
-            what=f"wrote {event.place.text.strip()[:200]!r}",
-            places=(event.place,),
-        )
-    return None
+    return next(map(_wrote, (*fatal, *soft)), None)
+
+
+def _wrote(event: Event) -> Root:
+    return Root(
+        signature=event.signature,
+        ranks=() if event.rank is None else (event.rank,),
+        what=f"wrote {event.place.text.strip()[:200]!r}",
+        places=(event.place,),
+    )
 
 
 def _outcome(story: RankLog, table: Table) -> Root | None:
-    """Return that a step or a process failed, as a runner or a launcher that is not torch's says.
+    """Return that a step or a process failed, as a runner or another launcher reports.
 
-    Of several the one that tells of a signal. An exception says more than that there was one.
+    Of several the one with a signal. An exception explains more than an outcome.
     """
     if story.unit.known.returncode == 0:
         return None
@@ -287,14 +264,12 @@ def _outcome(story: RankLog, table: Table) -> Root | None:
     ended = [(event, _end_told_by(event)) for event in events]
     known = [(e, row) for e, how in ended if (row := _known_end(table, how)) is not None]
     plain = [(e, e.signature) for e in events] if story.launcher.fatal is None else []
-    for event, row in [*known, *plain][:1]:
-        text = event.place.text.strip()[:200]
-        return Root(signature=row, ranks=(), what=f"wrote {text!r}", places=(event.place,))
-    return None
+    found = (replace(_wrote(event), signature=row, ranks=()) for event, row in [*known, *plain])
+    return next(found, None)
 
 
 def _end_told_by(event: Event) -> str | None:
-    """Return `SIGKILL` or `exit code 3` of a line that tells how something ended."""
+    """Return `SIGKILL` or `exit code 3` of a line that reports an end."""
     match = event.signature.search(event.place.text)
     told = None if match is None else next((g for g in match.groups() if g), None)
     if told is None or told.startswith("SIG"):
@@ -303,7 +278,7 @@ def _end_told_by(event: Event) -> str | None:
 
 
 def _known_end(table: Table, how: str | None) -> Signature | None:
-    """Return the row for an end by a signal; a plain exit code says nothing."""
+    """Return the row for an end by a signal; a plain exit code has none."""
     row = None if how is None else table.exit(how)
     return row if row is not None and row.id in ("sigkill", "native_crash", "terminated") else None
 
@@ -313,38 +288,26 @@ def _hint(story: RankLog) -> Root | None:
     if story.is_presumed_clean or story.success is not None:
         return None
     roles = (LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION)
-    for role in roles:
-        events = [e for e in _events(story) if e.signature.role is role]
-        telling = [e for e in events if e.signature.family != "unknown"]
-        for event in telling[:1]:
-            return Root(
-                signature=event.signature,
-                ranks=() if event.rank is None else (event.rank,),
-                what=f"wrote {event.place.text.strip()[:200]!r}",
-                places=(event.place,),
-            )
-    return None
+    events = [e for e in _events(story) if e.signature.family != "unknown"]
+    telling = (event for role in roles for event in events if event.signature.role is role)
+    return next(map(_wrote, telling), None)
 
 
 def _raised(story: RankLog, table: Table) -> Root | None:
     """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
-    stopped = [r for r, rank in story.ranks.items() if rank.exit is not None]
-    if stopped and all(_how(story.ranks[r]) == "SIGTERM" for r in stopped):
+    if {rank.how for rank in story.ranks.values()} - {""} == {"SIGTERM"}:
         signature, what = table["terminated"], "was stopped by SIGTERM"
         return Root(signature=signature, ranks=(), what=what, places=story.launcher.last_words[-2:])
     fatal = story.launcher.fatal
     if fatal is None:
         return None
-    places = () if fatal.place is None else (fatal.place,)
-    return Root(
-        signature=fatal.signature, ranks=(), what=f"{fatal.verb} {fatal.headline}", places=places
-    )
+    what = f"{fatal.verb} {fatal.headline}"
+    return Root(signature=fatal.signature, ranks=(), what=what, places=fatal.places)
 
 
 def _silent(story: RankLog, table: Table) -> Root | None:
-    """Return that something failed, if it did, and nothing says what."""
-    stopped = any(rank.exit is not None for rank in story.ranks.values())
-    if not stopped and story.unit.known.returncode in (None, 0):
+    """Return that something failed for an unknown reason, if it did."""
+    if not story.has_exits and story.unit.known.returncode in (None, 0):
         return None
     return Root(
         signature=table["unknown"],
@@ -352,7 +315,3 @@ def _silent(story: RankLog, table: Table) -> Root | None:
         what="failed and says nothing",
         places=story.launcher.last_words[-3:],
     )
-
-
-def _how(rank: RankStory) -> str | None:
-    return None if rank.exit is None else rank.exit.how

@@ -1,7 +1,7 @@
 """The table of signatures: what a known cause looks like, and whether running again can help.
 
-The rows are data, in `signatures.toml` beside this file; users append theirs. A row says which
-literal texts its lines hold, which are searched first, and the pattern that such a line must match.
+The rows are data, in `signatures.toml` beside this file; users append theirs. A row has
+literal texts, which are searched first, and the pattern that a line with one must match.
 Default is "do not run again": a row is transient only if the machine or the network caused it.
 """
 
@@ -22,6 +22,7 @@ from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.schema import Pattern, SchemaError, Text, Texts, closed, trusted, validate
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import TriageError
+from pytest_megatron.gpu.health import xid_pattern
 
 __all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
 
@@ -44,7 +45,7 @@ _DENIED = re.compile(r"(?i)\b(?:no|not|never|without|zero|0)\s+(?:[a-z]+\s+){0,2
 
 
 class LineRole(Enum):
-    """What a line that matches a signature is."""
+    """Meaning of a line that matches a signature."""
 
     CAUSE = "cause"  # may be what everything began with
     CASCADE = "cascade"  # follows from another rank's end, unless nothing else is found
@@ -54,7 +55,7 @@ class LineRole(Enum):
 
 
 class SearchedText(Enum):
-    """Where a signature is looked for."""
+    """Texts that a signature is looked for in."""
 
     LINE = "line"  # in every line of every log
     RAISED = "raised"  # in what an exception that ended a rank says
@@ -63,7 +64,7 @@ class SearchedText(Enum):
 
 
 class RetryAdvice(Enum):
-    """What is worth trying after a failure; only a transient cause is tried again by itself."""
+    """Next step after a failure; only a transient cause is retried automatically."""
 
     NEVER = "never"
     DIAGNOSE = "diagnose"  # once more with diagnostics; hides nothing
@@ -90,7 +91,7 @@ class Signature:
         is_fatal: Whether such a line is only written when a process or a job ends.
         explains: Families that are consequences where such a line is.
         frames: Regular expression; where there is one, a frame of the traceback must match it:
-            `EOFError` says nothing, `EOFError` in `torch.load` does. Only for
+            `EOFError` alone means nothing, `EOFError` in `torch.load` does. Only for
             `SearchedText.RAISED`.
         seen: Where each of the examples was seen, or is documented.
     """
@@ -118,7 +119,7 @@ class Signature:
             raise ValueError("lacks both 'literals' and 'pattern'; add one")
 
     def search(self, text: str) -> re.Match[str] | None:
-        """Return where the pattern is in a line, or in what an exception says."""
+        """Search a line, or an exception's message, for the pattern."""
         return _compiled(self.pattern).search(text)
 
     def match_line(self, text: str) -> re.Match[str] | None:
@@ -131,7 +132,7 @@ class Signature:
         return match
 
     def match_raised(self, message: str, frames: Sequence[str] = ()) -> re.Match[str] | None:
-        """Return the match of what an exception says; a line of it may match as one of a log."""
+        """Match an exception's message; a line of it may match as one of a log."""
         if self.frames is not None and not any(map(_compiled(self.frames).search, frames)):
             return None
         match self.where:
@@ -161,7 +162,7 @@ class Table:
         return next(row for row in self.signatures if row.id == name)
 
     def raised(self, message: str, frames: Sequence[str] = ()) -> Signature | None:
-        """Return the first row that matches what an exception says.
+        """Return the first row that matches an exception.
 
         Args:
             message: `Type: text`, of several lines perhaps. The text of an exception that only a
@@ -181,7 +182,7 @@ class Table:
         return self._first(SearchedText.EXIT, ended)
 
     def engine(self, kind: str) -> Signature | None:
-        """Return the first row that matches what an engine says of a job: `node_fail`."""
+        """Return the first row that matches an engine's report of a job: `node_fail`."""
         return self._first(SearchedText.ENGINE, kind)
 
     def _first(self, where: SearchedText, text: str) -> Signature | None:
@@ -231,7 +232,7 @@ def load_table(own: Iterable[Path] = ()) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleProblem:
-    """A row that does not do what its own examples say."""
+    """A row that its own examples contradict."""
 
     signature: Signature
     example: str
@@ -254,12 +255,12 @@ def check_rules(table: Table) -> tuple[RuleProblem, ...]:
 
 
 def is_own_mistake(message: str) -> bool:
-    """Whether an exception is of a type that no network and no machine raises."""
+    """Return true if no network and no machine raises an exception of this type."""
     return _OWN_MISTAKE.match(message) is not None
 
 
 def names_another_host(message: str) -> bool:
-    """Whether an exception names the host that did not answer, and that is not this one."""
+    """Return true if an exception names an unanswering host other than this one."""
     hosts = [next(name for name in found if name) for found in _HOST.findall(message)]
     return any(_THIS_HOST.match(host) is None for host in hosts)
 
@@ -319,6 +320,8 @@ def _data(path: Path) -> dict[str, JsonValue]:
     for row in rows if isinstance(rows, list) else ():
         if isinstance(row, dict) and row.get("literals"):
             row.setdefault("where", SearchedText.LINE.value)
+            if isinstance(pattern := row.get("pattern"), str):
+                row["pattern"] = pattern.replace("{xid}", xid_pattern(str(row.get("id"))))
     return data
 
 
@@ -365,17 +368,17 @@ _NAMELESS = frozenset({"exception", "exit_code", "silent_exit", "terminated", "u
 
 
 def is_named(signature: Signature) -> bool:
-    """Whether a row says more than that something failed."""
+    """Return true if a row names a cause."""
     return signature.id not in _NAMELESS
 
 
 def is_exception(line: str) -> bool:
-    """Whether a line of a traceback or a log names an exception."""
+    """Return true if a line of a traceback or a log names an exception."""
     return _EXCEPTION.match(line.strip()) is not None
 
 
 def is_raised(line: str, table: Table | None = None) -> bool:
-    """Whether a line of a log is an exception, or one that a row looks for in every line."""
+    """Return true if a line is an exception, or one that a row looks for in every line."""
     return is_exception(line) or (match_line(table or builtin_table(), line.strip()) is not None)
 
 

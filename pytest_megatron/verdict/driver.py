@@ -193,7 +193,7 @@ def _order(
     redactor = job.redactor(plan)
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
-        chosen = plan if devices is None else plan.on_devices(devices)
+        chosen = checked.plan_of(repeat=repeat, number=number, devices=devices)
         return checked.described(chosen, facts, repeat=repeat, number=number)
 
     healths = [outcome.health for outcome in earlier if outcome.health is not None]

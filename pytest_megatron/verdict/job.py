@@ -152,15 +152,26 @@ class CheckedJob:
     """A job that was planned and checked; only such a job can be trained.
 
     Attributes:
-        plan: Of the first attempt of the first repeat.
+        plan: Of the first attempt of the first repeat, for GPUs that are not leased yet.
         needed: By each attempt.
-        findings: Problems of the job, errors first.
+        own_findings: Problems of the job itself, errors first.
+        engine_findings: Problems that its engine found.
     """
 
     job: WorkloadJob
     plan: AttemptPlan
     needed: Resources
-    findings: tuple[CheckFinding, ...]
+    own_findings: tuple[CheckFinding, ...]
+    engine_findings: tuple[CheckFinding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[CheckFinding, ...]:
+        """All problems."""
+        return (*self.own_findings, *self.engine_findings)
+
+    def without_engine_findings(self) -> CheckedJob:
+        """Return the job as one that its engine accepted before."""
+        return replace(self, engine_findings=())
 
     def require_runnable(self) -> None:
         """Refuse a job that cannot train, before it costs anything.
@@ -173,14 +184,17 @@ class CheckedJob:
             raise LaunchError(*problem)
         require_inputs(self.plan)
 
-    def plan_of(self, *, repeat: int, number: int) -> AttemptPlan:
-        """Return the plan of an attempt.
+    def plan_of(
+        self, *, repeat: int, number: int, devices: tuple[str, ...] | None = None
+    ) -> AttemptPlan:
+        """Return the plan of an attempt, where `devices` are leased for these GPUs.
 
         Raises:
             MegatronError: It cannot be planned.
         """
-        is_first = (repeat, number) == (self.job.replay.repeat, 1)
-        return self.plan if is_first else _plan(self.job, repeat=repeat, number=number)
+        if devices is None and (repeat, number) == (self.job.replay.repeat, 1):
+            return self.plan
+        return _plan(self.job, repeat=repeat, number=number, devices=devices)
 
     def described(
         self, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
@@ -263,7 +277,7 @@ def make_job(
     if not isinstance(place, Checking):
         return checked
     found = place.findings(workload, job.setting, checked.needed)
-    return replace(checked, findings=(*checked.findings, *found))
+    return replace(checked, engine_findings=tuple(found))
 
 
 def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJob:
@@ -282,14 +296,17 @@ def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJo
         () if job.case is None else hits_of(job.workload, job.case, env, memory_bytes=memory_bytes)
     )
     return CheckedJob(
-        job=job, plan=plan, needed=_needs(job.workload, plan), findings=findings_of(hits)
+        job=job, plan=plan, needed=_needs(job.workload, plan), own_findings=findings_of(hits)
     )
 
 
-def _plan(job: WorkloadJob, *, repeat: int, number: int) -> AttemptPlan:
+def _plan(
+    job: WorkloadJob, *, repeat: int, number: int, devices: tuple[str, ...] | None = None
+) -> AttemptPlan:
     """Plan one attempt."""
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
-    plan = plan_attempt(job.workload, job.case, dirs, job.setting, repeat=repeat)
+    setting = replace(job.setting, devices=devices)
+    plan = plan_attempt(job.workload, job.case, dirs, setting, repeat=repeat)
     return job.replay.cut(plan, job.node_id)
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
-from pytest_megatron.gpu.health import GpuState, Health, Xid
+from pytest_megatron.gpu.health import GpuProcess, GpuState, Health, Xid
 from pytest_megatron.gpu.host import Gpu, this_host
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.gpu.nvml_probe import parse_xid
@@ -80,7 +80,10 @@ def test_states_are_read_before_and_after(nvml: Nvml) -> None:
     assert [state.uuid for state in (*health.before, *health.after)] == ["GPU-0", "GPU-1"] * 2
     assert health.before[0] == GpuState(uuid="GPU-0", index=0, name="H", bus_id="00000000:10:00.0")
     after = health.after[1]
-    assert (after.ecc_aggregate_corrected, after.processes) == (31, ((7, 5),))
+    assert (after.ecc_aggregate_corrected, after.processes) == (
+        31,
+        (GpuProcess(pid=7, memory_bytes=5),),
+    )
     assert [(f.uuid, f.signature, f.text) for f in health.faults] == [
         ("GPU-1", "ecc_dbe", "GPU 1 (GPU-1) had 2 new uncorrected ECC errors")
     ]
@@ -156,11 +159,14 @@ def test_only_failures_of_the_hardware_are_faults(health: Health, faults: list[s
 @pytest.mark.parametrize(
     ("values", "foreign"),
     [
-        ({"processes": ((5, 4000),)}, "process 5, not of this run, held 0.0 GB of GPU 1 (GPU-1)"),
-        ({"processes": ((5, 3999),)}, None),
-        ({"processes": ((5, None),)}, None),
+        (
+            {"processes": (GpuProcess(pid=5, memory_bytes=4000),)},
+            "process 5, not of this run, held 0.0 GB of GPU 1 (GPU-1)",
+        ),
+        ({"processes": (GpuProcess(pid=5, memory_bytes=3999),)}, None),
+        ({"processes": (GpuProcess(pid=5, memory_bytes=None),)}, None),
         ({"memory_used_bytes": 4000}, "0.0 GB of GPU 1 (GPU-1) were held, not by this run"),
-        ({"processes": ((5, 9),), "memory_total_bytes": None}, None),
+        ({"processes": (GpuProcess(pid=5, memory_bytes=9),), "memory_total_bytes": None}, None),
     ],
 )
 def test_another_program_counts_from_a_twentieth_of_the_memory_on(

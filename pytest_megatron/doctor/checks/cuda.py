@@ -7,6 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from pytest_megatron.base.text import listed
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, Torch, major_of, version_of
 from pytest_megatron.workload.checks.rules import RuleMatch
@@ -31,9 +32,7 @@ def check_cuda(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[Rule
     files = [str(path) for path in facts.machine.shadows]
     files = [file for file in files if file not in facts.python.not_preloaded]
     if files:
-        more = len(files) - _MOST_SHADOWS
-        shown = ", ".join(files[:_MOST_SHADOWS]) + (f" and {more} more" if more > 0 else "")
-        yield RuleMatch("library-shadow", files=shown)
+        yield RuleMatch("library-shadow", files=listed(files, _MOST_SHADOWS))
     if torch is None:
         yield RuleMatch("torch-missing", python=facts.python.executable)
         return
@@ -62,7 +61,8 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
     if version is None or (offered is not None and offered >= version):
         return  # a compatibility package is newer than the driver
     least = compat().least_driver.get(str(version.major))
-    if least is not None and driver < Version(least) and _is_older(offered, version):
+    is_older = offered is None or offered.major < version.major  # libcuda, as far as it was asked
+    if least is not None and driver < Version(least) and is_older:
         yield RuleMatch(
             "driver-too-old",
             driver=devices.driver,
@@ -78,11 +78,6 @@ def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
         yield RuleMatch(
             "driver-older-than-cuda", driver=devices.driver, cuda=torch.cuda, release=release
         )
-
-
-def _is_older(offered: Version | None, wanted: Version) -> bool:
-    """Return true if libcuda offers an older major version, as far as it was asked."""
-    return offered is None or offered.major < wanted.major
 
 
 def _fitting(driver: Version) -> str:
@@ -234,7 +229,7 @@ def _way_out(
 
 
 def _versions(facts: EnvironmentFacts, torch: Torch) -> Iterator[RuleMatch]:
-    """Compare what modules say of themselves with what is installed where they are."""
+    """Compare the versions that modules report with those installed in their place."""
     loaded = {"numpy": torch.numpy, "torch": None if torch.problem else torch.version}
     elsewhere = {shadow.module for shadow in facts.shadows}
     for name, text in loaded.items():
@@ -253,6 +248,6 @@ def _versions(facts: EnvironmentFacts, torch: Torch) -> Iterator[RuleMatch]:
 
 
 def _is_same(loaded: str, installed: str) -> bool:
-    """Return true if two versions are one, as far as the library says its own."""
+    """Return true if two versions are one, as far as the library reports its own."""
     first, second = version_of(loaded), version_of(installed)
     return first is None or second is None or first.release[:3] == second.release[:3]

@@ -9,7 +9,8 @@ from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, EnvironmentFacts,
 from pytest_megatron.workload.checks.rules import RuleMatch
 
 _LEAST_SHM_BYTES = 1 << 30
-_LEAST_FILES, _LEAST_PROCESSES = 4096, 4096
+_LEAST_LIMIT = 4096
+_LEAST_LIMITS = {"Max open files": "limit-nofile", "Max processes": "limit-nproc"}
 _FULL_BYTES, _LOW_BYTES = 10**9, 10**10
 _LEAST_PORTS = 4096
 _SLOW_LOOKUP_S = 1.0
@@ -81,12 +82,10 @@ def _infiniband(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleM
 def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
     if machine.shm_bytes is not None and machine.shm_bytes < _LEAST_SHM_BYTES:
         yield RuleMatch("shm-small", size=shown_bytes(machine.shm_bytes))
-    files = machine.limits.get("Max open files")
-    if files is not None and files < _LEAST_FILES:
-        yield RuleMatch("limit-nofile", value=files)
-    processes = machine.limits.get("Max processes")
-    if processes is not None and processes < _LEAST_PROCESSES:
-        yield RuleMatch("limit-nproc", value=processes)
+    for name, rule in _LEAST_LIMITS.items():
+        value = machine.limits.get(name)
+        if value is not None and value < _LEAST_LIMIT:
+            yield RuleMatch(rule, value=value)
     locked = machine.limits.get("Max locked memory")
     if locked is not None and machine.infiniband:
         yield RuleMatch("limit-memlock", value=shown_bytes(locked))
@@ -95,26 +94,21 @@ def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
 def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
     if disk.problem is not None:
         advice = "mount it writable, or choose another place"
-        for word, variable in (("uv", "UV_CACHE_DIR"), ("pip", "PIP_CACHE_DIR")):
-            if disk.use.startswith(word):
-                advice = f"set {variable} to a directory that can be written to"
-        if disk.use.startswith("Triton"):
-            advice = "set TRITON_CACHE_DIR to a directory that can be written to"
+        if disk.variable:
+            advice = f"set {disk.variable} to a directory that can be written to"
         yield RuleMatch(
             "not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice
         )
         return
-    is_of_triton = disk.use.startswith("Triton")
-    if disk.is_noexec and (has_triton or not is_of_triton):
-        variable = "TRITON_CACHE_DIR" if is_of_triton else "TMPDIR"
-        yield RuleMatch("mounted-noexec", path=disk.path, use=disk.use, variable=variable)
+    if disk.is_noexec and (has_triton or disk.variable != "TRITON_CACHE_DIR"):
+        yield RuleMatch("mounted-noexec", path=disk.path, use=disk.use, variable=disk.variable)
     if disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
         rule = "disk-full" if disk.free_bytes < _FULL_BYTES else "disk-low"
         yield RuleMatch(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
 
 
 def _clock(clock: Clock) -> Iterator[RuleMatch]:
-    """Yield what says that the clock is off; one reason is enough."""
+    """Yield the first reason to think that the clock is off."""
     today = dt.datetime.fromtimestamp(clock.now_s, tz=dt.UTC).strftime("%Y-%m-%d %H:%M")
     problem = None
     if clock.now_s < _RELEASED_S:

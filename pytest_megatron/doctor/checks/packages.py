@@ -24,6 +24,12 @@ from pytest_megatron.workload.checks.rules import RuleMatch
 
 _LOCAL = re.compile(r"cu(\d+)torch(\d+\.\d+)(?:\.\d+)*(?:cxx11abi(TRUE|FALSE))?", re.IGNORECASE)
 _SOABI = re.compile(r"\.(cpython-\d+[a-z]*)-([^.]+)\.so$")
+_INSTALL = {
+    "nvcc": "nvcc: the CUDA toolkit {cuda}, or a -devel image",
+    "g++": "g++: apt-get install g++",
+    "ninja": "ninja: pip install ninja",
+    "nccl.h": "nccl.h: apt-get install libnccl-dev, or CPATH to nvidia/nccl/include",
+}
 _REQUIRING = ("torch", "megatron-core", "transformer-engine", "nemo-run")
 
 
@@ -133,7 +139,7 @@ def _fits(tag: str, python: Python) -> bool:
 
 
 def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[RuleMatch]:
-    """Compare what a wheel's version says of its torch with this torch."""
+    """Compare the torch in a wheel's local version with this torch."""
     match = _LOCAL.search(package.version.partition("+")[2])
     if match is None:
         return
@@ -293,7 +299,7 @@ def check_build(facts: EnvironmentFacts, host: str) -> Iterator[RuleMatch]:
             "no-compiler",
             packages=packages,
             lacks=f"{', '.join(lacks)} {verb}",
-            install="; ".join(_install(name, torch.cuda) for name in lacks),
+            install="; ".join(_INSTALL[name].format(cuda=torch.cuda) for name in lacks),
         )
     fetched = [row for row in missing if row.wheel is not None]
     if toolkit.reaches_wheels is False and fetched:
@@ -303,14 +309,3 @@ def check_build(facts: EnvironmentFacts, host: str) -> Iterator[RuleMatch]:
             packages=", ".join(row.name for row in fetched),
             force=", ".join(row.force for row in fetched),
         )
-
-
-def _install(name: str, cuda: str) -> str:
-    """Return where something to compile with comes from."""
-    ways = {
-        "nvcc": f"nvcc: the CUDA toolkit {cuda}, or a -devel image",
-        "g++": "g++: apt-get install g++",
-        "ninja": "ninja: pip install ninja",
-        "nccl.h": "nccl.h: apt-get install libnccl-dev, or CPATH to nvidia/nccl/include",
-    }
-    return ways[name]

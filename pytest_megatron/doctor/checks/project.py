@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import find_pyproject
+from pytest_megatron.base.text import listed
 from pytest_megatron.doctor.facts import EnvironmentFacts
 from pytest_megatron.doctor.system import SystemView
 from pytest_megatron.workload.checks.rules import RuleMatch
@@ -87,7 +88,7 @@ def _stale(own: Mapping[str, JsonValue], root: _Table) -> Iterator[RuleMatch]:
     gone = sorted(f"{name}{specifier}" for name, specifier in locked - written)
     texts = [f"{text} is new" for text in new] + [f"{text} is gone" for text in gone]
     if texts:
-        yield RuleMatch("lock-stale", differences=_few(texts))
+        yield RuleMatch("lock-stale", differences=listed(texts, _MOST_SHOWN))
 
 
 def _requirements(own: Mapping[str, JsonValue]) -> Iterator[str]:
@@ -126,15 +127,10 @@ def _differences(
             texts.append(f"{name} {package.version} (locked {' or '.join(sorted(versions))})")
     if texts:
         number = f"{len(texts)} package{'s are' if len(texts) > 1 else ' is'}"
-        yield RuleMatch("lock-differs", count=number, differences=_few(texts))
+        yield RuleMatch("lock-differs", count=number, differences=listed(texts, _MOST_SHOWN))
     if root is None:
         return
     direct = cast("list[_Table]", root.get("dependencies", []))
     names = [str(row["name"]) for row in direct if "marker" not in row]
     if lost := sorted(name for name in names if name not in facts.packages):
-        yield RuleMatch("lock-missing", packages=_few(lost))
-
-
-def _few(texts: list[str]) -> str:
-    more = len(texts) - _MOST_SHOWN
-    return ", ".join(texts[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        yield RuleMatch("lock-missing", packages=listed(lost, _MOST_SHOWN))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_megatron.base.text import listed
 from pytest_megatron.doctor.checks.packages import fitting
 from pytest_megatron.doctor.compat import Compiled, compat
 from pytest_megatron.doctor.facts import EnvironmentFacts
@@ -68,49 +69,46 @@ def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs
 
 def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> Iterator[RuleMatch]:
     """Yield what rows need and this environment does not have; equal wants are one finding."""
-    found: dict[tuple[str, ...], tuple[Callable[[str], RuleMatch], list[str]]] = {}
+    found: dict[tuple[str, ...], tuple[RuleMatch, list[str]]] = {}
     for row in needs.rows:
-        for key, make in _row(row, facts, places, needs.root):
-            found.setdefault(key, (make, []))[1].append(row.item_name)
-    for make, names in found.values():
-        more = len(names) - _MOST_ROWS
-        rows = ", ".join(names[:_MOST_ROWS]) + (f" and {more} more" if more > 0 else "")
-        yield make(rows)
+        for hit in _row(row, facts, places, needs.root):
+            values = (f"{name}={value}" for name, value in sorted(hit.values.items()))
+            key = (hit.rule, hit.where or "", *values)
+            found.setdefault(key, (hit, []))[1].append(row.item_name)
+    for hit, names in found.values():
+        rows = listed(names, _MOST_ROWS)
+        if hit.where is None:
+            yield RuleMatch(hit.rule, rows=rows, **hit.values)
+        else:  # of the checks of workloads
+            yield RuleMatch(hit.rule, f"{hit.where} ({rows})", **hit.values)
 
 
-_Want = tuple[tuple[str, ...], Callable[[str], RuleMatch]]
-
-
-def _want(rule: str, **values: object) -> _Want:
-    """Return a hit that waits for the rows that it is about, and what tells it from others."""
-    key = (rule, *(f"{name}={value}" for name, value in sorted(values.items())))
-    return key, lambda rows: RuleMatch(rule, rows=rows, **values)
-
-
-def _row(row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path) -> Iterator[_Want]:
+def _row(
+    row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path
+) -> Iterator[RuleMatch]:
     host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
     if lacks := host.lacks(row.platform, row.gpus * row.nodes):
-        yield _want("recipe-gpus", lacks=lacks)
+        yield RuleMatch("recipe-gpus", lacks=lacks)
     if row.nodes > 1 and row.platform != CPU_PLATFORM and "sbatch" not in facts.slurm.programs:
-        yield _want("recipe-nodes", nodes=row.nodes)
+        yield RuleMatch("recipe-nodes", nodes=row.nodes)
     yield from _paths(row, root)
     build = row.spec.get("build")
     if isinstance(build, str) and facts.machine.container is None and row.platform != CPU_PLATFORM:
-        yield _want("recipe-image", image=build)
+        yield RuleMatch("recipe-image", image=build)
     path = case_path(root, row)
     if not path.is_file():
         if row.script is None:
-            yield _want("recipe-data", key="test case", path=path)
+            yield RuleMatch("recipe-data", key="test case", path=path)
         return
     try:
         case = read_case(path)
     except CaseError as problem:
-        yield _want("recipe-case", problem=problem)
+        yield RuleMatch("recipe-case", problem=problem)
         return
     yield from _case(row, case, facts, host, places.env)
 
 
-def _paths(row: Workload, root: Path) -> Iterator[_Want]:
+def _paths(row: Workload, root: Path) -> Iterator[RuleMatch]:
     """Yield the paths that a row names and that are not there; those with variables are skipped."""
     paths = {
         "data_path": row.data_path,
@@ -119,40 +117,30 @@ def _paths(row: Workload, root: Path) -> Iterator[_Want]:
     }
     for key, path in paths.items():
         if path and not set(path) & set("{}$") and not (root / path).exists():
-            yield _want("recipe-data", key=key, path=path)
+            yield RuleMatch("recipe-data", key=key, path=path)
 
 
 def _case(
     row: Workload, case: WorkloadCase, facts: EnvironmentFacts, host: Host, env: Mapping[str, str]
-) -> Iterator[_Want]:
+) -> Iterator[RuleMatch]:
     starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
     if starter == Launcher.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
-        yield _want("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
-    for hit in hits_of(row, case, env, memory_bytes=_memory_bytes(host, row)):
-        yield _checked(hit)
+        yield RuleMatch("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
+    # Of the smallest GPU here that the row may get.
+    memory_bytes = min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
+    yield from hits_of(row, case, env, memory_bytes=memory_bytes)
     for compiled in compat().compiled:
         if {compiled.name, *compiled.also} & facts.packages.keys():
             continue
         if (argument := _needed_by(compiled, case)) is not None:
             fits = fitting(compiled, facts)
-            yield _want(
+            yield RuleMatch(
                 "recipe-package",
                 argument=argument,
                 package=compiled.name,
                 fits=fits,
                 source=compiled.source,
             )
-
-
-def _checked(hit: RuleMatch) -> _Want:
-    """Return a hit of the checks of workloads, which waits for the rows that it is about."""
-    key = (hit.rule, hit.where or "", *(f"{name}={value}" for name, value in hit.values.items()))
-    return key, lambda rows: RuleMatch(hit.rule, f"{hit.where} ({rows})", **hit.values)
-
-
-def _memory_bytes(host: Host, row: Workload) -> int | None:
-    """Return the memory of the smallest GPU here that the row may get; None without any."""
-    return min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
 
 
 def _needed_by(compiled: Compiled, case: WorkloadCase) -> str | None:

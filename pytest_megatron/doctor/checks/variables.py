@@ -113,26 +113,22 @@ def _interfaces(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleM
         return  # the system does not say
     loopback = tuple(link for link in machine.links if link == "lo")
     shown = ", ".join(machine.interfaces + loopback)
-    value = env.get("NCCL_SOCKET_IFNAME", "")
-    if len(value) >= _LEAST_LENGTH and not _leaves_one(value, machine.interfaces + loopback):
+    nccl, gloo = env.get("NCCL_SOCKET_IFNAME", ""), env.get("GLOO_SOCKET_IFNAME", "")
+    problems = {}  # variable -> error that it leads to, and what to do
+    if len(nccl) >= _LEAST_LENGTH and not _leaves_one(nccl, machine.interfaces + loopback):
+        problems["NCCL_SOCKET_IFNAME"] = "no socket interface found", "name one of those"
+    lost = [name for name in gloo.split(",") if name and name not in machine.links]
+    if len(gloo) >= _LEAST_LENGTH and lost:
+        advice = "name one of those in full: gloo knows no prefixes, no ^ and no ="
+        problems["GLOO_SOCKET_IFNAME"] = f"Unable to find address for: {lost[0]}", advice
+    for variable, (said, advice) in problems.items():
         yield RuleMatch(
             "interface-unknown",
-            variable="NCCL_SOCKET_IFNAME",
-            value=value,
+            variable=variable,
+            value=env[variable],
             interfaces=shown,
-            said="no socket interface found",
-            advice="name one of those",
-        )
-    value = env.get("GLOO_SOCKET_IFNAME", "")
-    lost = [name for name in value.split(",") if name and name not in machine.links]
-    if len(value) >= _LEAST_LENGTH and lost:
-        yield RuleMatch(
-            "interface-unknown",
-            variable="GLOO_SOCKET_IFNAME",
-            value=value,
-            interfaces=shown,
-            said=f"Unable to find address for: {lost[0]}",
-            advice="name one of those in full: gloo knows no prefixes, no ^ and no =",
+            said=said,
+            advice=advice,
         )
     value = env.get("NCCL_IB_HCA", "")
     adapters = tuple(dict.fromkeys(port.partition("/")[0] for port in machine.infiniband))

@@ -9,17 +9,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import trusted
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.doctor.facts import CollectiveProbe, Devices, Package, Torch
 from pytest_megatron.doctor.probes.child import ask
 from pytest_megatron.doctor.probes.packages import torch_symbols, torch_version_file
 from pytest_megatron.doctor.system import SystemView
 from pytest_megatron.gpu.health import GpuState
-from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.gpu.host import Gpu, Host
 from pytest_megatron.gpu.monitor import HealthWatch
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -32,7 +33,7 @@ _MOST_SHOWN = 400  # characters of a line
 
 
 def look_at_devices(places: SystemView) -> Devices:
-    """Return what the driver's files and NVML say."""
+    """Read the driver's files, and ask NVML."""
     text = places.read("/proc/driver/nvidia/version")
     match = _DRIVER.search(text)
     driver = match[1] if match else places.read("/sys/module/nvidia/version").strip() or None
@@ -44,19 +45,12 @@ def look_at_devices(places: SystemView) -> Devices:
     )
     if answer.problem is not None:
         return Devices(driver=driver, num_nodes=num_nodes, problem=answer.problem)
-    gpus = tuple(_gpu(row) for row in cast("list[dict[str, JsonValue]]", answer.values["gpus"]))
+    gpus = trusted(Host, answer.values).gpus
     return Devices(driver=driver, num_nodes=num_nodes, gpus=gpus, ill=tuple(_ill(gpus)))
 
 
-def _gpu(row: dict[str, JsonValue]) -> Gpu:
-    index, memory = row["index"], row["memory_bytes"]
-    assert isinstance(index, int)
-    assert isinstance(memory, int)
-    return Gpu(index=index, name=str(row["name"]), uuid=str(row["uuid"]), memory_bytes=memory)
-
-
 def _ill(gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Yield what NVML says is wrong with GPUs now."""
+    """Yield the problems of GPUs that NVML reports now."""
     with HealthWatch(gpus) as watch:
         for state in watch.health.before if watch.health else ():
             yield from _illness(state)
@@ -71,8 +65,9 @@ def _illness(state: GpuState) -> Iterator[str]:
         yield f"{state.label} could not remap a row of its memory"
     if state.throttles:
         yield f"{state.label} is slowed down: {', '.join(state.throttles)}"
-    for pid, memory in state.processes:
-        yield f"{state.label} is in use by process {pid} ({(memory or 0) / 1e9:.1f} GB)"
+    for process in state.processes:
+        size = f"{(process.memory_bytes or 0) / 1e9:.1f} GB"
+        yield f"{state.label} is in use by process {process.pid} ({size})"
 
 
 def look_at_torch(
@@ -82,7 +77,7 @@ def look_at_torch(
 
     Args:
         places: Where to look.
-        package: As it is installed; None where no metadata says so.
+        package: As it is installed; None without metadata.
         modules: Of extensions, to be imported after it.
     """
     directory = package.location / "torch" if package is not None else Path()
@@ -96,34 +91,17 @@ def look_at_torch(
         env=places.env,
         cwd=places.project,
     )
-    said = answer.values
-    problem = answer.problem or cast("str | None", said.get("problem"))
+    found = {
+        "version": package.version if package is not None else "unknown",
+        "cuda": on_disk.get("cuda"),
+        **answer.values,
+    }
+    problem = answer.problem or cast("str | None", found.get("problem"))
     if package is None and problem is not None and "No module named 'torch'" in problem:
         return None
-    if "file" in said:
-        directory = Path(str(said["file"])).parent
-    return Torch(
-        version=str(said.get("version") or (package.version if package else "unknown")),
-        cuda=_text(said.get("cuda")) if "cuda" in said else on_disk.get("cuda"),
-        abi=cast("bool | None", said.get("abi")),
-        nccl=_text(said.get("nccl")),
-        cudnn=_text(said.get("cudnn")),
-        numpy=_text(said.get("numpy")),
-        driver_cuda=_text(said.get("driver_cuda")),
-        count=cast("int", said.get("count", 0)),
-        capabilities=tuple(
-            (pair[0], pair[1]) for pair in cast("list[list[int]]", said.get("capabilities", []))
-        ),
-        architectures=tuple(cast("list[str]", said.get("architectures", []))),
-        problem=problem,
-        cuda_problem=_text(said.get("cuda_problem")),
-        imports=cast("dict[str, str | None]", said.get("imports", {})),
-        defined=torch_symbols(directory),
-    )
-
-
-def _text(value: JsonValue) -> str | None:
-    return None if value is None else str(value)
+    if (file := found.pop("file", None)) is not None:
+        directory = Path(str(file)).parent
+    return replace(trusted(Torch, found), problem=problem, defined=torch_symbols(directory))
 
 
 def try_collectives(places: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:
@@ -183,7 +161,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path, limit_s: float) 
 
 
 def last_words(text: str) -> str:
-    """Return what says most: the last exception with NCCL's own reason, else the last line.
+    """Return the last exception with NCCL's own reason, else the last line.
 
     Source: torch puts `[rank0]: ` before an exception, `[rank0]:[W` before a warning;
     torch/csrc/distributed/c10d/NCCLUtils.hpp, `Last error:`.

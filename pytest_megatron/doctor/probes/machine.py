@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.git import mend_of_owner
@@ -23,8 +24,7 @@ _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which 
 _CONNECT_LIMIT_S = 3.0
 _SLURM_PROGRAMS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _OPTIONS = 3  # the field of a line of /proc/mounts
-_TEMPORARY, _TRITON = "temporary files", "Triton's cache"
-_LOADED_FROM = (_TEMPORARY, _TRITON)  # compiled code is loaded from these
+_LOADED_FROM = ("TMPDIR", "TRITON_CACHE_DIR")  # compiled code is loaded from these
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 _CUDA_LIBRARIES = re.compile(r"lib(?:cudart|cudnn|nccl|cublas|cublasLt|nvrtc)\.so\.\d+$")
 _CONTAINERS = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
@@ -65,7 +65,7 @@ def _limits(text: str) -> dict[str, int | None]:
 
 
 def _shm_bytes(places: SystemView) -> int | None:
-    """Return the size of /dev/shm: as it was mounted, else as the file system says."""
+    """Return the size of /dev/shm: as it was mounted, else as the file system reports it."""
     for line in reversed(places.read("/proc/mounts").splitlines()):
         fields = line.split()
         if len(fields) > _OPTIONS and fields[1] == "/dev/shm":  # noqa: S108 - the name of the mount
@@ -81,23 +81,27 @@ def _shm_bytes(places: SystemView) -> int | None:
 def _disks(places: SystemView) -> Iterator[Disk]:
     """Yield the directories that trainings and installations write to."""
     cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
-    uses = {
-        "run directories": places.project,
-        _TEMPORARY: places.temporary,
-        "uv's cache": Path(places.env.get("UV_CACHE_DIR") or cache / "uv"),
-        "pip's cache": Path(places.env.get("PIP_CACHE_DIR") or cache / "pip"),
-        _TRITON: Path(places.env.get("TRITON_CACHE_DIR") or places.home / ".triton"),
-    }
-    for use, path in uses.items():
+    env = {**places.env, "TMPDIR": str(places.temporary)}
+    uses = (
+        ("run directories", "", places.project),
+        ("temporary files", "TMPDIR", places.temporary),
+        ("uv's cache", "UV_CACHE_DIR", cache / "uv"),
+        ("pip's cache", "PIP_CACHE_DIR", cache / "pip"),
+        ("Triton's cache", "TRITON_CACHE_DIR", places.home / ".triton"),
+    )
+    for use, variable, default in uses:
+        path = Path(env.get(variable) or default)
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         try:
             free = shutil.disk_usage(there).free
-            is_noexec = use in _LOADED_FROM and bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
+            is_noexec = variable in _LOADED_FROM and bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
             tempfile.TemporaryFile(dir=there).close()
         except OSError as error:
-            yield Disk(use=use, path=path, problem=error.strerror or str(error))
+            problem = error.strerror or str(error)
+            yield Disk(use=use, variable=variable, path=path, problem=problem)
         else:
-            yield Disk(use=use, path=path, free_bytes=free, is_noexec=is_noexec)
+            disk = Disk(use=use, variable=variable, path=path)
+            yield replace(disk, free_bytes=free, is_noexec=is_noexec)
 
 
 def _lost_temporary(places: SystemView) -> tuple[str, str] | None:

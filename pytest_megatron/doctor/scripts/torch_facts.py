@@ -17,7 +17,7 @@ Found = dict[str, object]
 
 
 def ask_torch() -> Found:
-    """Return what torch says of itself and of the GPUs."""
+    """Return torch's own facts, and its number of GPUs."""
     torch = importlib.import_module("torch")  # a broken one must be an answer
 
     found: Found = {
@@ -30,7 +30,7 @@ def ask_torch() -> Found:
     checks: dict[str, Callable[[], object]] = {
         "abi": lambda: bool(torch.compiled_with_cxx11_abi()),
         "numpy": lambda: str(importlib.import_module("numpy").__version__),
-        "cudnn": lambda: torch.backends.cudnn.version(),  # noqa: PLW0108 - it may lack it
+        "cudnn": lambda: str(torch.backends.cudnn.version() or "") or None,
         "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
         "architectures": lambda: list(torch.cuda.get_arch_list()),
     }

@@ -221,7 +221,7 @@ class FollowerPlugin:
             forget=forget,
             loads=modules_to_load(session),
         )
-        pid = template.fork()
+        pid = template.fork_loaded()
         os.close(parent_pipe)
 
         def end() -> None:

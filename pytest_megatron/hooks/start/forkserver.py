@@ -50,6 +50,7 @@ class SessionTemplate:
         parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
             the connection to the controller closes instead.
         loads: Modules that it loads first; if one cannot be loaded, it exits.
+        loaded: Write end of a pipe, which gets a byte when they are loaded.
     """
 
     session: pytest.Session
@@ -64,6 +65,7 @@ class SessionTemplate:
     base_temp: str = ""
     parent_pipe: int | None = None
     loads: tuple[str, ...] = ()
+    loaded: int | None = None
 
     def fork(self) -> int:
         """Fork the template; return the process that ends after all of its descendants."""
@@ -83,6 +85,25 @@ class SessionTemplate:
         finally:
             os._exit(0)
 
+    def fork_loaded(self) -> int:
+        """Fork the template and wait for its modules; without them if it ends meanwhile."""
+        if not self.loads:
+            return self.fork()
+        read_end, write_end = os.pipe()
+
+        def forget() -> None:
+            os.close(read_end)
+            self.forget()
+
+        pid = replace(self, forget=forget, loaded=write_end).fork()
+        os.close(write_end)
+        has_loaded = bool(os.read(read_end, 1))
+        os.close(read_end)
+        if has_loaded:
+            return pid
+        os.waitpid(pid, 0)
+        return replace(self, loads=()).fork()
+
     def _serve(self) -> None:
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
@@ -91,6 +112,9 @@ class SessionTemplate:
             self._load()
         except Exception:  # noqa: BLE001 - ranks that load it report the error
             return
+        if self.loaded is not None:
+            os.write(self.loaded, b"1")
+            os.close(self.loaded)
         plugin = prepare(self.session)
         registration = Register(
             role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()

@@ -145,7 +145,7 @@ def show_findings(
     """Show the warnings about a job that this session has not shown yet; return the job.
 
     A job with an error is returned as it is, to be refused. In a run that is taken over it is in
-    the queue already: its errors are only shown.
+    the queue already: errors that the engine found are only shown.
     """
     is_attached = session.options.is_attached
     if any(finding.is_error for finding in checked.findings) and not is_attached:
@@ -155,7 +155,7 @@ def show_findings(
     session.warned.update(new)
     if new:
         listener.on_lines(new)
-    return replace(checked, findings=()) if is_attached else checked
+    return checked.without_engine_findings() if is_attached else checked
 
 
 class ItemRetries:

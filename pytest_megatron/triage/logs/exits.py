@@ -57,8 +57,8 @@ class ProcessExit:
         how: `SIGKILL`, or `exit code 3`.
         is_first: Whether the launcher saw it before every other one.
         time_s: When the launcher noticed it, to the second, or None.
-        message: What the rank raised, as its error file told the launcher, or None.
-        shift: Bytes from the line that told of it to the line that shows it best.
+        message: What the rank raised, as the launcher read it in its error file, or None.
+        shift: Bytes from the line that reports it to the line that shows it best.
         shown: That line.
     """
 
@@ -80,7 +80,7 @@ def how_it_ended(code: int) -> str:
 
 
 def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
-    """Return the ends that a line of a launcher's log tells of.
+    """Return the ends that a line of a launcher's log reports.
 
     Args:
         line: The line, which holds one of `LITERALS`.
@@ -119,7 +119,7 @@ def excuse(end: ProcessExit, stubborn: Collection[int | None]) -> ProcessExit:
 
 
 def merge_exits(exits: Sequence[ProcessExit]) -> dict[int, ProcessExit]:
-    """Return one end for each rank: a row of torch's table says more than any other line."""
+    """Return one end for each rank; a row of torch's table wins over any other line."""
     found: dict[int, ProcessExit] = {}
     for exit_ in exits:
         before = found.get(exit_.rank)
@@ -139,7 +139,7 @@ def _table_row(around: str, at: int) -> ProcessExit | None:
     time = _TIME.search(block)
     rest = re.split(r"\n(?:\[\d+\]:|-{10,}|={10,})", row["rest"])[0]
     message = _MESSAGE.search(rest)
-    raised = None if message is None else _last_line(message["text"])
+    raised = "" if message is None else message["text"].strip().rpartition("\n")[2].strip()
     shift = max(0, around.find("exitcode", at) - at)
     return ProcessExit(
         rank=int(row["rank"]),
@@ -147,15 +147,10 @@ def _table_row(around: str, at: int) -> ProcessExit | None:
         is_first="Root Cause" in before[-400:],
         time_s=None if time is None else parse_time(time[1]),
         pid=int(row["pid"]),
-        message=raised,
+        message=raised or None,
         shift=len(around[at : at + shift].encode()),
         shown=around[at + shift :].partition("\n")[0],
     )
-
-
-def _last_line(text: str) -> str | None:
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    return lines[-1] if lines else None
 
 
 def _ranks(text: str) -> Iterator[int]:

@@ -10,6 +10,7 @@ import bisect
 import math
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_bytes
@@ -56,7 +57,7 @@ _HANDLED = re.compile(r"(?i)\b(?:caught|retry\w*|handled|ignor\w+)\b")
 
 
 def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> Signature:
-    """Return the row for what an exception says, and where; every exception has one."""
+    """Return the row for an exception's message and frames; every exception has one."""
     return table.raised(message, frames) or table["exception"]
 
 
@@ -80,12 +81,11 @@ def find_fatal(
     streams = sorted({log.stream for log, _ in traces}, key=order.index)
     for stream in streams:
         chosen = [(log, at) for log, at in traces if log.stream is stream][-_MOST_TRACES:]
-        found: list[Fatal] = []
-        for log, at in reversed(chosen):
-            fatal = _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
-            if fatal is not None:
-                found.append(fatal)
-        if found:
+        read = (
+            _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
+            for log, at in reversed(chosen)
+        )
+        if found := [fatal for fatal in read if fatal is not None]:
             return _root_of(_chosen(found), traces, table, labelled, rank)
     return None
 
@@ -111,21 +111,13 @@ def _root_of(
         start = _header_at(lines, offsets, at)
         if start is None or is_continued(lines, start):
             continue
-        if start > 0 and _HANDLED.search(lines[start - 1].text) is not None:
-            continue
-        chain = read_chain(lines, start)
+        was_handled = start > 0 and _HANDLED.search(lines[start - 1].text) is not None
+        chain = None if was_handled else read_chain(lines, start)
         if chain is None:
             continue
         raised, signature = classify_chain(chain, table)
         if is_own_mistake(raised.message) or is_genuine(signature):
-            return Fatal(
-                signature=signature,
-                message=raised.message,
-                frame=raised.own_frame,
-                frames=raised.frames,
-                time_s=raised.time_s,
-                place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
-            )
+            return _fatal_of(raised, signature, log, offsets)
     return fatal
 
 
@@ -138,7 +130,7 @@ def find_bare(
     *,
     most_after: int | None,
 ) -> Fatal | None:
-    """Return what the end of a log says went wrong where no traceback is whole.
+    """Return the error at the end of a log where no traceback is whole.
 
     Args:
         log: Where it is.
@@ -187,7 +179,7 @@ def fatal_of_lines(lines: Sequence[Line], table: Table) -> Fatal | None:
 
 
 def classify_chain(chain: Chain, table: Table) -> tuple[RaisedException, Signature]:
-    """Return the exception of a chain that says most, and its row.
+    """Return the most telling exception of a chain, and its row.
 
     The last one, unless it only repeats in other words what it was raised from, or follows from
     another rank's end while an earlier one does not.
@@ -215,8 +207,7 @@ def _without_false_hope(
 ) -> tuple[RaisedException, Signature]:
     """Return what a transient exception was raised from, where that is the program's own doing.
 
-    `raise ConnectionError from KeyError` is no network's; neither is a hub that is not asked, as
-    somebody said that it must not be.
+    `raise ConnectionError from KeyError` is no network's; neither is a hub in offline mode.
     """
     if not chosen[1].is_transient:
         return chosen
@@ -253,24 +244,27 @@ def _read_fatal(
     """Read one traceback; None if the rank lived on."""
     lines, offsets, is_all = _lines_around(log, at, rank, is_labelled=is_labelled)
     start = _header_at(lines, offsets, at)
-    if start is None:
-        return None
-    if "traceback : " in lines[start].text:  # the launcher's copy of an error file
-        return None
-    if is_continued(lines, start):  # read with the traceback that it goes on from
+    # Neither the launcher's copy of an error file, nor one that was read with its beginning.
+    if start is None or "traceback : " in lines[start].text or is_continued(lines, start):
         return None
     chain = read_chain(lines, start)
     if chain is None or chain.is_ignored:
         return None
     has_failed = end is not None and end.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
-    is_uncaught = _UNCAUGHT.search(_raw_line(log, at)) is not None
+    raw = read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
+    is_uncaught = _UNCAUGHT.search(raw) is not None
     said = chain.last.said
     ended = has_failed or not was_logged or lines_after(lines, said) == 0
     is_last = is_uncaught or (is_at_end(lines, said) and ended)
     if not is_all or not is_last:
         return None
-    raised, signature = classify_chain(chain, table)
+    return _fatal_of(*classify_chain(chain, table), log, offsets)
+
+
+def _fatal_of(
+    raised: RaisedException, signature: Signature, log: LogFile, offsets: Sequence[int]
+) -> Fatal:
     return Fatal(
         signature=signature,
         message=raised.message,
@@ -299,7 +293,7 @@ def _lines_around(
     """
     start = max(0, at - _BEFORE_BYTES)
     data = read_from(log.path, start, _TRACE_BYTES)
-    is_all = start + len(data) >= _size(log.path)
+    is_all = start + len(data) >= log.path.stat().st_size
     lines: list[Line] = []
     offsets: list[int] = []
     offset = start
@@ -322,15 +316,6 @@ def _header_at(lines: Sequence[Line], offsets: Sequence[int], at: int) -> int | 
         if 0 <= index < len(lines) and HEADER in lines[index].text:
             return index
     return None
-
-
-def _raw_line(log: LogFile, at: int) -> str:
-    """Return the beginning of a line as it is in the file."""
-    return read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
 
 
 _MOST_BYTES = 1 << 20
@@ -360,13 +345,8 @@ def read_error_file(path: Path | None, table: Table) -> Fatal | None:
     message = str(found["message"])
     stack = str(extra.get("py_callstack", ""))
     of_stack = fatal_of_lines([parse_line(text) for text in stack.split("\n")], table)
-    return Fatal(
-        signature=classify_message(table, message) if of_stack is None else of_stack.signature,
-        message=message,
-        frame=None if of_stack is None else of_stack.frame,
-        frames=() if of_stack is None else of_stack.frames,
-        epoch_s=_seconds(extra.get("timestamp")),
-    )
+    fatal = of_stack or Fatal(signature=classify_message(table, message), message=message)
+    return replace(fatal, message=message, epoch_s=_seconds(extra.get("timestamp")))
 
 
 def _seconds(value: JsonValue) -> float | None:

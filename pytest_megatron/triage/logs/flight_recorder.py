@@ -1,7 +1,7 @@
 """Reads what a rank's flight recorder wrote: torch's pickle, and the JSON of our gangs.
 
 A dump comes from a run that may be anybody's, so its pickle may build nothing but plain data; a
-name in it ends the reading. Knows nothing of logs, and of other ranks only what a dump says.
+name in it ends the reading. Knows neither logs nor the dumps of other ranks.
 
 Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and FlightRecorderDetail.hpp, format 2.10
 (torch 2.11, 2.13); the pickle and the JSON have the same keys.

@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -34,7 +34,7 @@ _LABELLED = re.compile(r"^ *(?P<rank>\d+): ?")
 # `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
 _SPOKEN = re.compile(r"^\[(?:[EWIF]\d{3,4} .*?\bRank (\d+)\]|(?i:rank)[ _](\d+)\] )")
 _GLOG = re.compile(r"\[?[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
-_ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
+_ISO = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
 _SYSLOG = re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d ")
 _ITERATION = re.compile(r"\biteration[:\s]+(\d+)\s*/\s*(\d+)", re.IGNORECASE)
 _ANY_YEAR = 2000  # glog has none; only differences count
@@ -63,7 +63,7 @@ class Line:
     """A line without what was put in front of it.
 
     Attributes:
-        rank: Whose line it is, None where it does not say.
+        rank: Whose line it is, None where it names none.
         time_s: When it was written: seconds by a clock that is the same within one log, or None.
     """
 
@@ -108,19 +108,13 @@ def parse_time(text: str) -> float | None:
     Understood: ISO dates, `2026-11-21_09:00:00` of torch's agent, and glog's `E1121 09:00:00.1`.
     """
     head = text[:160]
+    found = _GLOG.match(head) or _ISO.search(head)
+    if found is None:
+        return None
+    *date, part = found.groups()
+    month, day, hour, minute, second = map(int, date)
     try:
-        if (found := _GLOG.match(head)) is not None:
-            month, day, hour, minute, second, part = found.groups()
-            moment = datetime(
-                _ANY_YEAR, int(month), int(day), int(hour), int(minute), int(second), tzinfo=UTC
-            )
-        elif (found := _ISO.search(head)) is not None:
-            _, month, day, hour, minute, second, part = found.groups()
-            moment = datetime(
-                _ANY_YEAR, int(month), int(day), int(hour), int(minute), int(second), tzinfo=UTC
-            )
-        else:
-            return None
+        moment = datetime(_ANY_YEAR, month, day, hour, minute, second, tzinfo=UTC)
     except ValueError:  # 30 February, 61 seconds
         return None
     return moment.timestamp() + (float(f"0.{part}") if part else 0.0)
@@ -155,12 +149,5 @@ def says_success(text: str) -> bool:
 
 
 def last_iteration(texts: Iterable[str]) -> tuple[int, int] | None:
-    """Return the furthest iteration that lines tell, as `(N, M)`."""
-    return max(_iterations(texts), default=None)
-
-
-def _iterations(texts: Iterable[str]) -> Iterator[tuple[int, int]]:
-    for text in texts:
-        found = parse_iteration(text)
-        if found is not None:
-            yield found
+    """Return the furthest iteration in lines, as `(N, M)`."""
+    return max((found for text in texts if (found := parse_iteration(text))), default=None)

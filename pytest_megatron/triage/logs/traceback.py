@@ -101,13 +101,10 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
     while (raised := _read_one(lines, start, link)) is not None:
         links.append(raised)
         at = _skip_blank(lines, raised.end)
-        if at >= len(lines) or not lines[at].text.strip().startswith((_DIRECT, _DURING)):
+        text = lines[at].text.strip() if at < len(lines) else ""
+        if not text.startswith((_DIRECT, _DURING)):
             break
-        link = (
-            ExceptionLink.DIRECT
-            if lines[at].text.strip().startswith(_DIRECT)
-            else ExceptionLink.DURING
-        )
+        link = ExceptionLink.DIRECT if text.startswith(_DIRECT) else ExceptionLink.DURING
         start = _skip_blank(lines, at + 1)
         if start >= len(lines) or HEADER not in lines[start].text:
             break
@@ -158,7 +155,7 @@ class Bare:
 
 
 def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
-    """Yield what the end of a log says went wrong, last one first, for logs without a traceback.
+    """Yield the errors at the end of a log without a traceback, last one first.
 
     Stops where the program still went on.
     """
@@ -206,9 +203,11 @@ def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedE
     frames: list[str] = []
     own: str | None = None
     index = start + 1
-    indent = _indent(lines[start].text)
+    header = lines[start].text  # to the right in a message of another exception
+    indent = len(header) - len(header.lstrip(" "))
     while index < len(lines):
-        text = lines[index].text[indent:] if _is_padded(lines[index].text, indent) else ""
+        text = lines[index].text
+        text = "" if text[:indent].strip() else text[indent:]
         if text and not text.startswith((" ", "\t")):
             break
         if (frame := frame_of(text)) is not None:
@@ -248,15 +247,6 @@ def _belongs(text: str) -> bool:
     if parse_iteration(text) is not None:
         return False
     return re.match(r"\[?[EWIF]\d{4} |.*NCCL (?:INFO|WARN)|\[?\d{4}-\d\d-\d\d", text) is None
-
-
-def _indent(header: str) -> int:
-    """Return how far a traceback is moved to the right, as in a message of another one."""
-    return len(header) - len(header.lstrip(" "))
-
-
-def _is_padded(text: str, indent: int) -> bool:
-    return not text[:indent].strip()
 
 
 def _skip_blank(lines: Sequence[Line], index: int) -> int:

@@ -255,7 +255,6 @@ _FLIGHT_DEFAULTS: Mapping[str, str] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
 }
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 # What a launcher around the controller may have left, and would lead the ranks astray.
 _FOREIGN_PREFIXES = ("PYTEST_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 _FOREIGN_NAMES = frozenset(
@@ -333,15 +332,6 @@ class AttemptPlan:
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
-    def on_devices(self, uuids: Sequence[str]) -> AttemptPlan:
-        """Return the plan for these GPUs, which are leased when it starts."""
-        own = {_DEVICES: ",".join(uuids)}
-        phases = tuple(
-            replace(phase, env={**phase.env, **own}, own_env={**phase.own_env, **own})
-            for phase in self.phases
-        )
-        return replace(self, phases=phases)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -352,6 +342,7 @@ class Setting:
         env: The controller's environment.
         tee_ranks: Ranks whose output is copied live; None is all of them.
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
+        devices: UUIDs of the leased GPUs; None leaves those that the controller sees.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
         machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
@@ -362,6 +353,7 @@ class Setting:
     env: Mapping[str, str]
     tee_ranks: tuple[int, ...] | None
     is_lightweight: bool
+    devices: tuple[str, ...] | None = None
     python: str = sys.executable
     has_ft_launcher: bool = False
     machine: ScriptMachine = field(default_factory=ScriptMachine)
@@ -456,7 +448,7 @@ def _plan_phase(
         **start.variant.env,
         **_variables(workload, dirs, phase, setting, start, repeat),
     }
-    own |= _devices(workload)
+    own |= _devices(workload, setting)
     env = {**inherited(setting.env), **own}
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
@@ -560,15 +552,16 @@ def _flight_recorder(workload: Workload, phase: PhaseDirs, setting: Setting) -> 
     return {k: v for k, v in wanted.items() if k not in setting.env}
 
 
-def _devices(workload: Workload) -> dict[str, str]:
-    """Return the variable that hides all GPUs from a training on the CPU."""
-    return {_DEVICES: ""} if workload.platform == CPU_PLATFORM else {}
+def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
+    """Return the variable that limits the GPUs which a training sees; none of them on the CPU."""
+    devices = () if workload.platform == CPU_PLATFORM else setting.devices
+    return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload)}
+    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
     if setting.is_lightweight:
         own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None

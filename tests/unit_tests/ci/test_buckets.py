@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.ci.changes import matches, matches_any
+from pytest_megatron.ci.decide import matches, matches_any
 from pytest_megatron.ci.test_files import Bucket, balance, base_of, find_test_files, share_out
 from pytest_megatron.errors import RecipeError
 

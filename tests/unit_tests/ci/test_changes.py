@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.ci.changes import PathChange, changes_since, parse_changes, suggest
+from pytest_megatron.ci.decide import PathChange, changes_since, parse_changes, suggest
 from pytest_megatron.ci.table import built_in_table
 from pytest_megatron.errors import SelectionError
 

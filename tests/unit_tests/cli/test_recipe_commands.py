@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_megatron.cli.expand import command as expand
-from pytest_megatron.cli.lint import command as lint
+from pytest_megatron.cli.recipes import expand, lint
 
 RECIPE = """\
 type: basic

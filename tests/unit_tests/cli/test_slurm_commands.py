@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 from labs import SlurmLab
 
-from pytest_megatron.cli.interactive import command as interactive
-from pytest_megatron.cli.sbatch import command as sbatch
+from pytest_megatron.cli.slurm import interactive, sbatch
 from pytest_megatron.errors import LaunchError
 
 ROOT = Path(__file__).parents[3]

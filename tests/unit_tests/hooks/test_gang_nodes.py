@@ -114,6 +114,14 @@ def test_every_rank_meets_all_others(rank, process_group):
     assert total.item() == 1111
 """
 
+LOADING = """
+def test_needs_torch(rank):
+    import torch
+
+def test_needs_no_torch(rank):
+    pass
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -235,6 +243,19 @@ def test_nodes_meet_where_each_loads_torch_beforehand_and_node_0_calls_last(tmp_
         "test_torch_was_loaded_before_ranks_were_forked": ("passed", ""),
         "test_every_rank_meets_all_others": ("passed", ""),
     }
+
+
+def test_a_node_that_cannot_load_torch_runs_the_tests_without_it(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, LOADING)
+    broken = tmp_path / "broken" / "torch" / "__init__.py"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("raise ImportError('no libcudart')")
+    cluster.start(0)
+    cluster.start(1, PYTHONPATH=str(broken.parents[1]))
+    assert cluster.wait() == [1, 1], cluster.output(0)
+    results = cluster.results(0)
+    assert results["test_needs_torch"][1].endswith("ImportError: no libcudart")
+    assert results["test_needs_no_torch"] == ("passed", "")
 
 
 def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:

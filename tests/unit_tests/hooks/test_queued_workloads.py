@@ -221,6 +221,27 @@ def test_a_second_controller_takes_over_and_runs_nothing_twice(project: QueuePro
     assert len(history) == 3
 
 
+def test_a_job_that_became_wrong_is_refused_when_it_is_taken_over(tmp_path: Path) -> None:
+    other = QueueProject(root=tmp_path)
+    other.rows(odd="until test -e MARKS/go; do sleep 0.02; done  # for TRAINING_PARAMS_PATH")
+    process = other.start("--executor", "pool", "recipes", "--run-dir", "run", "--golden", "off")
+    wait_until(lambda: other.marks("odd") == 1, "it runs")
+    process.kill()
+    process.communicate()
+    case = other.root / "tests/functional_tests/test_cases/gpt/odd/model_config.yaml"
+    case.parent.mkdir(parents=True)
+    case.write_text(
+        "TEST_TYPE: frozen-start\n"
+        "MODEL_ARGS: {--num-layers: 3, --hidden-size: 64, --num-attention-heads: 4,\n"
+        "  --num-experts: 3, --moe-router-topk: 4, --train-iters: 4}\n"
+    )
+    (other.root / "marks" / "go").touch()
+    code, text = other.run("--attach", "run")
+    assert (code, "1 error" in text) == (1, True), text
+    assert "--moe-router-topk is 4, and there are 3 experts" in text
+    assert "nothing was run" in text
+
+
 # Many sessions in one process, one after the other.
 SESSIONS = """
 import json, pathlib, sys

@@ -7,7 +7,7 @@ import pytest
 from recipe_texts import HEAD
 
 from pytest_megatron.recipe.findings import RULES
-from pytest_megatron.recipe.lint import lint
+from pytest_megatron.recipe.lint import lint_recipes
 
 CASE = Path("tests/functional_tests/test_cases/gpt/a/model_config.yaml")
 GOLDEN = Path("golden_values/gpt/a/golden_values_dev_dgx_a100.json")
@@ -31,7 +31,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lint:
         for path, text in files.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text)
-        found = lint([Path("recipes")], root=Path())
+        found = lint_recipes([Path("recipes")], root=Path())
         return [f"{one.where} {one.severity.value} {one.rule}: {one.message}" for one in found]
 
     return lint_files
@@ -112,7 +112,7 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             "remove it or add a row"
         )
     ]
-    assert lint([Path("recipes/a.yaml")], root=Path()) == ()  # a file does not know of others
+    assert lint_recipes([Path("recipes/a.yaml")], root=Path()) == ()  # one file alone
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_tree_that_cannot_be_written_is_one_clear_error(staged: Staged) -> Non
 
 
 def review(monkeypatch: pytest.MonkeyPatch, keys: str, *arguments: str) -> Result:
-    monkeypatch.setattr("pytest_megatron.cli.golden_review.is_interactive", lambda: True)
+    monkeypatch.setattr("pytest_megatron.cli.golden_refresh.is_interactive", lambda: True)
     return run("review", "run", *arguments, keys=keys)
 
 

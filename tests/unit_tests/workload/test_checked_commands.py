@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from labs import SlurmLab
 
-from pytest_megatron.cli.lint import command as lint
+from pytest_megatron.cli.recipes import lint
 from pytest_megatron.recipe.load import find_recipes, load_recipe
 from pytest_megatron.workload.checks.check import lint_checks
 

@@ -161,9 +161,8 @@ def test_planning_twice_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_leased_gpus_are_all_that_a_training_sees(tmp_path: Path) -> None:
-    setting = replace(SETTING, env={"CUDA_VISIBLE_DEVICES": "5,6,7"})
-    planned = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting)
-    (phase,) = planned.on_devices(("GPU-a", "GPU-b")).phases
+    setting = replace(SETTING, env={"CUDA_VISIBLE_DEVICES": "5,6,7"}, devices=("GPU-a", "GPU-b"))
+    (phase,) = plan(tmp_path, REGULAR, workload(platforms="dgx_h100"), setting).phases
     assert phase.env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     assert phase.own_env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 

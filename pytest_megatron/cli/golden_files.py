@@ -1,4 +1,4 @@
-"""`pytest-megatron golden convert`: goldens in another form, place or precision."""
+"""`pytest-megatron golden convert` and `golden lint`: form, place and errors of golden files."""
 
 from __future__ import annotations
 
@@ -12,24 +12,33 @@ import click
 from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted, printable
-from pytest_megatron.cli.formats import PATH, root_option
+from pytest_megatron.cli.formats import (
+    EXIT_FAILED,
+    EXIT_UNUSABLE,
+    PATH,
+    echo_error,
+    findings_option,
+    findings_text,
+    root_option,
+)
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.formats.convert import Converted, ConvertOptions, convert
+from pytest_megatron.golden.formats.convert import Converted, ConvertOptions
+from pytest_megatron.golden.formats.convert import convert as convert_text
 from pytest_megatron.golden.formats.layout import Form
-from pytest_megatron.golden.lint.lint import find_goldens
+from pytest_megatron.golden.lint.lint import Project, find_goldens, lint_goldens
 from pytest_megatron.golden.store import place_of, project_form, read_text
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.paths import CASES, GOLDENS
 from pytest_megatron.refresh.transaction import locked, replace_together
 
-EXIT_DIFFERENT = 1
-EXIT_UNUSABLE = 2
+# The default directories of recipes: ours, then Megatron-LM's.
+_RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
 _LAYOUTS = {"ours": GOLDENS, "megatron": CASES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ConvertedFile:
-    """One file: what it was, what it becomes and where."""
+    """One file: its old and new text, and its old and new place."""
 
     source: Path
     target: Path
@@ -66,9 +75,9 @@ class _ConvertedFile:
     metavar="DIR",
     help="Write the new files below this directory instead.",
 )
-@click.option("--allow-loss", is_flag=True, help="Write also what cannot say all that it said.")
+@click.option("--allow-loss", is_flag=True, help="Write also files that lose content.")
 @root_option
-def command(  # noqa: PLR0913 - click hands over one argument an option
+def convert(  # noqa: PLR0913 - click hands over one argument an option
     *,
     paths: tuple[Path, ...],
     form: str | None,
@@ -83,8 +92,8 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
 ) -> None:
     """Write goldens in another form, place or precision.
 
-    PATH is a golden or a directory of goldens. Without --write, --output or --check it only says
-    what would change. A file that is no golden is named and left alone (exit code 2); where
+    PATH is a golden or a directory of goldens. Without --write, --output or --check it only
+    prints the changes. A file that is no golden is named and left alone (exit code 2); where
     something would be lost, nothing is written without --allow-loss (exit code 1).
     """
     if sum((is_check, is_writing, output is not None)) > 1:
@@ -98,7 +107,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     movers = _Movers(root, layout, output)
     changes, problems = _plan(find_goldens(paths), wish, movers)
     for problem in problems:
-        click.echo(printable(f"pytest-megatron: {problem}"), err=True)
+        echo_error(problem)
     needed = [change for change in changes if change.is_needed or output is not None]
     for change in needed:
         click.echo(printable("\n".join(_describe(change))))
@@ -113,11 +122,11 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     if is_refused:
         click.echo("nothing written, since something would be lost: give --allow-loss", err=True)
     is_failed = is_refused or (is_check and needed)
-    sys.exit(EXIT_UNUSABLE if problems else EXIT_DIFFERENT if is_failed else 0)
+    sys.exit(EXIT_UNUSABLE if problems else EXIT_FAILED if is_failed else 0)
 
 
 class _Movers:
-    """Says where the new text of a file goes."""
+    """Finds the new place of a file."""
 
     def __init__(self, root: Path, layout: str | None, output: Path | None) -> None:
         self._root = root
@@ -127,10 +136,10 @@ class _Movers:
         self._other_names = load_config(root).golden_platforms
 
     def target_of(self, path: Path) -> Path:
-        """Return where to.
+        """Return the new place of a file.
 
         Raises:
-            GoldenError: The place of the file does not say whose golden it is.
+            GoldenError: The path of the file does not name a workload.
         """
         base = self._root if self._output is None else self._output
         if self._tree is not None:
@@ -151,7 +160,7 @@ class _Movers:
 def _plan(
     files: Sequence[Path], wish: ConvertOptions, movers: _Movers
 ) -> tuple[list[_ConvertedFile], list[GoldenError]]:
-    """Return what becomes of each file, and which ones stay because of what."""
+    """Return the change of each file, and the errors of those that stay."""
     changes: dict[Path, _ConvertedFile] = {}
     problems: list[GoldenError] = []
     sources = {file.absolute() for file in files}
@@ -159,7 +168,7 @@ def _plan(
         try:
             target = movers.target_of(file)
             old = read_text(file)
-            new = convert(old, str(file), wish)
+            new = convert_text(old, str(file), wish)
         except GoldenError as error:
             problems.append(error)
             continue
@@ -233,3 +242,37 @@ def _total(
     what = "written" if is_written else "would change"
     sizes = f": {_sizes(needed)}" if needed else ""
     return f"{len(needed)} of {counted(len(changes), 'golden')} {what}{sizes}"
+
+
+@click.command("lint")
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
+@root_option
+@click.option(
+    "--recipes",
+    type=PATH,
+    multiple=True,
+    help="Recipe, or directory of recipes, whose rows read the goldens (repeatable).  "
+    "[default: recipes or tests/test_utils/recipes in the root]",
+)
+@findings_option
+def lint(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form: str) -> None:
+    """Report errors in goldens.
+
+    PATH is a golden or a directory of goldens; by default all of the project. Exits with 1 if a
+    finding is an error, with 0 if there are none or only warnings, with 2 if a path does not
+    exist.
+    """
+    found = tuple(root / path for path in _RECIPES if (root / path).is_dir())
+    project = Project(
+        root=root,
+        recipes=recipes or found[:1],
+        vocabulary=project_words(root),
+        other_names=load_config(root).golden_platforms,
+    )
+    report = lint_goldens(paths, project)
+    click.echo(printable(findings_text(report.findings, form)), nl=False)
+    if form == "text":
+        counts = f"{counted(report.num_goldens, 'golden')}, {report.num_bytes / 1e6:.1f} MB"
+        reached = f"{report.num_read} of them read by a row" if project.recipes else "no recipes"
+        click.echo(f"{counts}; {reached}")
+    sys.exit(any(finding.is_error for finding in report.findings))

@@ -1,4 +1,4 @@
-"""The workload of `sbatch` and `interactive`: its row, its plan, its place in a cluster."""
+"""`pytest-megatron sbatch` and `interactive`: a workload as a job of Slurm."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import click
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import nearest
-from pytest_megatron.cli.formats import PATH
+from pytest_megatron.cli.formats import PATH, echo_error
 from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
-from pytest_megatron.engines.slurm.interactive import wrapped
-from pytest_megatron.engines.slurm.script import ScriptWriter
-from pytest_megatron.engines.slurm.shape import ShapePaths
+from pytest_megatron.engines.slurm.interactive import allocation_lines, shell_lines, wrapped
+from pytest_megatron.engines.slurm.script import ScriptWriter, kept_scripts
+from pytest_megatron.engines.slurm.shape import ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
@@ -34,14 +34,13 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, make_job
-from pytest_megatron.workload.checks.rules import CheckFinding
 
 _MOST_SHOWN = 5
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class SlurmOptions(TypedDict):
+class _SlurmOptions(TypedDict):
     """The values of the options that both commands have."""
 
     executor_config: Path | None
@@ -51,18 +50,17 @@ class SlurmOptions(TypedDict):
     lightweight: bool
 
 
-def item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def _item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Add the argument and the options that both commands have."""
-    where = PATH
     for option in (
         click.option("--lightweight", is_flag=True, help="4 iterations."),
-        click.option("--project", type=where, default=Path(), help="The checkout."),
-        click.option("--run-dir", type=where, metavar="DIR", help="Where the job writes."),
+        click.option("--project", type=PATH, default=Path(), help="The checkout."),
+        click.option("--run-dir", type=PATH, metavar="DIR", help="Where the job writes."),
         click.option(
-            "--recipes", type=where, metavar="DIR", help="Where ITEM is looked for (recipes)."
+            "--recipes", type=PATH, metavar="DIR", help="Where ITEM is looked for (recipes)."
         ),
         click.option(
-            "--executor-config", type=where, metavar="FILE", help="Settings of the cluster."
+            "--executor-config", type=PATH, metavar="FILE", help="Settings of the cluster."
         ),
         click.argument("item"),
     ):
@@ -71,7 +69,7 @@ def item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmItem:
+class _SlurmItem:
     """A workload, ready to be put into a job.
 
     Attributes:
@@ -104,7 +102,7 @@ class SlurmItem:
         )
 
     def notes(self) -> list[str]:
-        """Return comments on what a job runs, and where it leaves what."""
+        """Return comments on the commands and the files of a job."""
         attempt, outcome = _short(self.checked.plan.dirs.root), _short(self.outcome)
         return [
             f"# logs and metrics: {attempt}",
@@ -115,7 +113,7 @@ class SlurmItem:
         ]
 
     def _commands(self) -> Iterator[str]:
-        """Yield comments that show what the tasks start, without secrets."""
+        """Yield comments that show the commands of the tasks, without secrets."""
         redactor = self.checked.job.redactor(self.checked.plan)
         is_native = self.place.mode is LaunchMode.SRUN_NATIVE
         who = "each rank" if is_native else "each node"
@@ -164,7 +162,7 @@ def _short(path: Path) -> str:
     return repr(str(path) if text.startswith("..") else text)[1:-1]
 
 
-def prepare(item: str, given: SlurmOptions) -> SlurmItem:
+def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
     """Find a workload and plan it; nothing is written.
 
     Raises:
@@ -194,32 +192,28 @@ def prepare(item: str, given: SlurmOptions) -> SlurmItem:
     )
     checked = make_job(options, writer, workload, node_id)
     checked.require_runnable()
-    _show(checked.findings)
+    for finding in checked.findings:
+        echo_error(finding.line)
     _look_at_cluster(context, config, checked)
     place = writer.place(workload.platform)
-    return SlurmItem(checked=checked, place=place, run_dir=run_dir)
+    return _SlurmItem(checked=checked, place=place, run_dir=run_dir)
 
 
 def _look_at_cluster(context: EngineContext, config: SlurmConfig, checked: CheckedJob) -> None:
-    """Show what the cluster would refuse, where one answers; whoever submits may know better."""
+    """Print the problems that a reachable cluster has with the job; they stop nothing."""
     cluster = ask_slurm(context.env)
     if cluster.partitions:
         checks = SlurmChecks(config, context, look_around(), lambda: cluster)
         job = checked.job
-        _show(checks.findings(job.workload, job.setting, checked.needed))
-
-
-def _show(findings: Iterable[CheckFinding]) -> None:
-    """Print findings beside the script."""
-    for finding in findings:
-        click.echo(f"pytest-megatron: {finding.line}", err=True)
+        for finding in checks.findings(job.workload, job.setting, checked.needed):
+            echo_error(finding.line)
 
 
 def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:
     """Return the workload that an item names, and its node id.
 
     Args:
-        item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or what stands behind its `::`.
+        item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or its part after `::`.
         root: The project.
         recipes: Where recipes are; None is `recipes` in the project.
 
@@ -273,3 +267,40 @@ def _ending(recipes: Path, file: str) -> list[Path]:
             f"holds no {file}, expected the recipe that the item is in; name another directory",
         )
     return found
+
+
+@click.command(name="sbatch")
+@_item_options
+def sbatch(item: str, **given: Unpack[_SlurmOptions]) -> None:
+    """Print the script that runs ITEM as a job of Slurm; needs no Slurm and submits nothing.
+
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. The
+    settings and results of the job go into a run directory, which is named at the top.
+    """
+    found = _prepare(item, given)
+    (text,) = kept_scripts([shape_of(found.checked.needed, found.place, found.paths)], found.paths)
+    found.write()
+    shebang, _, rest = text.partition("\n")
+    click.echo(
+        "\n".join([shebang, f"# {found.checked.job.node_id}", *found.notes(), rest]), nl=False
+    )
+
+
+@click.command(name="interactive")
+@_item_options
+def interactive(item: str, **given: Unpack[_SlurmOptions]) -> None:
+    """Print how to get nodes of Slurm for ITEM, and the commands to type there; needs no Slurm.
+
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. One that
+    needs several nodes is described in a run directory, which its tasks read.
+    """
+    found = _prepare(item, given)
+    if found.checked.needed.num_nodes == 1:
+        assert found.place.python is not None
+        inside = [found.place.python, "-m", "pytest", "-p", "megatron", found.checked.job.node_id]
+        inside += ["--lightweight"] if given["lightweight"] else []
+        lines = shell_lines(found.checked.needed, found.place, found.paths, inside)
+    else:
+        found.write()
+        lines = allocation_lines(found.checked.needed, found.place, found.paths, found.notes())
+    click.echo("\n".join(lines))

@@ -1,4 +1,4 @@
-"""`pytest-megatron expand`: the rows that recipes expand to."""
+"""`pytest-megatron expand` and `lint`: the rows of recipes, and their errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.formats import PATH, format_option
+from pytest_megatron.base.project import load_config
+from pytest_megatron.cli.formats import (
+    EXIT_UNUSABLE,
+    PATH,
+    echo_error,
+    findings_option,
+    findings_text,
+    format_option,
+    root_option,
+)
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.lint import lint_recipes
 from pytest_megatron.recipe.load import Loaded, find_recipes, project_words, read_recipe
-
-EXIT_UNUSABLE = 2
 
 
 @click.command(name="expand")
@@ -27,7 +34,7 @@ EXIT_UNUSABLE = 2
     help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
 )
 @format_option("text", "json", about="json holds every key of a row.")
-def command(recipes: tuple[Path, ...], profile: str, form: str) -> None:
+def expand(recipes: tuple[Path, ...], profile: str, form: str) -> None:
     """Print the workloads of recipe files, and of the recipes in directories.
 
     Exits with 2, one line for each problem and no rows if any recipe has an error.
@@ -35,9 +42,9 @@ def command(recipes: tuple[Path, ...], profile: str, form: str) -> None:
     words = project_words(Path.cwd())
     files = [file for path in recipes for file in find_recipes([path])]
     loaded = [read_recipe(file, Profile(profile), words) for file in files]
-    errors: list[Finding] = [error for one in loaded for error in one.errors]
+    errors = [error for one in loaded for error in one.errors]
     for error in errors:
-        click.echo(f"pytest-megatron: {error}", err=True)
+        echo_error(error)
     if errors:
         sys.exit(EXIT_UNUSABLE)
     click.echo(_as_json(loaded) if form == "json" else _as_text(loaded), nl=False)
@@ -62,3 +69,26 @@ def _as_text(loaded: list[Loaded]) -> str:
     ]
     total = f"{len(lines)} workload{'' if len(lines) == 1 else 's'}\n"
     return "".join(f"{line}\n" for line in lines) + total
+
+
+@click.command(name="lint")
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
+@root_option
+@findings_option
+def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
+    """Report errors in recipes, their test cases and goldens.
+
+    PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
+    an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
+    """
+    from pytest_megatron.workload.checks.check import lint_checks  # noqa: PLC0415 - slow to import
+
+    findings = lint_recipes(
+        paths or (Path("recipes"),),
+        root=root,
+        vocabulary=project_words(root),
+        other_names=load_config(root).golden_platforms,
+        row_checks=[lint_checks],
+    )
+    click.echo(findings_text(findings, form), nl=False)
+    sys.exit(any(finding.is_error for finding in findings))

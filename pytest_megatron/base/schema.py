@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound=type)
 _Schema: TypeAlias = Mapping[str, JsonValue]
 _MOST_SHOWN = 60  # characters of a value in a message
+_ADD = "; add it"
 _WITHOUT_POINT = re.compile(r"(\d+)(e[-+]?\d+)")
 
 Count: TypeAlias = Annotated[int, Ge(0)]
@@ -142,6 +143,11 @@ class SchemaProblem:
         """The text behind its key."""
         return f"{dotted(self.path)}: {self.text}" if self.path else self.text
 
+    @property
+    def in_output(self) -> str:
+        """The message for a file that a program wrote, where no user adds a key."""
+        return self.message.removesuffix(_ADD)
+
 
 def key_of(name: str) -> str:
     """Return the key of a file for the name of a field, which has a prefix or a unit besides."""
@@ -201,7 +207,7 @@ def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
     from pydantic import ValidationError  # noqa: PLC0415  slow to import
 
     try:
-        return cast("_T", _adapter(cast("type", kind)).validate_json(text))
+        return adapter(kind).validate_json(text)
     except ValidationError as error:
         problems = explain(kind, error.errors(include_url=False), at)
         raise SchemaError(problems) from None
@@ -239,7 +245,7 @@ def trusted(kind: type[_T], value: object) -> _T:
 
 def json_schema(kind: type, title: str) -> dict[str, JsonValue]:
     """Return the JSON schema that is published for a kind of file."""
-    schema = cast("dict[str, JsonValue]", _adapter(kind).json_schema())
+    schema = cast("dict[str, JsonValue]", adapter(kind).json_schema())
     dialect = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": dialect, **schema, "title": title}
 
@@ -254,7 +260,7 @@ def explain(
         errors: `ValidationError.errors()`.
         at: Where the value is in its document.
     """
-    schema = cast("_Schema", _adapter(kind).json_schema())
+    schema = cast("_Schema", adapter(kind).json_schema())
     found: dict[YamlPath, SchemaProblem] = {}
     for error in errors:
         problem = _problem(schema, error, at)
@@ -283,6 +289,11 @@ def _plain(key: str) -> str:
     return key if key.isprintable() else repr(key)[1:-1]
 
 
+def adapter(kind: type[_T]) -> TypeAdapter[_T]:
+    """Return the validator and serializer of a class; the first use of each costs milliseconds."""
+    return cast("TypeAdapter[_T]", _adapter(cast("type", kind)))
+
+
 @functools.cache
 def _adapter(kind: type) -> TypeAdapter[object]:
     from pydantic import TypeAdapter  # noqa: PLC0415  slow to import
@@ -299,45 +310,48 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
     if kind == "json_invalid":
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
-        node, loc = _node_at(schema, loc)
+        node, _ = _node_at(schema, loc)
+        _, above = _node_at(schema, loc[:-1])
+        loc = (*above, loc[-1])
         is_fixed = "const" in node
         expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
         expected = f", expected {expected}" if is_fixed or "enum" in node else ""
-        text = f"is missing{expected}; add it"
+        text = f"is missing{expected}{_ADD}"
     elif is_unknown:
-        node, place = _node_at(schema, loc[:-1])
-        loc = (*place, loc[-1])
+        node, above = _node_at(schema, loc[:-1])
         keys = cast("_Schema", node["properties"])
         text = f"unknown key, expected {one_of(loc[-1], keys)}"
+        loc = (*above, loc[-1])
     elif kind == "value_error":
         problem = error["ctx"]["error"]
         is_value = isinstance(problem, ExpectedError)
         text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
+    elif kind == "string_pattern_mismatch":
+        text = f"found {shown(found)}, expected a match of {error['ctx']['pattern']}"
     else:
         node, loc = _node_at(schema, loc)
         text = f"found {shown(found)}, expected {_expected(schema, node, kind, found)}"
     return SchemaProblem(path=(*at, *loc), kind=kind, text=text)
 
 
-def _node_at(
-    schema: _Schema, path: YamlPath, node: _Schema | None = None
-) -> tuple[_Schema, YamlPath]:
+def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, YamlPath]:
     """Return the part of a JSON schema for a place, and the place without branches of unions."""
-    node = _resolved(schema, schema if node is None else node)
-    place: YamlPath = ()
-    for depth, step in enumerate(path):
-        if choices := cast("list[_Schema]", node.get("oneOf", [])):  # `step` is the tag of one
-            ways = [_node_at(schema, path[depth + 1 :], choice) for choice in choices]
-            inner_node, behind = max(ways, key=lambda way: len(way[1]))
-            return inner_node, (*place, *behind)
+    node, place = _resolved(schema, schema), list[str | int]()
+    for step in path:
+        tagged = cast("list[Mapping[str, str]]", node.get("oneOf", []))
+        branch = next((one for one in tagged if one["$ref"].endswith(f"/{step}")), None)
+        if branch is not None:
+            node = _resolved(schema, branch)
+            continue
         properties = cast("Mapping[str, _Schema]", node.get("properties", {}))
         inner = properties.get(str(step), node.get("items", node.get("additionalProperties")))
         for pattern in cast("Mapping[str, _Schema]", node.get("patternProperties", {})).values():
             inner = pattern
         if not isinstance(inner, dict):
-            return node, place
-        node, place = _resolved(schema, inner), (*place, step)
-    return node, place
+            break
+        node = _resolved(schema, inner)
+        place.append(step)
+    return node, tuple(place)
 
 
 def _resolved(schema: _Schema, node: _Schema) -> _Schema:
@@ -350,7 +364,7 @@ def _resolved(schema: _Schema, node: _Schema) -> _Schema:
 
 
 def _choices(node: _Schema) -> list[_Schema]:
-    choices = cast("list[_Schema]", node.get("anyOf", []))
+    choices = cast("list[_Schema]", node.get("anyOf", node.get("oneOf", [])))
     return [choice for choice in choices if choice.get("type") != "null"]
 
 
@@ -366,7 +380,7 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
     """Return the values that a part of a JSON schema takes, and the remedy."""
     if choices := _choices(node):
         parts = (_expected(schema, _resolved(schema, one), kind, None) for one in choices)
-        return " or ".join(parts)
+        return " or ".join(dict.fromkeys(parts))
     if "enum" in node:
         return one_of(found, cast("list[JsonValue]", node["enum"]))
     match node.get("type"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import Count, Text, open_to_others
 from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
@@ -21,9 +22,10 @@ from pytest_megatron.runs.layout import item_dirs
 PYTEST = ("pytest", "-p", "megatron")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@open_to_others
+@dataclass(frozen=True, kw_only=True)
 class CiJob:
-    """One job of CI.
+    """One job of CI, under the keys of `plan --format json`.
 
     Attributes:
         id: Good for the name of a job and of an artifact; unique in the plan. Of a workload, the
@@ -36,47 +38,74 @@ class CiJob:
         ranks: On each node.
         time_limit_s: For one training, or for all tests of a bucket.
         timeout_minutes: For the whole job: every repeat at its limit, and a margin.
-        argv: Its command, from the project's root.
-        env: Variables that go with it.
-        files: The test files of a unit job.
-        is_compared: Whether a workload is compared with a golden; None where that is not known.
+        compared: Whether a workload is compared with a golden; None where that is not known.
         policy: Under which a workload is compared; None for unit tests.
+        num_files: The number of test files of a unit job.
+        command: The one line to type, from the project's root.
     """
 
-    id: str
-    kind: str
-    name: str
-    model: str
-    test_case: str
-    environment: str
-    platform: str
-    build: str
-    nodes: int
-    gpus: int
-    ranks: int
-    n_repeat: int
-    is_lightweight: bool
-    time_limit_s: int
-    timeout_minutes: int
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
-    is_compared: bool | None = None
-    policy: ComparisonPolicy | None = None
+    id: Text
+    kind: str = ""
+    name: str = ""
+    model: str = ""
+    test_case: str = ""
+    environment: str = ""
+    platform: str = CPU_PLATFORM
+    build: str = ""
+    nodes: Count = 1
+    gpus: Count = 0
+    ranks: Count = 0
+    n_repeat: Count = 1
+    lightweight: bool = False
+    time_limit_s: Count = 0
+    timeout_minutes: Count = 60
+    compared: bool | None = None
+    policy: dict[str, object] | None = None
+    num_files: Count = 0
+    command: str = ""
 
     @property
-    def command(self) -> str:
-        """The one line to type, here or in CI."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
-        return " ".join([*words, shlex.join(self.argv)])
+    def node_id(self) -> str | None:
+        """The workload that it runs; None for unit tests."""
+        return self.name if self.kind == "workload" else None
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return it as an entry of a matrix."""
-        values = {f.name.removeprefix("is_"): getattr(self, f.name) for f in fields(self)}
-        for name in ("argv", "env", "files"):
-            del values[name]
-        values["policy"] = None if self.policy is None else self.policy.as_json()
-        return {**values, "num_files": len(self.files), "command": self.command}
+
+@open_to_others
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A plan, as far as other commands read it from `plan --format json`.
+
+    Attributes:
+        commit: The commit that was planned for; None where the plan has none.
+        run_id: Of the run of GitHub Actions that planned, None elsewhere.
+    """
+
+    event: str = ""
+    labels: tuple[str, ...] = ()
+    scope: str = ""
+    environment: str = ""
+    image: str = ""
+    rule: str = ""
+    commit: str | None = None
+    run_id: str | None = None
+    jobs: tuple[CiJob, ...]
+
+    @property
+    def headline(self) -> str | None:
+        """Scope, event and the like, in a line."""
+        parts = {
+            "event": self.event,
+            "labels": " and ".join(self.labels),
+            "scope": self.scope,
+            "environment": self.environment,
+            "rule": self.rule,
+        }
+        return ", ".join(f"{key} {text}" for key, text in parts.items() if text) or None
+
+
+def _command(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    words = [f"{name}={shlex.quote(value)}" for name, value in sorted(env.items())]
+    return " ".join([*words, shlex.join(argv)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +160,8 @@ def workload_jobs(
     return tuple(
         replace(
             _workload_job(workload, decision, table),
-            is_compared=not decision.is_lightweight and compares(workload),
-            policy=policy.at(ComparedWorkload.of(workload)),
+            compared=not decision.is_lightweight and compares(workload),
+            policy={**policy.at(ComparedWorkload.of(workload)).as_json()},
         )
         for workload in workloads
     )
@@ -159,11 +188,10 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
         gpus=0 if is_cpu else workload.gpus,
         ranks=workload.gpus,
         n_repeat=repeats,
-        is_lightweight=decision.is_lightweight,
+        lightweight=decision.is_lightweight,
         time_limit_s=limit_s,
         timeout_minutes=math.ceil(repeats * limit_s / 60) + table.job_margin_minutes,
-        argv=tuple(argv),
-        env=decision.env,
+        command=_command(argv, decision.env),
     )
 
 
@@ -209,11 +237,10 @@ def unit_job(
         gpus=row.gpus,
         ranks=row.ranks,
         n_repeat=1,
-        is_lightweight=False,
         time_limit_s=limit_s,
         timeout_minutes=math.ceil(limit_s / 60) + table.job_margin_minutes,
-        argv=tuple(argv),
-        files=bucket.files,
+        num_files=len(bucket.files),
+        command=_command(argv, {}),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -128,7 +128,7 @@ class CiPlan:
             "unknown_labels": list(decision.unknown_labels),
             "suggestion": None if self.suggestion is None else self.suggestion.as_json(),
             "workloads": [_row(workload) for workload in self.workloads],
-            "jobs": [job.as_json() for job in self.jobs],
+            "jobs": [asdict(job) for job in self.jobs],
             "matrix": {
                 "unit": unit_matrix(self.jobs),
                 "integration": integration_matrix(self.jobs),

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
@@ -20,7 +21,7 @@ MAX_SHOWN = 3  # rows of one reason
 def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
     """Return the plan for people: each job, its reason and its command."""
     lines = list(_header(plan))
-    unjudged = [job for job in plan.jobs if job.is_compared is False]
+    unjudged = [job for job in plan.jobs if job.compared is False]
     if unjudged and not plan.decision.is_lightweight:
         num_rows = len(plan.workloads)
         lines.append(
@@ -64,8 +65,8 @@ def _header(plan: CiPlan) -> Iterator[str]:
 
 def _job_lines(job: CiJob) -> Iterator[str]:
     ranks = f"{job.nodes}x{job.ranks} ranks" if job.ranks else "no gang"
-    files = f", {counted(len(job.files), 'file')}" if job.kind == "unit" else ""
-    judged = ", not compared" if job.is_compared is False and not job.is_lightweight else ""
+    files = f", {counted(job.num_files, 'file')}" if job.kind == "unit" else ""
+    judged = ", not compared" if job.compared is False and not job.lightweight else ""
     yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"
     yield f"    {job.command}"
 
@@ -100,8 +101,8 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
         "has_units": _word(kinds["unit"] > 0),
         "integration-tests": _line(integration_matrix(plan.jobs)),
         "unit-tests": _line(unit_matrix(plan.jobs)),
-        "workload_jobs": _line([job.as_json() for job in plan.jobs if job.kind == "workload"]),
-        "unit_jobs": _line([job.as_json() for job in plan.jobs if job.kind == "unit"]),
+        "workload_jobs": _line([asdict(job) for job in plan.jobs if job.kind == "workload"]),
+        "unit_jobs": _line([asdict(job) for job in plan.jobs if job.kind == "unit"]),
     }
 
 

@@ -16,9 +16,10 @@ import yaml
 
 from pytest_megatron.base.files import JsonValue, write_texts_together
 from pytest_megatron.base.project import load_config
-from pytest_megatron.ci.summary.model import number_of, rows_of, text_of
+from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -222,7 +223,7 @@ def _lines(lines: Sequence[str]) -> str:
     return "\n".join(f"- {_quoted(line)}" for line in lines)
 
 
-def child_pipeline(plan: Mapping[str, JsonValue], workflow: Workflow, where: str) -> str:
+def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
     """Return GitLab's child pipeline of a plan: a job for each of its jobs, and the verdict.
 
     Args:
@@ -231,20 +232,19 @@ def child_pipeline(plan: Mapping[str, JsonValue], workflow: Workflow, where: str
         where: Name of the plan, for errors.
 
     Raises:
-        CiError: It has no jobs, or one without an id and a command.
+        CiError: It has no jobs, or one without a command.
     """
-    image = workflow.images.get(text_of(plan, "image") or "")
+    image = workflow.images.get(plan.image)
     jobs: dict[str, JsonValue] = {"stages": ["plan", "jobs", "verdict"]}
     jobs["plan"] = _fetch_plan(workflow)
-    for row in rows_of(plan, "jobs"):
-        name, command = text_of(row, "id"), text_of(row, "command")
-        if name is None or command is None:
-            raise CiError(where, f"has a job without id or command: {row}")
-        if f"test {name}" in jobs:
-            raise CiError(where, f"has two jobs with the id {name!r}, expected each once")
-        jobs[f"test {name}"] = {
-            **_child_job(row, name, command, workflow, image),
-            "interruptible": text_of(plan, "event") == "pull_request",
+    for job in plan.jobs:
+        if not job.command:
+            raise CiError(where, f"job {job.id!r} has no command; expected what 'plan' prints")
+        if f"test {job.id}" in jobs:
+            raise CiError(where, f"has two jobs with the id {job.id!r}, expected each once")
+        jobs[f"test {job.id}"] = {
+            **_child_job(job, workflow, image),
+            "interruptible": plan.event == "pull_request",
             "retry": {"max": 1, "when": ["runner_system_failure", "scheduler_failure"]},
         }
     if len(jobs) == 2:  # noqa: PLR2004 - stages and the plan's own
@@ -281,24 +281,22 @@ def _fetch_plan(workflow: Workflow) -> dict[str, JsonValue]:
     }
 
 
-def _child_job(
-    row: Mapping[str, JsonValue], name: str, command: str, workflow: Workflow, image: str | None
-) -> dict[str, JsonValue]:
-    platform = text_of(row, "platform") or "cpu"
+def _child_job(planned: CiJob, workflow: Workflow, image: str | None) -> dict[str, JsonValue]:
+    platform = planned.platform or CPU_PLATFORM
     labels = workflow.all_runners.get(platform, (platform,))
-    minutes = min(int(number_of(row, "timeout_minutes") or 60), _GITLAB_TIMEOUT)
+    minutes = min(planned.timeout_minutes, _GITLAB_TIMEOUT)
     directory = "megatron-jobs/$CI_JOB_ID"
     private = "megatron-private/$CI_JOB_ID"  # uploaded under the other name, without secrets
-    job = shlex.join([name, "--test-case", text_of(row, "test_case") or name])
+    job = shlex.join([planned.id, "--test-case", planned.test_case or planned.id])
     found: dict[str, JsonValue] = {"stage": "jobs", "timeout": f"{minutes} minutes"}
-    if platform != "cpu" or labels != (HOSTED,):
+    if platform != CPU_PLATFORM or labels != (HOSTED,):
         found["tags"] = list(labels)
     if image is not None:
         found["image"] = image
         found["variables"] = {"PYTEST_MEGATRON_IMAGE": image}
-    elif platform == "cpu":
+    elif platform == CPU_PLATFORM:
         found["image"] = f"python:{workflow.python}"
-    command += _arguments(workflow, text_of(row, "kind") or "")
+    command = planned.command + _arguments(workflow, planned.kind)
     line = f'{command} --run-dir "{private}/run" --junit-xml "{private}/junit.xml"'
     line += f' 2>&1 | tee "{private}/pytest.log"'
     found["script"] = [
@@ -312,7 +310,7 @@ def _child_job(
     ]
     found["artifacts"] = {
         "when": "always",
-        "name": f"logs-{name}-$CI_PIPELINE_ID-$CI_JOB_ID",
+        "name": f"logs-{planned.id}-$CI_PIPELINE_ID-$CI_JOB_ID",
         "paths": [directory],
         "exclude": [f"{directory}/run/**/checkpoints/**/*", f"{directory}/run/**/data_cache/**/*"],
         "reports": {"junit": f"{directory}/junit.xml"},

@@ -45,14 +45,13 @@ def init(*, kind: str, force: bool) -> None:
 @click.argument("plan", metavar="PLAN", type=PATH)
 def child(*, plan: Path) -> None:
     """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
-    from pytest_megatron.ci.summary.expected import load_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.expected import read_plan  # noqa: PLC0415 - each command its own
     from pytest_megatron.ci.workflow import (  # noqa: PLC0415
         child_pipeline,
         project_workflow,
     )
 
-    content, where = load_plan(plan)
-    click.echo(child_pipeline(content, project_workflow(Path()), where), nl=False)
+    click.echo(child_pipeline(read_plan(plan), project_workflow(Path()), str(plan)), nl=False)
 
 
 @command.command("job")
@@ -190,7 +189,7 @@ def _write_pages(found: CiSummary, directory: Path) -> str | None:
     names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
     runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
     try:
-        index = write_report(runs, directory / _PAGES)
+        index, _ = write_report(runs, directory / _PAGES)
     except MegatronError as error:
         click.echo(f"no pages of the runs: {error}", err=True)
         return None

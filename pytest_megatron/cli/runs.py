@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from pytest_megatron.base.text import counted, printable
-from pytest_megatron.cli.formats import PATH, root_option
-from pytest_megatron.errors import ReportError
+from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, root_option
+from pytest_megatron.errors import ReportError, RunError
 from pytest_megatron.runs.find import kept_runs, remove_old_runs
 
 
@@ -76,7 +79,10 @@ def report(
     metrics: tuple[str, ...],
     is_failed_only: bool,
 ) -> None:
-    """Write pages of runs: run directories, zip and tar artifacts, folders of them."""
+    """Write pages of runs: run directories, zip and tar artifacts, folders of them.
+
+    Exit code 2: a run could not be read; the pages have all others.
+    """
     from pytest_megatron.pages.pictures import write_pictures  # noqa: PLC0415 - slow to import
     from pytest_megatron.pages.write import write_report  # noqa: PLC0415
 
@@ -85,14 +91,22 @@ def report(
             raise ReportError(
                 "--png, --metric, --failed", "are for pictures; give their directory by --svg"
             )
-        click.echo(write_report(paths, output))
-        return
+        index, damaged = write_report(paths, output)
+        click.echo(index)
+        _end(damaged)
     if output is not None:
         raise ReportError("--output", "is for pages, --svg for pictures; give one of them")
-    written = write_pictures(
+    written, damaged = write_pictures(
         paths, pictures, metrics=metrics, is_png=is_png, is_failed_only=is_failed_only
     )
     for path in written:
         click.echo(path)
     if not written:
         raise ReportError(", ".join(map(str, paths)), "there is no such curve to draw")
+    _end(damaged)
+
+
+def _end(damaged: Sequence[RunError]) -> NoReturn:
+    for error in damaged:
+        echo_error(f"{error}; all other runs are shown")
+    sys.exit(EXIT_UNUSABLE if damaged else 0)

@@ -126,8 +126,8 @@ def read_spec(path: Path) -> JobSpec:
     except SchemaError as error:
         raise LaunchError(
             str(path),
-            f"is no spec of this version: {error.problems[0].message}; the job must have the same "
-            f"pytest-megatron as the controller",
+            f"is no spec of this version: {error.problems[0].in_output}; the job must have the "
+            f"same pytest-megatron as the controller",
         ) from error
 
 

@@ -28,25 +28,48 @@ from pytest_megatron.runs.record import (
     RecordedRun,
     RecordedTest,
     RecordedWorkload,
+    from_json,
     is_variable,
-    item_from_json,
     item_to_json,
     read_if_whole,
     to_json,
 )
 
-_ATTRIBUTES = {RecordedWorkload: "megatron_workload", RecordedTest: "megatron_test"}
+_ATTRIBUTES: dict[str, type[RecordedWorkload | RecordedTest]] = {
+    "megatron_workload": RecordedWorkload,
+    "megatron_test": RecordedTest,
+}
 
 
 def put_record(report: pytest.TestReport, record: RecordedItem) -> None:
-    """Put the record of an item on its last report, with which it crosses from a worker."""
-    report.__dict__[_ATTRIBUTES[type(record)]] = item_to_json(record)
+    """Put the record of an item on its last report; `RecordCarrier` dumps it for a worker."""
+    name = next(name for name, kind in _ATTRIBUTES.items() if isinstance(record, kind))
+    report.__dict__[name] = record
 
 
 def record_on(report: pytest.TestReport) -> RecordedItem | None:
-    """Return the record that a report carries, or None."""
-    found = next((v for n in _ATTRIBUTES.values() if (v := report.__dict__.get(n))), None)
-    return None if found is None else item_from_json(found)
+    """Return the record on a report, or None; one from a worker is read once."""
+    for name, kind in _ATTRIBUTES.items():
+        found = report.__dict__.get(name)
+        if found is not None:
+            record = found if isinstance(found, kind) else from_json(found, kind)
+            report.__dict__[name] = record
+            return record
+    return None
+
+
+class RecordCarrier:
+    """Base of the plugins that put records on reports: those cross to other processes as JSON."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_to_serializable(self) -> Generator[None, dict[str, object], object]:
+        """Dump the record of an item."""
+        data = yield
+        for name, kind in _ATTRIBUTES.items():
+            record = data.get(name)
+            if isinstance(record, kind):
+                data[name] = item_to_json(record)
+        return data
 
 
 def _session_env(session: RunSession) -> dict[str, str]:
@@ -116,7 +139,7 @@ _CHEAP_S = 0.1
 _SPARINGLY = 20  # a dear file is written in one twentieth of the time
 
 
-class RunFile:
+class RunFile(RecordCarrier):
     """`run.json`, of workloads and distributed tests alike.
 
     Attributes:
@@ -142,14 +165,14 @@ class RunFile:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
-        """Record the end of the run, after all other roles."""
+        """Record the end of the run, after all other plugins could change it."""
         yield
         self._ended, self._exit_code = utc_now(), int(session.exitstatus)
         if self._records or self._is_there or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
-        """Return true if a run without our items is to be recorded; never over an earlier run."""
+        """Return true to record a run without items of ours; never over an earlier run."""
         if self._exit_code == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
             return False
         options = self._session.options
@@ -162,22 +185,22 @@ class RunFile:
         redactor = self._session.redactor
         # Of a test that passed there is no text that it wrote; there may be many thousands.
         if not (isinstance(record, RecordedTest) and record.outcome == "passed"):
-            record = item_from_json(redactor.json(item_to_json(record)))
+            record = from_json(redactor.json(item_to_json(record)), type(record))
         self._records[redactor.text(node_id)] = record
 
     def update(self) -> None:
-        """Write the file, unless that was done a moment ago and takes long."""
+        """Write the known results, unless that was done a moment ago and takes its time."""
         if time.monotonic() >= self._next_at:
             self.write()
 
     def write(self) -> None:
-        """Write the file, so that a run that is killed leaves its results."""
+        """Write the known results, which a run that is killed later leaves behind."""
         before = time.monotonic()
         try:
             self._write()
             self._is_there = True
             self.problem = None
-        except OSError as error:  # the disk is full; the terminal still says what it was
+        except OSError as error:  # the disk is full; the terminal still shows the results
             self.problem = self._session.cannot_write(error)
         cost_s = time.monotonic() - before  # grows with the number of items: thousands, in a queue
         self._next_at = before + (0.0 if cost_s < _CHEAP_S else cost_s * _SPARINGLY)

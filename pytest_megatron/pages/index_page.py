@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pytest_megatron.base.text import shorten
+from pytest_megatron.errors import RunError
 from pytest_megatron.golden.model import Series
 from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import (
@@ -166,6 +167,23 @@ def index_row(item: PageItem, page: str | None, run: str | None = None) -> Index
         page=page,
         run=run,
     )
+
+
+def damaged_run(error: RunError) -> IndexRun:
+    """Return a run that cannot be read, which is one broken row."""
+    row = IndexRow(
+        node_id=error.where,
+        verdict="broken",
+        headline=error.problem,
+        duration_s=None,
+        num_attempts=0,
+        largest=None,
+        spark="",
+        page=None,
+        run=error.where,
+    )
+    facts = RunFacts(name=error.where, started="", arguments=(), facts=())
+    return IndexRun(facts=facts, rows=(row,), num_tests={}, tests=(), files=None)
 
 
 def index_page(runs: Sequence[IndexRun]) -> str:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.errors import ReportError
+from pytest_megatron.errors import ReportError, RunError
 from pytest_megatron.pages.chart import chart_svg
 from pytest_megatron.pages.model import Chart, PageItem
-from pytest_megatron.pages.read import RunReader, is_worth_showing
+from pytest_megatron.pages.read import open_runs
 from pytest_megatron.pages.write import cannot_write
-from pytest_megatron.runs.find import find_runs
 
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
 _ZOOM = 2  # of a PNG, for screens with small pixels
@@ -39,8 +38,10 @@ def write_pictures(
     metrics: Sequence[str] = (),
     is_png: bool = False,
     is_failed_only: bool = False,
-) -> list[Path]:
-    """Write a picture of each metric of each workload; return the files.
+) -> tuple[list[Path], list[RunError]]:
+    """Write a picture of each metric of each workload.
+
+    Returns the pictures, and an error for each run that cannot be read.
 
     Args:
         paths: Run directories, artifacts, folders of either.
@@ -51,21 +52,22 @@ def write_pictures(
 
     Raises:
         ReportError: Nothing can be written, or the library for PNG is missing.
-        RunError: There is no run, or it cannot be read.
+        RunError: There is no run, or none can be read.
     """
     to_png = _load_png() if is_png else None
     written: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for run in find_runs(paths, Path(workspace), is_worth_showing):
-                for item in RunReader(run.directory, run.name).items():
+            readers, damaged = open_runs(paths, Path(workspace))
+            for _, reader in readers:
+                for item in reader.items():
                     for chart in _chosen(item, metrics, is_failed_only=is_failed_only):
                         name = f"{item.directory}-{_UNSAFE.sub('-', chart.metric).strip('-')}"
                         written += _write(directory / name, chart, item.node_id, to_png)
         except OSError as error:
             raise cannot_write(error) from error
-    return written
+    return written, damaged
 
 
 def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> Iterator[Chart]:

@@ -29,7 +29,8 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
-from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs, item_dirs
+from pytest_megatron.runs.find import FoundRun, find_runs
+from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedBand,
@@ -49,6 +50,31 @@ _GANG_DIRECTORY = re.compile(r"(ranks(?:-[\w.-]+)?/attempt_\d+)/?$")
 _SEE = re.compile(r"; see \S+$")
 _GOOD = ("passed", "skipped")
 _File = TypeVar("_File")
+
+
+def open_runs(
+    paths: Sequence[Path], workspace: Path
+) -> tuple[list[tuple[FoundRun, RunReader]], list[RunError]]:
+    """Return a reader of each run in some paths, and an error for each that cannot be read.
+
+    Args:
+        paths: Run directories, artifacts, folders of either.
+        workspace: A directory for what artifacts hold.
+
+    Raises:
+        RunError: There is no run, or none can be read.
+    """
+    readers: list[tuple[FoundRun, RunReader]] = []
+    damaged: list[RunError] = []
+    for run in find_runs(paths, workspace, is_worth_showing, refused=damaged):
+        try:
+            readers.append((run, RunReader(run.directory, run.name)))
+        except RunError as error:
+            where = run.name if run.is_unpacked else run.directory
+            damaged.append(RunError(f"{where}/{RUN_FILE}", error.problem))
+    if not readers:
+        raise damaged[0]
+    return readers, damaged
 
 
 class RunReader:

@@ -9,11 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.errors import ReportError
-from pytest_megatron.pages.index_page import IndexRow, IndexRun, index_page, index_row
+from pytest_megatron.errors import ReportError, RunError
+from pytest_megatron.pages.index_page import (
+    IndexRow,
+    IndexRun,
+    damaged_run,
+    index_page,
+    index_row,
+)
 from pytest_megatron.pages.item_page import item_page
-from pytest_megatron.pages.read import RunReader, is_worth_showing
-from pytest_megatron.runs.find import find_runs
+from pytest_megatron.pages.read import RunReader, open_runs
 
 INDEX, CURVES = "index.html", "curves.html"
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
@@ -34,8 +39,10 @@ def write_in_place(reader: RunReader) -> Path:
     return index
 
 
-def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the pages of runs; return the index.
+def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, list[RunError]]:
+    """Write the pages of runs; return the index, and an error for each run that it lacks.
+
+    The index has a broken row for each of these.
 
     Args:
         paths: Run directories, artifacts, folders of either.
@@ -45,13 +52,12 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
 
     Raises:
         ReportError: Nothing can be written.
-        RunError: There is no run, or it cannot be read.
+        RunError: There is no run, or none can be read.
     """
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
-        found = find_runs(paths, Path(workspace), is_worth_showing)
-        readers = [(run, RunReader(run.directory, run.name)) for run in found]
-        if output is None and len(found) == 1 and not found[0].is_unpacked:
-            return write_in_place(readers[0][1])
+        readers, damaged = open_runs(paths, Path(workspace))
+        if output is None and not damaged and len(readers) == 1 and not readers[0][0].is_unpacked:
+            return write_in_place(readers[0][1]), []
         output = output or Path("report")
         is_file = output.suffix in (".html", ".htm")
         index, pages = (output, output.with_suffix("")) if is_file else (output / INDEX, output)
@@ -68,10 +74,10 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
                 rows = _write_items(reader, target, files=from_page, page=page, index=back)
                 runs.append(_index_run(reader, rows, files=from_index))
             index.parent.mkdir(parents=True, exist_ok=True)
-            _write_index(runs, index)
+            _write_index([*runs, *map(damaged_run, damaged)], index)
         except OSError as error:
             raise cannot_write(error) from error
-    return index
+    return index, damaged
 
 
 def _write_items(

@@ -1,6 +1,6 @@
 """Unpacks the logs of an artifact, zip or tar, into a directory of our own: nothing else, safely.
 
-An artifact is anybody's. A name that leads out of the directory, a link, a device, more files or
+An artifact is untrusted. A name that leads out of the directory, a link, a device, more files or
 bytes than any run leaves are refused, with one error and before anything is judged.
 """
 
@@ -36,7 +36,7 @@ class _Readable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """One file of an archive, from its table."""
+    """One file of an archive, as listed in its table."""
 
     name: str
     num_bytes: int
@@ -47,7 +47,7 @@ class _Member:
 
 
 def is_archive(path: Path) -> bool:
-    """Return True if `unpack` reads a file, by its name."""
+    """Return true if `unpack` reads a file of that name."""
     return path.name.lower().endswith(_SUFFIXES)
 
 
@@ -60,7 +60,7 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
         is_wanted: Which members to unpack, by their names.
 
     Raises:
-        TriageError: It cannot be read, or holds a file that no run leaves. Nothing outside of
+        TriageError: It cannot be read, or holds files that no run leaves. Nothing outside of
             `target` was touched.
     """
     try:
@@ -172,7 +172,7 @@ def _refuse(path: Path, members: list[_Member]) -> None:
 
 
 def _refuse_bomb(path: Path, wanted: Sequence[_Member], target: Path) -> None:
-    """Require that the members are of a likely size and fit on the disk.
+    """Check that the unpacked files are of a likely size and fit on the disk.
 
     Raises:
         TriageError: It is not, or does not.
@@ -204,7 +204,7 @@ def _copy(stream: _Readable, place: Path, path: Path, most: int) -> int:
     """Write a member; return its size.
 
     Raises:
-        TriageError: It is longer than the archive states.
+        TriageError: It is longer than listed in the archive.
     """
     num_bytes = 0
     with place.open("xb") as file:

@@ -1,4 +1,4 @@
-"""The environment of a run: commit, versions, hardware.
+"""Environment of a run: commit, versions, hardware.
 
 For `plan.json`, `run.json` and goldens. Asks git and the installed packages' metadata; imports none
 of the packages.
@@ -67,7 +67,7 @@ class SessionFacts:
     versions: dict[str, str]
 
     def versions_on(self, platform_name: str) -> dict[str, str]:
-        """Return the facts that decide the rounding on that platform, and the other versions."""
+        """Return the facts that decide how a workload of that platform rounds, and the others."""
         if platform_name != CPU_PLATFORM or not self.host.instructions:
             return dict(self.versions)
         return self.versions | {"cpu": self.host.instructions}
@@ -149,7 +149,7 @@ _SCOPE = ("--", ".", ":(exclude)golden_values")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """The differences from the commit.
+    """Changes of a tree beside its commit.
 
     Attributes:
         text: Of the patch; empty where it was left out.
@@ -161,7 +161,7 @@ class Patch:
 
 
 def make_patch(root: Path) -> Patch:
-    """Return the differences from the commit in `root` and below, new files among it.
+    """Return the changes in `root` and below since the commit, new files among them.
 
     Of more than `MOST_BYTES`, or more than `MOST_NEW_FILES` new files, nothing is returned but the
     reason.

@@ -9,16 +9,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated
 
-from pydantic import Strict
-
-from pytest_megatron.base.files import read_json
-from pytest_megatron.base.schema import SchemaError, validate
 from pytest_megatron.errors import RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR
-from pytest_megatron.runs.record import RecordedRun, read_if_whole
+from pytest_megatron.runs.record import RecordedRun, Text, read_if_whole, read_record
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]+").fullmatch  # in the order in which runs began
 SUMMARY_FILE = "summary.json"
@@ -42,23 +37,33 @@ class KeptRun:
 def runs_below(
     root: Path, *, depth: int = _DEEPEST, skipped: Collection[str] = _SKIPPED
 ) -> Iterator[Path]:
-    """Yield the run directories at or below `root`, in order of their paths.
-
-    Follows no link, looks for no run within a run, and passes over what it may not read.
+    """Return the run directories at or below `root`, in order of their paths.
 
     Args:
         root: A directory.
-        depth: How many directories below `root` are looked into.
+        depth: The number of levels below `root` to search.
         skipped: Names of directories that hold none.
+    """
+    found = directories_below(root, depth=depth, skipped=skipped)
+    return (directory for directory in found if (directory / RUN_FILE).is_file())
+
+
+def directories_below(root: Path, *, depth: int, skipped: Collection[str]) -> Iterator[Path]:
+    """Yield a directory and those below it, in order of their paths.
+
+    Follows no link, enters no run, and passes over what it may not read.
+
+    Args:
+        root: A directory.
+        depth: The number of levels below `root` to search.
+        skipped: Names of directories to pass over.
     """
     for directory, names, _ in os.walk(root):
         here = Path(directory)
-        if (here / RUN_FILE).is_file():
-            names.clear()
-            yield here
-            continue
-        is_deepest = len(here.relative_to(root).parts) >= depth
-        names[:] = [] if is_deepest else sorted(name for name in names if name not in skipped)
+        is_run = (here / RUN_FILE).is_file()
+        is_end = is_run or len(here.relative_to(root).parts) >= depth
+        names[:] = [] if is_end else sorted(name for name in names if name not in skipped)
+        yield here
 
 
 def kept_runs(root: Path) -> tuple[KeptRun, ...]:
@@ -121,10 +126,12 @@ class _RunFinder:
     Attributes:
         is_wanted: Which members of an artifact are unpacked beside `run.json`.
         looks_up: Whether a path may lie in a run.
+        refused: Collects the errors of artifacts that cannot be unpacked; None raises the first.
     """
 
     is_wanted: Callable[[PurePath], bool]
     looks_up: bool
+    refused: list[RunError] | None
 
     def find(self, path: Path, scratch: Path) -> Iterator[FoundRun]:
         if path.is_file() and is_archive(path):
@@ -147,7 +154,11 @@ class _RunFinder:
         try:
             unpack(archive, target, lambda name: name.name == RUN_FILE or self.is_wanted(name))
         except TriageError as error:
-            raise RunError(error.where, error.problem) from None
+            refused = RunError(error.where, error.problem)
+            if self.refused is None:
+                raise refused from None
+            self.refused.append(refused)
+            return
         name = archive.name.split(".")[0]
         for directory in runs_below(target):
             below = directory.relative_to(target).as_posix()
@@ -161,28 +172,31 @@ def find_runs(
     is_wanted: Callable[[PurePath], bool],
     *,
     looks_up: bool = False,
+    refused: list[RunError] | None = None,
 ) -> list[FoundRun]:
-    """Return the runs in the paths given, in that order.
+    """Return the runs in some paths, in that order.
 
     Args:
-        paths: Each a run directory; an artifact; a directory with several of either; a
-            page of `pytest-megatron ci summary`.
-        scratch: A directory for the members of artifacts; made where one has to be unpacked.
+        paths: Each a run directory; an artifact; a directory with several of either; the
+            output of `pytest-megatron ci summary`.
+        scratch: A directory for the files of artifacts; made where one has to be unpacked.
         is_wanted: Which members of an artifact are unpacked beside `run.json`.
         looks_up: Whether a path may also be of anything in a run.
+        refused: Gets the error of each artifact that is refused, instead of raising it.
 
     Raises:
         RunError: A path is not there or holds no run, or an artifact is refused.
     """
-    finder = _RunFinder(is_wanted, looks_up)
+    finder = _RunFinder(is_wanted, looks_up, refused)
     found: list[FoundRun] = []
     for number, path in enumerate(paths):
         if not path.exists():
             raise RunError(
                 str(path), "is not there, expected a run directory or an artifact of one"
             )
+        num_refused = len(refused or ())
         mine = list(finder.find(path, scratch / str(number)))
-        if not mine:
+        if not mine and len(refused or ()) == num_refused:
             is_read = path.is_dir() or is_archive(path)
             what = f"holds no {RUN_FILE}" if is_read else "is no directory and no archive"
             raise RunError(str(path), f"{what}, expected a run directory, or a zip or tar of one")
@@ -198,14 +212,14 @@ def _here(directory: Path) -> FoundRun:
 class _SummaryJob:
     """A job in a summary."""
 
-    artifact: Annotated[str, Strict()] | None = None
+    artifact: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SummaryFile:
     """The keys of a summary that name places of runs."""
 
-    jobs: list[_SummaryJob]
+    jobs: tuple[_SummaryJob, ...]
 
 
 def _summary_at(path: Path) -> Path | None:
@@ -215,15 +229,12 @@ def _summary_at(path: Path) -> Path | None:
 
 
 def _named_by(summary: Path) -> list[Path]:
-    """Return the artifacts of the output of `pytest-megatron ci summary`.
+    """Return the artifacts that a `summary.json` names.
 
     Raises:
         RunError: It is none, or none of its artifacts is here.
     """
-    try:
-        jobs = validate(_SummaryFile, read_json(summary)).jobs
-    except (OSError, ValueError, SchemaError) as error:
-        raise RunError(str(summary), f"is no summary of jobs: {error}") from None
+    jobs = read_record(summary, _SummaryFile).jobs
     names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]
     bases = (Path(), summary.parent, summary.parent.parent)
     found = [next((b / name for b in bases if (b / name).exists()), None) for name in names]

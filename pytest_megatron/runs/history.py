@@ -27,7 +27,7 @@ FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
-_NUM_RECENT = 5  # executions that say how long the next one takes
+_NUM_RECENT = 5  # executions from which the next duration is estimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class HistoryEntry(RecordedFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The content of a file.
+    """Content of a file.
 
     Attributes:
         problems: A line for each line of the file that could not be read.
@@ -77,7 +77,7 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryRecord:
-    """Outcomes of one item over several runs.
+    """Outcomes of an item in the chosen runs.
 
     Attributes:
         num_runs: In which it ran and was noted.
@@ -104,7 +104,7 @@ class HistoryRecord:
 
     @property
     def is_contradictory(self) -> bool:
-        """True if it passed and failed at one commit."""
+        """True if it passed and failed at the same commit."""
         return self.num_contradictory > 0
 
 
@@ -163,7 +163,7 @@ def known_items(path: Path) -> frozenset[str]:
 
 
 def typical_durations(path: Path) -> dict[str, float]:
-    """Return how many seconds one attempt of each item took recently, as far as a file has it.
+    """Return the recent duration of one attempt of each item in seconds, by a history file.
 
     The median of the last executions that came to their end; an item without one is not there, and
     nothing is where the file cannot be read.

@@ -1,4 +1,4 @@
-"""Paths of everything in a run: names only, nothing is created here. Pure.
+"""Places of the files of a run: names only, nothing is created here. Pure.
 
     <run-dir>/run.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
@@ -42,7 +42,7 @@ class PhaseDirs:
 
     @property
     def launcher_log(self) -> Path:
-        """The output of the launcher itself, with the lines of chosen ranks."""
+        """Output of the launcher, the lines of chosen ranks among it."""
         return self.root / "launcher.log"
 
     def first_rank_below(self, path: Path, ranks_per_node: int) -> int:
@@ -57,7 +57,7 @@ class PhaseDirs:
 
     @property
     def flight(self) -> Path:
-        """The dump of each rank's flight recorder when a collective did not finish."""
+        """Dumps of the flight recorder of each rank after a collective did not finish."""
         return self.root / "flight"
 
     def flight_dumps(self) -> list[Path]:
@@ -66,12 +66,12 @@ class PhaseDirs:
 
     @property
     def metrics_lines(self) -> Path:
-        """The JSON-lines file that a training may write its metrics to instead."""
+        """Metrics as JSON lines, which a training may write instead."""
         return self.root / "metrics.jsonl"
 
     @property
     def generated(self) -> Path:
-        """The file that an inference program writes its requests to, `${INFERENCE_OUTPUT_PATH}`."""
+        """Requests of an inference program, `${INFERENCE_OUTPUT_PATH}`."""
         return self.root / "generated.json"
 
     @property
@@ -96,22 +96,22 @@ class AttemptDirs:
 
     @property
     def plan(self) -> Path:
-        """The command that was started, argument by argument."""
+        """Plan of the attempt: every command, word for word."""
         return self.root / PLAN_FILE
 
     @property
     def health(self) -> Path:
-        """The health of the GPUs before and after."""
+        """State of the GPUs before and after."""
         return self.root / HEALTH_FILE
 
     @property
     def checkpoints(self) -> Path:
-        """The directory that the training saves to; later phases of the attempt load from it."""
+        """Checkpoints that the training saves; later phases of the attempt load them."""
         return self.root / "checkpoints"
 
     @property
     def data_cache(self) -> Path:
-        """The cache of a dataset, where the recipe names no other place."""
+        """Cache of datasets, unless the recipe names another place."""
         return self.root / "data_cache"
 
     @property
@@ -146,7 +146,7 @@ class AttemptDirs:
 
     @property
     def prelude(self) -> Path:
-        """The file that every bash of a recipe's script reads first."""
+        """Start-up file of every bash of a recipe's script."""
         return self.root / "prelude.sh"
 
     @property
@@ -182,7 +182,7 @@ class ItemDirs:
 
     @property
     def triage(self) -> Path:
-        """Causes of failed attempts; absent if none failed."""
+        """Diagnoses of the attempts that failed; not there if none did."""
         return self.root / TRIAGE_FILE
 
     @property
@@ -194,7 +194,7 @@ class ItemDirs:
 def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:
     """Return the directory of an item: readable, good for every file system, its own.
 
-    A digest of the node id keeps names apart that are equal once brackets and slashes are gone.
+    A digest of the node id keeps names apart that are alike without brackets and slashes.
     """
     plain = node_id.removeprefix("recipes/").replace(".yaml::", "-")
     readable = re.sub(r"[^A-Za-z0-9._+=]+", "-", plain).strip("-")[:_NAME_LENGTH]

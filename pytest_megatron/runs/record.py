@@ -4,24 +4,24 @@ Writers build these classes and dump them by `to_json`; readers get them from `r
 `read_record`. `docs/reference/run.schema.json` is made from here. Keys that a later release adds
 are ignored; a file of a later format is refused.
 
-An artifact is anybody's: its texts are data. Nothing here follows a path that they name.
+An artifact is untrusted: its texts are data. Nothing here follows a path that they name.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, TypeAdapter, with_config
+from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, with_config
 from pydantic import JsonValue as AnyJson
 from pydantic import ValidationError as Invalid
 
+from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue, encodable, read_json
-from pytest_megatron.base.schema import explain
+from pytest_megatron.base.schema import adapter, explain
 from pytest_megatron.errors import RunError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import RUN_FILE
@@ -29,7 +29,6 @@ from pytest_megatron.runs.layout import RUN_FILE
 FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
 _Record = TypeVar("_Record")
-_ADAPTERS: dict[object, object] = {}
 
 Text: TypeAlias = Annotated[str, Strict()]
 Texts: TypeAlias = tuple[Text, ...]
@@ -137,7 +136,7 @@ class _RecordedItem:
 
     @property
     def is_held(self) -> bool:
-        """True if quarantine keeps its failure from counting."""
+        """True if its failure does not count, by quarantine."""
         return self.quarantine is not None and self.quarantine.holds
 
 
@@ -196,15 +195,16 @@ class RecordedTest(_RecordedItem):
 
 def _kind(value: RecordedWorkload | RecordedTest | Mapping[str, JsonValue]) -> str:
     if isinstance(value, Mapping):
-        return "test" if "world_size" in value else "workload"
-    return "test" if isinstance(value, RecordedTest) else "workload"
+        return "RecordedTest" if "world_size" in value else "RecordedWorkload"
+    return type(value).__name__
 
 
 RecordedItem: TypeAlias = Annotated[
-    Annotated[RecordedWorkload, Tag("workload")] | Annotated[RecordedTest, Tag("test")],
+    Annotated[RecordedWorkload, Tag("RecordedWorkload")]
+    | Annotated[RecordedTest, Tag("RecordedTest")],
     Discriminator(_kind),
 ]
-# Keys that an item has only where there is something to say, as `run-directory.md` has it.
+# Keys that an item has only with a value, as `run-directory.md` has it.
 _ABSENT = frozenset(("compared", "directory", "duration_s", "golden", "platform", "quarantine"))
 
 
@@ -232,7 +232,7 @@ class RecordedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedFacts(RecordedFile):
-    """The environment that something ran in."""
+    """Environment of a run or an attempt."""
 
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,64}$")] | None = None
     is_dirty: Flag = False
@@ -453,9 +453,7 @@ def read_record(path: Path, model: type[_Record]) -> _Record:
         return from_json(value, model)
     except Invalid as error:
         first = explain(model, error.errors(include_url=False))[0]
-        raise RunError(
-            str(path), f"{first.message.removesuffix('; add it')}; is it of a run?"
-        ) from None
+        raise RunError(str(path), f"{first.in_output}; give the file as the run wrote it") from None
 
 
 def read_if_whole(path: Path, model: type[_Record]) -> _Record | None:
@@ -481,7 +479,7 @@ def from_json(value: JsonValue, model: type[_Record]) -> _Record:
     Raises:
         pydantic.ValidationError: It is none.
     """
-    return _adapter(model).validate_python(value)
+    return adapter(model).validate_python(value)
 
 
 def headed(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
@@ -496,13 +494,8 @@ def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:
     return found
 
 
-def item_from_json(value: JsonValue) -> RecordedWorkload | RecordedTest:
-    """Return the item that `item_to_json` made, or the redacted form of it."""
-    return _items().validate_python(value)
-
-
 def _present(item: JsonValue) -> JsonValue:
-    """Return an item without the keys that carry no information."""
+    """Return an item without keys that have no value."""
     assert isinstance(item, dict)
     kept = {key: v for key, v in item.items() if v is not None or key not in _ABSENT}
     golden = kept.get("golden")
@@ -512,20 +505,8 @@ def _present(item: JsonValue) -> JsonValue:
 
 
 def _dumped(record: object) -> dict[str, JsonValue]:
-    found: dict[str, JsonValue] = _adapter(type(record)).dump_python(record, mode="json")
+    found: dict[str, JsonValue] = adapter(type(record)).dump_python(record, mode="json")
     return found
-
-
-def _adapter(model: type[_Record]) -> TypeAdapter[_Record]:
-    """Return the adapter of a class; made at its first use, which takes milliseconds."""
-    if model not in _ADAPTERS:
-        _ADAPTERS[model] = TypeAdapter(model)
-    return cast("TypeAdapter[_Record]", _ADAPTERS[model])
-
-
-@functools.cache
-def _items() -> TypeAdapter[RecordedWorkload | RecordedTest]:
-    return TypeAdapter(RecordedItem)
 
 
 def is_variable(name: str) -> bool:
@@ -535,9 +516,4 @@ def is_variable(name: str) -> bool:
 
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of `run.json`."""
-    schema: dict[str, JsonValue] = _adapter(RecordedRun).json_schema()
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **schema,
-        "title": "run.json of a pytest-megatron run",
-    }
+    return schema.json_schema(RecordedRun, "run.json of a pytest-megatron run")

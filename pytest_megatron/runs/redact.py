@@ -36,14 +36,14 @@ _SECRET_NAME = re.compile(
     r"|(?:TOKEN|SECRET|PASSWORD|APIKEY|ACCESSKEY|CONNECTIONSTRING)$",
     re.IGNORECASE,
 )
-# What a variable with a secret name may hold without a secret.
+# Values without a secret of variables with a secret name.
 _PLAIN = frozenset(
     {"anonymous", "default", "disabled", "enabled", "offline", "online", "optional", "password"}
     | {"public", "required", "secret", "unknown"}
 )
 _SHORTEST_VALUE = 6  # a shorter secret would turn every "1" and "true" of a plan into stars
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):([^\s/@'\"]+)@")
-# What issuers give a form of its own, whoever printed it.
+# Secrets to which issuers give a form of their own.
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
     r"|nvapi-[\w-]{30,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
@@ -79,7 +79,7 @@ class Redactor:
         """Take the secrets from variables and from the words of a command line.
 
         Args:
-            env: Variables; those with such names hold secrets, and any may hold a URL.
+            env: Variables; those with a secret name hold secrets, and any may hold a URL.
             words: `--wandb-key VALUE` and `--wandb-key=VALUE` hold one.
             names: As in `Redactor`.
         """
@@ -140,7 +140,7 @@ class Redactor:
 
 
 def is_secret_name(name: str, own: Sequence[str] = ()) -> bool:
-    """Return True if a name marks its value as a secret (`HF_TOKEN`, `--wandb-api-key`).
+    """Return true for the name of a secret (`HF_TOKEN`, `--wandb-api-key`).
 
     Args:
         name: Of a variable or an option.
@@ -165,7 +165,7 @@ def _options(words: Sequence[str], own: Sequence[str]) -> Iterator[tuple[int, st
                 yield index + 1, following
 
 
-# What the training itself saved, in its own format, and never printed; nobody uploads it.
+# Files that the training saves in its own format; they are neither printed nor uploaded.
 LEFT_ALONE = frozenset(
     ("checkpoints", "data_cache", "no_checkpoint", "frozen_checkpoint", "coverage")
 )
@@ -182,7 +182,7 @@ def redact_tree(root: Path, redactor: Redactor) -> tuple[str, ...]:
     Follows no link, and leaves checkpoints and data caches alone.
 
     Returns:
-        Files that could not be cleaned, and why.
+        The files that could not be cleaned, with the reasons.
     """
     problems: list[str] = []
     search = _Search(redactor)
@@ -229,7 +229,7 @@ def _redact(path: Path, redactor: Redactor) -> None:
 
 
 class _Search:
-    """Search of bytes for a secret, or for its mark: a gigabyte in a second or two."""
+    """Search of bytes for secrets and their marks: a gigabyte in a second or two."""
 
     def __init__(self, redactor: Redactor) -> None:
         words = [word.encode() for word in (*redactor.values, *MARKS) if word != "://"]
@@ -237,7 +237,7 @@ class _Search:
         self._words = ahocorasick_rs.BytesAhoCorasick(words)
 
     def finds(self, path: Path) -> bool:
-        """Return True if a file has any of it."""
+        """Return true if a file has any of them."""
         before = b""
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
@@ -249,7 +249,7 @@ class _Search:
 
 
 def _changes(path: Path, redactor: Redactor) -> bool:
-    """Return True if any line holds a secret; text of a secret's form is in many files."""
+    """Return true if any line holds a secret; marks of secrets are in many files."""
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
         return any(redactor.text(line) != line for line in file)
 

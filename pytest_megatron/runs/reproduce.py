@@ -1,4 +1,4 @@
-"""Reproduction of a failure, and the fingerprint that equal failures share. Pure."""
+"""Command that reproduces a failure, and the fingerprint of equal failures. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"^\[rank \d+\] ")
 _RANKS = re.compile(r"\branks? #(?:-#)?(?:, #(?:-#)?)*")  # who was late differs from run to run
 _ROW = re.compile(r"#(?:, #)+")  # and so does how much a list holds
-_HELD = re.compile(r"\{.*")  # or what a mapping does: an environment, say, which is never the same
+_HELD = re.compile(r"\{.*")  # or a mapping, such as an environment, which is never the same
 _MOST = 160
 
 
@@ -26,10 +26,10 @@ def reproduce_line(where: str, node_id: str) -> str:
 
 
 def headline_fingerprint(headline: str, end: str = "") -> str:
-    """Return the fingerprint of a failure, the same for failures of one test with one cause.
+    """Return the text that two failures of a test share if they have the same cause.
 
     Args:
-        headline: The failure as it was printed; its first line counts.
+        headline: The printed failure; its first line counts.
         end: How the execution ended: `died`, `hung`, ...
     """
     first = _RANK.sub("", headline.strip().partition("\n")[0])

@@ -12,54 +12,19 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.ci.summary.model import JobItem, JobRun, text_of
+from pytest_megatron.ci.jobs import CiJob, PlanFile
+from pytest_megatron.ci.summary.model import JobItem, JobRun
 
 SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
 FAILURE = "failure"
 SKIPPED = "skipped"
-_Policy: TypeAlias = Mapping[str, JsonValue]
+_Policy: TypeAlias = Mapping[str, object]
+_GROUPS = {"unit": "unit", "integration": "workload"}  # job of the workflow -> kind of its jobs
 _NO_POLICY = (
     "the plan has no policies, so that those of the jobs were not compared with it; make the plan "
     "with the version of pytest-megatron that runs the jobs"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedJob:
-    """One job of the plan.
-
-    Attributes:
-        node_id: Of the workload that it must have run; None for unit tests.
-        n_repeat: How often the workload is trained.
-        is_compared: Whether it is compared with its golden; None where that is not known.
-        policy: Under which it is compared; None where the plan does not have it.
-    """
-
-    node_id: str | None = None
-    n_repeat: int = 1
-    is_lightweight: bool = False
-    is_compared: bool | None = None
-    policy: Mapping[str, JsonValue] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """Jobs and workloads that the plan requires.
-
-    Attributes:
-        jobs: By id.
-        groups: Job of the workflow -> the jobs of the plan that it runs; as `unit: ()`.
-        commit: The commit that was planned for; None where the plan has none.
-        run_id: Of the run of GitHub Actions that planned, None elsewhere.
-        headline: Scope, event and the like, in a line.
-    """
-
-    jobs: Mapping[str, ExpectedJob]
-    groups: Mapping[str, tuple[str, ...]]
-    commit: str | None = None
-    run_id: str | None = None
-    headline: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +130,7 @@ class CiSummary:
 
 def merge(
     runs: Sequence[JobRun],
-    expected: Expected | None = None,
+    expected: PlanFile | None = None,
     results: Mapping[str, str] | None = None,
 ) -> CiSummary:
     """Make one verdict.
@@ -179,18 +144,18 @@ def merge(
     by_name: dict[str, list[JobRun]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
+    planned = {} if expected is None else {job.id: job for job in expected.jobs}
     jobs: list[JobRun] = []
     notes: list[str] = []
     for name, tries in by_name.items():
         job, earlier = _last(tries)
         notes += earlier
         if expected is not None:
-            job = _checked(job, expected.jobs.get(name), expected.run_id)
+            job = _checked(job, planned.get(name), expected.run_id)
         jobs.append(job)
     if expected is not None:
-        jobs += [_missing(name) for name in expected.jobs if name not in by_name]
-        workloads = [job for job in expected.jobs.values() if job.node_id is not None]
-        if any(job.policy is None for job in workloads):
+        jobs += [_missing(name) for name in planned if name not in by_name]
+        if any(job.policy is None for job in expected.jobs if job.node_id is not None):
             notes.append(_NO_POLICY)
     problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
     problems += _policies(jobs)
@@ -224,8 +189,8 @@ def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
     return last, earlier
 
 
-def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> JobRun:
-    """Return a job with every difference between the plan and the run."""
+def _checked(job: JobRun, planned: CiJob | None, run_id: str | None) -> JobRun:
+    """Return a job with every difference between what was planned and what ran."""
     if planned is None:
         return replace(job, problems=(*job.problems, "is not in the plan"))
     problems = list(job.problems)
@@ -242,17 +207,17 @@ def _checked(job: JobRun, planned: ExpectedJob | None, run_id: str | None) -> Jo
     return replace(job, problems=tuple(problems))
 
 
-def _differences(item: JobItem, planned: ExpectedJob) -> Iterator[str]:
+def _differences(item: JobItem, planned: CiJob) -> Iterator[str]:
     """Yield how a workload that did not fail ran otherwise than planned."""
     if item.verdict == "skipped":
         yield f"skipped {item.node_id}, which the plan has"
         return
-    if item.is_lightweight and not planned.is_lightweight:
+    if item.is_lightweight and not planned.lightweight:
         yield f"ran {item.node_id} lightweight, the plan has all of it"
         return
     if item.num_repeats < planned.n_repeat and not item.is_held:
         yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
-    if planned.is_compared and item.is_compared is False:
+    if planned.compared and item.is_compared is False:
         yield f"did not compare {item.node_id} with its golden, which the plan has"
     elif item.is_compared and (difference := _difference(item.policy, planned.policy)) is not None:
         yield f"compared {item.node_id} under {difference}"
@@ -281,10 +246,9 @@ def _difference(ran: _Policy | None, planned: _Policy | None) -> str | None:
 
 
 def _policy_name(policy: _Policy) -> str:
-    """Return the name of a policy, with the digest of its file."""
-    digest = text_of(policy, "sha256")
-    name = text_of(policy, "name") or "unknown"
-    return name if digest is None else f"{name} (SHA-256 {digest[:12]})"
+    """Return the name of a policy, with what identifies the content of its file."""
+    name, digest = policy.get("name") or "unknown", policy.get("sha256")
+    return f"{name} (SHA-256 {str(digest)[:12]})" if digest else str(name)
 
 
 def _policies(jobs: Sequence[JobRun]) -> list[str]:
@@ -301,7 +265,7 @@ def _missing(name: str) -> JobRun:
     return JobRun(name=name, artifact=None, problems=(problem,))
 
 
-def _commits(jobs: Sequence[JobRun], expected: Expected | None) -> list[str]:
+def _commits(jobs: Sequence[JobRun], expected: PlanFile | None) -> list[str]:
     """Report that not all jobs tested the same commit."""
     found = _jobs_by((job.name, job.commits) for job in jobs)
     planned = None if expected is None else expected.commit
@@ -326,15 +290,17 @@ def _listed(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def _results(
-    results: Mapping[str, str], expected: Expected | None, jobs: Sequence[JobRun]
+    results: Mapping[str, str], expected: PlanFile | None, jobs: Sequence[JobRun]
 ) -> list[str]:
     """Report results of the CI system that no artifact has."""
     bad = {job.name for job in jobs if job.verdict in ("failed", "broken")}
     problems = []
     for name, result in sorted(results.items()):
-        planned = None if expected is None else expected.groups.get(name)
-        is_told = result == FAILURE and bool(bad & set(planned or ()))
-        if result == SUCCESS or is_told or (result == SKIPPED and planned == ()):
+        kind = _GROUPS.get(name, name)
+        planned = set() if expected is None else {j.id for j in expected.jobs if j.kind == kind}
+        is_empty = expected is not None and name in _GROUPS and not planned
+        is_shown = result == FAILURE and bool(bad & planned)
+        if result == SUCCESS or is_shown or (result == SKIPPED and is_empty):
             continue
         what = {SKIPPED: "was skipped, and the plan has something for it"}.get(result)
         problems.append(f"job {name!r} of the workflow {what or f'ended as {result!r}'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pytest_megatron.base.files import JsonValue
@@ -87,7 +87,7 @@ class JobItem:
     num_repeats: int = 0
     is_compared: bool | None = None
     is_lightweight: bool = False
-    policy: Mapping[str, JsonValue] | None = None
+    policy: Mapping[str, object] | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -179,22 +179,3 @@ class JobRun:
             "num_items": len(self.items),
             "duration_s": round(self.duration_s, 3),
         }
-
-
-def text_of(content: Mapping[str, JsonValue], key: str) -> str | None:
-    """Return a text of a record that anybody may have written, None if it is none."""
-    value = content.get(key)
-    return value if isinstance(value, str) and value else None
-
-
-def rows_of(content: Mapping[str, JsonValue], key: str) -> Sequence[dict[str, JsonValue]]:
-    """Return the mappings of a list of a record that anybody may have written."""
-    value = content.get(key)
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
-
-
-def number_of(content: Mapping[str, JsonValue], key: str) -> float | None:
-    """Return a number of a record that anybody may have written, None if it is none."""
-    value = content.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and isinstance(value, (int, float)) else None

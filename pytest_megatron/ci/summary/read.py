@@ -5,7 +5,6 @@ A job without results never counts as passed.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_jun
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
+from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import (
     RecordedItem,
@@ -76,14 +76,15 @@ def read_run(root: Path, shown: str) -> JobRun:
     book = _JobCollector(shown=shown, root=root)
     record = _job_record(book)
     name = record.job if record is not None else Path(shown.rstrip("!")).name.removesuffix(".zip")
-    for directory in _walk(root, _DEPTH):
+    directories = list(directories_below(root, depth=_DEPTH, skipped=SKIPPED_DIRECTORIES))
+    for directory in directories:
         for file in _junit_files(directory):
             try:
                 book.junits.append(read_junit(file))
             except CiError as error:
                 book.problems.append(f"{_show(book, file)}: {error.problem}")
     cases = _by_address(book.junits)
-    run_dirs = [d for d in _walk(root, _DEPTH) if is_within(d / RUN_FILE, root)]
+    run_dirs = [d for d in directories if is_within(d / RUN_FILE, root)]
     for run_dir in run_dirs:
         _read_run_dir(book, run_dir, name, cases)
     _add_cases(book, name)
@@ -115,16 +116,6 @@ def _job_record(book: _JobCollector) -> CiJobRecord | None:
     if record.commit is not None:
         book.commits.add(record.commit)
     return record
-
-
-def _walk(root: Path, depth: int) -> Iterator[Path]:
-    """Yield a directory and those below it that may hold a run; follows no link."""
-    for directory, names, _ in os.walk(root):
-        here = Path(directory)
-        level = len(here.relative_to(root).parts)
-        is_run = (here / RUN_FILE).is_file()
-        names[:] = sorted(set(names) - SKIPPED_DIRECTORIES) if level < depth and not is_run else []
-        yield here
 
 
 def _junit_files(directory: Path) -> list[Path]:
@@ -280,7 +271,6 @@ def _nothing(root: Path) -> str:
 
 _ARCHIVE_DEPTH = 4  # directories from what is named to a job's
 _PLAN = "plan"  # an artifact of the plan is no job's
-_SUMMARY = "summary.json"
 
 
 def read_jobs(
@@ -314,7 +304,7 @@ def read_jobs(
 
 
 def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
-    if path.is_symlink() or (path / _SUMMARY).is_file():
+    if path.is_symlink() or (path / SUMMARY_FILE).is_file():
         return  # a link may lead anywhere; a summary's own artifact is no job's
     if path.is_file():
         yield from _in_archive(path, workspace, shown)
@@ -344,13 +334,13 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
         return
     found = list(_in(root, workspace, f"{shown}!", _ARCHIVE_DEPTH))
     yield from found
-    is_other = path.name.startswith(_PLAN) or (root / _SUMMARY).is_file()
+    is_other = path.name.startswith(_PLAN) or (root / SUMMARY_FILE).is_file()
     if not found and not is_other:
         yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
 
 
 def _is_wanted(path: PurePath) -> bool:
-    is_result = path.name in (FILE_NAME, _SUMMARY) or path.suffix == ".xml"
+    is_result = path.name in (FILE_NAME, SUMMARY_FILE) or path.suffix == ".xml"
     return is_result or is_worth_reading(path)
 
 

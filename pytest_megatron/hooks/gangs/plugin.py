@@ -45,7 +45,7 @@ from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of,
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
-from pytest_megatron.hooks.run_file import put_record
+from pytest_megatron.hooks.run_file import RecordCarrier, put_record
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
@@ -104,7 +104,7 @@ class PhaseHooks:
 PLUGIN_NAME = "megatron-gangs"
 
 
-class GangPlugin:
+class GangPlugin(RecordCarrier):
     """Runs items on gangs."""
 
     def __init__(self, config: pytest.Config, run: RunSession) -> None:

@@ -21,7 +21,13 @@ from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
 from pytest_megatron.hooks.pages import register_pages
-from pytest_megatron.hooks.run_file import RunFile, put_record, record_on, run_file_of
+from pytest_megatron.hooks.run_file import (
+    RecordCarrier,
+    RunFile,
+    put_record,
+    record_on,
+    run_file_of,
+)
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.item import WorkloadItem
@@ -118,7 +124,7 @@ def register_roles(config: pytest.Config) -> None:
     config.option.continue_on_collection_errors = True
 
 
-class WorkloadPlugin:
+class WorkloadPlugin(RecordCarrier):
     """Trains and judges, for the items of one session."""
 
     def __init__(

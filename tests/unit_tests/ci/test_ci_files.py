@@ -250,7 +250,7 @@ def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
             "plan.json: has two jobs with the id 'a'",
             id="twice",
         ),
-        pytest.param({"jobs": [{}]}, "plan.json: has a job without id or command: {}", id="row"),
+        pytest.param({"jobs": [{}]}, "plan.json: jobs[0].id: is missing; expected what", id="row"),
     ],
 )
 def test_a_plan_without_jobs_is_no_pipeline(plan: JsonValue, problem: str) -> None:

@@ -72,10 +72,12 @@ def test_items_of_a_run_without_junit_are_in_the_xml_of_all() -> None:
         pytest.param(["a.txt"], "a.txt: is no directory and no archive", id="no-archive"),
         pytest.param([], "RUN: nothing was given", id="nothing"),
         pytest.param(["--expect", "a.txt"], "a.txt: cannot be read as a plan: Exp", id="no-plan"),
-        pytest.param(["--expect", "b.json"], "b.json: has no 'jobs', expected what", id="no-jobs"),
+        pytest.param(
+            ["--expect", "b.json"], "b.json: jobs: is missing; expected what", id="no-jobs"
+        ),
         pytest.param(
             ["--expect", "p.json", "--results", "[]"],
-            "--results: found '[]', expected an object",
+            "--results: found [], expected a mapping; give",
             id="results",
         ),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,41 @@ def test_a_torn_run_json_and_a_torn_junit_are_failures() -> None:
     output = summary("all").output
     assert "run/run.json: is not whole, or is no record of a run" in output
     assert "junit.xml: cannot be read as JUnit XML: no element found" in output
+
+
+def test_one_damaged_artifact_of_three_costs_its_own_job_alone() -> None:
+    """The processes that a workflow starts, over zips as GitHub has them."""
+    for name in ("a", "b", "c"):
+        write_job(Path("all"), name, {f"recipes/tiny.yaml::{name}[dev-cpu]": workload()})
+    file = next(Path("all").glob("logs-b-*")) / "run" / "run.json"
+    file.write_text(file.read_text().replace('"exit_code": 0', '"exit_code": "0"'))
+    for directory in list(Path("all").iterdir()):
+        pack(directory)
+    (Path("all") / "logs-torn-7-1.zip").write_bytes(b"PK torn")
+    program = (str(Path(sys.executable).with_name("pytest-megatron")),)
+    done = subprocess.run(
+        [*program, "ci", "summary", "all", "--output", "out"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "broken  b " in done.stdout
+    assert "exit_code: found '0', expected an integer; give the file" in done.stdout
+    assert [line.split()[:4] for line in done.stdout.splitlines() if " 1 passed" in line] == [
+        ["passed", name, "1", "passed,"] for name in ("a", "c")
+    ]
+    pages = subprocess.run([*program, "report", "all"], check=False, capture_output=True, text=True)
+    lines = pages.stderr.splitlines()
+    assert (pages.returncode, len(lines)) == (2, 2), pages.stderr
+    assert lines[0].startswith("pytest-megatron: all/logs-torn-7-1.zip: ")
+    assert "run.json: exit_code: found '0', expected an integer" in lines[1]
+    for index in (Path("report/index.html"), Path("out/pages/index.html")):
+        page = index.read_text()
+        assert "2 passed" in page
+        assert "tiny.yaml::a[" in page
+        assert "tiny.yaml::c[" in page
+        assert ", expected an integer; give the file" in page
 
 
 def test_a_later_try_of_a_job_counts_and_the_earlier_is_named() -> None:

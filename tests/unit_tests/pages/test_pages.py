@@ -144,10 +144,7 @@ def test_paths_in_a_run_lead_nowhere(run: MadeRun, tmp_path: Path) -> None:
             {"repeat": "../..", "attempt": 1},
             "attempts[0].repeat: found '../..', expected an integer",
         ),
-        (
-            {"repeat": 1, "attempt": 10**9},
-            "attempts[0].attempt: found 1000000000, expected an integer >= 1 and <= ",
-        ),
+        ({"repeat": 1, "attempt": 10**9}, "attempt: found 1000000000, expected an integer >= 1"),
         ({"repeat": 1, "attempt": 10**400}, "a number has more than 300 digits"),
     ],
 )

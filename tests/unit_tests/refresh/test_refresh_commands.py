@@ -155,7 +155,7 @@ def test_an_artifact_that_leads_out_of_itself_is_refused(staged: Staged) -> None
     [
         ("", "run.json: is no JSON"),
         ("[]", "run.json: holds a list, expected an object"),
-        ("{}", "run.json: items: is missing; is it of a run?"),
+        ("{}", "run.json: items: is missing; give the file as the run wrote it"),
     ],
 )
 def test_a_run_file_that_is_none_is_one_clear_error(

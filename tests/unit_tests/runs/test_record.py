@@ -24,7 +24,7 @@ from pytest_megatron.runs.record import (
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
-    item_from_json,
+    from_json,
     item_to_json,
     json_schema,
     read_if_whole,
@@ -147,13 +147,17 @@ def test_keys_of_a_later_release_are_ignored(tmp_path: Path) -> None:
         ("[" * 100_000, "nested too deeply"),
         ('{"items": {}, "exit_code": ' + "9" * 400 + "}", "more than 300 digits"),
         ("[]", "holds a list, expected an object"),
-        ("{}", "items: is missing"),
-        ('{"items": {"a::b": {}}}', "items.a::b.verdict: is missing"),
+        ("{}", "items: is missing; give the file as the run"),
+        ('{"items": {"a::b": {}}}', "items.a::b.verdict: is missing, expected one of broken, "),
         (
             '{"items": {"a::b": {"verdict": "good"}}}',
-            "items.a::b.verdict: found 'good', expected one of ",
+            "b.verdict: found 'good', expected one of ",
         ),
-        ('{"items": {}, "exit_code": "1"}', "exit_code: found '1', expected an integer"),
+        ('{"items": {"a::b": {"world_size": 2}}}', "items.a::b.verdict: is missing"),
+        ('{"items": {"a::b": 3}}', "items.a::b: found 3, expected a mapping; give the"),
+        ('{"items": {}, "commit": "new"}', "commit: found 'new', expected a match of ^[0-9a-f]"),
+        ('{"items": {}, "env": {"A B": "1"}}', "env.A B: found 'A B', expected a match of ^[A-Z"),
+        ('{"items": {}, "exit_code": "1"}', "exit_code: found '1', expected an integer; give"),
         ('{"items": {}, "exit_code": true}', "exit_code: found True, expected an integer"),
         ('{"items": {}, "is_redacted": 1}', "is_redacted: found 1, expected true or false"),
     ],
@@ -164,6 +168,7 @@ def test_a_file_that_no_run_wrote_is_one_error(tmp_path: Path, text: str, proble
         read_run(tmp_path)
     assert raised.value.where == str(tmp_path / "run.json")
     assert problem in raised.value.problem
+    assert "\n" not in str(raised.value)
     assert read_if_whole(tmp_path / "run.json", RecordedRun) is None
 
 
@@ -174,7 +179,7 @@ def test_a_key_that_is_there_twice_has_its_last_value(tmp_path: Path) -> None:
 
 def test_an_item_crosses_from_a_worker_with_any_text(tmp_path: Path) -> None:
     item = RecordedTest(verdict="failed", world_size=2, problem="a \udc80 b", ranks={"0": "\ud800"})
-    found = item_from_json(item_to_json(item))
+    found = from_json(item_to_json(item), RecordedTest)
     assert (found.problem, found.verdict) == ("a \ufffd b", "failed")
     (tmp_path / "run.json").write_text(json.dumps(to_json(RecordedRun(items={"a::b": found}))))
     assert read_run(tmp_path).items == {"a::b": found}

@@ -1,4 +1,4 @@
-"""What is different here from where a run took place (effects: looks for files and at git)."""
+"""Differences between this machine and that of a run (effects: looks for files and at git)."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     for record in (a_test(), a_row()):
         words = made(chosen_of(tmp_path, record, options=options)).argv
         assert not any("evil" in word or "home" in word for word in words)
-    with pytest.raises(RunError, match=r"'options\.rank_timeout'"):
+    with pytest.raises(RunError, match=r"run\.json: options\.rank_timeout: found '1'"):
         chosen_of(tmp_path, a_test(), options={"rank_timeout": "1"})
 
 

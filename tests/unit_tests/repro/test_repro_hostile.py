@@ -139,7 +139,7 @@ def test_a_record_with_a_value_that_none_has_is_refused(
     run_dir = write_run(tmp_path, {TEST: a_test()}, **more)
     with pytest.raises((ReproError, RunError)) as raised:
         read_own_run(run_dir)
-    assert f"run.json: '{place}" in str(raised.value)
+    assert f"run.json: {place}" in str(raised.value).replace("'", "")  # repro quotes its own keys
 
 
 @pytest.mark.parametrize(

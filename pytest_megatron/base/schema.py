@@ -310,9 +310,7 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
     if kind == "json_invalid":
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
-        node, _ = _node_at(schema, loc)
-        _, above = _node_at(schema, loc[:-1])
-        loc = (*above, loc[-1])
+        node, loc = _node_at(schema, loc)
         is_fixed = "const" in node
         expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
         expected = f", expected {expected}" if is_fixed or "enum" in node else ""
@@ -326,11 +324,15 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
         problem = error["ctx"]["error"]
         is_value = isinstance(problem, ExpectedError)
         text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
-    elif kind == "string_pattern_mismatch":
-        text = f"found {shown(found)}, expected a match of {error['ctx']['pattern']}"
     else:
         node, loc = _node_at(schema, loc)
-        text = f"found {shown(found)}, expected {_expected(schema, node, kind, found)}"
+        is_pattern = kind == "string_pattern_mismatch"  # of a value, or of a key, which has no node
+        expected = (
+            f"a match of {error['ctx']['pattern']}"
+            if is_pattern
+            else _expected(schema, node, kind, found)
+        )
+        text = f"found {shown(found)}, expected {expected}"
     return SchemaProblem(path=(*at, *loc), kind=kind, text=text)
 
 
@@ -400,8 +402,6 @@ def _expected(schema: _Schema, node: _Schema, kind: str, found: object) -> str:
             if kind == "string_too_short":
                 least = node.get("minLength", 1)
                 text = f"at least {least} characters" if least != 1 else f"{text} that is not empty"
-            if kind == "string_pattern_mismatch":
-                text = f"a text that matches {node['pattern']}"
             return repr(node["const"]) if "const" in node else text
 
 

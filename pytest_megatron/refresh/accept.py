@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, project_form, read_golden
 from pytest_megatron.refresh.candidate import Candidate, GateRule, Refusal, hard
 from pytest_megatron.refresh.difference import FileChange, FileDifference, differ

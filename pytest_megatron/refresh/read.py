@@ -15,12 +15,9 @@ from pathlib import Path, PurePosixPath
 from pytest_megatron.base.files import parse_json
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.golden.build import combine, series_in, series_of_generation
-from pytest_megatron.golden.compare.environment import NOWHERE
-from pytest_megatron.golden.compare.limits import NORMS
 from pytest_megatron.golden.compare.result import render
-from pytest_megatron.golden.model import Generation, MetricMap
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import NOWHERE, Generation, Golden, MetricMap, Provenance
+from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.recipe.paths import CASES, GOLDENS

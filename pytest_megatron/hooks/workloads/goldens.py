@@ -17,8 +17,8 @@ import pytest
 from pytest_megatron.base.git import ask_git_for_owner
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
+from pytest_megatron.golden.model import Golden
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation

@@ -33,8 +33,8 @@ from pytest_megatron.golden.model import (
     parse_provenance,
     provenance_to_json,
 )
+from pytest_megatron.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS, golden_name, golden_paths
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import CASES, GOLDEN_PREFIX, GOLDENS, golden_name, golden_paths
 
 
 def golden_path(root: Path, workload: Workload) -> Path:

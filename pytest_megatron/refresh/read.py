@@ -19,8 +19,7 @@ from pytest_megatron.golden.compare.result import render
 from pytest_megatron.golden.model import NOWHERE, Generation, Golden, MetricMap, Provenance
 from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.store import read_golden, read_metrics
-from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
-from pytest_megatron.recipe.paths import CASES, GOLDENS
+from pytest_megatron.recipe.case import CASES, GOLDENS, CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.refresh.candidate import Candidate, Ran
 from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE, ItemDirs
 from pytest_megatron.runs.record import (

@@ -13,7 +13,7 @@ from pytest_megatron.base.git import mend_of_owner, run_git
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.model import Golden
 from pytest_megatron.golden.store import parse_golden
-from pytest_megatron.recipe.paths import CASES, GOLDEN_PREFIX, GOLDENS
+from pytest_megatron.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
 from pytest_megatron.refresh.difference import FileDifference, differ
 
 

@@ -25,10 +25,9 @@ from pytest_megatron.golden.model import (
     parse_provenance,
     step_interval,
 )
-from pytest_megatron.recipe.case import compared_metrics, last_step
+from pytest_megatron.recipe.case import compared_metrics, fingerprint, last_step
 from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import fingerprint
 
 # Megatron-LM writes the text "nan" there for a step that was not measured.
 _MAY_BE_UNMEASURED = ("iteration-time", "num-zeros")

@@ -36,8 +36,7 @@ from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.selection import SelectionPlugin
 from pytest_megatron.hooks.workloads.terminal import LiveTerminal, print_plan, print_summary
 from pytest_megatron.recipe.load import load_recipe, project_words
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.model import Vocabulary, Workload
 from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload

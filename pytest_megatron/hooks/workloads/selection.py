@@ -8,8 +8,8 @@ from pytest_megatron.errors import MegatronError, SelectionError
 from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.item import WorkloadItem
+from pytest_megatron.recipe.model import Vocabulary
 from pytest_megatron.recipe.select import Selection, select
-from pytest_megatron.recipe.vocabulary import Vocabulary
 
 _USAGE_ERROR_KEY = "megatron_usage_error"
 

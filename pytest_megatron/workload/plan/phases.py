@@ -24,9 +24,9 @@ from pytest_megatron.recipe.case import (
     TestType,
     Variant,
     WorkloadCase,
+    is_missing_program,
 )
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import is_missing_program
 from pytest_megatron.runs.layout import AttemptDirs
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_megatron.golden.compare.compare import ComparisonPolicy, compare
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.model import (
     NOWHERE,
     Golden,
@@ -21,6 +21,7 @@ from pytest_megatron.golden.model import (
     Value,
     series_of,
 )
+from pytest_megatron.golden.policy import ComparisonPolicy
 
 NUM_STEPS = 100
 Curve = dict[int, float]

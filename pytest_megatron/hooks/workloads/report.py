@@ -1,11 +1,15 @@
-"""Texts about a workload: the failure block, the summary line, the plan; its record. Pure."""
+"""Report of workloads: the terminal while they run, the plan, failures, summaries, the record."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
+
+import pytest
 
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
@@ -20,6 +24,7 @@ from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.plan.phases import Frozen, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _INDENT = "    "
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
@@ -293,3 +298,117 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
     )
+
+
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+
+
+def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which pytest captures no output."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return found
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(self, config: pytest.Config, node_id: str, *, has_terminal: bool) -> None:
+        """Begin to show; nothing without a terminal, as in workers of pytest-xdist."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if has_terminal else None
+        self._config = config
+        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
+        self._is_tty = reporter is not None and reporter.isatty
+        self._copies_iterations = config.get_verbosity() > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = progress_text(self._name, phase, progress)
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() >= self._next_line_at:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._write([text], None)
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if self._writer is None or (not lines and not self._is_tty):
+            return
+        with uncaptured(self._config):
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
+
+
+def print_plan(
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
+) -> None:
+    """Print the plan of a workload, and the findings of the checks about it."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, RecordedWorkload],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
+) -> None:
+    """Print a line for each workload that ran, then the lines about goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        other = "yellow" if record.is_held else "red"
+        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
+        reporter.write(f"{record.verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
+    for line in goldens:
+        reporter.write_line(shorten(line))
+
+
+def progress_text(name: str, phase: int, progress: Progress) -> str:
+    """Return how far a training is, in words."""
+    parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
+    if phase > 1:
+        parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"
+    if progress.loss is not None:
+        parts.append(f"lm loss {progress.loss}")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"about {left:.0f} s left")
+    return ", ".join(parts)

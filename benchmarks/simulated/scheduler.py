@@ -29,8 +29,7 @@ from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import judge
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import WorkloadJob, check_job
-from pytest_megatron.verdict.retry import RetryPolicy
-from pytest_megatron.verdict.retry_budget import RunLedger
+from pytest_megatron.verdict.retry import RetryPolicy, RunLedger
 from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from pytest_megatron.workload.plan.plan import Setting
 from pytest_megatron.workload.run.runner import Progress

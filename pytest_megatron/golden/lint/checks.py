@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, parse_document
 from pytest_megatron.errors import GoldenError

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from pytest_megatron.base.git import ask_git_for_owner
+from pytest_megatron.base.project import ask_git_for_owner
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
 from pytest_megatron.golden.model import Golden

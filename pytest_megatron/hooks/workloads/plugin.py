@@ -6,6 +6,7 @@ They live in the controller, and under pytest-xdist the first two in each of its
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import LaunchError, MegatronError, SelectionError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
+from pytest_megatron.hooks.options import LOCAL, MIN_REFRESH_REPEATS, WORKLOADS_PLUGIN, Options
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,
@@ -31,14 +33,15 @@ from pytest_megatron.hooks.run_file import (
 from pytest_megatron.hooks.session import RunSession, session_of
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
-from pytest_megatron.hooks.workloads.job import ItemRetries, make_item_job, show_findings
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.report import (
+    ItemRetries,
     LiveTerminal,
     item_record,
     mismatch,
     print_plan,
     print_summary,
+    show_findings,
     training_failure,
 )
 from pytest_megatron.recipe.load import load_recipe, project_words
@@ -51,9 +54,9 @@ from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
-from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
 from pytest_megatron.verdict.retry import policy_of
-from pytest_megatron.workload.plan.plan import require_inputs
+from pytest_megatron.workload.plan.plan import Replay, require_inputs
 
 
 class ResultsPlugin:
@@ -507,3 +510,36 @@ class SelectionPlugin:
             lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)
             if lacking is not None:
                 item.add_marker(pytest.mark.skip(reason=lacking))
+
+
+def make_item_job(session: RunSession, workload: Workload, node_id: str) -> CheckedJob:
+    """Make the job of an item from the options of the session.
+
+    Raises:
+        MegatronError: As from `make_job`; or a variable of a replay is no number.
+    """
+    options, facts = session.options, session.facts
+    num_repeats = _num_repeats(options, workload)
+    if options.is_writing_goldens:
+        num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
+    job_options = JobOptions(
+        root=session.root,
+        run_dir=session.run_dir,
+        env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
+        project=session.project,
+        is_lightweight=options.is_lightweight,
+        host=None if session.engine.is_queue else facts.host,
+        tee_ranks=options.tee_ranks,
+        max_attempts=options.max_attempts,
+        backoff_s=options.retry_backoff_s,
+        table=session.table,
+        replay=Replay.of(os.environ),
+    )
+    return make_job(job_options, session.engine, workload, node_id, num_repeats=num_repeats)
+
+
+def _num_repeats(options: Options, workload: Workload) -> int:
+    """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
+    if options.num_repeats is None and options.decision is not None:
+        return num_repeats_of(workload, options.decision)
+    return options.num_repeats or workload.n_repeat or 1

@@ -20,8 +20,14 @@ from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.items import WorkloadItem, runner_of
-from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
-from pytest_megatron.hooks.workloads.report import is_due, progress_text, queue_text, uncaptured
+from pytest_megatron.hooks.workloads.report import (
+    ItemRetries,
+    is_due,
+    progress_text,
+    queue_text,
+    show_findings,
+    uncaptured,
+)
 from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob

@@ -1,4 +1,4 @@
-"""Report of workloads: the terminal while they run, the plan, failures, summaries, the record."""
+"""Report of workloads: terminal while they run, plan, failures, further attempts, record."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import pytest
 
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
-from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.plan.phases import Frozen, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import Progress, parse_progress
+from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
 
 _INDENT = "    "
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
@@ -412,3 +413,56 @@ def progress_text(name: str, phase: int, progress: Progress) -> str:
     if left is not None:
         parts.append(f"about {left:.0f} s left")
     return ", ".join(parts)
+
+
+def show_findings(
+    session: RunSession, checked: CheckedJob, listener: AttemptListener
+) -> CheckedJob:
+    """Show the warnings about a job that this session has not shown yet; return the job.
+
+    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
+    the queue already: errors that the engine found are only shown.
+    """
+    is_attached = session.options.is_attached
+    if any(finding.is_error for finding in checked.findings) and not is_attached:
+        return checked
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
+    new = [line for line in dict.fromkeys(lines) if line not in session.warned]
+    session.warned.update(new)
+    if new:
+        listener.on_lines(new)
+    return checked.without_engine_findings() if is_attached else checked
+
+
+class ItemRetries:
+    """Grants further attempts of one item from the run's budget, and prints them."""
+
+    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
+        self._session = session
+        self._node_id = node_id
+        self._live = live
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from the run's budget."""
+        signature = _signature_of(attempt) or ""
+        return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Print why, and when."""
+        assert attempt.cause is not None
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        self._live.on_lines([self._session.shorten(text)])
+
+    def note_end(self, training: Training) -> None:
+        """Count the item, and print a line if machine or network fail the whole run."""
+        is_broken = training.verdict is Verdict.BROKEN
+        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        if text := self._session.retry_budget.note_end(self._node_id, broken_by):
+            self._live.on_lines([f"megatron: {text}"])
+
+
+def _signature_of(attempt: Attempt) -> str | None:
+    """Return the id of the signature of a failed attempt."""
+    signature = None if attempt.cause is None else attempt.cause.signature
+    return None if signature is None else signature.id

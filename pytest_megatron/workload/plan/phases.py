@@ -15,16 +15,17 @@ from typing import assert_never
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import LaunchError, RecipeError
-from pytest_megatron.recipe.arguments import Argument, with_argument
 from pytest_megatron.recipe.case import (
     LIGHTWEIGHT_ITERS,
     LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
+    Argument,
     CaseMode,
     TestType,
     Variant,
     WorkloadCase,
     is_missing_program,
+    with_argument,
 )
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import AttemptDirs

@@ -12,7 +12,6 @@ a learned band and of the first steps come from `benchmarks/compare_curves.py`.
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -22,7 +21,7 @@ from typing import Annotated, ClassVar, NotRequired, TypeAlias, cast
 from annotated_types import Ge, Lt, MinLen
 from typing_extensions import TypedDict
 
-from pytest_megatron.base.files import JsonValue, read_bytes
+from pytest_megatron.base.files import JsonValue, digest_of
 from pytest_megatron.base.schema import (
     FINITE,
     About,
@@ -586,7 +585,7 @@ def read_policy(path: Path) -> ComparisonPolicy:
     return ComparisonPolicy(
         base=found.inherit,
         name=str(path),
-        digest=hashlib.sha256(read_bytes(path)).hexdigest(),
+        digest=digest_of(path),
         metrics=cast("Mapping[str, Settings]", found.metrics),
         overrides=found.overrides,
     )

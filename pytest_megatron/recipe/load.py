@@ -42,7 +42,7 @@ from pytest_megatron.recipe.expand import (
     expand_strict,
     variants_of,
 )
-from pytest_megatron.recipe.findings import Finding, Severity, as_error, errors_of, finding_at
+from pytest_megatron.recipe.findings import Finding, Severity, as_error, finding_at
 from pytest_megatron.recipe.model import Row, Vocabulary, Workload, parse_row
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
@@ -224,7 +224,7 @@ class Loaded:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """The findings because of which the file should not be run as it is."""
-        return errors_of(self.findings)
+        return tuple(finding for finding in self.findings if finding.is_error)
 
 
 def project_words(root: Path) -> Vocabulary:

@@ -20,8 +20,13 @@ from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
-from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import LOCAL, MIN_REFRESH_REPEATS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import (
+    LOCAL,
+    MIN_REFRESH_REPEATS,
+    WORKLOADS_PLUGIN,
+    Options,
+    usage_errors,
+)
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,

@@ -362,36 +362,83 @@ class RecordedComparison(RecordedFile):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEvidence:
-    """A line of a log that shows a cause."""
+    """A line that shows a cause.
 
-    file: str | None = None
-    line: _Count | None = None
+    Attributes:
+        file: As the user gave its path; `artifact.zip!name` in an archive.
+        line: Counted from 1.
+    """
+
+    file: str
+    line: _Count
     rank: _Count | None = None
-    text: str | None = None
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDiagnosis:
-    """An attempt that failed, of the keys of `triage --format json`."""
+    """Cause of the failure of one launch, under the keys of `triage --format json`.
+
+    Attributes:
+        root_rank: The rank to look at, the first of `root_ranks`; None where it was none or is not
+            known.
+        text: One paragraph for a person.
+        reason: Why it is transient, or not.
+        next: What to type next.
+        again: What runs it again, or None.
+        root_ranks: Ranks that failed by themselves in this way.
+        exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
+        facts: Sizes, port or path from the message.
+        fingerprint: The same for failures of one cause.
+        unit: Where its logs are.
+    """
+
+    family: str | None = None
+    transient: bool = False
+    root_rank: _Count | None = None
+    signature: str | None = None
+    evidence: tuple[RecordedEvidence, ...] = ()
+    text: str = ""
+    reason: str | None = None
+    policy: str | None = None
+    advice: str | None = None
+    source: str | None = None
+    next: str | None = None
+    again: str | None = None
+    root_ranks: tuple[int, ...] = ()
+    is_every_rank: bool = False
+    world_size: int = 1
+    exits: dict[str, str] = field(default_factory=dict)
+    iteration: int | None = None
+    last_iteration: int | None = None
+    phase: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
+    unit: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedEnd:
+    """End of the last phase of an attempt that failed; `problem` is its cause as it is printed."""
 
     attempt: str = ""
     phase_number: _Number = 1
     ended: str | None = None
     returncode: int | None = None
-    signature: str | None = None
-    evidence: tuple[RecordedEvidence, ...] = ()
-    text: str | None = None
-    reason: str | None = None
-    advice: str | None = None
-    next: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedFailure(RecordedDiagnosis, RecordedEnd):
+    """An attempt that failed, in `triage.json`; without a diagnosis it has only its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTriage(RecordedDiagnosis, RecordedFile):
     """`triage.json`: the last attempt that failed, and all of them."""
 
-    attempt: str = ""
-    attempts: tuple[RecordedDiagnosis, ...] = ()
+    attempts: tuple[RecordedFailure, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pytest_megatron.runs.layout import (
 )
 from pytest_megatron.runs.record import (
     RecordedComparison,
-    RecordedDiagnosis,
+    RecordedFailure,
     RecordedHealthFile,
     RecordedMetric,
     RecordedPlan,
@@ -136,7 +136,7 @@ def _phase_number(directory: Path, attempt: Path) -> int:
     return int(number) if number.isdigit() else 1
 
 
-def _diagnosed(attempt: Path, number: int) -> RecordedDiagnosis | None:
+def _diagnosed(attempt: Path, number: int) -> RecordedFailure | None:
     """Return the entry of the item's `triage.json` for one phase of an attempt."""
     where = f"{attempt.parent.name}/{attempt.name}"
     found = read_if_whole(attempt.parent.parent / TRIAGE_FILE, RecordedTriage)

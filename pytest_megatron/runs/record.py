@@ -29,6 +29,7 @@ from pytest_megatron.base.schema import (
     validate,
 )
 from pytest_megatron.errors import RunError
+from pytest_megatron.gpu.health import Fault, GpuState, Xid
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import RUN_FILE
 
@@ -442,19 +443,15 @@ class RecordedTriage(RecordedDiagnosis, RecordedFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedFault:
-    """A failure of the hardware."""
-
-    gpu: str | None = None
-    signature: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecordedHealthFile(RecordedFile):
     """`health.json`."""
 
-    faults: tuple[RecordedFault, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
+    xids: tuple[Xid, ...] = ()
+    before: tuple[GpuState, ...] = ()
+    after: tuple[GpuState, ...] = ()
+    problem: str | None = None
 
 
 def finite(value: float | str | None) -> float | None:

@@ -275,7 +275,7 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
     cause = training.attempts[-1].cause
     if cause is not None:
         found = cause.diagnosis
-        return headline_fingerprint(cause.text) if found is None else found.fingerprint
+        return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
     names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
     return f"mismatch|{', '.join(names)}" if names else "not as expected"

@@ -1,25 +1,31 @@
-"""Texts about a workload: the failure block, the summary line, the plan; its record. Pure."""
+"""Report of workloads: terminal while they run, plan, failures, further attempts, record."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
 
+import pytest
+
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
-from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.plan.phases import Frozen, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
 
 _INDENT = "    "
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
@@ -293,3 +299,170 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
     )
+
+
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+
+
+def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which pytest captures no output."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return found
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(self, config: pytest.Config, node_id: str, *, has_terminal: bool) -> None:
+        """Begin to show; nothing without a terminal, as in workers of pytest-xdist."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if has_terminal else None
+        self._config = config
+        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
+        self._is_tty = reporter is not None and reporter.isatty
+        self._copies_iterations = config.get_verbosity() > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = progress_text(self._name, phase, progress)
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() >= self._next_line_at:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._write([text], None)
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if self._writer is None or (not lines and not self._is_tty):
+            return
+        with uncaptured(self._config):
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
+
+
+def print_plan(
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
+) -> None:
+    """Print the plan of a workload, and the findings of the checks about it."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, RecordedWorkload],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
+) -> None:
+    """Print a line for each workload that ran, then the lines about goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        other = "yellow" if record.is_held else "red"
+        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
+        reporter.write(f"{record.verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
+    for line in goldens:
+        reporter.write_line(shorten(line))
+
+
+def progress_text(name: str, phase: int, progress: Progress) -> str:
+    """Return how far a training is, in words."""
+    parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
+    if phase > 1:
+        parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"
+    if progress.loss is not None:
+        parts.append(f"lm loss {progress.loss}")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"about {left:.0f} s left")
+    return ", ".join(parts)
+
+
+def show_findings(
+    session: RunSession, checked: CheckedJob, listener: AttemptListener
+) -> CheckedJob:
+    """Show the warnings about a job that this session has not shown yet; return the job.
+
+    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
+    the queue already: errors that the engine found are only shown.
+    """
+    is_attached = session.options.is_attached
+    if any(finding.is_error for finding in checked.findings) and not is_attached:
+        return checked
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
+    new = [line for line in dict.fromkeys(lines) if line not in session.warned]
+    session.warned.update(new)
+    if new:
+        listener.on_lines(new)
+    return checked.without_engine_findings() if is_attached else checked
+
+
+class ItemRetries:
+    """Grants further attempts of one item from the run's budget, and prints them."""
+
+    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
+        self._session = session
+        self._node_id = node_id
+        self._live = live
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from the run's budget."""
+        signature = _signature_of(attempt) or ""
+        return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Print why, and when."""
+        assert attempt.cause is not None
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        self._live.on_lines([self._session.shorten(text)])
+
+    def note_end(self, training: Training) -> None:
+        """Count the item, and print a line if machine or network fail the whole run."""
+        is_broken = training.verdict is Verdict.BROKEN
+        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        if text := self._session.retry_budget.note_end(self._node_id, broken_by):
+            self._live.on_lines([f"megatron: {text}"])
+
+
+def _signature_of(attempt: Attempt) -> str | None:
+    """Return the id of the signature of a failed attempt."""
+    signature = None if attempt.cause is None else attempt.cause.signature
+    return None if signature is None else signature.id

@@ -54,7 +54,7 @@ from pytest_megatron.recipe.model import Vocabulary, Workload
 from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import make_own_dir
-from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
@@ -277,7 +277,7 @@ class WorkloadPlugin(RecordCarrier):
         golden = self._goldens.read_copy(job)
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
-        write_json_atomically(job.dirs.comparison, judgement.as_json())
+        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 POLL_S = 0.02
+SETTLE_S = 0.3  # for other ranks that are about to end too, on a busy machine
 GRACE_S = 30.0
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -84,6 +85,7 @@ def wait(ranks: list[Rank]) -> Rank | None:
     """Return the first rank that failed, once all others were ended, or None."""
     while any(rank.poll() is None for rank in ranks):
         if failed := [rank for rank in ranks if rank.poll()]:
+            time.sleep(SETTLE_S)
             for rank in ranks:
                 rank.end()
             return failed[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.hooks.options import MIN_REFRESH_REPEATS, Options
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.model import Workload
@@ -43,7 +42,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
 def _num_repeats(options: Options, workload: Workload) -> int:
     """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
     if options.num_repeats is None and options.decision is not None:
-        return num_repeats_of(workload, options.decision)
+        return options.decision.num_repeats(workload.n_repeat)
     return options.num_repeats or workload.n_repeat or 1
 
 

@@ -16,7 +16,6 @@ from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
-from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.option_values import usage_errors
 from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
@@ -28,7 +27,7 @@ from pytest_megatron.hooks.run_file import (
     record_on,
     run_file_of,
 )
-from pytest_megatron.hooks.session import RunSession, session_of
+from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.item import WorkloadItem
 from pytest_megatron.hooks.workloads.job import ItemRetries, make_item_job, show_findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def describe_exit(exit_code: int) -> str:
@@ -156,3 +156,21 @@ def within(lines: str, most_bytes: int, rest: str) -> str:
             break
         kept.append(line)
     return "".join(f"{line}\n" for line in kept)
+
+
+def workflow_command(name: str, properties: Mapping[str, object], message: str) -> str:
+    """Return a command of a GitHub workflow, in one line; a property without a value is left out.
+
+    Source: actions/runner src/Runner.Common/ActionCommand.cs, escape mappings.
+    """
+    shown = ",".join(
+        f"{key}={_percent(str(value), ',:')}" for key, value in properties.items() if value
+    )
+    return f"::{name}{' ' if shown else ''}{shown}::{_percent(message)}"
+
+
+def _percent(text: str, special: str = "") -> str:
+    """Escape text for a workflow command."""
+    for character in "%\r\n" + special:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

@@ -16,6 +16,7 @@ from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
+from pytest_megatron.hooks.ci_log import register_ci_log
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.option_values import usage_errors
@@ -117,6 +118,7 @@ def register_roles(config: pytest.Config) -> None:
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
         register_pages(config, session)
+        register_ci_log(config)
     register_queue(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
@@ -357,12 +359,13 @@ class WorkloadPlugin(RecordCarrier):
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put a workload's record on its last report, on which it also crosses from a worker.
 
-        The name of pytest's own exception is removed: the summary has room for a few words.
+        The summary has a line for a failure, in CI one for all of its lines: it gets the first one,
+        without the name of pytest's own exception.
         """
         report = yield
         crash = getattr(report.longrepr, "reprcrash", None)
         if isinstance(item, WorkloadItem) and crash is not None:
-            crash.message = crash.message.removeprefix("Failed: ")
+            crash.message = crash.message.removeprefix("Failed: ").partition("\n")[0]
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             put_record(report, item.record)
         return report

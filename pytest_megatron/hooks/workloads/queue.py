@@ -21,7 +21,7 @@ from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.item import WorkloadItem, runner_of
 from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
-from pytest_megatron.hooks.workloads.terminal import progress_text, uncaptured
+from pytest_megatron.hooks.workloads.terminal import can_rewrite, progress_text, uncaptured
 from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob
@@ -70,7 +70,7 @@ class QueueTerminal:
             return
         now = time.monotonic()
         text = queue_text(self._engine, standing, now - self._started, self._progress[1])
-        if reporter.isatty:
+        if can_rewrite(reporter):
             if not (self._is_shown and text == self._text):
                 self.close()
                 self._show_below(reporter, text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from pytest_megatron.hooks.ci_log import ci_log_of
 from pytest_megatron.runs.record import RecordedWorkload
 from pytest_megatron.verdict.job import WorkloadJob
 from pytest_megatron.verdict.text import plan_text
@@ -27,6 +29,12 @@ def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]
     return found
 
 
+def can_rewrite(reporter: pytest.TerminalReporter) -> bool:
+    """Return true on a terminal that can replace a line: none of an editor, nor a log of CI."""
+    is_log = os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
+    return bool(reporter.isatty) and not is_log
+
+
 class LiveTerminal:
     """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
 
@@ -38,7 +46,8 @@ class LiveTerminal:
         reporter = config.pluginmanager.get_plugin("terminalreporter") if has_terminal else None
         self._config = config
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
-        self._is_tty = reporter is not None and reporter.isatty
+        self._is_tty = reporter is not None and can_rewrite(reporter)
+        self._ci_log = ci_log_of(config)
         self._copies_iterations = config.get_verbosity() > 0
         self._name = node_id.rpartition("::")[2]
         self._width = 0
@@ -50,10 +59,14 @@ class LiveTerminal:
     def close(self) -> None:
         """Take the progress line away."""
         self._write([], "")
+        if self._ci_log is not None:
+            self._ci_log.unfold()
 
     def on_lines(self, lines: list[str]) -> None:
         """Copy lines, without those that the progress line stands for."""
         shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown and self._ci_log is not None and self._writer is not None:
+            self._ci_log.fold(f"{self._name}: output of ranks")
         if shown:
             self._write(shown, None)
 
@@ -64,6 +77,8 @@ class LiveTerminal:
             self._write([], text)
         elif time.monotonic() >= self._next_line_at:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            if self._ci_log is not None:
+                self._ci_log.unfold()
             self._write([text], None)
 
     def _write(self, lines: Sequence[str], status: str | None) -> None:

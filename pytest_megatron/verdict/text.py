@@ -193,14 +193,13 @@ def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> boo
     return since_s >= limit_s
 
 
-def queue_text(engine: str, standing: QueueProgress, elapsed_s: float, progress: str = "") -> str:
+def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
     """Return the line.
 
     Args:
         engine: Name of the engine.
         standing: How far it is.
         elapsed_s: Since the workloads were submitted.
-        progress: Of a training that runs, or "".
     """
     counts = [
         f"{standing.num_ended} of {standing.num_works} ended",
@@ -212,15 +211,14 @@ def queue_text(engine: str, standing: QueueProgress, elapsed_s: float, progress:
     parts = [", ".join(counts)]
     if standing.detail:
         parts.append(standing.detail)
-    if progress:
-        parts.append(progress)
     share = standing.share_done
     if share is not None and _LEAST_SHARE <= share < 1:
-        parts.append(f"about {_rough(elapsed_s * (1 - share) / share)} left")
+        parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
     return f"{engine}: {'; '.join(parts)}"
 
 
-def _rough(seconds: float) -> str:
+def rough_time(seconds: float) -> str:
+    """Return a duration in its largest unit."""
     if seconds >= _HOURS:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"

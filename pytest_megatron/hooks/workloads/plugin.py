@@ -19,7 +19,7 @@ from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.ci_log import register_ci_log
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
-from pytest_megatron.hooks.option_values import usage_errors
+from pytest_megatron.hooks.option_values import has_workers, usage_errors
 from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
@@ -35,7 +35,12 @@ from pytest_megatron.hooks.workloads.item import WorkloadItem
 from pytest_megatron.hooks.workloads.job import ItemRetries, make_item_job, show_findings
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.selection import SelectionPlugin
-from pytest_megatron.hooks.workloads.terminal import LiveTerminal, print_plan, print_summary
+from pytest_megatron.hooks.workloads.terminal import (
+    LiveTerminal,
+    WorkersProgress,
+    print_plan,
+    print_summary,
+)
 from pytest_megatron.recipe.load import load_recipe, project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.recipe.vocabulary import Vocabulary
@@ -120,6 +125,8 @@ def register_roles(config: pytest.Config) -> None:
         register_pages(config, session)
         register_ci_log(config)
     register_queue(config, session)
+    if has_workers(config) and not session.is_worker:
+        manager.register(WorkersProgress(config, session.run_dir), f"{WORKLOADS_PLUGIN}-progress")
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -244,8 +251,7 @@ class WorkloadPlugin(RecordCarrier):
             MegatronError: It cannot be planned or started, or one of its requirements is missing.
         """
         checked = self.prepare(item)
-        has_terminal = not self._session.is_worker
-        live = LiveTerminal(self._config, item.nodeid, has_terminal=has_terminal)
+        live = LiveTerminal(self._config, item.nodeid, note=self._session.progress_note)
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)

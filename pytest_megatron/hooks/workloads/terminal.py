@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.hooks.ci_log import ci_log_of
+from pytest_megatron.hooks.session import NOTE_PREFIX
 from pytest_megatron.runs.record import RecordedWorkload
 from pytest_megatron.verdict.job import WorkloadJob
-from pytest_megatron.verdict.text import plan_text
+from pytest_megatron.verdict.text import plan_text, rough_time
 from pytest_megatron.workload.plan.plan import AttemptPlan
 from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_SECOND_MS = 1000
 
 
 def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
@@ -41,9 +46,16 @@ class LiveTerminal:
     The iteration lines of the training become the progress line; `-v` copies them as well.
     """
 
-    def __init__(self, config: pytest.Config, node_id: str, *, has_terminal: bool) -> None:
-        """Begin to show; nothing without a terminal, as in workers of pytest-xdist."""
-        reporter = config.pluginmanager.get_plugin("terminalreporter") if has_terminal else None
+    def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
+        """Begin to show.
+
+        Args:
+            config: Of this process.
+            node_id: Of the workload.
+            note: Where a process without a terminal, a worker of pytest-xdist, notes the progress
+                for the one that has it; None shows it here.
+        """
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if note is None else None
         self._config = config
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
         self._is_tty = reporter is not None and can_rewrite(reporter)
@@ -53,6 +65,8 @@ class LiveTerminal:
         self._width = 0
         self._has_line = False
         self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        self._note = note
+        self._clock = StepClock()
         if self._is_tty:
             self._write([], f"{self._name}: starting")
 
@@ -61,6 +75,8 @@ class LiveTerminal:
         self._write([], "")
         if self._ci_log is not None:
             self._ci_log.unfold()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
 
     def on_lines(self, lines: list[str]) -> None:
         """Copy lines, without those that the progress line stands for."""
@@ -72,8 +88,11 @@ class LiveTerminal:
 
     def on_progress(self, phase: int, progress: Progress) -> None:
         """Show the progress, on a terminal always, elsewhere now and then."""
-        text = progress_text(self._name, phase, progress)
-        if self._is_tty:
+        text = progress_text(self._name, phase, self._clock.timed(phase, progress))
+        if self._note is not None:
+            with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
+                write_text_atomically(self._note, text)
+        elif self._is_tty:
             self._write([], text)
         elif time.monotonic() >= self._next_line_at:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
@@ -96,6 +115,74 @@ class LiveTerminal:
             status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
             self._width = len(status)
             self._writer.write(status, flush=True)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Measures the time of an iteration, for trainings that print none."""
+
+    _phase: int = 0
+    _first: int = 0
+    _at: float = 0.0
+
+    def timed(self, phase: int, progress: Progress) -> Progress:
+        """Return the progress with a time of its iterations, once there are two of them."""
+        if progress.iteration_ms is not None:
+            return progress
+        now = time.monotonic()
+        if phase != self._phase or progress.iteration < self._first:
+            self._phase, self._first, self._at = phase, progress.iteration, now
+        steps = progress.iteration - self._first
+        return (
+            replace(progress, iteration_ms=(now - self._at) / steps * 1000) if steps else progress
+        )
+
+
+class WorkersProgress:
+    """Prints how far the trainings of pytest-xdist's workers are. Lives in their controller."""
+
+    def __init__(
+        self, config: pytest.Config, run_dir: Path, every_s: float = _LINE_EVERY_S
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._every_s = every_s
+        self._is_over = threading.Event()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Print beside the loop, which waits for the workers."""
+        thread = threading.Thread(target=self._print, daemon=True)
+        thread.start()
+        try:
+            return (yield)
+        finally:
+            self._is_over.set()
+            thread.join()
+            for note in self._notes():
+                note.unlink(missing_ok=True)
+
+    def _notes(self) -> list[Path]:
+        return sorted(self._run_dir.glob(f"{NOTE_PREFIX}*"))
+
+    def _print(self) -> None:
+        """Print a line for each training that came further since the last time."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        seen: set[str] = set()
+        while not self._is_over.wait(self._every_s) and reporter is not None:
+            texts = [_text_of(note) for note in self._notes()]
+            new = [text for text in texts if text and text not in seen]
+            seen = set(texts)
+            if new:
+                before = [""] if reporter._tw.width_of_current_line else []
+                reporter._tw.write("\n".join([*before, *new, ""]), flush=True)
+
+
+def _text_of(note: Path) -> str:
+    try:
+        return note.read_text(encoding="utf-8")
+    except OSError:  # the training has ended
+        return ""
 
 
 def print_plan(
@@ -132,13 +219,22 @@ def print_summary(
 
 
 def progress_text(name: str, phase: int, progress: Progress) -> str:
-    """Return how far a training is, in words."""
-    parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
-    if phase > 1:
-        parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"
+    """Return how far a training is, in words; short, as 80 columns have to do."""
+    of_phase = f", phase {phase}" if phase > 1 else ""
+    parts = [f"{name}{of_phase}: iteration {progress.iteration}/{progress.last}"]
     if progress.loss is not None:
-        parts.append(f"lm loss {progress.loss}")
+        parts.append(f"lm loss {_rounded(progress.loss)}")
+    if progress.iteration_ms is not None:
+        ms = progress.iteration_ms
+        parts.append(f"{ms:.0f} ms a step" if ms < _SECOND_MS else f"{ms / 1000:.1f} s a step")
     left = progress.time_left_s
     if left is not None:
-        parts.append(f"about {left:.0f} s left")
+        parts.append(f"{rough_time(left)} left")
     return ", ".join(parts)
+
+
+def _rounded(loss: str) -> str:
+    try:
+        return f"{float(loss):.4g}"
+    except ValueError:
+        return loss

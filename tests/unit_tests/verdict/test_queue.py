@@ -35,12 +35,6 @@ def test_what_is_not_known_is_left_out() -> None:
     assert queue_text("slurm", early, 600.0) == said
 
 
-def test_a_training_that_runs_is_in_the_line() -> None:
-    bare = dataclasses.replace(STANDING, num_held=0, share_done=None)
-    said = queue_text("slurm", bare, 600.0, "tp2[dev-cpu]: iteration 5/10, lm loss 2.5")
-    assert said.endswith("; job 41_7 waits: Resources; tp2[dev-cpu]: iteration 5/10, lm loss 2.5")
-
-
 @pytest.mark.parametrize(
     ("since_s", "counts", "detail", "is_printed"),
     [

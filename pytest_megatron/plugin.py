@@ -35,7 +35,7 @@ from pytest_megatron.hooks.start.environment import (
     record_start_environment,
     refuse_launcher,
 )
-from pytest_megatron.hooks.workloads import recipes
+from pytest_megatron.hooks.workloads.items import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
         config.args[:] = option_values.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
-    if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
+    if chosen.asks_for_workloads or are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads.plugin import register_roles
 
         register_roles(config)
@@ -232,4 +232,4 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     """Collect recipes, in a session that asked for them."""
     if not parent.config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN):
         return None
-    return recipes.collect_recipe(file_path, parent)
+    return collect_recipe(file_path, parent)

@@ -7,6 +7,7 @@ JSON.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -55,6 +56,15 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     if is_large or len(data) > most:
         raise OSError(errno.EFBIG, f"is larger than {most} bytes", str(path))
     return data
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a regular file, in hexadecimal digits.
+
+    Raises:
+        OSError: As from `read_bytes`.
+    """
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:

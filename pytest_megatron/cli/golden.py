@@ -15,8 +15,7 @@ from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.cli.main import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.environment import RunEnvironment, why_not_timed
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.inference import Pair, compare_generation
 from pytest_megatron.golden.compare.result import (
     Comparison,
@@ -24,9 +23,14 @@ from pytest_megatron.golden.compare.result import (
     render,
     render_layers,
 )
-from pytest_megatron.golden.model import GENERATION_METRICS, Observed
+from pytest_megatron.golden.model import (
+    GENERATION_METRICS,
+    Golden,
+    Observed,
+    RunEnvironment,
+    why_not_timed,
+)
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
-from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.refresh.transaction import recover_above
 

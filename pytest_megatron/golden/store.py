@@ -21,22 +21,20 @@ from pytest_megatron.golden.formats.layout import PROVENANCE_KEY, Form, lay_out
 from pytest_megatron.golden.formats.metric_map import metrics_to_json, parse_document
 from pytest_megatron.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.golden.model import (
+    AS_BLOCK,
+    Golden,
     MetricMap,
     MetricsFile,
     Observed,
+    Provenance,
     find_not_finite,
     generation_to_json,
     is_finite,
-)
-from pytest_megatron.golden.provenance import (
-    AS_BLOCK,
-    Golden,
-    Provenance,
     parse_provenance,
     provenance_to_json,
 )
+from pytest_megatron.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS, golden_name, golden_paths
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import CASES, GOLDEN_PREFIX, GOLDENS, golden_name, golden_paths
 
 
 def golden_path(root: Path, workload: Workload) -> Path:

@@ -23,7 +23,7 @@ from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
 from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, load_table
-from pytest_megatron.verdict.retry_budget import RunLedger
+from pytest_megatron.verdict.retry import RunLedger
 
 if TYPE_CHECKING:  # sessions without workloads need none
     from pytest_megatron.engines.api import Engine

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError
 from pytest_megatron.golden.compare.result import RELATIVE, ComparisonRule, Layer
-from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import Golden, MetricMap
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.pages.model import (

@@ -8,15 +8,18 @@ from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import CaseError, GoldenError
-from pytest_megatron.golden.compare.api import compare, compare_resume
-from pytest_megatron.golden.compare.environment import RunEnvironment, why_not_timed
+from pytest_megatron.golden.compare.compare import compare, compare_resume
 from pytest_megatron.golden.compare.inference import Pair, compare_generation
-from pytest_megatron.golden.compare.limits import NORMS
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule, comparison_to_json
 from pytest_megatron.golden.compare.rl import RlRules, compare_rl
-from pytest_megatron.golden.model import Generation, MetricMap
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import (
+    Generation,
+    Golden,
+    MetricMap,
+    RunEnvironment,
+    why_not_timed,
+)
+from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import headed

@@ -20,16 +20,16 @@ from pytest_megatron.golden.formats.metric_map import (
     document_of,
     load_object,
     parse_document,
-    step_interval,
 )
 from pytest_megatron.golden.model import (
+    AS_BLOCK,
     Generation,
     Series,
     Value,
     find_not_finite,
     generation_to_json,
+    step_interval,
 )
-from pytest_megatron.golden.provenance import AS_BLOCK
 
 _DECIMALS = 5
 _BLOCK_KEYS = ("end_step", "non_finite", "start_step", "step_interval", "value_precision", "values")

@@ -17,10 +17,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
@@ -34,6 +32,8 @@ from pytest_megatron.golden.model import (
     kind_of,
     parse_generation,
     series_of,
+    step_interval,
+    to_float32,
 )
 
 
@@ -204,12 +204,6 @@ def metrics_to_json(metrics: MetricMap) -> dict[str, JsonValue]:
     return {name: _block_to_json(series) for name, series in sorted(metrics.items())}
 
 
-def step_interval(steps: Sequence[int]) -> int:
-    """Return the distance of ascending steps, that from step 1 left out, as Megatron-LM counts."""
-    spaced = [step for step in steps if step != 1]
-    return math.gcd(*(b - a for a, b in pairwise(spaced))) or 1
-
-
 def shortest(value: float) -> float:
     """Return the float with the fewest digits that rounds to the same float32 as `value`.
 
@@ -222,16 +216,6 @@ def shortest(value: float) -> float:
         if to_float32(short) == value:
             return short
     return value
-
-
-def to_float32(value: float) -> float:
-    """Return the float32 nearest to a finite `value`, as a float; inf where it is too large."""
-    try:
-        (number,) = struct.unpack("<f", struct.pack("<f", value))
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    assert isinstance(number, float)
-    return number
 
 
 def _explain(value: Mapping[str, JsonValue]) -> str:

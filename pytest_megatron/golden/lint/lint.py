@@ -30,14 +30,19 @@ from pytest_megatron.golden.store import (
     read_text,
     tree_of,
 )
-from pytest_megatron.recipe.case import compares_metrics
+from pytest_megatron.recipe.case import (
+    CASE_NAME,
+    CASES,
+    GOLDENS,
+    case_path,
+    compares_metrics,
+    golden_paths,
+)
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding, Severity, in_order
 from pytest_megatron.recipe.lint import check_golden
 from pytest_megatron.recipe.load import find_recipes, read_recipe
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import CASE_NAME, CASES, GOLDENS, case_path, golden_paths
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.model import Vocabulary, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,7 +223,7 @@ class GangPlugin(RecordCarrier):
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print the planned gangs and their numbers of tests; workloads print theirs."""
-        from pytest_megatron.hooks.workloads.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
+        from pytest_megatron.hooks.workloads.items import WorkloadItem  # noqa: PLC0415 - loads all of recipes
 
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
         for line in plan_lines(self._specs.get(item) for item in items):

@@ -19,14 +19,16 @@ from pytest_megatron.hooks.option_values import has_workers
 from pytest_megatron.hooks.options import LOCAL
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.hooks.workloads.item import WorkloadItem, runner_of
-from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
-from pytest_megatron.hooks.workloads.terminal import (
+from pytest_megatron.hooks.workloads.items import WorkloadItem, runner_of
+from pytest_megatron.hooks.workloads.progress import (
     StepClock,
     can_rewrite,
+    is_due,
     progress_text,
+    queue_text,
     uncaptured,
 )
+from pytest_megatron.hooks.workloads.report import ItemRetries, show_findings
 from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob
@@ -36,7 +38,6 @@ from pytest_megatron.verdict.scheduler import (
     WorkEnd,
     WorkloadScheduler,
 )
-from pytest_megatron.verdict.text import is_due, queue_text
 from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _ERASE_ROW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above

@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.limits import CostLimits, LossLimits, MemoryLimits, Worse
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.rl import RlRules, compare_rl
-from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.model import Golden, series_of
 from pytest_megatron.golden.policy import (
     ComparedWorkload,
     ComparisonPolicy,
+    CostLimits,
+    LossLimits,
+    MemoryLimits,
+    Worse,
     policy_json_schema,
     policy_named,
     read_policy,
 )
-from pytest_megatron.golden.provenance import Golden
 
 PUBLISHED = Path(__file__).parents[3] / "docs/reference/policy.schema.json"
 OWN = """\

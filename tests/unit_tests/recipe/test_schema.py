@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pytest_megatron.recipe.schema import json_schema
+from pytest_megatron.recipe.load import json_schema
 
 PUBLISHED = Path(__file__).parents[3] / "docs/reference/recipe.schema.json"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import validate
 from pytest_megatron.errors import RunError
 from pytest_megatron.runs.history import read as read_history
 from pytest_megatron.runs.record import (
@@ -24,7 +25,6 @@ from pytest_megatron.runs.record import (
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
-    from_json,
     item_to_json,
     json_schema,
     read_if_whole,
@@ -179,7 +179,7 @@ def test_a_key_that_is_there_twice_has_its_last_value(tmp_path: Path) -> None:
 
 def test_an_item_crosses_from_a_worker_with_any_text(tmp_path: Path) -> None:
     item = RecordedTest(verdict="failed", world_size=2, problem="a \udc80 b", ranks={"0": "\ud800"})
-    found = from_json(item_to_json(item), RecordedTest)
+    found = validate(RecordedTest, item_to_json(item))
     assert (found.problem, found.verdict) == ("a \ufffd b", "failed")
     (tmp_path / "run.json").write_text(json.dumps(to_json(RecordedRun(items={"a::b": found}))))
     assert read_run(tmp_path).items == {"a::b": found}

@@ -1,4 +1,4 @@
-"""Terminal output of workloads, while they run and at the end."""
+"""Progress of workloads while they run: on a terminal, in a log, from workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +15,12 @@ import pytest
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.hooks.ci_log import ci_log_of
 from pytest_megatron.hooks.session import NOTE_PREFIX
-from pytest_megatron.runs.record import RecordedWorkload
-from pytest_megatron.verdict.job import WorkloadJob
-from pytest_megatron.verdict.text import plan_text, rough_time
-from pytest_megatron.workload.plan.plan import AttemptPlan
+from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.run.runner import Progress, parse_progress
 
+_LEAST_SHARE = 0.05  # below it, what is left is a guess
+_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
+_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 _SECOND_MS = 1000
 
@@ -185,37 +185,49 @@ def _text_of(note: Path) -> str:
         return ""
 
 
-def print_plan(
-    config: pytest.Config,
-    job: WorkloadJob,
-    plan: AttemptPlan,
-    golden: Path | None,
-    found: Sequence[str],
-) -> None:
-    """Print the plan of a workload, and the findings of the checks about it."""
-    writer = config.get_terminal_writer()
-    writer.line(plan_text(job, plan, golden))
-    for line in found:
-        writer.line(f"  {line}")
-    writer.line()
+def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
+    """Return whether a line is worth printing where none can be replaced: in the log of CI.
+
+    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
+
+    Args:
+        since_s: Since the last line.
+        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
+        has_new_detail: Whether the engine's detail or a training's progress is new.
+    """
+    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
+    return since_s >= limit_s
 
 
-def print_summary(
-    reporter: pytest.TerminalReporter,
-    records: Mapping[str, RecordedWorkload],
-    goldens: Sequence[str],
-    shorten: Callable[[str], str],
-) -> None:
-    """Print a line for each workload that ran, then the lines about goldens."""
-    if records:
-        reporter.section("workloads", sep="-")
-    for node_id, record in records.items():
-        other = "yellow" if record.is_held else "red"
-        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
-        reporter.write(f"{record.verdict:<7}", **{colour: True})
-        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
-    for line in goldens:
-        reporter.write_line(shorten(line))
+def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
+    """Return the line.
+
+    Args:
+        engine: Name of the engine.
+        standing: How far it is.
+        elapsed_s: Since the workloads were submitted.
+    """
+    counts = [
+        f"{standing.num_ended} of {standing.num_works} ended",
+        f"{standing.num_running} running",
+        f"{standing.num_waiting} waiting",
+    ]
+    if standing.num_held:
+        counts.append(f"{standing.num_held} to be submitted")
+    parts = [", ".join(counts)]
+    if standing.detail:
+        parts.append(standing.detail)
+    share = standing.share_done
+    if share is not None and _LEAST_SHARE <= share < 1:
+        parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
+    return f"{engine}: {'; '.join(parts)}"
+
+
+def rough_time(seconds: float) -> str:
+    """Return a duration in its largest unit."""
+    if seconds >= _HOURS:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
 
 
 def progress_text(name: str, phase: int, progress: Progress) -> str:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.recipe.arguments import Argument, command_words, unquote, with_argument
+from pytest_megatron.recipe.case import Argument
+from pytest_megatron.workload.plan.phases import command_words, unquote, with_argument
 
 
 def words(name: str, text: str | None, **settings: object) -> list[str]:

@@ -1,25 +1,28 @@
-"""Texts about a workload: the failure block, the summary line, the plan; its record. Pure."""
+"""Report of workloads: terminal while they run, plan, failures, further attempts, record."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
 
+import pytest
+
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
-from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
-from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.plan.phases import Frozen, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.run.runner import AttemptListener
 
 _INDENT = "    "
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
@@ -174,56 +177,6 @@ def _retried(attempt: Attempt) -> str:
     return f"attempt {attempt.number} failed: {known}"
 
 
-_LEAST_SHARE = 0.05  # below it, what is left is a guess
-_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
-_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
-
-
-def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
-    """Return whether a line is worth printing where none can be replaced: in the log of CI.
-
-    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
-
-    Args:
-        since_s: Since the last line.
-        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
-        has_new_detail: Whether the engine's detail or a training's progress is new.
-    """
-    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
-    return since_s >= limit_s
-
-
-def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
-    """Return the line.
-
-    Args:
-        engine: Name of the engine.
-        standing: How far it is.
-        elapsed_s: Since the workloads were submitted.
-    """
-    counts = [
-        f"{standing.num_ended} of {standing.num_works} ended",
-        f"{standing.num_running} running",
-        f"{standing.num_waiting} waiting",
-    ]
-    if standing.num_held:
-        counts.append(f"{standing.num_held} to be submitted")
-    parts = [", ".join(counts)]
-    if standing.detail:
-        parts.append(standing.detail)
-    share = standing.share_done
-    if share is not None and _LEAST_SHARE <= share < 1:
-        parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
-    return f"{engine}: {'; '.join(parts)}"
-
-
-def rough_time(seconds: float) -> str:
-    """Return a duration in its largest unit."""
-    if seconds >= _HOURS:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
-
-
 def item_record(
     training: Training,
     judgement: Judgement | None,
@@ -267,7 +220,7 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
     cause = training.attempts[-1].cause
     if cause is not None:
         found = cause.diagnosis
-        return headline_fingerprint(cause.text) if found is None else found.fingerprint
+        return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
     names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
     return f"mismatch|{', '.join(names)}" if names else "not as expected"
@@ -291,3 +244,89 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
     )
+
+
+def print_plan(
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
+) -> None:
+    """Print the plan of a workload, and the findings of the checks about it."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, RecordedWorkload],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
+) -> None:
+    """Print a line for each workload that ran, then the lines about goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        other = "yellow" if record.is_held else "red"
+        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
+        reporter.write(f"{record.verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
+    for line in goldens:
+        reporter.write_line(shorten(line))
+
+
+def show_findings(
+    session: RunSession, checked: CheckedJob, listener: AttemptListener
+) -> CheckedJob:
+    """Show the warnings about a job that this session has not shown yet; return the job.
+
+    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
+    the queue already: errors that the engine found are only shown.
+    """
+    is_attached = session.options.is_attached
+    if any(finding.is_error for finding in checked.findings) and not is_attached:
+        return checked
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
+    new = [line for line in dict.fromkeys(lines) if line not in session.warned]
+    session.warned.update(new)
+    if new:
+        listener.on_lines(new)
+    return checked.without_engine_findings() if is_attached else checked
+
+
+class ItemRetries:
+    """Grants further attempts of one item from the run's budget, and prints them."""
+
+    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
+        self._session = session
+        self._node_id = node_id
+        self._live = live
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from the run's budget."""
+        signature = _signature_of(attempt) or ""
+        return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Print why, and when."""
+        assert attempt.cause is not None
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        self._live.on_lines([self._session.shorten(text)])
+
+    def note_end(self, training: Training) -> None:
+        """Count the item, and print a line if machine or network fail the whole run."""
+        is_broken = training.verdict is Verdict.BROKEN
+        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        if text := self._session.retry_budget.note_end(self._node_id, broken_by):
+            self._live.on_lines([f"megatron: {text}"])
+
+
+def _signature_of(attempt: Attempt) -> str | None:
+    """Return the id of the signature of a failed attempt."""
+    signature = None if attempt.cause is None else attempt.cause.signature
+    return None if signature is None else signature.id

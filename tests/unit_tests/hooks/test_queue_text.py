@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from pytest_megatron.hooks.workloads.progress import is_due, queue_text
 from pytest_megatron.verdict.scheduler import QueueProgress
-from pytest_megatron.verdict.text import is_due, queue_text
 
 STANDING = QueueProgress(
     num_works=200,

@@ -1,16 +1,15 @@
-"""The default policy: a run passes only if it is whole and within the limits. Pure.
+"""Comparison of a run with its golden under a policy: the entry point, and strict. Pure.
 
-Layers, in this order; the first that fails decides and is named in the answer, and all are in it:
+Under `strict`, the default, a run passes only if it is whole and within the limits. Layers, in this
+order; the first that fails decides and is named in the answer, and all are in it:
 
-1. presence: the golden is whole, the run is whole (`layers.py`): missing, nan, inf and text are
-   different;
+1. presence: the golden is whole, the run is whole: missing, nan, inf and text are different;
 2. exact: a deterministic golden, and a run on its image, versions and class of host;
-3. by kind of metric (`limits.py`): a loss, and any metric that is none of the others, by its
-   first step, its shape, its early window, every step, mean and tail (`layers.py`); a count by
-   mean, tail and median; time and memory on the side where they are worse, and only against a
-   golden of the same class of host.
+3. by kind of metric: a loss, and any metric that is none of the others, by its first step, its
+   shape, its early window, every step, mean and tail; a count by mean, tail and median; time and
+   memory on the side where they are worse, and only against a golden of the same class of host.
 
-A run that is equal bit for bit has passed all of them.
+A run that is equal bit for bit has passed all of them. The layers are in `layers.py`.
 """
 
 from __future__ import annotations
@@ -19,35 +18,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from pytest_megatron.golden.compare.band import Knowledge, band_around, knowledge_of
-from pytest_megatron.golden.compare.environment import RunEnvironment, drift_between, why_not_timed
 from pytest_megatron.golden.compare.layers import (
     LAST_DIGITS,
+    Knowledge,
     LayerFinding,
+    band_around,
     cost_layers,
     count_layers,
     decide,
     exact_layer,
     find_hole,
+    knowledge_of,
     loss_layers,
     memory_layers,
 )
-from pytest_megatron.golden.compare.limits import (
-    LONG_STEPS,
-    CostLimits,
-    CountLimits,
-    Exact,
-    Limits,
-    LossLimits,
-    MemoryLimits,
-)
+from pytest_megatron.golden.compare.megatron import DEFAULT_METRICS, compare_like_megatron
 from pytest_megatron.golden.compare.result import (
     Allowed,
     Comparison,
     ComparisonRule,
-    relative,
-)
-from pytest_megatron.golden.compare.series import (
     Point,
     align,
     describe_extra,
@@ -56,12 +45,32 @@ from pytest_megatron.golden.compare.series import (
     find_unusable,
     first_difference,
     measure,
+    relative,
     shared_points,
     without_unmeasured_end,
 )
-from pytest_megatron.golden.model import MetricMap, Series, is_finite
-from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import (
+    NOWHERE,
+    Golden,
+    MetricMap,
+    Provenance,
+    RunEnvironment,
+    Series,
+    drift_between,
+    is_finite,
+    why_not_timed,
+)
+from pytest_megatron.golden.policy import (
+    LONG_STEPS,
+    Base,
+    ComparisonPolicy,
+    CostLimits,
+    CountLimits,
+    Exact,
+    Limits,
+    LossLimits,
+    MemoryLimits,
+)
 
 _TIME = "iteration-time"
 _ZEROS = "num-zeros"
@@ -285,3 +294,88 @@ def _without_untimed_start(golden: Series, observed: Series) -> Series:
     if len(golden) > 1 and not is_finite(observed.at(golden.steps[0])):
         return golden.after(golden.steps[0])
     return golden
+
+
+def compare(
+    golden: Golden,
+    observed: MetricMap,
+    *,
+    metrics: Sequence[str] | None = None,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
+    nondeterministic: bool = False,
+    surroundings: RunEnvironment = NOWHERE,
+) -> tuple[Comparison, ...]:
+    """Compare a run with its golden; one answer a metric, in the order of `metrics`.
+
+    Args:
+        golden: The committed values.
+        observed: The values of this attempt.
+        metrics: The case's METRICS. None takes the default of the policy: every metric of
+            the golden (strict), or `lm loss` and `num-zeros` where the golden has them (megatron).
+        policy: The policy for this workload (`ComparisonPolicy.at`).
+        nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
+        surroundings: The environment of the run; only `strict` uses it.
+
+    Raises:
+        GoldenError: The policy leaves out every one of `metrics`.
+    """
+    match policy.base:
+        case Base.STRICT:
+            return compare_strictly(
+                golden,
+                observed,
+                metrics=metrics,
+                policy=policy,
+                nondeterministic=nondeterministic,
+                surroundings=surroundings,
+            )
+        case Base.MEGATRON:
+            if metrics is None:
+                metrics = [name for name in DEFAULT_METRICS if name in golden.metrics]
+            return compare_like_megatron(
+                golden, observed, metrics=metrics, policy=policy, nondeterministic=nondeterministic
+            )
+    assert_never(policy.base)
+
+
+def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
+    first: MetricMap,
+    second: MetricMap,
+    *,
+    train_iters: int,
+    metrics: Sequence[str] | None = None,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
+    nondeterministic: bool = False,
+    where: str = "the first run",
+) -> tuple[Comparison, ...]:
+    """Compare a run resumed from a checkpoint with the run that went through.
+
+    The first run is the golden, cut like the second to the steps after `train_iters // 2`; time
+    and memory are not judged by the strict policy, for the steps after a restart warm up again.
+
+    Args:
+        first: The values of the uninterrupted run.
+        second: The values of the resumed run.
+        train_iters: How many iterations the whole training has.
+        metrics: As for `compare`.
+        policy: As for `compare`.
+        nondeterministic: As for `compare`; if false, the strict policy allows what it allows
+            against a deterministic golden.
+        where: Name of the first run in messages.
+
+    Source: Megatron-LM tests/functional_tests/python_test_utils/
+    test_pretraining_resume_checkpoint_pipeline.py, d98e8a64dd.
+    """
+    middle = train_iters // 2
+    golden = Golden(
+        path=where,
+        metrics={name: series.after(middle) for name, series in first.items()},
+        provenance=Provenance(deterministic=not nondeterministic),
+    )
+    return compare(
+        golden,
+        {name: series.after(middle) for name, series in second.items()},
+        metrics=metrics,
+        policy=policy,
+        nondeterministic=nondeterministic,
+    )

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.golden.model import MetricMap, series_of
+from pytest_megatron.hooks.workloads.report import item_record, summary_line, training_failure
 from pytest_megatron.recipe.model import Row, parse_row
 from pytest_megatron.runs.layout import ItemDirs
 from pytest_megatron.runs.record import RecordedAttempt
@@ -11,7 +12,6 @@ from pytest_megatron.triage.signatures import match_signature
 from pytest_megatron.verdict.attempt import Attempt, FailureCause, decide_training
 from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
-from pytest_megatron.verdict.text import item_record, summary_line, training_failure
 from pytest_megatron.workload.plan.plan import Setting
 
 SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)

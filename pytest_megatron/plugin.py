@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
-from pytest_megatron.hooks import option_values, options
+from pytest_megatron.hooks import options
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -30,7 +30,7 @@ from pytest_megatron.hooks.markers import (
     is_quarantined_by_us,
     parametrise_sizes,
 )
-from pytest_megatron.hooks.option_values import has_workers
+from pytest_megatron.hooks.options import has_workers
 from pytest_megatron.hooks.start.environment import (
     record_start_environment,
     refuse_launcher,
@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     chosen = options.read_options(config)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
-        config.args[:] = option_values.findable(config.args, str(config.invocation_params.dir))
+        config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads.plugin import register_roles

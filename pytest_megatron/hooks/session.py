@@ -16,8 +16,7 @@ import pytest
 
 from pytest_megatron.base.project import ProjectConfig, load_config
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import Options, read_options
+from pytest_megatron.hooks.options import Options, read_options, usage_errors
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
 from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir

@@ -43,8 +43,7 @@ from pytest_megatron.hooks.gangs.results import add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
-from pytest_megatron.hooks.option_values import has_workers
-from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.hooks.run_file import RecordCarrier, put_record
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.start_mode import make_extra_item

@@ -21,8 +21,14 @@ from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.ci_log import register_ci_log
 from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
-from pytest_megatron.hooks.option_values import has_workers, usage_errors
-from pytest_megatron.hooks.options import LOCAL, MIN_REFRESH_REPEATS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import (
+    LOCAL,
+    MIN_REFRESH_REPEATS,
+    WORKLOADS_PLUGIN,
+    Options,
+    has_workers,
+    usage_errors,
+)
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,
@@ -50,7 +56,7 @@ from pytest_megatron.recipe.model import Vocabulary, Workload
 from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import make_own_dir
-from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
@@ -275,7 +281,7 @@ class WorkloadPlugin(RecordCarrier):
         golden = self._goldens.read_copy(job)
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
-        write_json_atomically(job.dirs.comparison, judgement.as_json())
+        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)

@@ -15,8 +15,7 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.hooks.option_values import has_workers
-from pytest_megatron.hooks.options import LOCAL
+from pytest_megatron.hooks.options import LOCAL, has_workers
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.items import WorkloadItem, runner_of

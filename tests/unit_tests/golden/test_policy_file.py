@@ -93,7 +93,7 @@ def test_a_file_decides_a_comparison_and_names_itself(tmp_path: Path) -> None:
     own = policy_of(tmp_path)
     assert [c.passed for c in compare(golden, run, policy=own)] == [True, True]
     assert [c.passed for c in compare(golden, run)] == [False, False]
-    assert own.value == str(tmp_path / "policy.yaml")
+    assert own.name == str(tmp_path / "policy.yaml")
 
 
 def test_a_file_may_inherit_from_megatron(tmp_path: Path) -> None:

@@ -45,7 +45,12 @@ def printable(text: str) -> str:
 
 def visible(text: str) -> str:
     """Return a text without colours; a character that cannot be seen becomes a replacement sign."""
-    return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
+    return re.sub(_HIDDEN, "\ufffd", without_colours(text))
+
+
+def without_colours(text: str) -> str:
+    """Return a text without sequences that a terminal reads; all else stays."""
+    return _ESCAPES.sub("", text)
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -117,7 +122,7 @@ def plain(text: str, most: int | None = None) -> str:
         text: Anything.
         most: Characters to cut it to; None keeps all.
     """
-    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
+    text = without_colours(text).replace("\r\n", "\n").replace("\t", "    ")
     text = "".join(c for c in text if c == "\n" or unicodedata.category(c)[0] != "C")
     if most is not None and len(text) > most:
         text = text[: most - len(_ELLIPSIS)] + _ELLIPSIS

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.adopt.launch import LaunchedTests
+from pytest_megatron.adopt.launch import LaunchedTests, is_test_path
 from pytest_megatron.adopt.python_code import (
     KNOWN_CLASSES,
     MAY_MATTER,
@@ -188,7 +188,6 @@ def _may_be_script(path: Path, data: bytes) -> bool:
 
 
 def _in_text(path: Path, name: str, text: str) -> Iterator[FoundPlace]:
-    folder = str(PurePosixPath(name).parent)
     if path.suffix in _YAML and all(pattern.search(text) for pattern in _RECIPE):
         num_workloads = len(read_recipe(path, Profile.COMPAT).workloads)
         if num_workloads:
@@ -197,12 +196,19 @@ def _in_text(path: Path, name: str, text: str) -> Iterator[FoundPlace]:
     if not may_launch(text):
         return
     if path.suffix in _YAML:
-        found = launched_in_yaml(text, folder)
+        found = launched_in_yaml(text)
     else:
         is_makefile = re.fullmatch(r"(?:GNU)?[Mm]akefile|.*\.mk", path.name) is not None
-        found = launched_in_script(text, folder, is_makefile=is_makefile)
+        found = launched_in_script(text, is_makefile=is_makefile)
     for one in found:
-        yield FoundPlace(path=name, line=one.line + 1, what=one)
+        if not one.script or is_test_path(one.script) or _is_beside(path, name, one.script):
+            yield FoundPlace(path=name, line=one.line + 1, what=one)
+
+
+def _is_beside(path: Path, name: str, script: str) -> bool:
+    """Return whether a launched file lies in the folder of its script, and among tests."""
+    own = PurePosixPath(script).name
+    return is_test_path(str(PurePosixPath(name).with_name(own))) and path.with_name(own).exists()
 
 
 def _modules(
@@ -244,13 +250,20 @@ def _bases(modules: Sequence[PythonModule]) -> dict[tuple[str, str], str]:
     """Return the known class that each class of a file derives from, through the project's own."""
     known: dict[tuple[str, str], str] = {}
     by_name: dict[str, str] = {}
+    others = {  # a project's own `DistributedTest`, which is not DeepSpeed's
+        one.name
+        for module in modules
+        for one in module.classes
+        if one.name in KNOWN_CLASSES and any(base.endswith("TestCase") for base in one.bases)
+    }
+    names = KNOWN_CLASSES - others
     before = -1
     while len(known) > before:
         before = len(known)
         for module in modules:
             own = {one.name for one in module.classes}
             for one in module.classes:
-                bases = (_base(name, module, own, known, by_name) for name in one.bases)
+                bases = (_base(name, module, own, known, by_name, names) for name in one.bases)
                 base = next(filter(None, bases), None)
                 if base is not None:
                     known[module.path, one.name] = base
@@ -264,9 +277,10 @@ def _base(
     own: Collection[str],
     known: Mapping[tuple[str, str], str],
     by_name: Mapping[str, str],
+    names: Collection[str],
 ) -> str | None:
     """Return the known class behind a base as it is written in a module."""
     if name in own:
-        return known.get((module.path, name), name if name in KNOWN_CLASSES else None)
+        return known.get((module.path, name), name if name in names else None)
     original = module.imports.get(name, name).rpartition(".")[2]
-    return original if original in KNOWN_CLASSES else by_name.get(original)
+    return original if original in names else by_name.get(original)

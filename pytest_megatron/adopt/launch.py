@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -19,6 +20,8 @@ _LAUNCHERS = {
     "accelerate": "accelerate",
     "accelerate-launch": "accelerate",
     "accelerate.commands.launch": "accelerate",
+    "composer": "composer",
+    "composer.cli.launcher": "composer",
     "deepspeed": "deepspeed",
     "horovodrun": "horovodrun",
     "mpirun": "mpi",
@@ -32,6 +35,7 @@ _VARIABLE = re.compile(r"\$.*?(mpirun|mpiexec|torchrun|accelerate)", re.IGNORECA
 _COUNTS = {  # options that hold the number of processes
     "torchrun": ("--nproc-per-node", "--nproc_per_node"),
     "accelerate": ("--num-processes", "--num_processes"),
+    "composer": ("-n", "--nproc"),
     "deepspeed": ("--num-gpus", "--num_gpus"),
     "horovodrun": ("-np", "--num-proc"),
     "mpi": ("-n", "-np", "--np", "--n", "-c"),
@@ -44,19 +48,20 @@ _WRITERS = frozenset(
 )
 _WRAPPERS = frozenset({"time", "then", "do", "if", "else", "!", "sudo", "env", "exec", "{"})
 _TEST_PART = re.compile(r"(?:^|[_-])(?:tests?|testing)(?:$|[_-])")
+_ECHOED = re.compile(r"\"?\$\(\s*echo\s+(.*)\)\"?", re.DOTALL)
 _WORKERS = re.compile(r"(\S+?)\*popen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedTests:
-    """Tests that a launcher starts on several ranks.
+    """Pytest, or a Python file, that a launcher starts on several ranks.
 
     Attributes:
         line: Of the launcher's word, an index into the text.
-        launcher: `torchrun`, `mpi`, `accelerate`, `deepspeed`, `horovodrun`, `srun` or `xdist`.
+        launcher: A value of the launchers' table, or `xdist`.
         num_ranks: As it is written: a number, a variable, `gpu`; "" is not given.
         num_nodes: The same of nodes, "" for one.
-        script: The test program that runs without pytest; "" is pytest.
+        script: The Python file, which may be no test; "" is pytest.
         arguments: Those of pytest, or of the script, as they are written.
         variables: Assignments in front of the launcher, as they are written.
         coverage: Arguments of `coverage run` between launcher and pytest, as they are written.
@@ -79,12 +84,11 @@ def is_test_path(path: str) -> bool:
     return pure.name == "conftest.py" or any(_TEST_PART.search(part) for part in parts)
 
 
-def launched_in(text: ShellText, folder: str) -> list[LaunchedTests]:
-    """Return the tests that commands launch, those in a word such as after `bash -c` included.
+def launched_in(text: ShellText) -> list[LaunchedTests]:
+    """Return what commands launch, those in a word such as after `bash -c` included.
 
     Args:
         text: Commands with their variables.
-        folder: Of the file that holds them, from the project's root; scripts are found from it.
     """
     found: list[LaunchedTests] = []
     assigned: set[LaunchedTests] = set()  # `CMD="torchrun ..."`, which `$CMD` only repeats
@@ -92,22 +96,28 @@ def launched_in(text: ShellText, folder: str) -> list[LaunchedTests]:
         name = _program(command)
         if name in _WRITERS or any(word.raw == "install" for word in command[:5]):
             continue
-        one = _launched(command, folder)
+        one = _launched(command)
         if one is not None:
             found += [one] if replace(one, line=0) not in assigned else []
             continue
         for word in command:
-            if word.raw != word.value and " " in word.value and _may_launch(word.value):
-                inner = launched_in(nested(_script_of(word), text.variables), folder)
+            script = _script_of(word)
+            if script is not None and _may_launch(script.value):
+                inner = launched_in(nested(script, text.variables))
                 found += inner
-                assigned |= {replace(one, line=0) for one in inner if _script_of(word) != word}
+                is_assigned = script.raw != word.raw
+                assigned |= {replace(one, line=0) for one in inner if is_assigned}
     return found
 
 
-def _script_of(word: Word) -> Word:
-    """Return the word that is a script: of an assignment, what is assigned."""
+def _script_of(word: Word) -> Word | None:
+    """Return the word that is a script: quoted, assigned, or built by `$(echo ...)`."""
     name, equals, value = word.raw.partition("=")
-    return Word(value, word.line) if equals and name.isidentifier() else word
+    script = Word(value, word.line) if equals and name.isidentifier() else word
+    echoed = _ECHOED.fullmatch(script.raw)
+    if echoed is not None:
+        return Word(shlex.quote(echoed[1]), word.line)
+    return script if script.raw != script.value and " " in script.value else None
 
 
 def _may_launch(text: str) -> bool:
@@ -122,7 +132,7 @@ def _program(command: Command) -> str:
     return ""
 
 
-def _launched(command: Command, folder: str) -> LaunchedTests | None:
+def _launched(command: Command) -> LaunchedTests | None:
     target = _find_target(command)
     if target is None:
         return None
@@ -137,8 +147,6 @@ def _launched(command: Command, folder: str) -> LaunchedTests | None:
     index, launcher = launchers[-1]
     between = command[index + 1 : target]
     script = "" if is_pytest else command[target].value
-    if script and not _is_test_script(script, folder):
-        return None
     return LaunchedTests(
         line=command[index].line,
         launcher=launcher,
@@ -210,16 +218,6 @@ def _coverage(words: Sequence[Word]) -> tuple[str, ...] | None:
     start = values.index("coverage") + 1
     inside = [word.raw for word in words[start:] if word.value != "run"]
     return tuple(inside[:-1] if inside and inside[-1] == "-m" else inside)
-
-
-def _is_test_script(script: str, folder: str) -> bool:
-    """Return whether a launched Python file is a test, and not a training or an example."""
-    name = PurePosixPath(script).name
-    if re.fullmatch(r"test_.*\.py|.*_tests?\.py", name):
-        return True
-    place = PurePosixPath(script)
-    is_local = "/" not in script or script.startswith(("$", "./"))
-    return is_test_path(str(PurePosixPath(folder) / name) if is_local else str(place))
 
 
 def _distributed_by_xdist(command: Command, target: int) -> LaunchedTests | None:

@@ -23,7 +23,6 @@ TORCH_CLASSES = frozenset(
 DEEPSPEED_CLASSES = frozenset({"DistributedFixture", "DistributedTest"})
 KNOWN_CLASSES = TORCH_CLASSES | DEEPSPEED_CLASSES
 _SPAWN = frozenset({"spawn", "start_processes"})
-_WORKERS = frozenset({"Process", "Pool"})
 _MODULES = ("torch.multiprocessing", "multiprocessing", "torch.multiprocessing.spawn")
 _RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "global_rank"})
 _LAUNCHED = re.compile(
@@ -177,10 +176,13 @@ def _started(tree: ast.Module, imports: Mapping[str, str]) -> Iterator[StartedRa
     has_ranks = bool(_RANK_NAMES & names)
     found: list[StartedRanks] = []
     prose = set(_docstrings(tree))
+    repeated = set(_repeated(tree))
     for node in ast.walk(tree):
         match node:
             case ast.Call():
-                found += _spawned(node, imports, has_ranks=has_ranks)
+                found += _spawned(
+                    node, imports, has_ranks=has_ranks, is_repeated=id(node) in repeated
+                )
             case ast.List(elts=elements) | ast.Tuple(elts=elements):
                 found += _launched_words(elements)
             case ast.Constant(value=str(text)) if id(node) not in prose:
@@ -232,8 +234,15 @@ def _docstrings(tree: ast.Module) -> Iterator[int]:
             yield from map(id, node.values)
 
 
+def _repeated(tree: ast.Module) -> Iterator[int]:
+    """Yield the identities of calls in loops."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.While | ast.ListComp | ast.GeneratorExp):
+            yield from (id(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call))
+
+
 def _spawned(
-    node: ast.Call, imports: Mapping[str, str], *, has_ranks: bool
+    node: ast.Call, imports: Mapping[str, str], *, has_ranks: bool, is_repeated: bool
 ) -> Iterator[StartedRanks]:
     """Yield a call that starts processes by multiprocessing, if these look like ranks."""
     name = dotted(node.func)
@@ -244,17 +253,19 @@ def _spawned(
     if module in _MODULES and last in _SPAWN:
         ranks = options.get("nprocs") or (node.args[2] if len(node.args) > 2 else None)  # noqa: PLR2004
         yield StartedRanks(kind="spawn", line=node.lineno, what=name, num_ranks=_literal(ranks))
-    elif not has_ranks:
         return
-    elif last in _WORKERS and module in _MODULES:
-        yield StartedRanks(kind="spawn", line=node.lineno, what=name, num_ranks="")
-    elif (
-        isinstance(node.func, ast.Attribute)
-        and node.func.attr == "Process"
-        and "target" in options
-        and first not in imports  # of a context, `ctx.Process`
-    ):
-        yield StartedRanks(kind="spawn", line=node.lineno, what="Process", num_ranks="")
+    kind = node.func.attr if isinstance(node.func, ast.Attribute) else last
+    is_context = isinstance(node.func, ast.Attribute) and first not in imports  # `ctx.Process`
+    if not has_ranks or not (is_context or module in _MODULES):
+        return
+    if kind == "Process" and "target" in options and is_repeated:
+        yield StartedRanks(kind="spawn", line=node.lineno, what=name or kind, num_ranks="")
+    elif kind == "Pool":
+        ranks = options.get("processes") or (node.args[0] if node.args else None)
+        if ranks is not None and _literal(ranks) != "1":
+            yield StartedRanks(
+                kind="spawn", line=node.lineno, what=name or kind, num_ranks=_literal(ranks)
+            )
 
 
 def _launched_words(elements: list[ast.expr]) -> Iterator[StartedRanks]:
@@ -269,7 +280,8 @@ def _launched_words(elements: list[ast.expr]) -> Iterator[StartedRanks]:
         if is_program or is_module or is_accelerate:
             what = "accelerate launch" if is_accelerate else text
             ranks = next(filter(None, map(_count_of, elements)), "")
-            yield StartedRanks(kind="subprocess", line=element.lineno, what=what, num_ranks=ranks)
+            line = elements[0].lineno if is_accelerate else element.lineno
+            yield StartedRanks(kind="subprocess", line=line, what=what, num_ranks=ranks)
             return
         before = text
 
@@ -285,7 +297,7 @@ def _count_of(element: ast.expr) -> str:
 def _launched_text(node: ast.expr, text: str) -> Iterator[StartedRanks]:
     """Yield a command line in a string that is no prose."""
     match = _LAUNCHED.match(text.lstrip())
-    if match is not None:
+    if match is not None and re.search(r"\.py\b| -m |\{\}", text):
         what = " ".join(match[0].split()[:-1])
         count = re.search(r"(?:nproc.per.node|num.processes|-np?)[= ](\d+)", text)
         ranks = count[1] if count is not None else ""

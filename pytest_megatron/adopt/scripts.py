@@ -16,7 +16,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BLOCKS = ("|", ">")
 _MAY_LAUNCH = re.compile(
     r"torchrun|torch\.distributed|mpirun|mpiexec|orterun|accelerate|deepspeed|horovodrun|srun"
-    r"|ft_launcher|popen",
+    r"|ft_launcher|composer|popen",
     re.IGNORECASE,
 )
 
@@ -26,25 +26,25 @@ def may_launch(text: str) -> bool:
     return _MAY_LAUNCH.search(text) is not None and re.search(r"pytest|\.py\b", text) is not None
 
 
-def launched_in_script(text: str, folder: str, *, is_makefile: bool) -> list[LaunchedTests]:
-    """Return the launched tests of a shell script or a Makefile, lines counted from 0."""
-    return launched_in(read_shell(text, is_makefile=is_makefile), folder)
+def launched_in_script(text: str, *, is_makefile: bool) -> list[LaunchedTests]:
+    """Return the launched commands of a shell script or a Makefile, lines counted from 0."""
+    return launched_in(read_shell(text, is_makefile=is_makefile))
 
 
-def launched_in_yaml(text: str, folder: str) -> list[LaunchedTests]:
-    """Return the launched tests of every step in a YAML file, of whatever CI system.
+def launched_in_yaml(text: str) -> list[LaunchedTests]:
+    """Return the launched commands of every step in a YAML file, of whatever CI system.
 
     A file that is no YAML, such as a template of one, is read as a script.
     """
     try:
         documents = list(yaml.compose_all(text, Loader=_Loader))
     except (yaml.YAMLError, RecursionError, ValueError):
-        return launched_in_script(text, folder, is_makefile=False)
+        return launched_in_script(text, is_makefile=False)
     lines = text.splitlines()
     found: dict[LaunchedTests, None] = {}
     for document in documents:
         for value, line in _texts(document, lines, set()):
-            for one in launched_in(read_shell(value), folder):
+            for one in launched_in(read_shell(value)):
                 found[replace(one, line=one.line + line)] = None
     return list(found)
 

@@ -42,6 +42,7 @@ _INI = (".ini", ".cfg", ".toml")
 _NAMED = re.compile(
     r"(?:GNU)?[Mm]akefile|.*\.mk|Dockerfile.*|.*\.[Dd]ockerfile|Jenkinsfile.*|justfile"
 )
+_IMPORTS_MPI = re.compile(r"^\s*(?:from|import) mpi4py\b", re.MULTILINE)
 _RECIPE = re.compile(r"^spec:", re.MULTILINE), re.compile(r"^products:", re.MULTILINE)
 
 
@@ -105,6 +106,7 @@ class Inventory:
         unread: Files that could not be read, with the reason.
         num_files: Files that were looked at.
         num_cases: Test cases of Megatron-LM; `num_goldens` alike.
+        uses_mpi: Whether the project's Python imports mpi4py.
         is_cut: Whether the time limit ended the search.
     """
 
@@ -113,6 +115,7 @@ class Inventory:
     num_files: int = 0
     num_cases: int = 0
     num_goldens: int = 0
+    uses_mpi: bool = False
     is_cut: bool = False
 
 
@@ -144,6 +147,7 @@ def search(root: Path, *, limit_s: float = LIMIT_S) -> Inventory:
         inventory.num_files += 1
         if path.suffix == ".py":
             python[name] = text
+            inventory.uses_mpi |= _IMPORTS_MPI.search(text) is not None
         else:
             inventory.findings += _in_text(path, name, text)
     inventory.findings += _in_python(_modules(python, inventory, deadline))

@@ -37,7 +37,7 @@ MAY_MATTER = re.compile(
     "|".join(
         (*sorted(KNOWN_CLASSES), *sorted(_PROGRAMS), r"multiprocessing", r"torch\.distributed\.")
     )
-    + r"|mark\.(?:parallel|mpi)\b|accelerate.{1,4}launch"
+    + r"|mark\.(?:parallel|mpi)\b|accelerate[\s\"',]{1,40}launch"
 )
 
 

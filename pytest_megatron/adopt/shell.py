@@ -110,9 +110,8 @@ def _expanded(command: Command, variables: Mapping[str, str]) -> Command:
         for word in command:
             match = _REFERENCE.fullmatch(word.raw)
             name = next(filter(None, match.group(1, 2, 4)), "") if match is not None else ""
-            value = variables.get(name) or (match[3] if match is not None else None)
-            is_kept = value is None or value.startswith("$(")
-            if is_kept or not re.search(r"[\s/]|pytest|run|exec|\.py", value):
+            value = variables.get(name) or str((match and match[3]) or "")
+            if value.startswith("$(") or not re.search(r"[\s/]|pytest|run|exec|\.py", value):
                 words.append(word)
             else:
                 inner = next(_split(value), ())

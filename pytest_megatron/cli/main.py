@@ -50,6 +50,7 @@ class LazyGroup(click.Group):
 
 
 SUBCOMMANDS = {
+    "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),

@@ -15,16 +15,15 @@ from pytest_megatron.base.text import columns, counted
 PROGRAM = "pytest -p megatron"
 _ALL_GPUS = ("gpu", "auto")
 _THREADS = ("MultiThreadedTestCase", "FSDPTestMultiThread")
-_HEADINGS = {
-    "pytest": ("pytest command that a launcher starts on each rank", "type instead"),
-    "script": ("launched test program", "once its checks are test functions, type"),
-    "class": ("test class that starts ranks", "mark its tests instead"),
-    "spawn": ("call that starts ranks in a test", "mark the test instead"),
-    "subprocess": ("launcher that a test starts", "mark what it launches instead"),
-    "mark": ("mark of MPI", "mark instead"),
-    "recipe": ("recipe of Megatron-LM's format", "type"),
+_HEADINGS = {  # one, several, and what follows
+    "pytest": ("pytest command", "pytest commands", "that a launcher starts on each rank; type"),
+    "script": ("launched program", "launched programs", "of tests; with its checks in tests, type"),
+    "class": ("test class", "test classes", "that start ranks; mark the tests"),
+    "spawn": ("call", "calls", "that start ranks in tests; mark the tests"),
+    "subprocess": ("launcher", "launchers", "that tests start; mark what is launched"),
+    "mark": ("mark", "marks", "of MPI; mark the tests"),
+    "recipe": ("recipe", "recipes", "of Megatron-LM's format; type"),
 }
-_PLURALS = {"class": "test classes that start ranks", "mark": "marks of MPI"}
 _NOTES = {
     "class": "they run as they are without --ranks; with --ranks they need @pytest.mark.controller",
     "spawn": "they run as they are without --ranks; with --ranks they need @pytest.mark.controller",
@@ -144,11 +143,11 @@ def advice_lines(
         inventory: For the goldens beside recipes.
         most: Places of one kind that are listed; None is all.
     """
-    for kind, (one, verb) in _HEADINGS.items():
+    for kind, (one, many, rest) in _HEADINGS.items():
         mine = [item for item in advice if item.place.kind == kind]
         if not mine:
             continue
-        yield f"{counted(len(mine), one, _PLURALS.get(kind))}; {verb}:"
+        yield f"{counted(len(mine), one, many)} {rest}:"
         rows = [(f"  {item.place.where}", item.found, item.instead) for item in mine[:most]]
         yield from columns(rows)
         if len(mine) > len(rows):

@@ -38,7 +38,7 @@ _COUNTS = {  # options that hold the number of processes
     "composer": ("-n", "--nproc"),
     "deepspeed": ("--num-gpus", "--num_gpus"),
     "horovodrun": ("-np", "--num-proc"),
-    "mpi": ("-n", "-np", "--np", "--n", "-c"),
+    "mpi": ("-n", "-np", "--np", "--n"),
     "srun": ("-n", "--ntasks"),
 }
 _NODES = ("--nnodes", "--num-machines", "--num_machines", "--num-nodes", "--num_nodes")
@@ -84,11 +84,12 @@ def is_test_path(path: str) -> bool:
     return pure.name == "conftest.py" or any(_TEST_PART.search(part) for part in parts)
 
 
-def launched_in(text: ShellText) -> list[LaunchedTests]:
+def launched_in(text: ShellText, outer: Command = ()) -> list[LaunchedTests]:
     """Return what commands launch, those in a word such as after `bash -c` included.
 
     Args:
         text: Commands with their variables.
+        outer: Words in front of the word that holds them, where they are nested.
     """
     found: list[LaunchedTests] = []
     assigned: set[LaunchedTests] = set()  # `CMD="torchrun ..."`, which `$CMD` only repeats
@@ -96,17 +97,19 @@ def launched_in(text: ShellText) -> list[LaunchedTests]:
         name = _program(command)
         if name in _WRITERS or any(word.raw == "install" for word in command[:5]):
             continue
-        one = _launched(command)
+        one = _launched(command) or _launched((*outer, *command))
         if one is not None:
             found += [one] if replace(one, line=0) not in assigned else []
             continue
-        for word in command:
+        for index, word in enumerate(command):
             script = _script_of(word)
-            if script is not None and _may_launch(script.value):
-                inner = launched_in(nested(script, text.variables))
-                found += inner
-                is_assigned = script.raw != word.raw
-                assigned |= {replace(one, line=0) for one in inner if is_assigned}
+            if script is None or not (_may_launch(script.value) or _PYTEST[0] in script.value):
+                continue
+            is_assigned = script.raw != word.raw
+            before = () if is_assigned else (*outer, *command[:index])
+            inner = launched_in(nested(script, text.variables), before)
+            found += inner
+            assigned |= {replace(one, line=0) for one in inner if is_assigned}
     return found
 
 

@@ -139,7 +139,10 @@ def _plan(root: Path, where: str, launched: LaunchedTests, asked: int | None) ->
     if unknown is not None:
         return f"only its script knows {shorten(unknown, 40)}; name files with --tests"
     words = [unquote(word) for word in launched.arguments]
-    paths = [word for word in words if (root / word.partition("::")[0]).exists() and word[0] != "-"]
+    gone = next((w for w in words if re.search(r"\.py(::|$)", w) and not _exists(root, w)), None)
+    if gone is not None:
+        return f"{gone} is not here"
+    paths = [word for word in words if word[:1] != "-" and _exists(root, word)]
     files = tuple(_test_files(root, paths or ["."]))
     if not files:
         return "it names no test file that is here"
@@ -152,6 +155,10 @@ def _plan(root: Path, where: str, launched: LaunchedTests, asked: int | None) ->
         num_ranks=asked or min(int(number) if number.isdecimal() else 2, fitting),
         asked_ranks=number,
     )
+
+
+def _exists(root: Path, word: str) -> bool:
+    return (root / word.partition("::")[0]).exists()
 
 
 def _writes_report(word: str) -> bool:
@@ -367,8 +374,9 @@ def proof_lines(compared: Sequence[ComparedFile], untried: Sequence[str]) -> Ite
     tests = [(done.file, test) for done in compared for test in done.tests]
     for _, test in tests:
         if test.verdict == "different":
-            yield f"different: {test.name}: {test.launched} under the launcher, {test.adopted} "
-            yield f"  under pytest-megatron: {test.reason}"
+            both = f"{test.launched} under the launcher, {test.adopted} under pytest-megatron"
+            yield f"different: {test.name}: {both}:"
+            yield f"  {test.reason}"
     reasons = Counter(test.reason for _, test in tests if test.verdict == "not here")
     if reasons:
         yield "could not run here:"

@@ -47,7 +47,7 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")  # of git: a form feed does not end one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileChange:
+class ConfigChange:
     """A file before and after; `old` is None where there is none."""
 
     path: str
@@ -59,7 +59,7 @@ class FileChange:
 class ProjectChanges:
     """What would be written, and what is left to a person."""
 
-    files: tuple[FileChange, ...]
+    files: tuple[ConfigChange, ...]
     notes: tuple[str, ...]
 
 
@@ -80,7 +80,7 @@ def plan_changes(root: Path, inventory: Inventory) -> ProjectChanges:
         files[name] = new
     _add_workflow(root, inventory, texts, files, notes)
     changes = tuple(
-        FileChange(path=path, old=texts.get(path), new=text)
+        ConfigChange(path=path, old=texts.get(path), new=text)
         for path, text in sorted(files.items())
         if texts.get(path) != text
     )
@@ -289,7 +289,7 @@ def _common_ranks(inventory: Inventory) -> int:
     return max(numbers, key=lambda n: (numbers[n], -n)) if numbers else _DEFAULT_RANKS
 
 
-def diff_of(changes: Sequence[FileChange]) -> str:
+def diff_of(changes: Sequence[ConfigChange]) -> str:
     """Return a diff that `git apply` and `patch` take."""
     lines: list[str] = []
     for change in changes:
@@ -300,7 +300,7 @@ def diff_of(changes: Sequence[FileChange]) -> str:
     return "".join(line if line.endswith("\n") else line + no_end for line in lines)
 
 
-def apply_changes(root: Path, changes: Sequence[FileChange]) -> list[str]:
+def apply_changes(root: Path, changes: Sequence[ConfigChange]) -> list[str]:
     """Write the files that git can give back; return those that were not written, with the reason.
 
     Raises:

@@ -406,5 +406,6 @@ def _run_block(block: Block, scratch: Scratch, name: str) -> Iterator[str]:
 
 def pages() -> list[Path]:
     """Return the pages for users that have commands."""
-    found = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
-    return found + sorted(ROOT.glob("docs/how-to/*.md"))
+    folders = ("start", "tutorials", "how-to")
+    found = [page for folder in folders for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
+    return [ROOT / "README.md", *found]

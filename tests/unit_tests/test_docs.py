@@ -82,6 +82,12 @@ def test_every_command_is_documented() -> None:
     assert headings[1:] == sorted(commands(group))
 
 
+def test_the_options_of_every_command_are_those_of_the_code() -> None:
+    text = (REFERENCE / "command-options.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(REFERENCE / "command_tables.py"))["tables"]() in text
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == sorted(commands(group))
+
+
 def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:
     text = (REFERENCE / "triage.md").read_text(encoding="utf-8")
     rows = re.findall(

@@ -93,6 +93,14 @@ def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=name_of)
+def test_every_command_and_option_in_a_line_of_text_exists(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    spans = re.findall(r"`((?:pytest|pytest-megatron) [^`]+)`", prose)
+    found = [what for span in spans for words in programs(span) for what in unknown(words)]
+    assert found == []
+
+
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_no_command_is_in_a_block_of_another_kind(page: Path) -> None:
     fences = FENCE.findall(page.read_text(encoding="utf-8"))

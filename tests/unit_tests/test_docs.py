@@ -17,6 +17,10 @@ from pytest_megatron.triage.signatures import builtin_table
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 REFERENCE = ROOT / "docs/reference"
+OF_OTHERS = {  # messages in the headings of faq.md that pytest and torch print
+    "error: unrecognized arguments: --ranks",
+    "RuntimeError: Process 0 terminated or timed out after 300.07 seconds",
+}
 _CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
@@ -104,6 +108,21 @@ def test_every_family_is_documented() -> None:
     section = text.partition("## Families")[2].partition("## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
     assert rows == sorted(builtin_table().families.items())
+
+
+def test_messages_that_head_a_question_are_printed() -> None:
+    headings = _HEADING.findall(prose(ROOT / "docs/faq.md"))
+    shown = {text for heading in headings for text in re.findall("`([^`]+)`", heading)}
+    sources = sorted((ROOT / "pytest_megatron").rglob("*"))
+    printed = "".join(p.read_text() for p in sources if p.suffix in (".py", ".toml", ".md"))
+    printed = re.sub(r'"\s+f?"', "", printed)  # texts that go on in another line
+    assert {text for text in shown if _fixed_part(text) not in printed} == OF_OTHERS
+
+
+def _fixed_part(message: str) -> str:
+    """Return the longest part of a message without numbers, names, paths and punctuation."""
+    parts = re.split(r"\.\.\.|'[^']*'|\b(?:N\b|(?=\w*\d)[\w.-]+)|\S*/\S*|[;:,()]", message)
+    return max((part.strip() for part in parts), key=len)
 
 
 def test_every_fragment_of_the_changelog_has_a_name_that_towncrier_tells_apart() -> None:

@@ -5,6 +5,7 @@ Needs Python 3.11 to 3.13 with pip, and nothing else:
     python3 dev.py recipes [PYTEST ARGS]   train and judge the workloads that this machine can run
     python3 dev.py test [PYTEST ARGS]      the tests
     python3 dev.py check                   format, lint, types, import layers, lock file
+    python3 dev.py package [--keep DIR]    build wheel and sdist, and try them
     python3 dev.py setup                   the environment alone
     python3 dev.py site                    the documentation as a site, in build/site
     python3 dev.py links                   try its links to other sites (needs the network)
@@ -43,7 +44,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("recipes", "test", "check", "setup", "site", "links"))
+    choices = ("recipes", "test", "check", "package", "setup", "site", "links")
+    parser.add_argument("command", choices=choices)
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto")
     arguments, rest = parser.parse_known_args()
     if not LOWEST <= sys.version_info[:2] < ABOVE:
@@ -64,10 +66,11 @@ def main() -> int:
         return run_pytest("-p", "megatron", *([] if is_named else ["recipes"]), *rest)
     if arguments.command == "test":
         return run_pytest(*rest)
-    if arguments.command != "setup":
-        return check() if arguments.command == "check" else run_sphinx(arguments.command, *rest)
-    print(f"dev.py: {VENV.name} is ready")
-    return 0
+    if arguments.command in ("check", "package"):
+        return check() if arguments.command == "check" else try_package(*rest)
+    if arguments.command == "setup":
+        print(f"dev.py: {VENV.name} is ready")
+    return 0 if arguments.command == "setup" else run_sphinx(arguments.command, *rest)
 
 
 def has_nvidia_driver() -> bool:
@@ -162,6 +165,12 @@ def check() -> int:
         f"checks: {', '.join(failed)} failed" if failed else f"checks: all {len(checks) + 1} passed"
     )
     return 1 if failed else 0
+
+
+def try_package(*arguments: str) -> int:
+    """Build the wheel and the sdist, and try them."""
+    program = str(ROOT / "tests" / "packaging" / "try_package.py")
+    return subprocess.run([PYTHON, program, *arguments], check=False).returncode
 
 
 def run_pytest(*arguments: str) -> int:

@@ -1,6 +1,6 @@
 """The published schema of a recipe file: its keys and their values.
 
-`docs/reference/recipe.schema.json` is made from here. A recipe stays a mapping: any further key of
+`schemas/recipe.schema.json` is made from here. A recipe stays a mapping: any further key of
 its spec is a placeholder, and Megatron-LM's own reading of it needs no schema.
 """
 

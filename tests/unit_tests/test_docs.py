@@ -12,6 +12,7 @@ import pytest
 from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
 from pytest_megatron.cli.main import group
+from pytest_megatron.cli.schema import SCHEMAS
 from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,12 @@ def test_the_options_of_every_command_are_those_of_the_code() -> None:
     text = (REFERENCE / "command-options.md").read_text(encoding="utf-8")
     assert runpy.run_path(str(REFERENCE / "command_tables.py"))["tables"]() in text
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == sorted(commands(group))
+
+
+def test_the_keys_of_every_file_are_those_of_the_schemas() -> None:
+    text = (REFERENCE / "schemas.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(REFERENCE / "schema_tables.py"))["tables"]() in text
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == list(SCHEMAS)
 
 
 def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:

@@ -34,7 +34,7 @@ def _needed(package: str, fixture: str) -> Generator[None]:
         raise pytest.fail.Exception(missing, pytrace=False) from None
 
 
-class SetUp:
+class ModelParallel:
     """The function that `model_parallel` yields."""
 
     def __call__(
@@ -141,7 +141,7 @@ def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model_parallel(process_group: object) -> Generator[SetUp]:
+def model_parallel(process_group: object) -> Generator[ModelParallel]:
     """Yield a function that sets megatron-core's parallel state up; afterwards it is destroyed.
 
     It takes the sizes `tp`, `pp`, `cp`, `ep`, `etp`, `vpp` (all 1, `vpp` None), and other
@@ -151,6 +151,6 @@ def model_parallel(process_group: object) -> Generator[SetUp]:
     with _needed("megatron-core", "model_parallel"):
         from megatron.core import parallel_state
 
-    yield SetUp()
+    yield ModelParallel()
     with contextlib.suppress(AssertionError):
         parallel_state.destroy_model_parallel()

@@ -198,6 +198,7 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
+    from pytest_megatron.hooks.ci_log import register_ci_log
     from pytest_megatron.hooks.gangs.results import NAME, GangResults
     from pytest_megatron.hooks.pages import register_pages
     from pytest_megatron.hooks.run_file import run_file_of
@@ -206,6 +207,7 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, NAME)
         register_pages(config, session)
+        register_ci_log(config)
 
 
 def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:

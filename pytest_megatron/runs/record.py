@@ -1,7 +1,7 @@
 """The files of a run directory as data: `run.json` and the records beside it.
 
 Writers build these classes and dump them by `to_json`; readers get them from `read_run` and
-`read_record`. `docs/reference/run.schema.json` is made from here. Keys that a later release adds
+`read_record`. `schemas/run.schema.json` is made from here. Keys that a later release adds
 are ignored; a file of a later format is refused.
 
 An artifact is untrusted: its texts are data. Nothing here follows a path that they name.
@@ -331,13 +331,24 @@ class RecordedBand:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedMetric:
-    """The comparison of one metric, of the keys of `golden check --format json`."""
+    """The comparison of one metric, under the keys of `golden check --format json`."""
 
     metric: str
     passed: bool
     rule: str = ""
+    judged: bool = True
     first_step: int | None = None
+    first_place: str | None = None
+    summary: str | None = None
+    observed: _Measured = None
+    golden: _Measured = None
+    tolerance: _Measured = None
+    num_compared: int = 0
+    worst_step: int | None = None
     largest_relative: _Measured = None
+    largest_absolute: _Measured = None
+    mean_signed_relative: _Measured = None
+    notes: tuple[str, ...] = ()
     allowed: RecordedBand | None = None
     layers: tuple[RecordedLayer, ...] = ()
     golden_path: str = ""
@@ -514,11 +525,6 @@ def to_json(record: RecordedFile) -> dict[str, JsonValue]:
     if isinstance(record, RecordedRun) and isinstance(items, dict):
         found["items"] = {name: _present(item) for name, item in items.items()}
     return found
-
-
-def headed(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the content of a file with the keys that are at the top of every file of a run."""
-    return {**to_json(RecordedFile()), **content}
 
 
 def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:

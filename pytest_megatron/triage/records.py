@@ -6,7 +6,6 @@ Everything here may be missing or of another version; then nothing is known.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +58,8 @@ def is_mismatch(path: Path) -> bool:
 
 def _mismatch(record: LogFile, table: Table) -> Root | None:
     found = read_if_whole(record.path, RecordedComparison) or RecordedComparison()
-    failed = [_text(metric) for metric in _failed(found)]
+    metrics = (metric for repeat in found.repeats for metric in repeat.comparisons)
+    failed = [_text(metric) for metric in metrics if not metric.passed]
     if not failed:
         return None
     return Root(
@@ -68,11 +68,6 @@ def _mismatch(record: LogFile, table: Table) -> Root | None:
         what=f"trained to the end, but its metrics disagree: {'; '.join(dict.fromkeys(failed))}",
         places=(_place(record, b'"passed": false', failed[0]),),
     )
-
-
-def _failed(comparison: RecordedComparison) -> Iterator[RecordedMetric]:
-    for repeat in comparison.repeats:
-        yield from (metric for metric in repeat.comparisons if not metric.passed)
 
 
 def _text(found: RecordedMetric) -> str:

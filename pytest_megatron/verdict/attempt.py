@@ -32,7 +32,7 @@ from pytest_megatron.gpu.health import Health
 from pytest_megatron.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
-from pytest_megatron.runs.record import RecordedEnd, RecordedVerdict, headed
+from pytest_megatron.runs.record import RecordedEnd, RecordedFile, RecordedVerdict
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
@@ -101,15 +101,15 @@ def note_triage(
     row = {**asdict(ended), **({} if found is None else asdict(found.record))}
     try:
         rows = [*_rows(dirs.triage), row]
-        write_json_atomically(dirs.triage, headed({**_last(row), "attempts": rows}))
+        write_json_atomically(dirs.triage, {**_first_keys(row), "attempts": rows})
     except OSError:
         return
 
 
-def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the common fields of the latest attempt that failed."""
+def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the keys of the file beside the attempts, some of them of the last that failed."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "text")
-    return {key: row[key] for key in keys if key in row}
+    return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
 
 
 def _rows(path: Path) -> list[JsonValue]:

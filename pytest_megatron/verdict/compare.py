@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import trusted
 from pytest_megatron.errors import CaseError, GoldenError
 from pytest_megatron.golden.compare.compare import compare, compare_resume
 from pytest_megatron.golden.compare.inference import Pair, compare_generation
@@ -22,7 +23,7 @@ from pytest_megatron.golden.model import (
 from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.record import headed
+from pytest_megatron.runs.record import RecordedComparison
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Training
 
@@ -194,9 +195,10 @@ class Judgement:
         """The repeats in which a metric disagrees."""
         return tuple(repeat for repeat in self.repeats if repeat.failed)
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the content of `comparison.json`."""
-        repeats: list[JsonValue] = [
+    @property
+    def record(self) -> RecordedComparison:
+        """The content of `comparison.json`."""
+        rows: JsonValue = [
             {
                 "repeat": repeat.repeat,
                 "against": repeat.against,
@@ -204,7 +206,7 @@ class Judgement:
             }
             for repeat in self.repeats
         ]
-        return headed({"passed": not self.failed, "repeats": repeats})
+        return trusted(RecordedComparison, {"passed": not self.failed, "repeats": rows})
 
 
 def judge(

@@ -138,16 +138,21 @@ class Layer:
     @property
     def text(self) -> str:
         """The layer as text."""
-        place = "" if self.place is None else f" ({self.place})"
-        if self.measured is None or self.limit is None:
-            return f"{self.rule.value}{place}"
-        if self.unit == RELATIVE:
-            return f"{self.rule.value} {self.measured:.1e} of {self.limit:.1e}{place}"
-        if self.unit.startswith(
-            ("steps ", "requests ")
-        ):  # so many that differ, of which so many may
-            return f"{self.rule.value} {self.measured:g} {self.unit}, {self.limit:g} may{place}"
-        return f"{self.rule.value} {self.measured:g} of {self.limit:g} {self.unit}{place}"
+        return layer_text(self.rule.value, self.measured, self.limit, self.unit, self.place)
+
+
+def layer_text(
+    rule: str, measured: float | None, limit: float | None, unit: str, place: str | None
+) -> str:
+    """Return a layer as text; the arguments are as the attributes of `Layer`."""
+    where = "" if place is None else f" ({place})"
+    if measured is None or limit is None:
+        return f"{rule}{where}"
+    if unit == RELATIVE:
+        return f"{rule} {measured:.1e} of {limit:.1e}{where}"
+    if unit.startswith(("steps ", "requests ")):  # so many that differ, of which so many may
+        return f"{rule} {measured:g} {unit}, {limit:g} may{where}"
+    return f"{rule} {measured:g} of {limit:g} {unit}{where}"
 
 
 def counting_layer(

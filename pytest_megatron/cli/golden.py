@@ -78,7 +78,7 @@ def command() -> None:
 )
 @click.option(
     "--golden-policy",
-    default=ComparisonPolicy.STRICT.value,
+    default=ComparisonPolicy.STRICT.name,
     show_default=True,
     metavar="POLICY",
     help="strict, megatron or the path of a policy file.",
@@ -133,11 +133,11 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         )
     if not comparisons:
         raise GoldenError(
-            golden.path, f"has no metric that {policy.value} compares by default; give --metric"
+            golden.path, f"has no metric that {policy.name} compares by default; give --metric"
         )
     notes = (*golden.notes, *observed.notes)
     if form == "json":
-        echo_json(comparisons_to_json(comparisons, policy.value) | {"notes": list(notes)})
+        echo_json(comparisons_to_json(comparisons, policy.name) | {"notes": list(notes)})
     else:
         click.echo(printable(_as_text(comparisons, notes, policy)))
     if not all(comparison.passed for comparison in comparisons):
@@ -224,6 +224,6 @@ def _as_text(
         [
             *(line for comparison in comparisons for line in _lines(comparison)),
             *(f"note: {note}" for note in notes),
-            f"{policy.value}: {verdict}",
+            f"{policy.name}: {verdict}",
         ]
     )

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, ClassVar, NotRequired, TypeAlias, cast
+from typing import Annotated, ClassVar, TypeAlias, cast
 
 from annotated_types import Ge, Lt, MinLen
 from typing_extensions import TypedDict
@@ -292,38 +292,32 @@ _Fraction: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 
 @closed
-class MetricSettings(TypedDict):
+class MetricSettings(TypedDict, total=False):
     """Limits that are changed of one metric; which keys it takes depends on its kind."""
 
-    judged: NotRequired[Annotated[bool, About("False leaves the metric out.")]]
-    kind: NotRequired[Annotated[LimitKind, About("Of a metric that is not what its name says.")]]
-    exact: NotRequired[
-        Annotated[Exact | bool, About("When every bit counts; under megatron true or false.")]
-    ]
-    approximate: NotRequired[
-        Annotated[_Part, About("Under megatron: relative tolerance of a step.")]
-    ]
-    step_1: NotRequired[Annotated[_Part, About("Of the first step.")]]
-    early_steps: NotRequired[Annotated[Count, About("Length of the early window.")]]
-    early_band: NotRequired[Annotated[_Part, About("Of each step in it.")]]
-    band: NotRequired[Annotated[_Part, About("Of each step, where none is learned.")]]
-    floor: NotRequired[Annotated[_Part, About("The narrowest band that is learned.")]]
-    learned_floor: NotRequired[Annotated[_Part, About("The same on the platform of the repeats.")]]
-    absolute: NotRequired[Annotated[_Part, About("In the metric's own unit, beside every band.")]]
-    outside_fraction: NotRequired[
-        Annotated[_Fraction, About("Of the steps, those that may be outside.")]
-    ]
-    outside_factor: NotRequired[Annotated[float, Ge(1), About("By how many bands each of them.")]]
-    mean: NotRequired[Annotated[_Part, About("Of the mean of all steps.")]]
-    tail_mean: NotRequired[Annotated[_Part, About("Of that of the last quarter.")]]
-    window_mean: NotRequired[Annotated[_Part, About("Of that of each twentieth of the steps.")]]
-    median: NotRequired[Annotated[_Part, About("Of the median.")]]
-    quartile: NotRequired[Annotated[_Part, About("Of the border of the worst quarter.")]]
-    peak: NotRequired[Annotated[_Part, About("Of the largest value.")]]
-    frozen_steps: NotRequired[Annotated[Count, About("From how many is frozen.")]]
-    frozen_fraction: NotRequired[Annotated[_Fraction, About("As a part of all.")]]
-    warm_up: NotRequired[Annotated[_Fraction, About("Part that is left out first.")]]
-    worse: NotRequired[Annotated[Worse, About("The side that fails; either judges both.")]]
+    judged: Annotated[bool, About("False leaves the metric out.")]
+    kind: Annotated[LimitKind, About("Of a metric that is not what its name says.")]
+    exact: Annotated[Exact | bool, About("When every bit counts; under megatron true or false.")]
+    approximate: Annotated[_Part, About("Under megatron: relative tolerance of a step.")]
+    step_1: Annotated[_Part, About("Of the first step.")]
+    early_steps: Annotated[Count, About("Length of the early window.")]
+    early_band: Annotated[_Part, About("Of each step in it.")]
+    band: Annotated[_Part, About("Of each step, where none is learned.")]
+    floor: Annotated[_Part, About("The narrowest band that is learned.")]
+    learned_floor: Annotated[_Part, About("The same on the platform of the repeats.")]
+    absolute: Annotated[_Part, About("In the metric's own unit, beside every band.")]
+    outside_fraction: Annotated[_Fraction, About("Of the steps, those that may be outside.")]
+    outside_factor: Annotated[float, Ge(1), About("By how many bands each of them.")]
+    mean: Annotated[_Part, About("Of the mean of all steps.")]
+    tail_mean: Annotated[_Part, About("Of that of the last quarter.")]
+    window_mean: Annotated[_Part, About("Of that of each twentieth of the steps.")]
+    median: Annotated[_Part, About("Of the median.")]
+    quartile: Annotated[_Part, About("Of the border of the worst quarter.")]
+    peak: Annotated[_Part, About("Of the largest value.")]
+    frozen_steps: Annotated[Count, About("From how many is frozen.")]
+    frozen_fraction: Annotated[_Fraction, About("As a part of all.")]
+    warm_up: Annotated[_Fraction, About("Part that is left out first.")]
+    worse: Annotated[Worse, About("The side that fails; either judges both.")]
 
 
 # One number or word of a policy file, as the field of the limits has it.
@@ -404,11 +398,6 @@ class ComparisonPolicy:
     metrics: Mapping[str, Settings] = field(default_factory=dict)
     overrides: tuple[Override, ...] = ()
     digest: str | None = None
-
-    @property
-    def value(self) -> str:
-        """Its name in verdicts."""
-        return self.name
 
     @property
     def is_strict(self) -> bool:

@@ -90,25 +90,25 @@ class RecipeSpec(TypedDict):
 
 
 @open_to_others
-class RecipeProduct(TypedDict):
+class RecipeProduct(TypedDict, total=False):
     """Lists whose cartesian product makes rows; a key of `spec` here overrides it."""
 
-    environment: NotRequired[Texts]
-    scope: NotRequired[Texts]
-    platforms: NotRequired[Texts]
-    tag: NotRequired[Texts]
-    cadence: NotRequired[Texts]
-    model: NotRequired[Texts]
-    n_repeat: NotRequired[Numbers]
-    time_limit: NotRequired[Numbers]
-    max_windows: NotRequired[Numbers]
-    nodes: NotRequired[Annotated[tuple[Positive, ...], MinLen(1)]]
-    gpus: NotRequired[Annotated[tuple[Count, ...], MinLen(1)]]
-    allow_failure: NotRequired[tuple[bool, ...]]
-    max_attempts: NotRequired[Numbers]
-    transient: NotRequired[Annotated[tuple[Texts, ...], MinLen(1)]]
-    never_transient: NotRequired[Annotated[tuple[Texts, ...], MinLen(1)]]
-    quarantine: NotRequired[Annotated[tuple[QuarantineKeys, ...], MinLen(1)]]
+    environment: Texts
+    scope: Texts
+    platforms: Texts
+    tag: Texts
+    cadence: Texts
+    model: Texts
+    n_repeat: Numbers
+    time_limit: Numbers
+    max_windows: Numbers
+    nodes: Annotated[tuple[Positive, ...], MinLen(1)]
+    gpus: Annotated[tuple[Count, ...], MinLen(1)]
+    allow_failure: tuple[bool, ...]
+    max_attempts: Numbers
+    transient: Annotated[tuple[Texts, ...], MinLen(1)]
+    never_transient: Annotated[tuple[Texts, ...], MinLen(1)]
+    quarantine: Annotated[tuple[QuarantineKeys, ...], MinLen(1)]
 
 
 @closed

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.files import digest_of, parse_json
+from pytest_megatron.base.files import digest_of, json_objects
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.golden.build import combine, series_in, series_of_generation
 from pytest_megatron.golden.compare.result import render
@@ -264,12 +264,9 @@ def _repeated_steps(directory: Path) -> Iterator[str]:
 
 def _repeated_lines(path: Path) -> Iterator[str]:
     seen: set[tuple[str, int]] = set()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue  # the reader of metrics has its own word on it
-        if not isinstance(value, dict) or not isinstance(step := value.get("step"), int):
+    # The reader of metrics has its own word on a line that is no JSON.
+    for value in json_objects(path.read_text(encoding="utf-8", errors="replace")):
+        if not isinstance(step := value.get("step"), int):
             continue
         for name in value.keys() - {"step"}:
             if (name, step) in seen:

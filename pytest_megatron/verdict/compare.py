@@ -221,14 +221,13 @@ def judge(
         facts: Of this host: time and memory are judged only on the kind of host that made the
             golden.
     """
+    policy = policy.at(ComparedWorkload.of(training.job.workload))
     found: list[RepeatComparison] = []
     for attempt in training.clean:
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
-    return Judgement(
-        repeats=tuple(found), policy=policy.at(ComparedWorkload.of(training.job.workload))
-    )
+    return Judgement(repeats=tuple(found), policy=policy)
 
 
 def _within(
@@ -268,7 +267,7 @@ def _with_golden(
             golden,
             attempt.generation or attempt.whole,
             metrics=names,
-            policy=policy.at(ComparedWorkload.of(training.job.workload)),
+            policy=policy,
             surroundings=RunEnvironment(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
@@ -282,7 +281,6 @@ def _with_first_phase(
     training: Training, attempt: Attempt, policy: ComparisonPolicy
 ) -> RepeatComparison:
     case, names = _case(training)
-    policy = policy.at(ComparedWorkload.of(training.job.workload))
     # A recipe's own script runs both trainings in one phase.
     half = attempt.ends[1].plan.resumes_after if len(attempt.ends) > 1 else case.train_iters // 2
     assert half is not None

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_megatron.base.files import JsonValue, parse_json
+from pytest_megatron.base.files import JsonValue, json_objects
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.triage.signatures import SIGNATURES, RetryAdvice, Table, builtin_table
@@ -339,13 +339,8 @@ class _RetryCounts:
     def take(self, lines: bytes) -> None:
         """Count rows; those that were not finished are left out."""
         self.num_bytes += len(lines)
-        for line in lines.splitlines():
-            try:
-                row = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                self._count(row)
+        for row in json_objects(lines):
+            self._count(row)
 
     def _count(self, row: dict[str, JsonValue]) -> None:
         node_id = str(row.get("node_id"))

@@ -79,7 +79,7 @@ _WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
 
 @dataclass(frozen=True, slots=True)
 class _StrictCase:
-    """The arguments of `compare_strictly` that all metrics share."""
+    """The arguments of `compare` that all metrics share under `strict`."""
 
     golden: Golden
     policy: ComparisonPolicy
@@ -88,35 +88,89 @@ class _StrictCase:
     is_metric_asked_for: bool
 
 
-def compare_strictly(
+def compare(
     golden: Golden,
     observed: MetricMap,
     *,
-    metrics: Sequence[str] | None,
-    policy: ComparisonPolicy,
-    nondeterministic: bool,
-    surroundings: RunEnvironment,
+    metrics: Sequence[str] | None = None,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
+    nondeterministic: bool = False,
+    surroundings: RunEnvironment = NOWHERE,
 ) -> tuple[Comparison, ...]:
-    """Compare a run with a golden, metric by metric.
+    """Compare a run with its golden; one answer a metric, in the order of `metrics`.
 
     Args:
         golden: The committed values.
-        observed: The values of the run.
-        metrics: The metrics to compare; None means every metric of the golden, where one without
-            any number (Megatron-LM writes "nan" for steps that it did not measure) is not judged.
-        policy: Its limits; `strict` itself, or a file that inherits from it.
-        nondeterministic: True if the results of the case vary from run to run.
-        surroundings: Of the run; time and memory are judged only against a golden of the same
-            class of host, every bit only against one of the same platform, and a loss of reduced
-            precision more loosely against one of another.
+        observed: The values of this attempt.
+        metrics: The case's METRICS. None takes the default of the policy: every metric of the
+            golden (strict), where one without any number (Megatron-LM writes "nan" for steps that
+            it did not measure) is not judged, or `lm loss` and `num-zeros` where the golden has
+            them (megatron).
+        policy: The policy for this workload (`ComparisonPolicy.at`).
+        nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
+        surroundings: The environment of the run; only `strict` uses it. Time and memory are judged
+            only against a golden of the same class of host, every bit only against one of the same
+            platform, and a loss of reduced precision more loosely against one of another.
 
     Raises:
         GoldenError: The policy leaves out every one of `metrics`.
     """
-    case = _StrictCase(golden, policy, nondeterministic, surroundings, metrics is not None)
-    wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
-    policy.require_judged(wanted)
-    return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
+    match policy.base:
+        case Base.STRICT:
+            case = _StrictCase(golden, policy, nondeterministic, surroundings, metrics is not None)
+            wanted = tuple(golden.metrics) if metrics is None else tuple(metrics)
+            policy.require_judged(wanted)
+            return tuple(_compare(case, metric, observed.get(metric)) for metric in wanted)
+        case Base.MEGATRON:
+            if metrics is None:
+                metrics = [name for name in DEFAULT_METRICS if name in golden.metrics]
+            return compare_like_megatron(
+                golden, observed, metrics=metrics, policy=policy, nondeterministic=nondeterministic
+            )
+    assert_never(policy.base)
+
+
+def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
+    first: MetricMap,
+    second: MetricMap,
+    *,
+    train_iters: int,
+    metrics: Sequence[str] | None = None,
+    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
+    nondeterministic: bool = False,
+    where: str = "the first run",
+) -> tuple[Comparison, ...]:
+    """Compare a run resumed from a checkpoint with the run that went through.
+
+    The first run is the golden, cut like the second to the steps after `train_iters // 2`; time
+    and memory are not judged by the strict policy, for the steps after a restart warm up again.
+
+    Args:
+        first: The values of the uninterrupted run.
+        second: The values of the resumed run.
+        train_iters: How many iterations the whole training has.
+        metrics: As for `compare`.
+        policy: As for `compare`.
+        nondeterministic: As for `compare`; if false, the strict policy allows what it allows
+            against a deterministic golden.
+        where: Name of the first run in messages.
+
+    Source: Megatron-LM tests/functional_tests/python_test_utils/
+    test_pretraining_resume_checkpoint_pipeline.py, d98e8a64dd.
+    """
+    middle = train_iters // 2
+    golden = Golden(
+        path=where,
+        metrics={name: series.after(middle) for name, series in first.items()},
+        provenance=Provenance(deterministic=not nondeterministic),
+    )
+    return compare(
+        golden,
+        {name: series.after(middle) for name, series in second.items()},
+        metrics=metrics,
+        policy=policy,
+        nondeterministic=nondeterministic,
+    )
 
 
 def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Comparison:
@@ -294,88 +348,3 @@ def _without_untimed_start(golden: Series, observed: Series) -> Series:
     if len(golden) > 1 and not is_finite(observed.at(golden.steps[0])):
         return golden.after(golden.steps[0])
     return golden
-
-
-def compare(
-    golden: Golden,
-    observed: MetricMap,
-    *,
-    metrics: Sequence[str] | None = None,
-    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
-    nondeterministic: bool = False,
-    surroundings: RunEnvironment = NOWHERE,
-) -> tuple[Comparison, ...]:
-    """Compare a run with its golden; one answer a metric, in the order of `metrics`.
-
-    Args:
-        golden: The committed values.
-        observed: The values of this attempt.
-        metrics: The case's METRICS. None takes the default of the policy: every metric of
-            the golden (strict), or `lm loss` and `num-zeros` where the golden has them (megatron).
-        policy: The policy for this workload (`ComparisonPolicy.at`).
-        nondeterministic: The case's NON_DETERMINSTIC_RESULTS.
-        surroundings: The environment of the run; only `strict` uses it.
-
-    Raises:
-        GoldenError: The policy leaves out every one of `metrics`.
-    """
-    match policy.base:
-        case Base.STRICT:
-            return compare_strictly(
-                golden,
-                observed,
-                metrics=metrics,
-                policy=policy,
-                nondeterministic=nondeterministic,
-                surroundings=surroundings,
-            )
-        case Base.MEGATRON:
-            if metrics is None:
-                metrics = [name for name in DEFAULT_METRICS if name in golden.metrics]
-            return compare_like_megatron(
-                golden, observed, metrics=metrics, policy=policy, nondeterministic=nondeterministic
-            )
-    assert_never(policy.base)
-
-
-def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
-    first: MetricMap,
-    second: MetricMap,
-    *,
-    train_iters: int,
-    metrics: Sequence[str] | None = None,
-    policy: ComparisonPolicy = ComparisonPolicy.STRICT,
-    nondeterministic: bool = False,
-    where: str = "the first run",
-) -> tuple[Comparison, ...]:
-    """Compare a run resumed from a checkpoint with the run that went through.
-
-    The first run is the golden, cut like the second to the steps after `train_iters // 2`; time
-    and memory are not judged by the strict policy, for the steps after a restart warm up again.
-
-    Args:
-        first: The values of the uninterrupted run.
-        second: The values of the resumed run.
-        train_iters: How many iterations the whole training has.
-        metrics: As for `compare`.
-        policy: As for `compare`.
-        nondeterministic: As for `compare`; if false, the strict policy allows what it allows
-            against a deterministic golden.
-        where: Name of the first run in messages.
-
-    Source: Megatron-LM tests/functional_tests/python_test_utils/
-    test_pretraining_resume_checkpoint_pipeline.py, d98e8a64dd.
-    """
-    middle = train_iters // 2
-    golden = Golden(
-        path=where,
-        metrics={name: series.after(middle) for name, series in first.items()},
-        provenance=Provenance(deterministic=not nondeterministic),
-    )
-    return compare(
-        golden,
-        {name: series.after(middle) for name, series in second.items()},
-        metrics=metrics,
-        policy=policy,
-        nondeterministic=nondeterministic,
-    )

@@ -15,12 +15,6 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.layout import PROVENANCE_KEY, Form, is_block, lay_out
-from pytest_megatron.golden.formats.metric_map import (
-    GoldenDocument,
-    document_of,
-    load_object,
-    parse_document,
-)
 from pytest_megatron.golden.model import (
     AS_BLOCK,
     Generation,
@@ -29,6 +23,12 @@ from pytest_megatron.golden.model import (
     find_not_finite,
     generation_to_json,
     step_interval,
+)
+from pytest_megatron.golden.store import (
+    GoldenDocument,
+    document_of,
+    load_object,
+    parse_document,
 )
 
 _DECIMALS = 5

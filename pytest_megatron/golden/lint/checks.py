@@ -17,7 +17,6 @@ from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, parse_document
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.compare.result import without_unmeasured_end
-from pytest_megatron.golden.formats.metric_map import GoldenDocument
 from pytest_megatron.golden.model import (
     Provenance,
     Series,
@@ -25,6 +24,7 @@ from pytest_megatron.golden.model import (
     parse_provenance,
     step_interval,
 )
+from pytest_megatron.golden.store import GoldenDocument
 from pytest_megatron.recipe.case import compared_metrics, fingerprint, last_step
 from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Workload

@@ -13,7 +13,6 @@ from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
-from pytest_megatron.golden.formats.metric_map import document_of, load_object
 from pytest_megatron.golden.lint.checks import (
     Commits,
     GoldenFile,
@@ -25,6 +24,8 @@ from pytest_megatron.golden.lint.checks import (
 from pytest_megatron.golden.store import (
     PATTERN,
     GoldenOwner,
+    document_of,
+    load_object,
     owner_of,
     place_of,
     read_text,

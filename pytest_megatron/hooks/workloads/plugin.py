@@ -14,14 +14,19 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import LaunchError, MegatronError, SelectionError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
-from pytest_megatron.hooks.gangs.plugin import show_no_stacks
+from pytest_megatron.hooks.ci_log import register_ci_log
 from pytest_megatron.hooks.history import register_history
-from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import LOCAL, MIN_REFRESH_REPEATS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import (
+    LOCAL,
+    MIN_REFRESH_REPEATS,
+    WORKLOADS_PLUGIN,
+    Options,
+    has_workers,
+    usage_errors,
+)
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,
@@ -30,13 +35,13 @@ from pytest_megatron.hooks.run_file import (
     record_on,
     run_file_of,
 )
-from pytest_megatron.hooks.session import RunSession, session_of
+from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
+from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
-    LiveTerminal,
     item_record,
     mismatch,
     print_plan,
@@ -125,7 +130,10 @@ def register_roles(config: pytest.Config) -> None:
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
         register_pages(config, session)
+        register_ci_log(config)
     register_queue(config, session)
+    if has_workers(config) and not session.is_worker:
+        manager.register(WorkersProgress(config, session.run_dir), f"{WORKLOADS_PLUGIN}-progress")
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -250,8 +258,7 @@ class WorkloadPlugin(RecordCarrier):
             MegatronError: It cannot be planned or started, or one of its requirements is missing.
         """
         checked = self.prepare(item)
-        has_terminal = not self._session.is_worker
-        live = LiveTerminal(self._config, item.nodeid, has_terminal=has_terminal)
+        live = LiveTerminal(self._config, item.nodeid, note=self._session.progress_note)
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
@@ -365,12 +372,13 @@ class WorkloadPlugin(RecordCarrier):
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put a workload's record on its last report, on which it also crosses from a worker.
 
-        The name of pytest's own exception is removed: the summary has room for a few words.
+        The summary has a line for a failure, in CI one for all of its lines: it gets the first one,
+        without the name of pytest's own exception.
         """
         report = yield
         crash = getattr(report.longrepr, "reprcrash", None)
         if isinstance(item, WorkloadItem) and crash is not None:
-            crash.message = crash.message.removeprefix("Failed: ")
+            crash.message = crash.message.removeprefix("Failed: ").partition("\n")[0]
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             put_record(report, item.record)
         return report
@@ -541,5 +549,5 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
 def _num_repeats(options: Options, workload: Workload) -> int:
     """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
     if options.num_repeats is None and options.decision is not None:
-        return num_repeats_of(workload, options.decision)
+        return options.decision.num_repeats(workload.n_repeat)
     return options.num_repeats or workload.n_repeat or 1

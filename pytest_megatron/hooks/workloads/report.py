@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -22,10 +20,9 @@ from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
-from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.plan.phases import Frozen, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
+from pytest_megatron.workload.run.runner import AttemptListener
 
 _INDENT = "    "
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
@@ -180,58 +177,6 @@ def _retried(attempt: Attempt) -> str:
     return f"attempt {attempt.number} failed: {known}"
 
 
-_LEAST_SHARE = 0.05  # below it, what is left is a guess
-_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
-_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
-
-
-def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
-    """Return whether a line is worth printing where none can be replaced: in the log of CI.
-
-    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
-
-    Args:
-        since_s: Since the last line.
-        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
-        has_new_detail: Whether the engine's detail or a training's progress is new.
-    """
-    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
-    return since_s >= limit_s
-
-
-def queue_text(engine: str, standing: QueueProgress, elapsed_s: float, progress: str = "") -> str:
-    """Return the line.
-
-    Args:
-        engine: Name of the engine.
-        standing: How far it is.
-        elapsed_s: Since the workloads were submitted.
-        progress: Of a training that runs, or "".
-    """
-    counts = [
-        f"{standing.num_ended} of {standing.num_works} ended",
-        f"{standing.num_running} running",
-        f"{standing.num_waiting} waiting",
-    ]
-    if standing.num_held:
-        counts.append(f"{standing.num_held} to be submitted")
-    parts = [", ".join(counts)]
-    if standing.detail:
-        parts.append(standing.detail)
-    if progress:
-        parts.append(progress)
-    share = standing.share_done
-    if share is not None and _LEAST_SHARE <= share < 1:
-        parts.append(f"about {_rough(elapsed_s * (1 - share) / share)} left")
-    return f"{engine}: {'; '.join(parts)}"
-
-
-def _rough(seconds: float) -> str:
-    if seconds >= _HOURS:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
-
-
 def item_record(
     training: Training,
     judgement: Judgement | None,
@@ -301,74 +246,6 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
     )
 
 
-_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
-
-
-def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which pytest captures no output."""
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    if capture is None:
-        return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
-    return found
-
-
-class LiveTerminal:
-    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
-
-    The iteration lines of the training become the progress line; `-v` copies them as well.
-    """
-
-    def __init__(self, config: pytest.Config, node_id: str, *, has_terminal: bool) -> None:
-        """Begin to show; nothing without a terminal, as in workers of pytest-xdist."""
-        reporter = config.pluginmanager.get_plugin("terminalreporter") if has_terminal else None
-        self._config = config
-        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
-        self._is_tty = reporter is not None and reporter.isatty
-        self._copies_iterations = config.get_verbosity() > 0
-        self._name = node_id.rpartition("::")[2]
-        self._width = 0
-        self._has_line = False
-        self._next_line_at = time.monotonic() + _LINE_EVERY_S
-        if self._is_tty:
-            self._write([], f"{self._name}: starting")
-
-    def close(self) -> None:
-        """Take the progress line away."""
-        self._write([], "")
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Copy lines, without those that the progress line stands for."""
-        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
-        if shown:
-            self._write(shown, None)
-
-    def on_progress(self, phase: int, progress: Progress) -> None:
-        """Show the progress, on a terminal always, elsewhere now and then."""
-        text = progress_text(self._name, phase, progress)
-        if self._is_tty:
-            self._write([], text)
-        elif time.monotonic() >= self._next_line_at:
-            self._next_line_at = time.monotonic() + _LINE_EVERY_S
-            self._write([text], None)
-
-    def _write(self, lines: Sequence[str], status: str | None) -> None:
-        """Write whole lines, and on a terminal a line that the next write replaces."""
-        if self._writer is None or (not lines and not self._is_tty):
-            return
-        with uncaptured(self._config):
-            if self._width:
-                self._writer.write("\r" + " " * self._width + "\r")
-            elif not self._has_line and (lines or status):
-                self._writer.line()
-                self._has_line = True
-            for line in lines:
-                self._writer.line(line)
-            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
-            self._width = len(status)
-            self._writer.write(status, flush=True)
-
-
 def print_plan(
     config: pytest.Config,
     job: WorkloadJob,
@@ -400,19 +277,6 @@ def print_summary(
         reporter.write(shorten(f" {node_id}  {record.summary}\n"))
     for line in goldens:
         reporter.write_line(shorten(line))
-
-
-def progress_text(name: str, phase: int, progress: Progress) -> str:
-    """Return how far a training is, in words."""
-    parts = [f"{name}: iteration {progress.iteration}/{progress.last}"]
-    if phase > 1:
-        parts[0] = f"{name}, phase {phase}: iteration {progress.iteration}/{progress.last}"
-    if progress.loss is not None:
-        parts.append(f"lm loss {progress.loss}")
-    left = progress.time_left_s
-    if left is not None:
-        parts.append(f"about {left:.0f} s left")
-    return ", ".join(parts)
 
 
 def show_findings(

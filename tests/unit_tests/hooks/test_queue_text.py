@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pytest_megatron.hooks.workloads.report import is_due, queue_text
+from pytest_megatron.hooks.workloads.progress import is_due, queue_text
 from pytest_megatron.verdict.scheduler import QueueProgress
 
 STANDING = QueueProgress(
@@ -33,12 +33,6 @@ def test_what_is_not_known_is_left_out() -> None:
     assert queue_text("slurm", bare, 600.0) == said
     early = dataclasses.replace(bare, share_done=0.01)
     assert queue_text("slurm", early, 600.0) == said
-
-
-def test_a_training_that_runs_is_in_the_line() -> None:
-    bare = dataclasses.replace(STANDING, num_held=0, share_done=None)
-    said = queue_text("slurm", bare, 600.0, "tp2[dev-cpu]: iteration 5/10, lm loss 2.5")
-    assert said.endswith("; job 41_7 waits: Resources; tp2[dev-cpu]: iteration 5/10, lm loss 2.5")
 
 
 @pytest.mark.parametrize(

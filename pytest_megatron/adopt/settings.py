@@ -22,8 +22,7 @@ from typing import cast
 from pytest_megatron.adopt.find import FoundClass, Inventory
 from pytest_megatron.adopt.launch import LaunchedTests, is_test_path
 from pytest_megatron.base.files import JsonValue, read_text, write_texts_together
-from pytest_megatron.base.git import ask_git
-from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.project import ProjectConfig, ask_git
 from pytest_megatron.ci.table import load_table
 from pytest_megatron.ci.workflow import GITHUB_FILE, github_workflow
 from pytest_megatron.errors import AdoptError

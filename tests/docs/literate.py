@@ -14,7 +14,8 @@ and the working directory last from command to command. Comments of HTML, for th
 and, anywhere:
 
     <!-- project: docs/tutorials/x.md -->   goes on from what that page kept
-    <!-- project: this repository -->    a copy, whose training programs replay goldens
+    <!-- project: this repository -->    a copy, whose training programs replay goldens, started
+                                         by the agent of tests
     <!-- run: sed -i s/a/b/ file -->      a command that the text describes and nobody types
     <!-- keep -->                         what later pages go on from
 
@@ -37,6 +38,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiny_project import stand_in
+
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^(?P=indent)```$|<!-- (?P<note>.*?) -->",
@@ -55,6 +58,11 @@ REPLAY = ROOT / "tests/docs/replay.py"
 PROGRAMS = ("train_gpt.py", "train_grpo.py", "generate_gpt.py")
 LIMIT_S = 300
 NOTHING: Mapping[str, str] = {}
+_USE_AGENT = """
+import pathlib, sys
+if "torch.distributed.run" in sys.orig_argv:
+    sys.path.insert(0, str(pathlib.Path(__file__).with_name("packages")))
+"""
 # Lines that say where a page was written: versions, directories, plugins; and what ranks say whose
 # peer is gone, which depends on how far each of them was.
 _LOCAL = re.compile(
@@ -347,7 +355,7 @@ class Pages:
                 case Unseen(do="keep"):
                     shutil.copytree(scratch.cwd, self._kept(page), symlinks=True)
                 case Unseen(do="project"):
-                    self._start(step.value, scratch.cwd)
+                    self._start(step.value, scratch)
                 case Unseen():
                     code, output = scratch.run(step.value)
                     if code:
@@ -360,16 +368,24 @@ class Pages:
                     pass
         self.spent += [(seconds, page.name, command) for seconds, command in scratch.spent]
 
+    def _agent(self) -> Path:
+        """Return a directory for PYTHONPATH with which torch's agent, alone, is that of tests."""
+        directory = self._directory / "agent"
+        stand_in(directory / "packages")
+        (directory / "sitecustomize.py").write_text(_USE_AGENT)
+        return directory
+
     def _kept(self, page: Path) -> Path:
         return self._directory / "kept" / page.stem
 
-    def _start(self, name: str, directory: Path) -> None:
-        shutil.rmtree(directory)
+    def _start(self, name: str, scratch: Scratch) -> None:
+        shutil.rmtree(scratch.cwd)
         if name == REPOSITORY:
-            copy_repository(directory)
+            copy_repository(scratch.cwd)
+            scratch.run(f"export PYTHONPATH='{self._agent()}'")
         else:
             self.problems(ROOT / name)
-            shutil.copytree(self._kept(ROOT / name), directory, symlinks=True)
+            shutil.copytree(self._kept(ROOT / name), scratch.cwd, symlinks=True)
 
 
 def _name(page: Path) -> str:

@@ -14,10 +14,11 @@ and the working directory last from command to command. Comments of HTML, for th
 and, anywhere:
 
     <!-- project: docs/tutorials/x.md -->   goes on from what that page kept
-    <!-- project: this repository -->    a copy, whose training programs replay goldens, started
-                                         by the agent of tests
+    <!-- project: this repository -->    a copy, whose training programs replay goldens
     <!-- run: sed -i s/a/b/ file -->      a command that the text describes and nobody types
     <!-- keep -->                         what later pages go on from
+
+Behind a `project` trainings are started by the agent of tests, which loads no torch.
 
 Lines of output that the page shows must come in that order; numbers, ids and paths may differ.
 """
@@ -355,7 +356,9 @@ class Pages:
                 case Unseen(do="keep"):
                     shutil.copytree(scratch.cwd, self._kept(page), symlinks=True)
                 case Unseen(do="project"):
-                    self._start(step.value, scratch)
+                    self._start(step.value, scratch.cwd)
+                    if not need:  # a real Slurm and a real Docker get a real agent
+                        scratch.run(f"export PYTHONPATH='{self._agent()}'")
                 case Unseen():
                     code, output = scratch.run(step.value)
                     if code:
@@ -378,14 +381,13 @@ class Pages:
     def _kept(self, page: Path) -> Path:
         return self._directory / "kept" / page.stem
 
-    def _start(self, name: str, scratch: Scratch) -> None:
-        shutil.rmtree(scratch.cwd)
+    def _start(self, name: str, directory: Path) -> None:
+        shutil.rmtree(directory)
         if name == REPOSITORY:
-            copy_repository(scratch.cwd)
-            scratch.run(f"export PYTHONPATH='{self._agent()}'")
+            copy_repository(directory)
         else:
             self.problems(ROOT / name)
-            shutil.copytree(self._kept(ROOT / name), scratch.cwd, symlinks=True)
+            shutil.copytree(self._kept(ROOT / name), directory, symlinks=True)
 
 
 def _name(page: Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass
 from pytest_megatron.errors import SelectionError

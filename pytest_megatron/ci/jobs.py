@@ -15,8 +15,7 @@ from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import UNIT_MODEL
+from pytest_megatron.recipe.model import UNIT_MODEL, Workload
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")

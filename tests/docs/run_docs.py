@@ -11,7 +11,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit_tests" / "hooks"))
 from literate import Pages, pages
 
 NUM_SHOWN = 20

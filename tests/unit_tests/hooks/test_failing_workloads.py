@@ -234,7 +234,7 @@ def test_the_triage_command_says_of_the_run_directory_what_the_run_said(run: Run
     expected = {"crash": 0, "kill": 1, "segfault": 0, "drowned": 1}
     found = {case: units.pop(run.item_dir(case).name).root_rank for case in expected}
     assert found == expected
-    assert {item: diagnosis.signature.family for item, diagnosis in units.items()} == {
+    assert {item: diagnosis.family for item, diagnosis in units.items()} == {
         run.item_dir("hang").name: "time_limit",
         run.item_dir("nan").name: "nonfinite_loss",
         run.item_dir("differs").name: "golden_mismatch",

@@ -18,8 +18,7 @@ import psutil
 import yaml
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import MetricMap, Provenance, Series, Value, series_of
 from pytest_megatron.golden.store import read_metrics, write_golden
 
 GUEST = Path(__file__).parents[1] / "guests" / "tiny_train.py"

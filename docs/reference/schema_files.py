@@ -17,7 +17,7 @@ from pytest_megatron.engines import config_file
 from pytest_megatron.golden import schema as golden
 from pytest_megatron.golden.policy import policy_json_schema
 from pytest_megatron.recipe import case
-from pytest_megatron.recipe import schema as recipe
+from pytest_megatron.recipe import load as recipe
 from pytest_megatron.runs import record
 
 _MAKERS = {

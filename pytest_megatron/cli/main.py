@@ -60,7 +60,9 @@ class LazyGroup(click.Group):
 
 
 SUBCOMMANDS = {
+    "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
+    "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),
     "flaky": ("flaky:command", "Count how often items passed only when run again."),

@@ -19,8 +19,7 @@ from pytest_megatron.engines.api import (
     Update,
 )
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host
-from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.plan.plan import Setting

@@ -49,7 +49,16 @@ _NAMED = re.compile(r"`([\w./-]+\.(?:py|yaml|toml|ini))`")
 _SHELL = "/bin/bash"
 _LFLAG = 3  # of what tcgetattr returns
 _WRITTEN = ("python", "yaml", "toml", "ini")
-_STATE_VARIABLES = ("CI", "GITHUB_", "PYTEST_", "MEGATRON_", "SLURM_", "COLUMNS", "PYTHONDONT")
+_STATE_VARIABLES = (
+    "CI",
+    "GITHUB_",
+    "GITLAB_",
+    "PYTEST_",
+    "MEGATRON_",
+    "SLURM_",
+    "COLUMNS",
+    "PYTHONDONT",
+)
 NEEDS = re.compile(r"Slurm|Docker|the network|\d+ GPUs?")
 PROMPTS = {"(Pdb) ": "\n", "q quit: ": ""}  # and the key that ends an answer
 POLL_S = 0.05

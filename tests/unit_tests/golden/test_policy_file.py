@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.limits import CostLimits, LossLimits, MemoryLimits, Worse
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.rl import RlRules, compare_rl
-from pytest_megatron.golden.model import series_of
+from pytest_megatron.golden.model import Golden, series_of
 from pytest_megatron.golden.policy import (
     ComparedWorkload,
     ComparisonPolicy,
+    CostLimits,
+    LossLimits,
+    MemoryLimits,
+    Worse,
     policy_named,
     read_policy,
 )
-from pytest_megatron.golden.provenance import Golden
 
 OWN = """\
 format_version: 1
@@ -84,7 +86,7 @@ def test_a_file_decides_a_comparison_and_names_itself(tmp_path: Path) -> None:
     own = policy_of(tmp_path)
     assert [c.passed for c in compare(golden, run, policy=own)] == [True, True]
     assert [c.passed for c in compare(golden, run)] == [False, False]
-    assert own.value == str(tmp_path / "policy.yaml")
+    assert own.name == str(tmp_path / "policy.yaml")
 
 
 def test_a_file_may_inherit_from_megatron(tmp_path: Path) -> None:

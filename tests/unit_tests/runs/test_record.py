@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import validate
 from pytest_megatron.cli.schema import schema_path
 from pytest_megatron.errors import RunError
 from pytest_megatron.runs.history import read as read_history
@@ -25,7 +26,6 @@ from pytest_megatron.runs.record import (
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
-    from_json,
     item_to_json,
     read_if_whole,
     read_record,
@@ -84,12 +84,15 @@ def test_nothing_of_a_plan_of_the_last_release_is_lost(path: Path) -> None:
     assert holds(content_of(path), to_json(read_record(path, RecordedPlan)))
 
 
-def test_the_other_records_of_the_last_release_are_read() -> None:
+def test_nothing_of_the_other_records_of_the_last_release_is_lost() -> None:
     for path in SAMPLES.rglob("comparison.json"):
         found = read_record(path, RecordedComparison)
+        assert holds(content_of(path), to_json(found))
         assert found.passed == all(m.passed for r in found.repeats for m in r.comparisons)
     for path in SAMPLES.rglob("triage.json"):
-        last = read_record(path, RecordedTriage).attempts[-1]
+        triage = read_record(path, RecordedTriage)
+        assert holds(content_of(path), to_json(triage))
+        last = triage.attempts[-1]
         assert last.attempt.startswith("repeat_1/attempt_")
         assert last.text or "nan" in str(path)
 
@@ -174,7 +177,7 @@ def test_a_key_that_is_there_twice_has_its_last_value(tmp_path: Path) -> None:
 
 def test_an_item_crosses_from_a_worker_with_any_text(tmp_path: Path) -> None:
     item = RecordedTest(verdict="failed", world_size=2, problem="a \udc80 b", ranks={"0": "\ud800"})
-    found = from_json(item_to_json(item), RecordedTest)
+    found = validate(RecordedTest, item_to_json(item))
     assert (found.problem, found.verdict) == ("a \ufffd b", "failed")
     (tmp_path / "run.json").write_text(json.dumps(to_json(RecordedRun(items={"a::b": found}))))
     assert read_run(tmp_path).items == {"a::b": found}

@@ -73,8 +73,7 @@ class LiveTerminal:
     def close(self) -> None:
         """Take the progress line away."""
         self._write([], "")
-        if self._ci_log is not None:
-            self._ci_log.unfold()
+        self._unfold()
         if self._note is not None:
             self._note.unlink(missing_ok=True)
 
@@ -82,7 +81,9 @@ class LiveTerminal:
         """Copy lines, without those that the progress line stands for."""
         shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
         if shown and self._ci_log is not None and self._writer is not None:
-            self._ci_log.fold(f"{self._name}: output of ranks")
+            with uncaptured(self._config):
+                self._ci_log.fold(f"{self._name}: output of ranks")
+            self._has_line = True
         if shown:
             self._write(shown, None)
 
@@ -96,9 +97,14 @@ class LiveTerminal:
             self._write([], text)
         elif time.monotonic() >= self._next_line_at:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
-            if self._ci_log is not None:
-                self._ci_log.unfold()
+            self._unfold()
             self._write([text], None)
+
+    def _unfold(self) -> None:
+        """End the folded section of a log of CI."""
+        if self._ci_log is not None:
+            with uncaptured(self._config):
+                self._ci_log.unfold()
 
     def _write(self, lines: Sequence[str], status: str | None) -> None:
         """Write whole lines, and on a terminal a line that the next write replaces."""

@@ -264,6 +264,14 @@ class Decision:
     env: Mapping[str, str] = field(default_factory=dict)
     may_repeat_less: bool = True
 
+    def num_repeats(self, of_row: int | None) -> int:
+        """Return how often a row is trained: as the rule has it, fewer where the row has fewer."""
+        if self.is_lightweight:
+            return 1
+        if self.may_repeat_less and of_row is not None:
+            return min(self.n_repeat, of_row)
+        return self.n_repeat
+
 
 def parse_labels(text: str) -> tuple[str, ...]:
     """Return labels of a list with commas, or of a JSON array; a blank text is none.

@@ -1,7 +1,6 @@
 """Types of the file of `--executor-config`: one mapping for each engine. Pure but for reading.
 
-`docs/reference/executor-config.schema.json` and the tables of `executor-config.md` are made from
-here.
+`schemas/executor-config.schema.json` and the tables of `executor-config.md` are made from here.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import functools
 import json
@@ -279,6 +280,14 @@ def write_line(config: pytest.Config, line: str) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         reporter.write_line(line)
+
+
+def show_no_stacks() -> None:
+    """Cancel `faulthandler_timeout` in this process, which only waits for others.
+
+    Call it in `pytest_runtest_protocol`, once its wrappers have begun.
+    """
+    faulthandler.cancel_dump_traceback_later()
 
 
 def link_latest(run_dir: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Annotated, TypeAlias
 
 from annotated_types import Ge, Lt
 
+from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
 from pytest_megatron.base.yaml import YamlDocument, read_yaml
@@ -89,7 +90,8 @@ HARNESS_VARIABLES = (
     *("ENABLE_LIGHTWEIGHT_MODE", "THROUGHPUT_START_STEP"),
 )
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_[1-9]\d*)?").fullmatch
-_NUMBERED = re.compile(r"MODEL_ARGS_([1-9]\d*)").fullmatch
+_NUMBERED_NAME = r"MODEL_ARGS_([1-9]\d*)"
+_NUMBERED = re.compile(_NUMBERED_NAME).fullmatch
 # Which MODEL_ARGS_<n> a TEST_TYPE reads; those that train once read none.
 _ONE_START = ("frozen-start", "regular")
 _MANY_STARTS = ("checkpoint-consistency", "ckpt-resume", "frozen-resume", "release")
@@ -169,6 +171,13 @@ class CaseFile:
     AFTER_SCRIPT: str | None = None
     EXPECTED_FAILURE: Pattern | None = None  # ours, as is the next
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
+
+
+def json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a case, with MODEL_ARGS_2 and so on."""
+    found = schema.json_schema(CaseFile, "pytest-megatron test case")
+    arguments: JsonValue = {"type": ["object", "null"]}
+    return found | {"patternProperties": {f"^{_NUMBERED_NAME}$": arguments}}
 
 
 def check_case(document: YamlDocument) -> Iterator[Finding]:

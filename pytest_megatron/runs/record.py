@@ -1,7 +1,7 @@
 """The files of a run directory as data: `run.json` and the records beside it.
 
 Writers build these classes and dump them by `to_json`; readers get them from `read_run` and
-`read_record`. `docs/reference/run.schema.json` is made from here. Keys that a later release adds
+`read_record`. `schemas/run.schema.json` is made from here. Keys that a later release adds
 are ignored; a file of a later format is refused.
 
 An artifact is untrusted: its texts are data. Nothing here follows a path that they name.

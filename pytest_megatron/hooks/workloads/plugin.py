@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.ci.jobs import num_repeats_of
 from pytest_megatron.errors import LaunchError, MegatronError, SelectionError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.ci_log import register_ci_log
-from pytest_megatron.hooks.gangs.plugin import show_no_stacks
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.options import (
     LOCAL,
@@ -37,7 +35,7 @@ from pytest_megatron.hooks.run_file import (
     record_on,
     run_file_of,
 )
-from pytest_megatron.hooks.session import RunSession, session_of
+from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
 from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
@@ -551,5 +549,5 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
 def _num_repeats(options: Options, workload: Workload) -> int:
     """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
     if options.num_repeats is None and options.decision is not None:
-        return num_repeats_of(workload, options.decision)
+        return options.decision.num_repeats(workload.n_repeat)
     return options.num_repeats or workload.n_repeat or 1

@@ -22,6 +22,7 @@ _LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
 _MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000
 
 
@@ -64,7 +65,7 @@ class LiveTerminal:
         self._name = node_id.rpartition("::")[2]
         self._width = 0
         self._has_line = False
-        self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
         self._note = note
         self._clock = StepClock()
         if self._is_tty:
@@ -90,12 +91,15 @@ class LiveTerminal:
     def on_progress(self, phase: int, progress: Progress) -> None:
         """Show the progress, on a terminal always, elsewhere now and then."""
         text = progress_text(self._name, phase, self._clock.timed(phase, progress))
-        if self._note is not None:
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() < self._next_line_at:
+            return
+        elif self._note is not None:
+            self._next_line_at = time.monotonic() + _NOTE_EVERY_S
             with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
                 write_text_atomically(self._note, text)
-        elif self._is_tty:
-            self._write([], text)
-        elif time.monotonic() >= self._next_line_at:
+        else:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
             self._unfold()
             self._write([text], None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["pytester", "labs"]
+for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):  # sessions of tests write for a terminal
+    os.environ.pop(name, None)
 
 # Files that take a minute and more, from the longest on. They begin first, so that no worker of
 # pytest-xdist is left with one at the end; those that wait stand between those that compute.

@@ -7,7 +7,10 @@ Needs Python 3.11 to 3.13 with pip, and nothing else:
     python3 dev.py recipes PYTEST ARGS     ... those that the arguments select
     python3 dev.py test [PYTEST ARGS]      the tests
     python3 dev.py check                   format, lint, types, import layers, lock file
+    python3 dev.py package [--keep DIR]    build wheel and sdist, and try them
     python3 dev.py setup                   the environment alone
+    python3 dev.py site                    the documentation as a site, in build/site
+    python3 dev.py links                   try its links to other sites (needs the network)
 
 With an NVIDIA driver the environment gets torch's CUDA build as `uv.lock` has it; without one it
 gets the CPU build of the same release and none of the CUDA packages (`--torch cpu|cuda` decides
@@ -50,7 +53,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("recipes", "test", "check", "setup"))
+    choices = ("recipes", "test", "check", "package", "setup", "site", "links")
+    parser.add_argument("command", choices=choices)
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--all", action="store_true", help="recipes: more than the smoke tier")
     arguments, rest = parser.parse_known_args()
@@ -71,10 +75,11 @@ def main() -> int:
         return train(rest, is_smoke=not (rest or arguments.all))
     if arguments.command == "test":
         return run_pytest(*rest)
-    if arguments.command == "check":
-        return check()
-    print(f"dev.py: {VENV.name} is ready")
-    return 0
+    if arguments.command in ("check", "package"):
+        return check() if arguments.command == "check" else try_package(*rest)
+    if arguments.command == "setup":
+        print(f"dev.py: {VENV.name} is ready")
+    return 0 if arguments.command == "setup" else run_sphinx(arguments.command, *rest)
 
 
 def train(rest: list[str], *, is_smoke: bool) -> int:
@@ -181,6 +186,12 @@ def check() -> int:
     return 1 if failed else 0
 
 
+def try_package(*arguments: str) -> int:
+    """Build the wheel and the sdist, and try them."""
+    program = str(ROOT / "tests" / "packaging" / "try_package.py")
+    return subprocess.run([PYTHON, program, *arguments], check=False).returncode
+
+
 def run_pytest(*arguments: str) -> int:
     """Run pytest of `.venv` with its console scripts on the PATH, as in an activated shell."""
     env = os.environ | {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
@@ -192,6 +203,25 @@ def run_pytest(*arguments: str) -> int:
 def say(text: str) -> None:
     """Print what is being done, with the seconds since the start."""
     print(f"dev.py: {time.monotonic() - STARTED:3.0f} s: {text}", flush=True)
+
+
+def run_sphinx(target: str, *arguments: str) -> int:
+    """Build the documentation; a warning, such as a link to nowhere, is an error."""
+    sphinx = VENV / "bin" / "sphinx-build"
+    if not sphinx.exists():
+        uv = VENV / "bin" / "uv"
+        with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+            export = ("export", "--frozen", "--quiet", "--only-group", "docs", "--output-file")
+            run(uv, *export, file.name)
+            install = ("pip", "install", "--no-config", "--quiet", "--no-deps", "--require-hashes")
+            run(uv, *install, "-r", file.name)
+    builder = "html" if target == "site" else "linkcheck"
+    options = ("-c", "docs", "-d", "build/doctrees", "-b", builder, "-W", "--keep-going", "-q")
+    directories = (".", f"build/{target}")
+    code = subprocess.run([sphinx, *options, *arguments, *directories], check=False).returncode
+    if code == 0:
+        print(f"dev.py: build/{target} is ready")
+    return code
 
 
 def run(*command: str | Path) -> None:

@@ -24,9 +24,8 @@ from pathlib import Path
 from curve_rules import HERE, LOSS, THERE
 
 from pytest_megatron.golden.build import combine, spread_of
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.model import MetricMap, series_of
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.compare.compare import compare
+from pytest_megatron.golden.model import Golden, MetricMap, Provenance, series_of
 
 FILE = Path(__file__).with_name("curves") / "norms.json.gz"
 GRADIENT, PARAMETERS = "grad-norm", "params-norm"

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pytest_megatron.golden.build import combine, spread_of
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.environment import NOWHERE, RunEnvironment
-from pytest_megatron.golden.model import MetricMap, Value, series_of
+from pytest_megatron.golden.compare.compare import compare
+from pytest_megatron.golden.model import (
+    NOWHERE,
+    Golden,
+    MetricMap,
+    Provenance,
+    RunEnvironment,
+    Value,
+    series_of,
+)
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
 
 LOSS = "lm loss"
 HERE = RunEnvironment(host_class="here", versions={"torch": "2.13.0"})

@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.model import is_loss, series_of
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, Provenance, is_loss, series_of
 from pytest_megatron.golden.store import parse_golden, read_golden
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.gate import soft_refusals

@@ -18,8 +18,7 @@ from pathlib import Path
 from golden_tree import write_tree
 
 from pytest_megatron.golden.formats.layout import Form
-from pytest_megatron.golden.model import MetricMap, is_finite, series_of
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import MetricMap, Provenance, is_finite, series_of
 from pytest_megatron.golden.store import read_golden, write_golden
 
 REPEATS = 5

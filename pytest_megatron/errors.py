@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 __all__ = [
+    "AdoptError",
     "CaseError",
     "CiError",
     "ConfigError",
@@ -57,6 +58,10 @@ class ReproError(MegatronError):
 
 class RunError(MegatronError):
     """A run directory or an artifact of one cannot be found or read."""
+
+
+class AdoptError(MegatronError):
+    """A project cannot be searched, changed or proved, or nothing was found in it."""
 
 
 class SelectionError(MegatronError):

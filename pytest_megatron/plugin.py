@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
-from pytest_megatron.hooks import option_values, options
+from pytest_megatron.hooks import options
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -30,12 +30,12 @@ from pytest_megatron.hooks.markers import (
     is_quarantined_by_us,
     parametrise_sizes,
 )
-from pytest_megatron.hooks.option_values import has_workers
+from pytest_megatron.hooks.options import has_workers
 from pytest_megatron.hooks.start.environment import (
     record_start_environment,
     refuse_launcher,
 )
-from pytest_megatron.hooks.workloads import recipes
+from pytest_megatron.hooks.workloads.items import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
@@ -81,9 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     chosen = options.read_options(config)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
-        config.args[:] = option_values.findable(config.args, str(config.invocation_params.dir))
+        config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
-    if chosen.asks_for_workloads or recipes.are_recipes_asked_for(config):
+    if chosen.asks_for_workloads or are_recipes_asked_for(config):
         from pytest_megatron.hooks.workloads.plugin import register_roles
 
         register_roles(config)
@@ -198,6 +198,7 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
+    from pytest_megatron.hooks.ci_log import register_ci_log
     from pytest_megatron.hooks.gangs.results import NAME, GangResults
     from pytest_megatron.hooks.pages import register_pages
     from pytest_megatron.hooks.run_file import run_file_of
@@ -206,6 +207,7 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, NAME)
         register_pages(config, session)
+        register_ci_log(config)
 
 
 def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
@@ -230,4 +232,4 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     """Collect recipes, in a session that asked for them."""
     if not parent.config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN):
         return None
-    return recipes.collect_recipe(file_path, parent)
+    return collect_recipe(file_path, parent)

@@ -20,18 +20,16 @@ from pytest_megatron.engines.slurm.states import JobFiles
 from pytest_megatron.engines.slurm.submit import SlurmSettings
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.recipe.case import read_case
+from pytest_megatron.recipe.case import case_path, read_case
 from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs, item_dirs
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import judge
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import WorkloadJob, check_job
-from pytest_megatron.verdict.retry import RetryPolicy
-from pytest_megatron.verdict.retry_budget import RunLedger
+from pytest_megatron.verdict.retry import RetryPolicy, RunLedger
 from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from pytest_megatron.workload.plan.plan import Setting
 from pytest_megatron.workload.run.runner import Progress

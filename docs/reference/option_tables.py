@@ -14,8 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_megatron.hooks.option_values import dest
-from pytest_megatron.hooks.options import OPTION_ROWS
+from pytest_megatron.hooks.options import OPTION_ROWS, dest
 
 PAGE = Path(__file__).parent / "options.md"
 _ROW = re.compile(r"^\| `--([\w-]+)[^`]*` \| `\w+` \| (.*?) \| (.*) \|$", re.MULTILINE)

@@ -7,6 +7,7 @@ JSON.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
 
@@ -57,6 +58,15 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return data
 
 
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a regular file, in hexadecimal digits.
+
+    Raises:
+        OSError: As from `read_bytes`.
+    """
+    return hashlib.sha256(read_bytes(path)).hexdigest()
+
+
 def read_text(path: Path, *, errors: str = "strict") -> str:
     """Return the UTF-8 text of a regular file.
 
@@ -95,6 +105,20 @@ def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
         return value if _SURROGATE.search(text) is None else encodable(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def json_objects(lines: str | bytes) -> Iterator[dict[str, JsonValue]]:
+    """Yield the JSON objects that stand in a line each; a line without one is left out.
+
+    The last line of a file is none where its writer was killed within it.
+    """
+    for line in lines.splitlines():
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
 
 
 def _integer(text: str) -> int | None:

@@ -1,15 +1,18 @@
-"""The project's settings: `[tool.pytest-megatron]` in the nearest `pyproject.toml`.
+"""The project that a directory belongs to: its settings, and its git.
 
-Reads and checks the words that a project adds to the vocabulary; a subtable, such as
-`[tool.pytest-megatron.ci]`, belongs to the package that it is named after and is handed over as it
-is. Knows no pytest option.
+The settings are `[tool.pytest-megatron]` in the nearest `pyproject.toml`. Reads and checks the
+words that a project adds to the vocabulary; a subtable, such as `[tool.pytest-megatron.ci]`,
+belongs to the package that it is named after and is handed over as it is. Knows no pytest option.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -127,3 +130,56 @@ def _words(value: JsonValue, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) and word for word in value):
         raise ConfigError(where, f"found {value!r}, expected a list of non-empty strings")
     return tuple(str(word) for word in value)
+
+
+# Source: git setup.c, die_upon_dubious_ownership, from 2.35.2 on; a command is not translated.
+_REFUSAL = re.compile(r"^\s*(git config --global --add safe\.directory .+)$", re.MULTILINE)
+
+
+def mend_of_owner(message: str) -> str | None:
+    """Return the command that lets git read a checkout that it refuses by its owner.
+
+    None for any other message of git.
+    """
+    match = _REFUSAL.search(message)
+    return match[1] if match else None
+
+
+def ask_git_for_owner(root: Path) -> str | None:
+    """Return the command that lets git read a checkout, None where it reads it or there is none."""
+    try:
+        done = run_git(root, "rev-parse", "--git-dir")
+    except OSError:
+        return None
+    return mend_of_owner(os.fsdecode(done.stderr))
+
+
+def ask_git(root: Path, *arguments: str) -> str | None:
+    """Return the output of git in the directory `root`, without white space around it.
+
+    None where it fails, where there is no git, or outside of a checkout.
+    """
+    output = read_git(root, *arguments)
+    return None if output is None else os.fsdecode(output).strip()
+
+
+def read_git(root: Path, *arguments: str, fine: Collection[int] = (0,)) -> bytes | None:
+    """Return the output of git in the directory `root`, byte for byte.
+
+    None where it ends with an exit code that is not `fine`, or where there is no git.
+    """
+    try:
+        done = run_git(root, *arguments)
+    except OSError:
+        return None
+    return done.stdout if done.returncode in fine else None
+
+
+def run_git(root: Path, *arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run git in the directory `root` to its end, with `given` as its input.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, input=given, capture_output=True, check=False)

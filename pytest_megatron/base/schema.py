@@ -27,6 +27,8 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import MegatronError
 
 if TYPE_CHECKING:
+    from typing import Never
+
     from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema, ErrorDetails
@@ -58,7 +60,7 @@ class Checked:
         published: Its keys in the JSON schema.
     """
 
-    check: Callable[[str], str] | Callable[[int], int] | Callable[[float], float]
+    check: Callable[[Never], object]
     published: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(
@@ -74,12 +76,12 @@ class Checked:
         return {**handler(schema), **self.published}
 
 
-def matches(pattern: str, expected: str) -> Checked:
+def matches(pattern: str, expected: str = "") -> Checked:
     """Return the limit that a text must match all of a pattern, which `expected` has in words."""
 
     def check(text: str) -> str:
         if re.fullmatch(pattern, text) is None:
-            raise ExpectedError(expected)
+            raise ExpectedError(expected or f"a match of {pattern}")
         return text
 
     return Checked(check, {"pattern": pattern})
@@ -124,6 +126,36 @@ class About:
         return {**handler(schema), "description": self.text}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OneOf:
+    """A union of dataclasses, of which `choose` returns the name of one for a value."""
+
+    choose: Callable[[Mapping[str, JsonValue]], str]
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # noqa: PLC0415  slow to import
+
+        choices = {kind.__name__: handler.generate_schema(kind) for kind in get_args(source)}
+        return core_schema.tagged_union_schema(choices, self.choose)
+
+
+class _AnyJson:
+    """The values of JSON."""
+
+    def __get_pydantic_core_schema__(
+        self, _source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic import JsonValue as AnyValue  # noqa: PLC0415  slow to import
+
+        return handler.generate_schema(AnyValue)
+
+
+# What pydantic makes of JsonValue has no end.
+AnyJson: TypeAlias = Annotated[JsonValue, _AnyJson()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaProblem:
     """One place where data departs from its schema.
@@ -154,8 +186,8 @@ def key_of(name: str) -> str:
     return name.removeprefix("is_").removesuffix("_s")
 
 
-_CLOSED = cast("ConfigDict", {"extra": "forbid", "strict": True, "alias_generator": key_of})
-_OPEN = cast("ConfigDict", {"extra": "allow", "strict": True})
+_CLOSED = cast("ConfigDict", {"extra": "forbid", "alias_generator": key_of})
+_OPEN = cast("ConfigDict", {"extra": "allow"})
 
 
 def closed(kind: _Kind) -> _Kind:
@@ -207,7 +239,7 @@ def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
     from pydantic import ValidationError  # noqa: PLC0415  slow to import
 
     try:
-        return adapter(kind).validate_json(text)
+        return adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         problems = explain(kind, error.errors(include_url=False), at)
         raise SchemaError(problems) from None

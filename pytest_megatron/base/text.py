@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def describe_exit(exit_code: int) -> str:
@@ -45,7 +45,12 @@ def printable(text: str) -> str:
 
 def visible(text: str) -> str:
     """Return a text without colours; a character that cannot be seen becomes a replacement sign."""
-    return re.sub(_HIDDEN, "\ufffd", _ESCAPES.sub("", text))
+    return re.sub(_HIDDEN, "\ufffd", without_colours(text))
+
+
+def without_colours(text: str) -> str:
+    """Return a text without sequences that a terminal reads; all else stays."""
+    return _ESCAPES.sub("", text)
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -117,7 +122,7 @@ def plain(text: str, most: int | None = None) -> str:
         text: Anything.
         most: Characters to cut it to; None keeps all.
     """
-    text = _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
+    text = without_colours(text).replace("\r\n", "\n").replace("\t", "    ")
     text = "".join(c for c in text if c == "\n" or unicodedata.category(c)[0] != "C")
     if most is not None and len(text) > most:
         text = text[: most - len(_ELLIPSIS)] + _ELLIPSIS
@@ -156,3 +161,21 @@ def within(lines: str, most_bytes: int, rest: str) -> str:
             break
         kept.append(line)
     return "".join(f"{line}\n" for line in kept)
+
+
+def workflow_command(name: str, properties: Mapping[str, object], message: str) -> str:
+    """Return a command of a GitHub workflow, in one line; a property without a value is left out.
+
+    Source: actions/runner src/Runner.Common/ActionCommand.cs, escape mappings.
+    """
+    shown = ",".join(
+        f"{key}={_percent(str(value), ',:')}" for key, value in properties.items() if value
+    )
+    return f"::{name}{' ' if shown else ''}{shown}::{_percent(message)}"
+
+
+def _percent(text: str, special: str = "") -> str:
+    """Escape text for a workflow command."""
+    for character in "%\r\n" + special:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

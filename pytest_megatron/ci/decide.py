@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass
 from pytest_megatron.errors import SelectionError
@@ -263,6 +263,14 @@ class Decision:
     suites: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     may_repeat_less: bool = True
+
+    def num_repeats(self, of_row: int | None) -> int:
+        """Return how often a row is trained: as the rule has it, fewer where the row has fewer."""
+        if self.is_lightweight:
+            return 1
+        if self.may_repeat_less and of_row is not None:
+            return min(self.n_repeat, of_row)
+        return self.n_repeat
 
 
 def parse_labels(text: str) -> tuple[str, ...]:

@@ -11,11 +11,9 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field, Strict
 
 from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.base.schema import Positive, Text
 from pytest_megatron.errors import CiError
 from pytest_megatron.runs.layout import make_results_dir
 from pytest_megatron.runs.record import RecordedFile, to_json
@@ -39,12 +37,12 @@ class CiJobRecord(RecordedFile):
         unique: Different for each try of each job.
     """
 
-    job: Annotated[str, Strict(), Field(min_length=1)]
-    test_case: Annotated[str, Strict()] = ""
-    run_id: Annotated[str, Strict()] = ""
-    run_attempt: Annotated[int, Strict(), Field(ge=1)]
-    commit: Annotated[str, Strict()] | None = None
-    unique: Annotated[str, Strict()] = ""
+    job: Text
+    test_case: str = ""
+    run_id: str = ""
+    run_attempt: Positive
+    commit: str | None = None
+    unique: str = ""
 
     @property
     def artifact(self) -> str:

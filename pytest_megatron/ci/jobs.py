@@ -15,8 +15,7 @@ from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import UNIT_MODEL
+from pytest_megatron.recipe.model import UNIT_MODEL, Workload
 from pytest_megatron.runs.layout import item_dirs
 
 PYTEST = ("pytest", "-p", "megatron")
@@ -169,7 +168,7 @@ def workload_jobs(
 
 def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJob:
     node_id = f"{workload.file.as_posix()}::{workload.item_name}"
-    repeats = num_repeats_of(workload, decision)
+    repeats = decision.num_repeats(workload.n_repeat)
     limit_s = workload.time_limit_s or table.default_time_limit_s
     is_cpu = workload.platform == CPU_PLATFORM
     # --platform makes hardware that is missing an error; without it the row would be skipped.
@@ -193,15 +192,6 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
         timeout_minutes=math.ceil(repeats * limit_s / 60) + table.job_margin_minutes,
         command=_command(argv, decision.env),
     )
-
-
-def num_repeats_of(workload: Workload, decision: Decision) -> int:
-    """Return how often a row is trained: as the rule has it, fewer where the row wants fewer."""
-    if decision.is_lightweight:
-        return 1
-    if decision.may_repeat_less and workload.n_repeat is not None:
-        return min(decision.n_repeat, workload.n_repeat)
-    return decision.n_repeat
 
 
 def unit_job(

@@ -31,14 +31,12 @@ from pytest_megatron.ci.test_jobs import (
     unit_rows,
 )
 from pytest_megatron.errors import EmptySelectionError, RecipeError
-from pytest_megatron.recipe.case import compares_metrics
+from pytest_megatron.recipe.case import case_path, compares_metrics
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import case_path
+from pytest_megatron.recipe.model import UNIT_MODEL, Vocabulary, Workload
 from pytest_megatron.recipe.select import Selection, failing, select, values
-from pytest_megatron.recipe.vocabulary import UNIT_MODEL, Vocabulary
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
 _MOST_SCOPES = 4  # or rules, in one message

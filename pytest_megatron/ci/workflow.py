@@ -22,7 +22,7 @@ from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.model import Vocabulary
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
 GITLAB_FILE = Path(".gitlab/megatron.yml")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import click
 
-from pytest_megatron.base.text import counted, printable
+from pytest_megatron.base.text import counted, printable, workflow_command
 
 if TYPE_CHECKING:
     from pytest_megatron.base.files import JsonValue
@@ -98,18 +98,8 @@ def _as_github(findings: Sequence[Finding]) -> str:
     lines = []
     for found in findings:
         places = {"file": str(found.file), "line": found.line, "title": found.rule}
-        properties = ",".join(
-            f"{key}={_escaped(str(value), ',:')}" for key, value in places.items() if value
-        )
-        lines.append(f"::{found.severity.value} {properties}::{_escaped(found.message)}")
+        lines.append(workflow_command(found.severity.value, places, found.message))
     return "".join(f"{line}\n" for line in lines)
-
-
-def _escaped(text: str, special: str = "") -> str:
-    """Escape text for a workflow command of GitHub."""
-    for character in "%\r\n" + special:
-        text = text.replace(character, f"%{ord(character):02X}")
-    return text
 
 
 _FINDINGS = {"text": _as_text, "json": _as_json, "github": _as_github}

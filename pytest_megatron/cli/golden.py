@@ -15,8 +15,7 @@ from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.cli.main import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.environment import RunEnvironment, why_not_timed
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.inference import Pair, compare_generation
 from pytest_megatron.golden.compare.result import (
     Comparison,
@@ -24,9 +23,14 @@ from pytest_megatron.golden.compare.result import (
     render,
     render_layers,
 )
-from pytest_megatron.golden.model import GENERATION_METRICS, Observed
+from pytest_megatron.golden.model import (
+    GENERATION_METRICS,
+    Golden,
+    Observed,
+    RunEnvironment,
+    why_not_timed,
+)
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
-from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.refresh.transaction import recover_above
 
@@ -74,7 +78,7 @@ def command() -> None:
 )
 @click.option(
     "--golden-policy",
-    default=ComparisonPolicy.STRICT.value,
+    default=ComparisonPolicy.STRICT.name,
     show_default=True,
     metavar="POLICY",
     help="strict, megatron or the path of a policy file.",
@@ -129,11 +133,11 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         )
     if not comparisons:
         raise GoldenError(
-            golden.path, f"has no metric that {policy.value} compares by default; give --metric"
+            golden.path, f"has no metric that {policy.name} compares by default; give --metric"
         )
     notes = (*golden.notes, *observed.notes)
     if form == "json":
-        echo_json(comparisons_to_json(comparisons, policy.value) | {"notes": list(notes)})
+        echo_json(comparisons_to_json(comparisons, policy.name) | {"notes": list(notes)})
     else:
         click.echo(printable(_as_text(comparisons, notes, policy)))
     if not all(comparison.passed for comparison in comparisons):
@@ -220,6 +224,6 @@ def _as_text(
         [
             *(line for comparison in comparisons for line in _lines(comparison)),
             *(f"note: {note}" for note in notes),
-            f"{policy.value}: {verdict}",
+            f"{policy.name}: {verdict}",
         ]
     )

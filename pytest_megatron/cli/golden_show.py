@@ -23,11 +23,9 @@ from pytest_megatron.cli.formats import (
     root_option,
 )
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.formats.metric_map import document_of, is_baseline, load_object
 from pytest_megatron.golden.lint.lint import find_goldens
-from pytest_megatron.golden.model import Generation, series_of
-from pytest_megatron.golden.provenance import parse_provenance, provenance_to_json
-from pytest_megatron.golden.store import read_text
+from pytest_megatron.golden.model import Generation, parse_provenance, provenance_to_json, series_of
+from pytest_megatron.golden.store import document_of, is_baseline, load_object, read_text
 from pytest_megatron.golden.summary import MetricSummary, shown, summarise
 from pytest_megatron.refresh.difference import FileChange
 from pytest_megatron.refresh.pull_request import markdown

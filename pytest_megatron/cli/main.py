@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import click
+from click.shell_completion import CompletionItem
 from typing_extensions import override
 
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, echo_error
@@ -43,14 +44,25 @@ class LazyGroup(click.Group):
 
     @override
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = {name: command.get_short_help_str() for name, command in self.commands.items()}
-        texts = {**own, **{name: text for name, (_, text) in self.lazy.items()}}
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(texts.items()))
+            formatter.write_dl(self._texts())
+
+    @override
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        found = [(name, text) for name, text in self._texts() if name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(CompletionItem(name, help=text) for name, text in found), *options]
+
+    def _texts(self) -> list[tuple[str, str]]:
+        """Return the names of the commands with their line of help, sorted."""
+        own = {name: command.get_short_help_str() for name, command in self.commands.items()}
+        return sorted({**own, **{name: text for name, (_, text) in self.lazy.items()}}.items())
 
 
 SUBCOMMANDS = {
+    "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
+    "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),
     "flaky": ("flaky:command", "Count how often items passed only when run again."),
@@ -62,6 +74,7 @@ SUBCOMMANDS = {
     "report": ("runs:report", "Write pages and pictures of finished runs."),
     "runs": ("runs:runs", "List and remove the runs that a project keeps."),
     "sbatch": ("slurm:sbatch", "Print the script that runs a workload in Slurm."),
+    "schema": ("schema:command", "Print the JSON Schema of a kind of file, or its path."),
     "triage": ("triage:command", "Find why a run failed, from its logs."),
 }
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one

@@ -24,7 +24,7 @@ from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, format_option
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.vocabulary import CADENCES
+from pytest_megatron.recipe.model import CADENCES
 
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 
 import click
 
-from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import printable
 from pytest_megatron.cli.formats import PATH, echo_error
 from pytest_megatron.errors import MegatronError, ReproError

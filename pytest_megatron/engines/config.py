@@ -1,7 +1,6 @@
 """Types of the file of `--executor-config`: one mapping for each engine. Pure but for reading.
 
-`docs/reference/executor-config.schema.json` and the tables of `executor-config.md` are made from
-here. Only engines that take settings import this module: pydantic is slow to import.
+`schemas/executor-config.schema.json` and the tables of `executor-config.md` are made from here.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field
+from annotated_types import Gt
 
 from pytest_megatron.base.schema import (
+    FINITE,
+    About,
     Checked,
     Count,
     ExpectedError,
@@ -73,7 +74,7 @@ def _check_ports(text: str) -> str:
 
 
 _MOUNT = "SOURCE:TARGET or SOURCE:TARGET:ro, both absolute"
-Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds: TypeAlias = Annotated[float, Gt(0), FINITE]
 Flag: TypeAlias = Annotated[
     str,
     matches("^--[a-z][a-z0-9-]*(=.*)?$", "a long flag, --name or --name=value"),
@@ -123,25 +124,20 @@ class EnvironmentNodes(Enum):
 class ContainerConfig:
     """The container of a Slurm job, as enroot and pyxis take it."""
 
-    image: Annotated[
-        Text, Field(description="`--container-image`: a registry's name or a `.sqsh` file.")
-    ]
+    image: Annotated[Text, About("`--container-image`: a registry's name or a `.sqsh` file.")]
     mounts: Annotated[
         tuple[PlainMount, ...],
-        Field(
-            description="`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory "
-            "are mounted by themselves, at the paths that they have outside."
+        About(
+            "`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory are mounted by "
+            "themselves, at the paths that they have outside."
         ),
     ] = ()
-    workdir: Annotated[
-        Text | None, Field(description="`--container-workdir`; by default the project.")
-    ] = None
+    workdir: Annotated[Text | None, About("`--container-workdir`; by default the project.")] = None
     mounts_home: Annotated[
-        bool, Field(description="Whether the home directory is mounted, as pyxis does by itself.")
+        bool, About("Whether the home directory is mounted, as pyxis does by itself.")
     ] = False
     env: Annotated[
-        tuple[Text, ...],
-        Field(description="`--container-env`: variables whose outer value beats the image's."),
+        tuple[Text, ...], About("`--container-env`: variables whose outer value beats the image's.")
     ] = ()
 
 
@@ -152,36 +148,33 @@ class UvSyncConfig:
 
     venv: Annotated[
         Venv,
-        Field(
-            description="Where the environment goes. `{digest}` stands for a digest of the "
-            "project's path, its `uv.lock` and these settings, so that two states do not share "
-            "one; `{user}` for the user's name.",
+        About(
+            "Where the environment goes. `{digest}` stands for a digest of the project's path, its "
+            "`uv.lock` and these settings, so that two states do not share one; `{user}` for the "
+            "user's name."
         ),
     ]
     where: Annotated[
         EnvironmentNodes,
-        Field(
-            description="`node`: on every node, for a directory of the node's own; `job`: on "
-            "the first node, for a shared one."
+        About(
+            "`node`: on every node, for a directory of the node's own; `job`: on the first node, "
+            "for a shared one."
         ),
     ] = EnvironmentNodes.NODE
-    project: Annotated[
-        Text | None, Field(description="Directory of `uv.lock`; by default the project.")
-    ] = None
-    cache: Annotated[Text | None, Field(description="`UV_CACHE_DIR`.")] = None
+    project: Annotated[Text | None, About("Directory of `uv.lock`; by default the project.")] = None
+    cache: Annotated[Text | None, About("`UV_CACHE_DIR`.")] = None
     args: Annotated[
-        tuple[Text, ...],
-        Field(description="Words of both phases after `uv sync --frozen`: extras and groups."),
+        tuple[Text, ...], About("Words of both phases after `uv sync --frozen`: extras and groups.")
     ] = ()
     first: Annotated[
         tuple[Text, ...],
-        Field(
-            description="Words of the first phase alone. Packages that build against torch go "
-            "here as `--no-install-package NAME`."
+        About(
+            "Words of the first phase alone. Packages that build against torch go here as "
+            "`--no-install-package NAME`."
         ),
     ] = ("--no-install-project",)
-    second: Annotated[tuple[Text, ...], Field(description="Words of the second phase alone.")] = ()
-    uv: Annotated[Text, Field(description="The program.")] = "uv"
+    second: Annotated[tuple[Text, ...], About("Words of the second phase alone.")] = ()
+    uv: Annotated[Text, About("The program.")] = "uv"
 
 
 @closed
@@ -192,88 +185,83 @@ class PlaceConfig:
     None, and empty, is what the file does not say.
     """
 
-    account: Annotated[Text | None, Field(description="`--account`.")] = None
-    partition: Annotated[Text | None, Field(description="`--partition`.")] = None
-    qos: Annotated[Text | None, Field(description="`--qos`.")] = None
-    reservation: Annotated[Text | None, Field(description="`--reservation`.")] = None
-    constraint: Annotated[Text | None, Field(description="`--constraint`.")] = None
+    account: Annotated[Text | None, About("`--account`.")] = None
+    partition: Annotated[Text | None, About("`--partition`.")] = None
+    qos: Annotated[Text | None, About("`--qos`.")] = None
+    reservation: Annotated[Text | None, About("`--reservation`.")] = None
+    constraint: Annotated[Text | None, About("`--constraint`.")] = None
     exclude: Annotated[
         tuple[Text, ...],
-        Field(description="`--exclude`: hosts, such as `node[3-4]`; hosts that failed are added."),
+        About("`--exclude`: hosts, such as `node[3-4]`; hosts that failed are added."),
     ] = ()
-    nodelist: Annotated[tuple[Text, ...], Field(description="`--nodelist`.")] = ()
+    nodelist: Annotated[tuple[Text, ...], About("`--nodelist`.")] = ()
     segment: Annotated[
-        Positive | None,
-        Field(description="`--segment`: nodes that must be on one switch; beats the recipe's."),
+        Positive | None, About("`--segment`: nodes that must be on one switch; beats the recipe's.")
     ] = None
-    mem: Annotated[
-        Text | None, Field(description="`--mem`: of a node, such as `200G`; `0` is all of it.")
-    ] = None
+    mem: Annotated[Text | None, About("`--mem`: of a node, such as `200G`; `0` is all of it.")] = (
+        None
+    )
     cpus_per_task: Annotated[
-        Positive | None,
-        Field(description="`--cpus-per-task`, for the job and for its step."),
+        Positive | None, About("`--cpus-per-task`, for the job and for its step.")
     ] = None
-    exclusive: Annotated[
-        bool | None, Field(description="`--exclusive`: no other job on its nodes.")
-    ] = None
+    exclusive: Annotated[bool | None, About("`--exclusive`: no other job on its nodes.")] = None
     gpus_per_node: Annotated[
         Count | None,
-        Field(
-            description="`--gpus-per-node`. By default the recipe's `gpus`, and none on platform "
-            "`cpu`; 0 asks for none, where nodes are given out whole."
+        About(
+            "`--gpus-per-node`. By default the recipe's `gpus`, and none on platform `cpu`; 0 asks "
+            "for none, where nodes are given out whole."
         ),
     ] = None
     gres: Annotated[
         Text | None,
-        Field(
-            description="`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the "
-            "recipe's number, as in `gpu:h100:{gpus},tmpfs:1`. What has it is left out on platform "
-            "`cpu`, and is refused in the settings of that platform."
+        About(
+            "`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the recipe's number, as "
+            "in `gpu:h100:{gpus},tmpfs:1`. What has it is left out on platform `cpu`, and is "
+            "refused in the settings of that platform."
         ),
     ] = None
     time: Annotated[
         Time | None,
-        Field(
-            description="`--time` of every job, as Slurm writes it. By default the recipe's "
-            "time limit and `time_slack`.",
+        About(
+            "`--time` of every job, as Slurm writes it. By default the recipe's time limit and "
+            "`time_slack`."
         ),
     ] = None
     sbatch_flags: Annotated[
-        tuple[Flag, ...],
-        Field(description="Further flags of sbatch, such as `--switches=1`."),
+        tuple[Flag, ...], About("Further flags of sbatch, such as `--switches=1`.")
     ] = ()
     srun_flags: Annotated[
-        tuple[Flag, ...], Field(description="Further flags of the srun that starts the tasks.")
+        tuple[Flag, ...], About("Further flags of the srun that starts the tasks.")
     ] = ()
-    mpi: Annotated[Text | None, Field(description="`--mpi` of srun, such as `pmix`.")] = None
-    container: Annotated[ContainerConfig | None, Field(description="See below.")] = None
-    uv_sync: Annotated[UvSyncConfig | None, Field(description="See below.")] = None
+    mpi: Annotated[Text | None, About("`--mpi` of srun, such as `pmix`.")] = None
+    container: Annotated[ContainerConfig | None, About("See below.")] = None
+    uv_sync: Annotated[UvSyncConfig | None, About("See below.")] = None
     python: Annotated[
         Text | None,
-        Field(
-            description="The interpreter in the job, which has pytest-megatron. By default that "
-            "of `uv_sync`, else `python3` in a container, else the one that pytest runs on."
+        About(
+            "The interpreter in the job, which has pytest-megatron. By default that of `uv_sync`, "
+            "else `python3` in a container, else the one that pytest runs on."
         ),
     ] = None
     setup: Annotated[
         tuple[str, ...],
-        Field(
-            description="Lines of bash that the batch script runs first, on the job's first "
-            "node and outside of any container, such as `module load cuda`."
+        About(
+            "Lines of bash that the batch script runs first, on the job's first node and outside "
+            "of any container, such as `module load cuda`."
         ),
     ] = ()
     env: Annotated[
         Variables,
-        Field(
-            description="Variables of the training. They arrive as they are written: nothing in "
-            "them is expanded."
+        About(
+            "Variables of the training. They arrive as they are written: nothing in them is "
+            "expanded."
         ),
     ] = field(default_factory=dict)
     job_env: Annotated[
         Variables,
-        Field(
-            description="Variables that the batch script exports, for what Slurm, enroot or NCCL's "
-            "plugins read before the training starts; everybody can read them in the script."
+        About(
+            "Variables that the batch script exports, for what Slurm, enroot or NCCL's plugins "
+            "read before the training starts; everybody can read them in the script."
         ),
     ] = field(default_factory=dict)
 
@@ -301,64 +289,61 @@ class SlurmConfig(PlaceConfig):
 
     mode: Annotated[
         LaunchMode,
-        Field(
-            description="`torchrun`: one task a node, which starts `torch.distributed.run`; "
-            "`srun-native`: one task a rank, which Slurm starts."
+        About(
+            "`torchrun`: one task a node, which starts `torch.distributed.run`; `srun-native`: one "
+            "task a rank, which Slurm starts."
         ),
     ] = LaunchMode.TORCHRUN
     ports: Annotated[
         Ports,
-        Field(
-            description="`FIRST-LAST`: where the ranks of a job meet; which port it is follows "
-            "from the job's number.",
+        About(
+            "`FIRST-LAST`: where the ranks of a job meet; which port it is follows from the job's "
+            "number."
         ),
     ] = "20000-29999"
     time_slack: Annotated[
         Count,
-        Field(
-            description="Minutes that a job may take longer than its training: for the container, "
-            "`uv sync` and its end."
+        About(
+            "Minutes that a job may take longer than its training: for the container, `uv sync` "
+            "and its end."
         ),
     ] = 10
     retry_timeout: Annotated[
-        bool, Field(description="Whether a job that Slurm ended for its time is tried again.")
+        bool, About("Whether a job that Slurm ended for its time is tried again.")
     ] = False
     retry_cancelled: Annotated[
         bool,
-        Field(
-            description="Whether a job that you cancelled yourself with `scancel` is tried again; "
-            "without Slurm's accounting nobody can tell whether it was you, and it counts as yours."
+        About(
+            "Whether a job that you cancelled yourself with `scancel` is tried again; without "
+            "Slurm's accounting nobody can tell whether it was you, and it counts as yours."
         ),
     ] = False
     remember_nodes: Annotated[
         Count,
-        Field(
-            description="Hours for which later runs of the project keep away from a node that "
-            "failed under a job; 0 is none. They are in `.pytest_megatron/bad_nodes.jsonl`."
+        About(
+            "Hours for which later runs of the project keep away from a node that failed under a "
+            "job; 0 is none. They are in `.pytest_megatron/bad_nodes.jsonl`."
         ),
     ] = 24
     max_jobs: Annotated[
-        Positive | None,
-        Field(description="Jobs of a run that are in the queue at a time; by default all."),
+        Positive | None, About("Jobs of a run that are in the queue at a time; by default all.")
     ] = None
     max_array: Annotated[
         Positive | None,
-        Field(description="Elements of a job array at most; by default what the cluster allows."),
+        About("Elements of a job array at most; by default what the cluster allows."),
     ] = None
-    interval: Annotated[
-        Seconds, Field(description="Seconds between two questions about the queue.")
-    ] = 10.0
+    interval: Annotated[Seconds, About("Seconds between two questions about the queue.")] = 10.0
     shared_paths: Annotated[
         tuple[Text, ...],
-        Field(
-            description="Directories of which you know that every node sees them, whatever kind "
-            "of file system they are on."
+        About(
+            "Directories of which you know that every node sees them, whatever kind of file system "
+            "they are on."
         ),
     ] = ()
     platforms: Annotated[
         dict[Text, PlaceConfig],
-        AfterValidator(_check_platforms),
-        Field(description="Platform to the keys that are different there, see below."),
+        Checked(_check_platforms),
+        About("Platform to the keys that are different there, see below."),
     ] = field(default_factory=dict)
 
     @property
@@ -385,51 +370,46 @@ class SlurmConfig(PlaceConfig):
 class DockerConfig:
     """The section `docker`."""
 
-    image: Annotated[Text, Field(description="Name, or `sha256:...` of an image that is here.")]
+    image: Annotated[Text, About("Name, or `sha256:...` of an image that is here.")]
     mounts: Annotated[
         tuple[Mount, ...],
-        Field(
-            description="`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory "
-            "are mounted by themselves, at the paths that they have outside."
+        About(
+            "`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory are mounted by "
+            "themselves, at the paths that they have outside."
         ),
     ] = ()
-    shm_size: Annotated[Size, Field(description="Size of `/dev/shm`.")] = "16g"
-    ipc: Annotated[Text | None, Field(description="`--ipc`, such as `host`.")] = None
+    shm_size: Annotated[Size, About("Size of `/dev/shm`.")] = "16g"
+    ipc: Annotated[Text | None, About("`--ipc`, such as `host`.")] = None
     ulimits: Annotated[
         dict[Text, int],
-        Field(
-            description="Name to soft and hard limit; -1 is none. By default none on `memlock`, "
-            "and 64 MiB for `stack`."
+        About(
+            "Name to soft and hard limit; -1 is none. By default none on `memlock`, and 64 MiB for "
+            "`stack`."
         ),
     ] = field(default_factory=lambda: {"memlock": -1, "stack": 67108864})
     network: Annotated[
-        Text | None, Field(description="Name of a network; by default Docker's own `bridge`.")
+        Text | None, About("Name of a network; by default Docker's own `bridge`.")
     ] = None
     memory: Annotated[
-        Size | None,
-        Field(description="Limit of the container's memory; by default all that there is."),
+        Size | None, About("Limit of the container's memory; by default all that there is.")
     ] = None
     user: Annotated[
         Text | None,
-        Field(
-            description="`UID[:GID]` in the container; by default who runs pytest. Where that is "
-            "root, the files of the attempt are given to another user."
+        About(
+            "`UID[:GID]` in the container; by default who runs pytest. Where that is root, the "
+            "files of the attempt are given to another user."
         ),
     ] = None
     python: Annotated[
-        Text, Field(description="The interpreter in the container, which has pytest-megatron.")
+        Text, About("The interpreter in the container, which has pytest-megatron.")
     ] = "python3"
     pull: Annotated[
-        Literal["never", "missing"],
-        Field(description="Whether an image that is not here is fetched."),
+        Literal["never", "missing"], About("Whether an image that is not here is fetched.")
     ] = "missing"
-    runtime: Annotated[
-        Text | None, Field(description="`--runtime`; GPUs are given without one.")
-    ] = None
-    privileged: Annotated[bool, Field(description="`--privileged`.")] = False
+    runtime: Annotated[Text | None, About("`--runtime`; GPUs are given without one.")] = None
+    privileged: Annotated[bool, About("`--privileged`.")] = False
     env: Annotated[
-        Variables,
-        Field(description="Variables of the training, which arrive as they are written."),
+        Variables, About("Variables of the training, which arrive as they are written.")
     ] = field(default_factory=dict)
 
 

@@ -22,8 +22,7 @@ from pytest_megatron.engines.api import (
 )
 from pytest_megatron.engines.warm_start import WarmProcesses
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host
-from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import GuardedProcess, execute_guard
 from pytest_megatron.recipe.model import Workload

@@ -13,10 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
-from pydantic import TypeAdapter
-
-from pytest_megatron.base.files import read_bytes, write_json_atomically
-from pytest_megatron.base.schema import SchemaError, parse
+from pytest_megatron.base.files import parse_json, read_bytes, write_json_atomically
+from pytest_megatron.base.schema import SchemaError, adapter, parse
 from pytest_megatron.engines.api import EngineError, Planned, SubmissionOutcome
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import Health
@@ -90,10 +88,6 @@ class JobRecord:
     ended: float = 0.0
 
 
-_SPEC = TypeAdapter(JobSpec)
-_RECORD = TypeAdapter(JobRecord)
-
-
 def write_spec(path: Path, spec: JobSpec) -> None:
     """Write a spec for its owner's eyes; the plan's inherited environment is left out.
 
@@ -105,7 +99,7 @@ def write_spec(path: Path, spec: JobSpec) -> None:
     partial = path.with_suffix(".partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(_SPEC.dump_json(bare))
+        file.write(adapter(JobSpec).dump_json(bare))
     partial.replace(path)
 
 
@@ -141,10 +135,11 @@ def of_start(spec: JobSpec, number: int) -> JobSpec:
     first = spec.plan.dirs.root
     own = first.with_name(f"attempt_{number}")
     old, new = (json.dumps(str(path), ensure_ascii=False)[1:-1] for path in (first, own))
-    text = re.sub(rf"{re.escape(old)}(?!\d)", lambda _: new, _SPEC.dump_json(spec).decode())
+    text = adapter(JobSpec).dump_json(spec).decode()
+    text = re.sub(rf"{re.escape(old)}(?!\d)", lambda _: new, text)
     outcome = spec.outcome.with_stem(f"{spec.outcome.stem}-{number}")
     key = f"{spec.key.rpartition('/')[0]}/{own.name}"
-    return replace(_SPEC.validate_json(text), outcome=outcome, key=key)
+    return replace(parse(JobSpec, text), outcome=outcome, key=key)
 
 
 def write_record(path: Path, record: JobRecord) -> None:
@@ -154,7 +149,7 @@ def write_record(path: Path, record: JobRecord) -> None:
         OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(path, json.loads(_RECORD.dump_json(record)))
+    write_json_atomically(path, parse_json(adapter(JobRecord).dump_json(record)))
 
 
 def read_record(path: Path) -> JobRecord | None:

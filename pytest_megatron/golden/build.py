@@ -5,19 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from pytest_megatron.golden.compare.limits import NORMS
 from pytest_megatron.golden.model import (
     ROUTING,
     TEXT,
     TOKENS,
     Generation,
+    Golden,
     MetricMap,
     Series,
+    Spread,
     Value,
     is_finite,
     series_of,
 )
-from pytest_megatron.golden.provenance import Golden, Spread
+from pytest_megatron.golden.policy import NORMS
 
 # What Megatron-LM keeps of a run; anything else is kept only where the case compares it.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/

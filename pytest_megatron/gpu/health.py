@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-
-from pytest_megatron.base.files import JsonValue
+from dataclasses import dataclass
 
 # Xid -> signature, meaning. These are the hardware's, whatever program ran.
 # Left out on purpose: 13, 31 (the program's own accesses), 43, 45 (a program that was ended).
@@ -103,21 +101,22 @@ class Xid:
     """An error that the driver reported while an attempt ran.
 
     Attributes:
-        uuid: The GPU, or None where the report names none of ours.
+        gpu: UUID, or None where the report names none of ours.
+        xid: Its number.
         source: `nvml`, or `kernel` for the kernel's log.
         text: As the kernel has it; empty from NVML.
     """
 
-    uuid: str | None
-    number: int
+    gpu: str | None
+    xid: int
     source: str
     text: str = ""
 
     @property
     def is_hardware_fault(self) -> bool:
         """True if the hardware failed; a graded Xid counts if the kernel calls it fatal."""
-        is_grave = self.number not in _GRADED_XIDS or _FATAL.search(self.text) is not None
-        return self.number in HARDWARE_XIDS and is_grave
+        is_grave = self.xid not in _GRADED_XIDS or _FATAL.search(self.text) is not None
+        return self.xid in HARDWARE_XIDS and is_grave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +124,11 @@ class Fault:
     """The hardware's failure during an attempt.
 
     Attributes:
-        uuid: The GPU to keep away from, or None.
+        gpu: UUID of the one to keep away from, or None.
         signature: Id of the row of the table of signatures that it is.
     """
 
-    uuid: str | None
+    gpu: str | None
     signature: str
     text: str
 
@@ -175,22 +174,6 @@ class Health:
             found.append(f"not all could be read: {self.problem}")
         return tuple(found)
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the content of `health.json`."""
-        return {
-            "faults": [
-                {"gpu": f.uuid, "signature": f.signature, "text": f.text} for f in self.faults
-            ],
-            "notes": list(self.notes),
-            "xids": [
-                {"gpu": x.uuid, "xid": x.number, "source": x.source, "text": x.text}
-                for x in self.xids
-            ],
-            "before": [asdict(state) for state in self.before],
-            "after": [asdict(state) for state in self.after],
-            "problem": self.problem,
-        }
-
     def _pairs(self) -> Iterator[tuple[GpuState, GpuState]]:
         earlier = {state.uuid: state for state in self.before}
         for state in self.after:
@@ -216,15 +199,15 @@ def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fau
     labels = {state.uuid: state.label for state in states}
     seen: set[tuple[str | None, int]] = set()
     for xid in xids:  # NVML and the kernel tell of the same one
-        if not xid.is_hardware_fault or (xid.uuid, xid.number) in seen:
+        if not xid.is_hardware_fault or (xid.gpu, xid.xid) in seen:
             continue
-        seen.add((xid.uuid, xid.number))
-        signature, meaning = HARDWARE_XIDS[xid.number]
-        who = labels.get(xid.uuid or "", xid.uuid or "a GPU")
+        seen.add((xid.gpu, xid.xid))
+        signature, meaning = HARDWARE_XIDS[xid.xid]
+        who = labels.get(xid.gpu or "", xid.gpu or "a GPU")
         yield Fault(
-            uuid=xid.uuid,
+            gpu=xid.gpu,
             signature=signature,
-            text=f"{who} reported Xid {xid.number}, {meaning}",
+            text=f"{who} reported Xid {xid.xid}, {meaning}",
         )
 
 
@@ -244,7 +227,7 @@ def _ecc_faults(pairs: Iterator[tuple[GpuState, GpuState]]) -> Iterator[Fault]:
         if new > 0:
             errors = "ECC error" if new == 1 else "ECC errors"
             text = f"{after.label} had {new} new uncorrected {errors}"
-            yield Fault(uuid=after.uuid, signature="ecc_dbe", text=text)
+            yield Fault(gpu=after.uuid, signature="ecc_dbe", text=text)
 
 
 def _grown(before: int | None, after: int | None) -> int:

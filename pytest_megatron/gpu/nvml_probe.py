@@ -151,7 +151,7 @@ def _next_xid(nvml: ModuleType, events: object) -> Iterator[Xid]:
     except nvml.NVMLError:  # a GPU that is lost; do not ask again at once
         select.select([sys.stdin], [], [], _POLL_MS / 1000)
         return
-    yield Xid(uuid=uuid, number=int(data.eventData), source="nvml")
+    yield Xid(gpu=uuid, xid=int(data.eventData), source="nvml")
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ def parse_xid(record: str, uuids: Mapping[str, str]) -> Xid | None:
     for bus_id, uuid in uuids.items():
         if bus_id.lower().partition(".")[0].endswith(match["bus"].lower().partition(".")[0]):
             text = match[0].partition("\n")[0]
-            return Xid(uuid=uuid, number=int(match["number"]), source="kernel", text=text)
+            return Xid(gpu=uuid, xid=int(match["number"]), source="kernel", text=text)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,24 @@ if TYPE_CHECKING:
 _RANK_PLUGIN = "megatron-rank"
 
 
-class SetUp:
+@contextlib.contextmanager
+def _needed(package: str, fixture: str) -> Generator[None]:
+    """Fail the test in one sentence if an import misses a package that the user installs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package.partition("-")[0]:
+            raise
+        missing = (
+            f"{fixture}: {package} is not installed for {sys.executable}, and this fixture needs "
+            f"it; type: {sys.executable} -m pip install {package}"
+        )
+        if package == "torch":
+            missing += " (builds for each driver: https://pytorch.org/get-started/locally)"
+        raise pytest.fail.Exception(missing, pytrace=False) from None
+
+
+class ModelParallel:
     """The function that `model_parallel` yields."""
 
     def __call__(
@@ -74,7 +92,8 @@ def _megatron_world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def device(local_rank: int) -> torch.device:
     """Return this rank's device, made the current one if it is a GPU."""
-    import torch  # only tests that ask for it load it
+    with _needed("torch", "device"):
+        import torch  # only tests that ask for it load it
 
     from pytest_megatron.gang.rank.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
 
@@ -122,15 +141,16 @@ def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model_parallel(process_group: object) -> Generator[SetUp]:
+def model_parallel(process_group: object) -> Generator[ModelParallel]:
     """Yield a function that sets megatron-core's parallel state up; afterwards it is destroyed.
 
     It takes the sizes `tp`, `pp`, `cp`, `ep`, `etp`, `vpp` (all 1, `vpp` None), and other
     arguments of megatron-core's `initialize_model_parallel`. Calling it again replaces the state.
     """
     del process_group  # only has to exist
-    from megatron.core import parallel_state
+    with _needed("megatron-core", "model_parallel"):
+        from megatron.core import parallel_state
 
-    yield SetUp()
+    yield ModelParallel()
     with contextlib.suppress(AssertionError):
         parallel_state.destroy_model_parallel()

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.doctest import DoctestItem
 
-from pytest_megatron.hooks.option_values import foreign_ini, seconds_of
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.options import Options, foreign_ini, seconds_of
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.spec import GangSpec

@@ -18,7 +18,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
-from pytest_megatron.hooks.option_values import usage_errors
+from pytest_megatron.hooks.options import usage_errors
 from pytest_megatron.hooks.run_file import put_record, record_on
 from pytest_megatron.recipe.quarantine import (
     Quarantine,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically, write_text_atomically
+from pytest_megatron.base.schema import validate
 from pytest_megatron.hooks.gangs.other_plugins import seed_of_examples
 from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
@@ -28,7 +29,6 @@ from pytest_megatron.runs.record import (
     RecordedRun,
     RecordedTest,
     RecordedWorkload,
-    from_json,
     is_variable,
     item_to_json,
     read_if_whole,
@@ -52,7 +52,7 @@ def record_on(report: pytest.TestReport) -> RecordedItem | None:
     for name, kind in _ATTRIBUTES.items():
         found = report.__dict__.get(name)
         if found is not None:
-            record = found if isinstance(found, kind) else from_json(found, kind)
+            record = found if isinstance(found, kind) else validate(kind, found)
             report.__dict__[name] = record
             return record
     return None
@@ -185,7 +185,7 @@ class RunFile(RecordCarrier):
         redactor = self._session.redactor
         # Of a test that passed there is no text that it wrote; there may be many thousands.
         if not (isinstance(record, RecordedTest) and record.outcome == "passed"):
-            record = from_json(redactor.json(item_to_json(record)), type(record))
+            record = validate(type(record), redactor.json(item_to_json(record)))
         self._records[redactor.text(node_id)] = record
 
     def update(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import functools
 import json
@@ -16,19 +17,19 @@ import pytest
 
 from pytest_megatron.base.project import ProjectConfig, load_config
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import Options, read_options
+from pytest_megatron.hooks.options import Options, read_options, usage_errors
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
 from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, load_table
-from pytest_megatron.verdict.retry_budget import RunLedger
+from pytest_megatron.verdict.retry import RunLedger
 
 if TYPE_CHECKING:  # sessions without workloads need none
     from pytest_megatron.engines.api import Engine
 
 _ARGUMENTS_KEY = "megatron_arguments"
+NOTE_PREFIX = ".progress-"  # the name of a worker follows
 _LOCK = ".lock"  # in a run directory that the user named
 _RUN_DIR_KEY = "megatron_run_dir"
 RECORDED = pytest.StashKey[list[str]]()  # arguments of the run that this session takes over
@@ -149,6 +150,11 @@ class RunSession:
     def ranks_dir(self) -> str:
         """Name of the directory in the run directory that holds logs of gangs."""
         return "ranks" if self._worker_id is None else f"ranks-{self._worker_id}"
+
+    @property
+    def progress_note(self) -> Path | None:
+        """File in which a worker notes how far its training is; None in the controller."""
+        return None if self._worker_id is None else self.run_dir / f"{NOTE_PREFIX}{self._worker_id}"
 
     @property
     def history_file(self) -> Path:
@@ -275,6 +281,14 @@ def write_line(config: pytest.Config, line: str) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
         reporter.write_line(line)
+
+
+def show_no_stacks() -> None:
+    """Cancel `faulthandler_timeout` in this process, which only waits for others.
+
+    Call it in `pytest_runtest_protocol`, once its wrappers have begun.
+    """
+    faulthandler.cancel_dump_traceback_later()
 
 
 def link_latest(run_dir: Path) -> None:

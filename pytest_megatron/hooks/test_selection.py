@@ -23,10 +23,9 @@ from pytest_megatron.ci.test_files import (
     reason_to_leave_out,
     wanted_launch_marks,
 )
-from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.options import Options, usage_errors
 from pytest_megatron.recipe.load import project_words
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.model import Vocabulary
 
 PLUGIN_NAME = "megatron-units"
 _COUNTS = "megatron_left_out"

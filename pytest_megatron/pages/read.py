@@ -13,9 +13,8 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError
-from pytest_megatron.golden.compare.result import RELATIVE, ComparisonRule, Layer
-from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.compare.result import RELATIVE, layer_text
+from pytest_megatron.golden.model import Golden, MetricMap
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.pages.model import (
@@ -209,25 +208,14 @@ def _findings(comparison: RecordedComparison) -> Iterator[MetricFinding]:
                 text=row.text,
                 golden_path=row.golden_path,
                 largest=finite(row.largest_relative),
-                layers=tuple(_layers(row.layers)),
+                layers=tuple(map(_layer, row.layers)),
             )
 
 
-def _layers(rows: Sequence[RecordedLayer]) -> Iterator[tuple[bool, str]]:
-    """Yield result and text of each layer of a comparison that this version knows."""
-    rules = {rule.value: rule for rule in ComparisonRule}
-    for row in rows:
-        rule = rules.get(row.layer)
-        if rule is not None:
-            layer = Layer(
-                rule=rule,
-                passed=row.passed,
-                measured=finite(row.measured),
-                limit=finite(row.limit),
-                unit=row.unit or RELATIVE,
-                place=row.place,
-            )
-            yield layer.passed, layer.text
+def _layer(row: RecordedLayer) -> tuple[bool, str]:
+    """Return result and text of a layer of a comparison."""
+    measured, limit = finite(row.measured), finite(row.limit)
+    return row.passed, layer_text(row.layer, measured, limit, row.unit or RELATIVE, row.place)
 
 
 def _allowed(comparison: RecordedComparison) -> dict[str, RecordedBand]:

@@ -1,4 +1,4 @@
-"""A test case, as its `model_config.yaml` has it. The file is read and never written.
+"""A test case: the paths of its files, and its content. The files are read and never written.
 
 Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98e8a64dd.
 """
@@ -6,21 +6,83 @@ Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, TypeAlias
 
 from annotated_types import Ge, Lt
 
+from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
 from pytest_megatron.base.yaml import YamlDocument, read_yaml
 from pytest_megatron.errors import CaseError
-from pytest_megatron.recipe.arguments import Argument
 from pytest_megatron.recipe.findings import Finding, Severity, finding_at
+from pytest_megatron.recipe.model import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One entry of MODEL_ARGS.
+
+    Attributes:
+        name: The key as written, `--train-iters` or `trainer.max_steps`.
+        text: The value as written (a number keeps its spelling); None for YAML's null.
+        words: The elements where the value is a YAML list; None otherwise.
+        is_text: The value was quoted, so `"true"` is a word and not a switch.
+        line: Where it stands in its file, counted from 1.
+    """
+
+    name: str
+    text: str | None
+    words: tuple[str, ...] | None = None
+    is_text: bool = False
+    line: int
+
+
+class ModelArgs:
+    """The arguments of one start of a training; of two with one name the last one counts."""
+
+    def __init__(self, arguments: Iterable[Argument]) -> None:
+        self._last = {argument.name: argument for argument in arguments}
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the argument is there, with whatever value."""
+        return name in self._last
+
+    def text(self, name: str) -> str | None:
+        """Return a value as written; None without it, for null and for a list."""
+        argument = self._last.get(name)
+        return None if argument is None or argument.text is None else argument.text.strip(" \"'")
+
+    def number(self, name: str) -> int | None:
+        """Return a value that is a whole number, None for any other."""
+        text = self.text(name)
+        return int(text) if text is not None and text.isdecimal() else None
+
+    def size(self, name: str) -> int | None:
+        """Return a parallel size: 1 where it is not given, None where it is no number from 1 on."""
+        return (self.number(name) or None) if name in self._last else 1
+
+    def is_on(self, *names: str) -> bool:
+        """Return whether one of these switches is set."""
+        return any(self.text(name) == "true" for name in names)
+
+    def line(self, *names: str) -> int | None:
+        """Return the line of the first of these arguments that is there."""
+        return next((self._last[name].line for name in names if name in self._last), None)
+
+    def has_any(self, *names: str) -> bool:
+        """Return whether one of these arguments is there."""
+        return any(name in self._last for name in names)
+
 
 # Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
 HARNESS_VARIABLES = (
@@ -28,7 +90,8 @@ HARNESS_VARIABLES = (
     *("ENABLE_LIGHTWEIGHT_MODE", "THROUGHPUT_START_STEP"),
 )
 MODEL_ARGS = re.compile(r"MODEL_ARGS(_[1-9]\d*)?").fullmatch
-_NUMBERED = re.compile(r"MODEL_ARGS_([1-9]\d*)").fullmatch
+_NUMBERED_NAME = r"MODEL_ARGS_([1-9]\d*)"
+_NUMBERED = re.compile(_NUMBERED_NAME).fullmatch
 # Which MODEL_ARGS_<n> a TEST_TYPE reads; those that train once read none.
 _ONE_START = ("frozen-start", "regular")
 _MANY_STARTS = ("checkpoint-consistency", "ckpt-resume", "frozen-resume", "release")
@@ -108,6 +171,13 @@ class CaseFile:
     AFTER_SCRIPT: str | None = None
     EXPECTED_FAILURE: Pattern | None = None  # ours, as is the next
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
+
+
+def json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a case, with MODEL_ARGS_2 and so on."""
+    found = schema.json_schema(CaseFile, "pytest-megatron test case")
+    arguments: JsonValue = {"type": ["object", "null"]}
+    return found | {"patternProperties": {f"^{_NUMBERED_NAME}$": arguments}}
 
 
 def check_case(document: YamlDocument) -> Iterator[Finding]:
@@ -458,3 +528,95 @@ class _CaseReader:
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         return value if isinstance(value, dict) else {}
+
+
+CASES = Path("tests/functional_tests/test_cases")
+CASE_NAME = "model_config.yaml"
+GOLDENS = Path("golden_values")
+GOLDEN_PREFIX = "golden_values"
+NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def case_path(root: Path, workload: Workload) -> Path:
+    """Return the `model_config.yaml` of a workload."""
+    return root / CASES / workload.model / workload.test_case / CASE_NAME
+
+
+def is_missing_program(root: Path, program: str) -> bool:
+    """Return whether a `training_script_path` names a Python file of the project that is not there.
+
+    A command (`nemo llm pretrain`) is looked for by the shell, an absolute path may be one of the
+    machines that train, and values of variables and placeholders are not known.
+    """
+    file = (shlex.split(program) or [""])[0]
+    is_ours = file.endswith(".py") and not Path(file).is_absolute() and not set(file) & set("{}$")
+    return is_ours and not (root / file).is_file()
+
+
+def golden_name(environment: str, platform: str) -> str:
+    """Return the file name of a golden; the oldest ones name no platform."""
+    return "_".join(part for part in (GOLDEN_PREFIX, environment, platform) if part) + ".json"
+
+
+def golden_paths(
+    root: Path, workload: Workload, other_names: Mapping[str, str] = NO_OTHER_NAMES
+) -> tuple[Path, ...]:
+    """Return where a workload's golden may be, the place that counts most first.
+
+    That is our place, then Megatron-LM's beside the case, each with the platform's own name, then
+    the two places with each of its other names. The first one is where a new golden belongs.
+
+    Args:
+        root: The project's.
+        workload: Whose golden.
+        other_names: Name in a golden's file name to the platform that it stands for.
+    """
+    return tuple(_places(root, workload, _names_of(workload.platform, other_names)))
+
+
+def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
+    yield platform
+    for name, meant in other_names.items():
+        if meant == platform and name != platform:
+            yield name
+
+
+def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Path]:
+    for name in names:
+        below = Path(workload.model, workload.test_case, golden_name(workload.environment, name))
+        yield root / GOLDENS / below
+        yield root / CASES / below
+
+
+_CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "TEST_TYPE")
+# Variables of the harness that change what is trained, or what of it counts.
+_TRAINED_VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO",)
+_LENGTH = 16  # hexadecimal digits
+
+
+def fingerprint(workload: Workload, case: Mapping[str, JsonValue] | None) -> str:
+    """Return 16 hexadecimal digits: the `config_hash` of a golden.
+
+    Args:
+        workload: The row.
+        case: The content of its `model_config.yaml`; None for a row that has none.
+    """
+    env = (case or {}).get("ENV_VARS")
+    ignored = set(HARNESS_VARIABLES) - set(_TRAINED_VARIABLES)
+    known: dict[str, JsonValue] = {
+        key: value
+        for key, value in (case or {}).items()
+        if key in _CASE_KEYS or MODEL_ARGS(key) is not None
+    }
+    if isinstance(env, dict):
+        known["ENV_VARS"] = {name: value for name, value in env.items() if name not in ignored}
+    row: dict[str, JsonValue] = {
+        "checkpoint_load_path": workload.checkpoint_load_path,
+        "data_path": workload.data_path,
+        "gpus": workload.gpus,
+        "nodes": workload.nodes,
+        "script": workload.script,
+        "training_script_path": workload.training_script_path,
+    }
+    text = json.dumps([known, row], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -2,7 +2,7 @@
 
 `expand_compat` keeps every quirk of Megatron-LM's parser, so that its recipes give the very rows
 its CI runs. `expand_strict` reports each row that a quirk would drop or mangle; violations of the
-schema are found by `schema.py` and handed in.
+schema are found by `load.py` and handed in.
 Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd
 """
 
@@ -18,13 +18,16 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.recipe.findings import Finding, Severity, finding_at
-from pytest_megatron.recipe.model import Row, RowError, fill_in, item_name
-from pytest_megatron.recipe.vocabulary import (
+from pytest_megatron.recipe.model import (
     CADENCES,
     DEFAULT_CADENCE,
     IMPLIED_CADENCE,
     SCOPE_ALIASES,
+    Row,
+    RowError,
     Vocabulary,
+    fill_in,
+    item_name,
 )
 
 

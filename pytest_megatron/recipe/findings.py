@@ -121,11 +121,6 @@ def finding_at(
     return Finding(file=document.file, line=line, rule=rule, message=message, severity=severity)
 
 
-def errors_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings that are errors."""
-    return tuple(finding for finding in findings if finding.is_error)
-
-
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings by file, line and severity, each once."""
     order = {severity: index for index, severity in enumerate(Severity)}

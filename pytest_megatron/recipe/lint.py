@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
-from pytest_megatron.recipe.case import check_case, compares_metrics, starts_frozen
-from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import Finding, Severity, in_order
-from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import (
+from pytest_megatron.recipe.case import (
     CASES,
     GOLDENS,
     NO_OTHER_NAMES,
     case_path,
+    check_case,
+    compares_metrics,
     golden_paths,
     is_missing_program,
+    starts_frozen,
 )
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.findings import Finding, Severity, in_order
+from pytest_megatron.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
+from pytest_megatron.recipe.model import Vocabulary, Workload
 
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
 

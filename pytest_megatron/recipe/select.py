@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import EmptySelectionError, SelectionError
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import SCOPE_ALIASES, Vocabulary, enabled_scope
+from pytest_megatron.recipe.model import SCOPE_ALIASES, Vocabulary, Workload, enabled_scope
 
 MAX_CHOICES = 12  # listed in one message
 MAX_ROWS = 3

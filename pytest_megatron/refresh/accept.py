@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.files import digest_of, write_text_atomically
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, project_form, read_golden
 from pytest_megatron.refresh.candidate import Candidate, GateRule, Refusal, hard
 from pytest_megatron.refresh.difference import FileChange, FileDifference, differ
@@ -179,6 +178,6 @@ def _text_of(offer: Offer, root: Path, terms: Terms) -> str:
     provenance = replace(
         golden.provenance or Provenance(),
         reason=terms.reason,
-        supersedes=hashlib.sha256(old.read_bytes()).hexdigest() if old.is_file() else None,
+        supersedes=digest_of(old) if old.is_file() else None,
     )
     return golden_text(replace(golden, provenance=provenance), project_form(root))

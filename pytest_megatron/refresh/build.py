@@ -14,13 +14,11 @@ from pathlib import Path, PurePosixPath
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.yaml import read_document
 from pytest_megatron.golden.build import combine, spread_of
-from pytest_megatron.golden.compare.limits import direction_of
-from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, MetricMap, Provenance
+from pytest_megatron.golden.policy import direction_of
 from pytest_megatron.golden.store import golden_text, project_form
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.case import WorkloadCase
-from pytest_megatron.recipe.paths import case_path, fingerprint
+from pytest_megatron.recipe.case import WorkloadCase, case_path, fingerprint
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.read import CANDIDATE
 from pytest_megatron.runs.environment import SessionFacts, utc_now

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import Golden, MetricMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

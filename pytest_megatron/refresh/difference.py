@@ -10,12 +10,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pytest_megatron.golden.build import series_in
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.environment import environment_of
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.inference import LOGPROB_ABSOLUTE
 from pytest_megatron.golden.compare.result import relative
-from pytest_megatron.golden.model import ROUTING, TEXT, MetricMap, Series, Value, is_finite, is_loss
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import (
+    ROUTING,
+    TEXT,
+    Golden,
+    MetricMap,
+    Provenance,
+    Series,
+    Value,
+    environment_of,
+    is_finite,
+    is_loss,
+)
 
 # Relative deviations of single steps, as Megatron-LM's refresh skill sorts them (FORMATS 7).
 EDGES = (0.0, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, math.inf)

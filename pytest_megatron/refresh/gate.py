@@ -14,15 +14,29 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pytest_megatron.golden.build import series_in
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.band import tail_length
-from pytest_megatron.golden.compare.environment import environment_of
-from pytest_megatron.golden.compare.limits import NORMS, CountLimits, Exact, LossLimits
-from pytest_megatron.golden.compare.series import Point, find_frozen, mean_signed, shared_points
-from pytest_megatron.golden.formats.metric_map import step_interval
-from pytest_megatron.golden.model import LOGPROBS, MetricMap, Series, is_finite, is_loss, series_of
-from pytest_megatron.golden.policy import ComparisonPolicy, Settings
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.compare.compare import compare
+from pytest_megatron.golden.compare.layers import tail_length
+from pytest_megatron.golden.compare.result import Point, find_frozen, mean_signed, shared_points
+from pytest_megatron.golden.model import (
+    LOGPROBS,
+    Golden,
+    MetricMap,
+    Provenance,
+    Series,
+    environment_of,
+    is_finite,
+    is_loss,
+    series_of,
+    step_interval,
+)
+from pytest_megatron.golden.policy import (
+    NORMS,
+    ComparisonPolicy,
+    CountLimits,
+    Exact,
+    LossLimits,
+    Settings,
+)
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.refresh.candidate import Candidate, GateRule, Ran, Refusal
 from pytest_megatron.refresh.difference import FileDifference, Trend, differ

@@ -6,24 +6,19 @@ their last parts count. Nothing in them is trusted to lead out of the project or
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.files import parse_json
+from pytest_megatron.base.files import digest_of, json_objects
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.golden.build import combine, series_in, series_of_generation
-from pytest_megatron.golden.compare.environment import NOWHERE
-from pytest_megatron.golden.compare.limits import NORMS
 from pytest_megatron.golden.compare.result import render
-from pytest_megatron.golden.model import Generation, MetricMap
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import NOWHERE, Generation, Golden, MetricMap, Provenance
+from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.golden.store import read_golden, read_metrics
-from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
-from pytest_megatron.recipe.paths import CASES, GOLDENS
+from pytest_megatron.recipe.case import CASES, GOLDENS, CaseMode, TestType, WorkloadCase, read_case
 from pytest_megatron.refresh.candidate import Candidate, Ran
 from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE, ItemDirs
 from pytest_megatron.runs.record import (
@@ -109,15 +104,6 @@ def read_candidate(
             else f"{error.filename or directory}: {error}"
         )
         return replace(found, damage=(text,))
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as `run.json` keeps it of the sources of a candidate.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) -> Iterator[str]:
@@ -278,12 +264,9 @@ def _repeated_steps(directory: Path) -> Iterator[str]:
 
 def _repeated_lines(path: Path) -> Iterator[str]:
     seen: set[tuple[str, int]] = set()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue  # the reader of metrics has its own word on it
-        if not isinstance(value, dict) or not isinstance(step := value.get("step"), int):
+    # The reader of metrics has its own word on a line that is no JSON.
+    for value in json_objects(path.read_text(encoding="utf-8", errors="replace")):
+        if not isinstance(step := value.get("step"), int):
             continue
         for name in value.keys() - {"step"}:
             if (name, step) in seen:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.git import mend_of_owner, run_git
+from pytest_megatron.base.project import mend_of_owner, run_git
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import Golden
 from pytest_megatron.golden.store import parse_golden
-from pytest_megatron.recipe.paths import CASES, GOLDEN_PREFIX, GOLDENS
+from pytest_megatron.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
 from pytest_megatron.refresh.difference import FileDifference, differ
 
 

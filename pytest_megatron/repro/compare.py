@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.errors import ReproError
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.environment import NAME, SessionFacts, make_patch

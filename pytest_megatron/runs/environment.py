@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from pytest_megatron.base.git import ask_git, read_git
+from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
 
 _PACKAGES = (

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from pytest_megatron.errors import RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR
-from pytest_megatron.runs.record import RecordedRun, Text, read_if_whole, read_record
+from pytest_megatron.runs.record import RecordedRun, read_if_whole, read_record
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]+").fullmatch  # in the order in which runs began
 SUMMARY_FILE = "summary.json"
@@ -212,7 +212,7 @@ def _here(directory: Path) -> FoundRun:
 class _SummaryJob:
     """A job in a summary."""
 
-    artifact: Text | None = None
+    artifact: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Strict
 
 from pytest_megatron.base.files import parse_json, read_bytes, write_text_atomically
-from pytest_megatron.runs.record import Flag, Real, RecordedFile, Text, from_json, to_json
+from pytest_megatron.base.schema import SchemaError, parse, validate
+from pytest_megatron.runs.record import Real, RecordedFile, to_json
 
 FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
@@ -45,18 +43,18 @@ class HistoryEntry(RecordedFile):
         is_quarantined: Whether its failure did not count.
     """
 
-    time: Text
-    run: Text
-    node_id: Text
-    kind: Text
-    verdict: Text
-    num_attempts: Annotated[int, Strict()]
-    causes: tuple[Text, ...]
+    time: str
+    run: str
+    node_id: str
+    kind: str
+    verdict: str
+    num_attempts: int
+    causes: tuple[str, ...]
     duration_s: Real
-    commit: Text | None
-    is_dirty: Flag
-    platform: Text
-    is_quarantined: Flag = False
+    commit: str | None
+    is_dirty: bool
+    platform: str
+    is_quarantined: bool = False
 
     def as_line(self) -> str:
         """Return it as a line of the file."""
@@ -143,10 +141,16 @@ def read(path: Path) -> History:
         return History()
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            entries.append(from_json(parse_json(line), HistoryEntry))
-        except ValueError:  # of JSON, and pydantic's
+            entries.append(_entry(line))
+        except (ValueError, SchemaError):
             problems.append(f"{path}:{number}: is no entry of a history, skipped")
     return History(entries=tuple(entries), problems=tuple(problems))
+
+
+def _entry(line: bytes) -> HistoryEntry:
+    """Return the entry in a line, where a surrogate without its pair is U+FFFD."""
+    has_escapes = b"\\u" in line
+    return validate(HistoryEntry, parse_json(line)) if has_escapes else parse(HistoryEntry, line)
 
 
 def known_items(path: Path) -> frozenset[str]:

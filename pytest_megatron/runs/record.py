@@ -1,7 +1,7 @@
 """The files of a run directory as data: `run.json` and the records beside it.
 
 Writers build these classes and dump them by `to_json`; readers get them from `read_run` and
-`read_record`. `docs/reference/run.schema.json` is made from here. Keys that a later release adds
+`read_record`. `schemas/run.schema.json` is made from here. Keys that a later release adds
 are ignored; a file of a later format is refused.
 
 An artifact is untrusted: its texts are data. Nothing here follows a path that they name.
@@ -13,16 +13,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Discriminator, Field, Strict, Tag, with_config
-from pydantic import JsonValue as AnyJson
-from pydantic import ValidationError as Invalid
+from annotated_types import Ge, Le
 
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue, encodable, read_json
-from pytest_megatron.base.schema import adapter, explain
+from pytest_megatron.base.schema import (
+    FINITE,
+    AnyJson,
+    OneOf,
+    SchemaError,
+    adapter,
+    matches,
+    validate,
+)
 from pytest_megatron.errors import RunError
+from pytest_megatron.gpu.health import Fault, GpuState, Xid
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import RUN_FILE
 
@@ -30,16 +37,12 @@ FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
 _Record = TypeVar("_Record")
 
-Text: TypeAlias = Annotated[str, Strict()]
-Texts: TypeAlias = tuple[Text, ...]
-Flag: TypeAlias = Annotated[bool, Strict()]
-_Integer: TypeAlias = Annotated[int, Strict()]
-_Count: TypeAlias = Annotated[int, Strict(), Field(ge=0, le=1 << 53)]
-_Number: TypeAlias = Annotated[int, Strict(), Field(ge=1, le=1_000_000)]
-Real: TypeAlias = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-_Measured: TypeAlias = "Real | Text | None"  # a number that is not finite is a text
+Real: TypeAlias = Annotated[float, FINITE]
+_Count: TypeAlias = Annotated[int, Ge(0), Le(1 << 53)]
+_Number: TypeAlias = Annotated[int, Ge(1), Le(1_000_000)]
+_Measured: TypeAlias = "Real | str | None"  # a number that is not finite is a text
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,199}$"
-_Variables: TypeAlias = dict[Annotated[str, Field(pattern=_VARIABLE)], Text]
+_Variables: TypeAlias = dict[Annotated[str, matches(_VARIABLE)], str]
 RecordedVerdict: TypeAlias = Literal["passed", "failed", "flaky", "broken", "skipped"]
 
 
@@ -47,16 +50,16 @@ RecordedVerdict: TypeAlias = Literal["passed", "failed", "flaky", "broken", "ski
 class RecordedFile:
     """The keys at the top of every JSON file of a run."""
 
-    schema: _Integer = 1
-    format_version: _Integer = FORMAT_VERSION
+    schema: int = 1
+    format_version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedHealth:
     """The findings of `health.json`."""
 
-    faults: Texts = ()
-    notes: Texts = ()
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +68,16 @@ class RecordedAttempt:
 
     repeat: _Number | None = None
     attempt: _Number | None = None
-    directory: Text = ""
+    directory: str = ""
     duration_s: Real = 0.0
-    exit_codes: tuple[_Integer, ...] = ()
+    exit_codes: tuple[int, ...] = ()
     num_left: _Count = 0
-    cause: Text | None = None
+    cause: str | None = None
     root_rank: _Count | None = None
-    signature: Text | None = None
-    is_transient: Flag = False
+    signature: str | None = None
+    is_transient: bool = False
     health: RecordedHealth | None = None
-    fingerprint: Text | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +91,22 @@ class RecordedExecution:
 
     gang: _Number | None = None
     run: _Number | None = None
-    directory: Text = ""
+    directory: str = ""
     duration_s: Real = 0.0
-    end: Text = ""
-    is_gang_kept: Flag = False
-    signature: Text | None = None
-    is_transient: Flag = False
+    end: str = ""
+    is_gang_kept: bool = False
+    signature: str | None = None
+    is_transient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedQuarantine:
     """The quarantine of an item; `holds` if its failure did not count."""
 
-    reason: Text = "no reason given"
-    until: Text = ""
-    is_expired: Flag = False
-    holds: Flag = False
+    reason: str = "no reason given"
+    until: str = ""
+    is_expired: bool = False
+    holds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +120,11 @@ class RecordedGolden:
         problem: Why there is no candidate.
     """
 
-    target: Text | None = None
-    candidate: Text | None = None
-    digests: dict[Text, Text] | None = None
-    is_offered: Flag | None = None
-    problem: Text | None = None
+    target: str | None = None
+    candidate: str | None = None
+    digests: dict[str, str] | None = None
+    is_offered: bool | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +132,8 @@ class _RecordedItem:
     """The keys of workloads and tests alike."""
 
     verdict: RecordedVerdict
-    problem: Text | None = None
-    fingerprint: Text | None = None
+    problem: str | None = None
+    fingerprint: str | None = None
     duration_s: Real | None = None
     quarantine: RecordedQuarantine | None = None
 
@@ -140,7 +143,6 @@ class _RecordedItem:
         return self.quarantine is not None and self.quarantine.holds
 
 
-@with_config(ConfigDict(json_schema_extra={"not": {"required": ["world_size"]}}))  # a test's
 @dataclass(frozen=True, kw_only=True)
 class RecordedWorkload(_RecordedItem):
     """A row of a recipe.
@@ -149,14 +151,16 @@ class RecordedWorkload(_RecordedItem):
         compared: None in records of before this key.
     """
 
-    summary: Text = ""
-    is_expected: Flag = False
-    directory: Text | None = None
-    compared: Flag | None = None
-    policy: dict[Text, AnyJson] | None = None
-    not_run_again: Text | None = None
+    __pydantic_config__: ClassVar = {"json_schema_extra": {"not": {"required": ["world_size"]}}}
+
+    summary: str = ""
+    is_expected: bool = False
+    directory: str | None = None
+    compared: bool | None = None
+    policy: dict[str, AnyJson] | None = None
+    not_run_again: str | None = None
     golden: RecordedGolden | None = None
-    platform: Text | None = None
+    platform: str | None = None
     attempts: tuple[RecordedAttempt, ...] = ()
 
     @property
@@ -165,7 +169,7 @@ class RecordedWorkload(_RecordedItem):
         return self.platform not in (None, CPU_PLATFORM)
 
     @property
-    def causes(self) -> Texts:
+    def causes(self) -> tuple[str, ...]:
         """The signature of each attempt that failed, `unknown` where it matched none."""
         failed = (a for a in self.attempts if a.cause or a.is_transient)
         return tuple(a.signature or "unknown" for a in failed)
@@ -176,10 +180,10 @@ class RecordedTest(_RecordedItem):
     """A test that ran on a gang."""
 
     world_size: _Number
-    outcome: Text | None = None
-    device: Annotated[str, Strict(), Field(pattern=r"^(cpu|cuda)$")] | None = None
-    is_isolated: Flag = False
-    ranks: dict[Text, Text] = field(default_factory=dict)
+    outcome: str | None = None
+    device: Annotated[str, matches(r"^(cpu|cuda)$")] | None = None
+    is_isolated: bool = False
+    ranks: dict[str, str] = field(default_factory=dict)
     attempts: tuple[RecordedExecution, ...] = ()
 
     @property
@@ -188,7 +192,7 @@ class RecordedTest(_RecordedItem):
         return self.device == "cuda"
 
     @property
-    def causes(self) -> Texts:
+    def causes(self) -> tuple[str, ...]:
         """The signature for which each execution but the last was followed by another."""
         return tuple(a.signature or "unknown" for a in self.attempts if a.is_transient)
 
@@ -199,11 +203,7 @@ def _kind(value: RecordedWorkload | RecordedTest | Mapping[str, JsonValue]) -> s
     return type(value).__name__
 
 
-RecordedItem: TypeAlias = Annotated[
-    Annotated[RecordedWorkload, Tag("RecordedWorkload")]
-    | Annotated[RecordedTest, Tag("RecordedTest")],
-    Discriminator(_kind),
-]
+RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind)]
 # Keys that an item has only with a value, as `run-directory.md` has it.
 _ABSENT = frozenset(("compared", "directory", "duration_s", "golden", "platform", "quarantine"))
 
@@ -213,35 +213,35 @@ class RecordedPatch:
     """The changes of a tree beside its commit."""
 
     file: Literal["dirty.patch"] | None = None
-    problem: Text | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedOptions:
     """Options of the plugin that change how an item runs or is judged; None is not recorded."""
 
-    golden: Text | None = None
-    golden_policy: Text | None = None
-    lightweight: Flag = False
+    golden: str | None = None
+    golden_policy: str | None = None
+    lightweight: bool = False
     rank_timeout: Real | None = None
     rank_grace: Real | None = None
-    gang_start: Text | None = None
+    gang_start: str | None = None
     ranks_per_gpu: _Number | None = None
-    signatures: Texts = ()
+    signatures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedFacts(RecordedFile):
     """Environment of a run or an attempt."""
 
-    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,64}$")] | None = None
-    is_dirty: Flag = False
-    image: Text | None = None
-    python: Text | None = None
-    versions: dict[Text, Text] = field(default_factory=dict)
-    driver: Text | None = None
-    gpus: Texts = ()
-    cpu: Text | None = None
+    commit: Annotated[str, matches(r"^[0-9a-f]{7,64}$")] | None = None
+    is_dirty: bool = False
+    image: str | None = None
+    python: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    driver: str | None = None
+    gpus: tuple[str, ...] = ()
+    cpu: str | None = None
     num_cpus: _Count | None = None
 
 
@@ -249,19 +249,19 @@ class _RecordedFacts(RecordedFile):
 class RecordedRun(_RecordedFacts):
     """`run.json`."""
 
-    started: Text | None = None
-    updated: Text | None = None
-    ended: Text | None = None
-    exit_code: _Integer | None = None
-    is_redacted: Flag = False
-    arguments: Texts | None = None
-    directory: Text = "."
-    positional: Texts | None = None
+    started: str | None = None
+    updated: str | None = None
+    ended: str | None = None
+    exit_code: int | None = None
+    is_redacted: bool = False
+    arguments: tuple[str, ...] | None = None
+    directory: str = "."
+    positional: tuple[str, ...] | None = None
     env: _Variables = field(default_factory=dict)
-    seeds: dict[Text, Text | None] = field(default_factory=dict)
+    seeds: dict[str, str | None] = field(default_factory=dict)
     options: RecordedOptions = field(default_factory=RecordedOptions)
     patch: RecordedPatch | None = None
-    items: dict[Text, RecordedItem]
+    items: dict[str, RecordedItem]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,50 +269,50 @@ class RecordedPhase:
     """One start of a training program."""
 
     number: _Number = 1
-    name: Text = ""
-    argv: Texts = ()
+    name: str = ""
+    argv: tuple[str, ...] = ()
     env: _Variables = field(default_factory=dict)
     world_size: _Count = 1
     last_iteration: _Count | None = None
     rewind_to: _Count | None = None
-    before_script: Text | None = None
-    after_script: Text | None = None
+    before_script: str | None = None
+    after_script: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPlan(_RecordedFacts):
     """`plan.json`."""
 
-    node_id: Text
+    node_id: str
     repeat: _Number | None = None
     attempt: _Number | None = None
-    recipe: Text | None = None
-    case: Text | None = None
-    cwd: Text = ""
+    recipe: str | None = None
+    case: str | None = None
+    cwd: str = ""
     phases: tuple[RecordedPhase, ...] = ()
-    script: Text | None = None
+    script: str | None = None
     world_size: _Count | None = None
     nodes: _Number = 1
-    platform: Text | None = None
+    platform: str | None = None
     time_limit_s: Real | None = None
     until_iteration: _Count | None = None
     gradient_tolerance: Real | None = None
-    seed: Text | _Integer | None = None
-    is_lightweight: Flag = False
-    python_hash_seed: Text | None = None
-    planned: Text | None = None
+    seed: str | int | None = None
+    is_lightweight: bool = False
+    python_hash_seed: str | None = None
+    planned: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedLayer:
     """One test that a metric was put to."""
 
-    layer: Text
-    passed: Flag
+    layer: str
+    passed: bool
     measured: _Measured = None
     limit: _Measured = None
-    unit: Text | None = None
-    place: Text | None = None
+    unit: str | None = None
+    place: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +323,7 @@ class RecordedBand:
         relative: First step -> the share of the value that is allowed from there on.
     """
 
-    relative: dict[Annotated[str, Field(pattern=r"^[0-9]{1,15}$")], _Measured] = field(
+    relative: dict[Annotated[str, matches(r"^[0-9]{1,15}$")], _Measured] = field(
         default_factory=dict
     )
     absolute: _Measured = None
@@ -331,17 +331,28 @@ class RecordedBand:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedMetric:
-    """The comparison of one metric, of the keys of `golden check --format json`."""
+    """The comparison of one metric, under the keys of `golden check --format json`."""
 
-    metric: Text
-    passed: Flag
-    rule: Text = ""
-    first_step: _Integer | None = None
+    metric: str
+    passed: bool
+    rule: str = ""
+    judged: bool = True
+    first_step: int | None = None
+    first_place: str | None = None
+    summary: str | None = None
+    observed: _Measured = None
+    golden: _Measured = None
+    tolerance: _Measured = None
+    num_compared: int = 0
+    worst_step: int | None = None
     largest_relative: _Measured = None
+    largest_absolute: _Measured = None
+    mean_signed_relative: _Measured = None
+    notes: tuple[str, ...] = ()
     allowed: RecordedBand | None = None
     layers: tuple[RecordedLayer, ...] = ()
-    golden_path: Text = ""
-    text: Text = ""
+    golden_path: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +360,7 @@ class RecordedRepeat:
     """The comparisons of one repeat."""
 
     repeat: _Number = 1
-    against: Text = "golden"
+    against: str = "golden"
     comparisons: tuple[RecordedMetric, ...] = ()
 
 
@@ -357,58 +368,101 @@ class RecordedRepeat:
 class RecordedComparison(RecordedFile):
     """`comparison.json`."""
 
-    passed: Flag | None = None
+    passed: bool | None = None
     repeats: tuple[RecordedRepeat, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEvidence:
-    """A line of a log that shows a cause."""
+    """A line that shows a cause.
 
-    file: Text | None = None
-    line: _Count | None = None
+    Attributes:
+        file: As the user gave its path; `artifact.zip!name` in an archive.
+        line: Counted from 1.
+    """
+
+    file: str
+    line: _Count
     rank: _Count | None = None
-    text: Text | None = None
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDiagnosis:
-    """An attempt that failed, of the keys of `triage --format json`."""
+    """Cause of the failure of one launch, under the keys of `triage --format json`.
 
-    attempt: Text = ""
-    phase_number: _Number = 1
-    ended: Text | None = None
-    returncode: _Integer | None = None
-    signature: Text | None = None
+    Attributes:
+        root_rank: The rank to look at, the first of `root_ranks`; None where it was none or is not
+            known.
+        text: One paragraph for a person.
+        reason: Why it is transient, or not.
+        next: What to type next.
+        again: What runs it again, or None.
+        root_ranks: Ranks that failed by themselves in this way.
+        exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
+        facts: Sizes, port or path from the message.
+        fingerprint: The same for failures of one cause.
+        unit: Where its logs are.
+    """
+
+    family: str | None = None
+    transient: bool = False
+    root_rank: _Count | None = None
+    signature: str | None = None
     evidence: tuple[RecordedEvidence, ...] = ()
-    text: Text | None = None
-    reason: Text | None = None
-    advice: Text | None = None
-    next: Text | None = None
+    text: str = ""
+    reason: str | None = None
+    policy: str | None = None
+    advice: str | None = None
+    source: str | None = None
+    next: str | None = None
+    again: str | None = None
+    root_ranks: tuple[int, ...] = ()
+    is_every_rank: bool = False
+    world_size: int = 1
+    exits: dict[str, str] = field(default_factory=dict)
+    iteration: int | None = None
+    last_iteration: int | None = None
+    phase: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
+    unit: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedEnd:
+    """End of the last phase of an attempt that failed; `problem` is its cause as it is printed."""
+
+    attempt: str = ""
+    phase_number: _Number = 1
+    ended: str | None = None
+    returncode: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedFailure(RecordedDiagnosis, RecordedEnd):
+    """An attempt that failed, in `triage.json`; without a diagnosis it has only its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTriage(RecordedDiagnosis, RecordedFile):
     """`triage.json`: the last attempt that failed, and all of them."""
 
-    attempt: Text = ""
-    attempts: tuple[RecordedDiagnosis, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedFault:
-    """A failure of the hardware."""
-
-    gpu: Text | None = None
-    signature: Text
-    text: Text
+    attempts: tuple[RecordedFailure, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedHealthFile(RecordedFile):
     """`health.json`."""
 
-    faults: tuple[RecordedFault, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()
+    xids: tuple[Xid, ...] = ()
+    before: tuple[GpuState, ...] = ()
+    after: tuple[GpuState, ...] = ()
+    problem: str | None = None
 
 
 def finite(value: float | str | None) -> float | None:
@@ -450,10 +504,10 @@ def read_record(path: Path, model: type[_Record]) -> _Record:
             "of pytest-megatron that wrote it, or a later one",
         )
     try:
-        return from_json(value, model)
-    except Invalid as error:
-        first = explain(model, error.errors(include_url=False))[0]
-        raise RunError(str(path), f"{first.in_output}; give the file as the run wrote it") from None
+        return validate(model, value)
+    except SchemaError as error:
+        first = error.problems[0].in_output
+        raise RunError(str(path), f"{first}; give the file as the run wrote it") from None
 
 
 def read_if_whole(path: Path, model: type[_Record]) -> _Record | None:
@@ -471,20 +525,6 @@ def to_json(record: RecordedFile) -> dict[str, JsonValue]:
     if isinstance(record, RecordedRun) and isinstance(items, dict):
         found["items"] = {name: _present(item) for name, item in items.items()}
     return found
-
-
-def from_json(value: JsonValue, model: type[_Record]) -> _Record:
-    """Return the record that a JSON value is.
-
-    Raises:
-        pydantic.ValidationError: It is none.
-    """
-    return adapter(model).validate_python(value)
-
-
-def headed(content: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the content of a file with the keys that are at the top of every file of a run."""
-    return {**to_json(RecordedFile()), **content}
 
 
 def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.triage.diagnosis import Diagnosis, Evidence, diagnose, evidence_of
+from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
+from pytest_megatron.triage.diagnosis import Diagnosis, diagnose, evidence_of
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.gather import gather, make_scanner
 from pytest_megatron.triage.launch import Unit
@@ -24,17 +25,17 @@ _MOST_WORDS = 3  # lines that are shown of a launch that shows nothing
 class FailureGroup:
     """Failures of one cause; the first of them stands for all."""
 
-    diagnoses: tuple[Diagnosis, ...]
+    diagnoses: tuple[RecordedDiagnosis, ...]
 
     @property
-    def first(self) -> Diagnosis:
+    def first(self) -> RecordedDiagnosis:
         """The one that stands for all."""
         return self.diagnoses[0]
 
     def as_json(self) -> dict[str, JsonValue]:
         """Return the first, and where the others are."""
         return {
-            **self.first.as_json(),
+            **asdict(self.first),
             "count": len(self.diagnoses),
             "units": [diagnosis.unit for diagnosis in self.diagnoses],
         }
@@ -53,7 +54,7 @@ class Unclear:
     unit: str
     num_logs: int
     num_bytes: int
-    last_words: tuple[Evidence, ...]
+    last_words: tuple[RecordedEvidence, ...]
 
     @property
     def text(self) -> str:
@@ -71,7 +72,7 @@ class Unclear:
             "text": self.text,
             "num_logs": self.num_logs,
             "num_bytes": self.num_bytes,
-            "evidence": [evidence.as_json() for evidence in self.last_words],
+            "evidence": [asdict(evidence) for evidence in self.last_words],
         }
 
 
@@ -101,7 +102,7 @@ class Triage:
             "evidence": [],
             "text": "nothing failed",
         }
-        first = self.groups[0].first.as_json() if self.groups else nothing
+        first = asdict(self.groups[0].first) if self.groups else nothing
         if not self.groups and self.unclear:
             first = {**nothing, "family": "unknown", "signature": "unknown"}
             first |= self.unclear[0].as_json()
@@ -130,10 +131,10 @@ def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-triage-") as directory:
         units, notes = find_units(paths, Path(directory))
         found = [_examine(unit, table) for unit in units]
-    groups: dict[str, list[Diagnosis]] = {}
+    groups: dict[str, list[RecordedDiagnosis]] = {}
     for _, result in found:
         if isinstance(result, Diagnosis):
-            groups.setdefault(result.fingerprint, []).append(result)
+            groups.setdefault(result.record.fingerprint, []).append(result.record)
     ordered = sorted(groups.values(), key=lambda group: -len(group))
     return Triage(
         groups=tuple(FailureGroup(diagnoses=tuple(group)) for group in ordered),

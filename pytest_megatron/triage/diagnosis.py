@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import name_ranks
+from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
 from pytest_megatron.triage.logs.lines import parse_iteration
 from pytest_megatron.triage.logs.scan import line_number
 from pytest_megatron.triage.rank_log import LogLine, RankLog, Root
@@ -59,7 +59,7 @@ def phase_of(frames: Sequence[str]) -> str | None:
     return None
 
 
-def facts_of(root: Root) -> Mapping[str, str]:
+def facts_of(root: Root) -> dict[str, str]:
     """Return the sizes of memory, the port or the path in a failure's message."""
     text = root.message or "\n".join(place.text for place in root.places)
     patterns = _FACTS.get(root.signature.family, _PATH)
@@ -88,98 +88,17 @@ _POLICIES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """A line that shows a cause.
-
-    Attributes:
-        file: As the user gave its path; `artifact.zip!name` in an archive.
-        line: Counted from 1.
-    """
-
-    file: str
-    line: int
-    text: str
-    rank: int | None
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return it as `triage --format json` prints it."""
-        return {"file": self.file, "line": self.line, "rank": self.rank, "text": self.text}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """Cause of the failure of one launch.
 
     Attributes:
-        unit: Where its logs are.
-        root_ranks: Ranks that failed by themselves in this way; the first is the one to look at.
-        is_all: Whether that is every rank.
+        row: The signature that it is known as.
         what: What the root rank did, to go on after its name: `was killed by SIGKILL`.
-        text: One paragraph for a person.
-        reason: Why it is transient, or not.
-        command: What to type next.
-        again: What runs it again, or None.
-        facts: Sizes, port or path from the message.
-        exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
-        fingerprint: The same for failures of one cause.
     """
 
-    unit: str
-    signature: Signature
-    root_ranks: tuple[int, ...]
-    is_all: bool
+    row: Signature
     what: str
-    text: str
-    reason: str
-    evidence: tuple[Evidence, ...]
-    command: str | None
-    again: str | None
-    world_size: int
-    iteration: tuple[int, int] | None
-    phase: str | None
-    facts: Mapping[str, str]
-    exits: Mapping[int, str]
-    fingerprint: str
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def is_transient(self) -> bool:
-        """True if an unchanged run is expected to pass."""
-        return self.signature.is_transient
-
-    @property
-    def root_rank(self) -> int | None:
-        """The rank to look at, None where it was none or is not known."""
-        return self.root_ranks[0] if self.root_ranks else None
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return it as `triage --format json` prints it."""
-        iteration = self.iteration
-        return {
-            "family": self.signature.family,
-            "transient": self.is_transient,
-            "root_rank": self.root_rank,
-            "signature": self.signature.id,
-            "evidence": [evidence.as_json() for evidence in self.evidence],
-            "text": self.text,
-            "reason": self.reason,
-            "policy": self.signature.policy.value,
-            "advice": self.signature.advice,
-            "source": self.signature.source,
-            "next": self.command,
-            "again": self.again,
-            "root_ranks": list(self.root_ranks),
-            "is_every_rank": self.is_all,
-            "world_size": self.world_size,
-            "exits": {str(rank): how for rank, how in self.exits.items()},
-            "iteration": None if iteration is None else iteration[0],
-            "last_iteration": None if iteration is None else iteration[1],
-            "phase": self.phase,
-            "facts": dict(self.facts),
-            "fingerprint": self.fingerprint,
-            "unit": self.unit,
-            "notes": list(self.notes),
-        }
+    record: RecordedDiagnosis
 
 
 def diagnose(story: RankLog, root: Root) -> Diagnosis:
@@ -191,27 +110,34 @@ def diagnose(story: RankLog, root: Root) -> Diagnosis:
     printed = (parse_iteration(place.text) for place in root.places)
     iteration = next(filter(None, printed), story.iteration)  # that it failed in, or after
     evidence = _evidence(story, root)
-    exits = {rank: one.how for rank, one in story.ranks.items() if one.how}
+    exits = {str(rank): one.how for rank, one in story.ranks.items() if one.how}
     facts, row = facts_of(root), root.signature
-    return Diagnosis(
-        unit=story.unit.name,
-        signature=row,
-        root_ranks=root.ranks,
-        is_all=root.is_all,
-        what=_shorten(root.what),
+    record = RecordedDiagnosis(
+        family=row.family,
+        transient=row.is_transient,
+        root_rank=root.ranks[0] if root.ranks else None,
+        signature=row.id,
+        evidence=evidence,
         text=_paragraph(story, root, phase, iteration, facts),
         reason=f"{'' if row.is_transient else 'not '}transient: {_POLICIES[row.policy]}",
-        evidence=evidence,
-        command=_command(row, evidence, facts, story),
+        policy=row.policy.value,
+        advice=row.advice,
+        source=row.source,
+        next=_command(row, evidence, facts, story),
         again=story.unit.known.command,
+        root_ranks=root.ranks,
+        is_every_rank=root.is_all,
         world_size=story.world_size,
-        iteration=iteration,
+        exits=exits,
+        iteration=None if iteration is None else iteration[0],
+        last_iteration=None if iteration is None else iteration[1],
         phase=phase,
         facts=facts,
-        exits=exits,
         fingerprint=_fingerprint(root),
+        unit=story.unit.name,
         notes=story.notes,
     )
+    return Diagnosis(row=row, what=_shorten(root.what), record=record)
 
 
 def _paragraph(
@@ -279,20 +205,20 @@ def _failed(story: RankLog) -> Sequence[int]:
     ]
 
 
-def _evidence(story: RankLog, root: Root) -> tuple[Evidence, ...]:
+def _evidence(story: RankLog, root: Root) -> tuple[RecordedEvidence, ...]:
     """Return the lines that show a cause, each once; without one the end of the rank's log."""
     places = root.places
     if not places and root.ranks and root.ranks[0] in story.ranks:
         places = story.ranks[root.ranks[0]].last_words[-2:]
     places = places or story.launcher.last_words[-3:]
-    found: dict[tuple[str, int], Evidence] = {}
+    found: dict[tuple[str, int], RecordedEvidence] = {}
     for place in places:
         evidence = evidence_of(place, root.ranks[0] if root.ranks else None)
         found[evidence.file, evidence.line] = evidence
     return tuple(found.values())
 
 
-def evidence_of(place: LogLine, rank: int | None) -> Evidence:
+def evidence_of(place: LogLine, rank: int | None) -> RecordedEvidence:
     """Return a line of a log as it is shown.
 
     Reads the log up to that line, to count it.
@@ -305,7 +231,7 @@ def evidence_of(place: LogLine, rank: int | None) -> Evidence:
         line = line_number(place.log.path, place.offset)
     except OSError:
         line = 1
-    return Evidence(
+    return RecordedEvidence(
         file=place.log.shown,
         line=line,
         text=place.text.strip()[:_MOST_EVIDENCE_TEXT],
@@ -314,7 +240,10 @@ def evidence_of(place: LogLine, rank: int | None) -> Evidence:
 
 
 def _command(
-    signature: Signature, evidence: Sequence[Evidence], facts: Mapping[str, str], story: RankLog
+    signature: Signature,
+    evidence: Sequence[RecordedEvidence],
+    facts: Mapping[str, str],
+    story: RankLog,
 ) -> str | None:
     """Return what to type next: the signature's command, or what shows the evidence."""
     words: dict[str, str] = {}

@@ -6,10 +6,8 @@ Everything here may be missing or of another version; then nothing is known.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_megatron.runs.layout import (
     COMPARISON_FILE,
@@ -18,12 +16,20 @@ from pytest_megatron.runs.layout import (
     RUN_FILE,
     TRIAGE_FILE,
 )
+from pytest_megatron.runs.record import (
+    RecordedComparison,
+    RecordedFailure,
+    RecordedHealthFile,
+    RecordedMetric,
+    RecordedPlan,
+    RecordedRun,
+    RecordedTriage,
+    RecordedWorkload,
+    read_if_whole,
+)
 from pytest_megatron.triage.launch import Known, LaunchEnd, LogFile, Stream, Unit
 from pytest_megatron.triage.rank_log import LogLine, Root
 from pytest_megatron.triage.signatures import Table
-
-if TYPE_CHECKING:  # pydantic is slow to import, and most logs have no records beside them
-    from pytest_megatron.runs.record import RecordedComparison, RecordedDiagnosis, RecordedMetric
 
 _MOST_UP = 6
 
@@ -46,17 +52,14 @@ def is_mismatch(path: Path) -> bool:
     """Return true if a file is a comparison with a golden that failed."""
     if path.name != COMPARISON_FILE:
         return False
-    from pytest_megatron.runs.record import RecordedComparison, read_if_whole  # noqa: PLC0415
-
     found = read_if_whole(path, RecordedComparison)
     return found is not None and found.passed is False
 
 
 def _mismatch(record: LogFile, table: Table) -> Root | None:
-    from pytest_megatron.runs.record import RecordedComparison, read_if_whole  # noqa: PLC0415
-
     found = read_if_whole(record.path, RecordedComparison) or RecordedComparison()
-    failed = [_text(metric) for metric in _failed(found)]
+    metrics = (metric for repeat in found.repeats for metric in repeat.comparisons)
+    failed = [_text(metric) for metric in metrics if not metric.passed]
     if not failed:
         return None
     return Root(
@@ -67,11 +70,6 @@ def _mismatch(record: LogFile, table: Table) -> Root | None:
     )
 
 
-def _failed(comparison: RecordedComparison) -> Iterator[RecordedMetric]:
-    for repeat in comparison.repeats:
-        yield from (metric for metric in repeat.comparisons if not metric.passed)
-
-
 def _text(found: RecordedMetric) -> str:
     step = "" if found.first_step is None else f" from step {found.first_step} on"
     return f"{found.metric}{step}"
@@ -79,8 +77,6 @@ def _text(found: RecordedMetric) -> str:
 
 def _with_fault(record: LogFile, root: Root, table: Table) -> Root:
     """Return a root cause with the first failure of the hardware in its place."""
-    from pytest_megatron.runs.record import RecordedHealthFile, read_if_whole  # noqa: PLC0415
-
     found = read_if_whole(record.path, RecordedHealthFile)
     if found is None or not found.faults:
         return root
@@ -112,8 +108,6 @@ def known_of(unit: Unit) -> Known:
         return unit.known
     attempt = plan_file.parent
     known = unit.known
-    from pytest_megatron.runs.record import RecordedPlan, read_if_whole  # noqa: PLC0415
-
     plan = read_if_whole(plan_file, RecordedPlan)
     if plan is not None:
         command = f"pytest -p megatron {shlex.quote(plan.node_id)}"
@@ -137,11 +131,9 @@ def _phase_number(directory: Path, attempt: Path) -> int:
     return int(number) if number.isdigit() else 1
 
 
-def _diagnosed(attempt: Path, number: int) -> RecordedDiagnosis | None:
+def _diagnosed(attempt: Path, number: int) -> RecordedFailure | None:
     """Return the entry of the item's `triage.json` for one phase of an attempt."""
     where = f"{attempt.parent.name}/{attempt.name}"
-    from pytest_megatron.runs.record import RecordedTriage, read_if_whole  # noqa: PLC0415
-
     found = read_if_whole(attempt.parent.parent / TRIAGE_FILE, RecordedTriage)
     rows = () if found is None else found.attempts
     return next((r for r in rows if (r.attempt, r.phase_number) == (where, number)), None)
@@ -149,8 +141,6 @@ def _diagnosed(attempt: Path, number: int) -> RecordedDiagnosis | None:
 
 def _exit_code(run_file: Path, attempt: Path, number: int) -> int | None:
     """Return the exit code that `run.json` has of a phase; the run may have moved since."""
-    from pytest_megatron.runs.record import RecordedRun, RecordedWorkload, read_if_whole  # noqa: PLC0415
-
     run = read_if_whole(run_file, RecordedRun)
     items = () if run is None else run.items.values()
     for item in items:

@@ -36,14 +36,14 @@ def as_markdown(found: Triage) -> str:
 
 def _text_block(group: FailureGroup) -> Iterator[str]:
     first = group.first
-    yield f"{first.unit}: {first.signature.family}"
+    yield f"{first.unit}: {first.family}"
     yield f"{_INDENT}{first.text}"
     for evidence in first.evidence:
         yield f"{_INDENT}{evidence.file}:{evidence.line}: {evidence.text}"
     yield f"{_INDENT}{first.reason}"
-    yield f"{_INDENT}known as {first.signature.id}: {_advice(group)}"
-    if first.command is not None:
-        yield f"{_INDENT}next: {first.command}"
+    yield f"{_INDENT}known as {first.signature}: {_advice(group)}"
+    if first.next is not None:
+        yield f"{_INDENT}next: {first.next}"
     if first.again is not None:
         yield f"{_INDENT}again: {first.again}"
     if also := _also(group):
@@ -58,8 +58,8 @@ def _unclear_block(unclear: Unclear) -> Iterator[str]:
 
 
 def _advice(group: FailureGroup) -> str:
-    signature = group.first.signature
-    return signature.advice + (f" ({signature.source})" if signature.source is not None else "")
+    first = group.first
+    return f"{first.advice} ({first.source})" if first.source is not None else f"{first.advice}"
 
 
 def _also(group: FailureGroup) -> str:

@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import assert_never
@@ -32,7 +32,7 @@ from pytest_megatron.gpu.health import Health
 from pytest_megatron.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
-from pytest_megatron.runs.record import RecordedVerdict, headed
+from pytest_megatron.runs.record import RecordedEnd, RecordedFile, RecordedVerdict
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
@@ -91,25 +91,25 @@ def note_triage(
         found: By triage, or None.
         problem: The cause as it is printed.
     """
-    row: dict[str, JsonValue] = {
-        "attempt": attempt.relative_to(dirs.root).as_posix(),
-        "phase_number": end.plan.number,
-        "ended": end.end.value,
-        "returncode": end.returncode,
-        "problem": problem,
-        **({} if found is None else found.as_json()),
-    }
+    ended = RecordedEnd(
+        attempt=attempt.relative_to(dirs.root).as_posix(),
+        phase_number=end.plan.number,
+        ended=end.end.value,
+        returncode=end.returncode,
+        problem=problem,
+    )
+    row = {**asdict(ended), **({} if found is None else asdict(found.record))}
     try:
         rows = [*_rows(dirs.triage), row]
-        write_json_atomically(dirs.triage, headed({**_last(row), "attempts": rows}))
+        write_json_atomically(dirs.triage, {**_first_keys(row), "attempts": rows})
     except OSError:
         return
 
 
-def _last(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the common fields of the latest attempt that failed."""
+def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the keys of the file beside the attempts, some of them of the last that failed."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "text")
-    return {key: row[key] for key in keys if key in row}
+    return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
 
 
 def _rows(path: Path) -> list[JsonValue]:
@@ -349,8 +349,8 @@ def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) 
     logs = end.plan.dirs.logs
     rank = end.hung_rank
     guilty = ""
-    if found is not None and found.root_rank is not None and found.root_rank != rank:
-        rank = found.root_rank
+    if found is not None and found.record.root_rank not in (None, rank):
+        rank = found.record.root_rank
         guilty = f", rank {rank} {found.what}"
     text = f"rank {end.hung_rank} reported it{guilty}{where}; see {logs}"
     return FailureCause(
@@ -363,14 +363,14 @@ def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) 
 
 def _signature(found: Diagnosis | None) -> Signature | None:
     """Return the row that a failure is known as, None where that has no meaning."""
-    return found.signature if found is not None and is_named(found.signature) else None
+    return found.row if found is not None and is_named(found.row) else None
 
 
 def _first(failures: Sequence[RankFailure], found: Diagnosis | None) -> RankFailure | None:
     """Return what the rank left that a failure began with, None if it was none."""
-    if found is None or (found.root_rank is None and not is_named(found.signature)):
+    if found is None or (found.record.root_rank is None and not is_named(found.row)):
         return first_failure(failures)
-    return next((f for f in failures if f.rank == found.root_rank), None)
+    return next((f for f in failures if f.rank == found.record.root_rank), None)
 
 
 def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> FailureCause:
@@ -401,7 +401,7 @@ def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Failure
 
 def _what_it_did(failure: RankFailure, found: Diagnosis | None) -> str:
     """Return what a rank did, in its own words where it has any."""
-    if found is not None and failure.is_consequence and found.signature.role is LineRole.CASCADE:
+    if found is not None and failure.is_consequence and found.row.role is LineRole.CASCADE:
         return found.what
     if failure.message is None and failure.exit_code is None and found is not None:
         return found.what

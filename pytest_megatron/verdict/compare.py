@@ -7,19 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import trusted
 from pytest_megatron.errors import CaseError, GoldenError
-from pytest_megatron.golden.compare.api import compare, compare_resume
-from pytest_megatron.golden.compare.environment import RunEnvironment, why_not_timed
+from pytest_megatron.golden.compare.compare import compare, compare_resume
 from pytest_megatron.golden.compare.inference import Pair, compare_generation
-from pytest_megatron.golden.compare.limits import NORMS
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule, comparison_to_json
 from pytest_megatron.golden.compare.rl import RlRules, compare_rl
-from pytest_megatron.golden.model import Generation, MetricMap
-from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import (
+    Generation,
+    Golden,
+    MetricMap,
+    RunEnvironment,
+    why_not_timed,
+)
+from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.record import headed
+from pytest_megatron.runs.record import RecordedComparison
 from pytest_megatron.verdict.attempt import Attempt
 from pytest_megatron.verdict.job import Training
 
@@ -191,9 +195,10 @@ class Judgement:
         """The repeats in which a metric disagrees."""
         return tuple(repeat for repeat in self.repeats if repeat.failed)
 
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the content of `comparison.json`."""
-        repeats: list[JsonValue] = [
+    @property
+    def record(self) -> RecordedComparison:
+        """The content of `comparison.json`."""
+        rows: JsonValue = [
             {
                 "repeat": repeat.repeat,
                 "against": repeat.against,
@@ -201,7 +206,7 @@ class Judgement:
             }
             for repeat in self.repeats
         ]
-        return headed({"passed": not self.failed, "repeats": repeats})
+        return trusted(RecordedComparison, {"passed": not self.failed, "repeats": rows})
 
 
 def judge(
@@ -216,14 +221,13 @@ def judge(
         facts: Of this host: time and memory are judged only on the kind of host that made the
             golden.
     """
+    policy = policy.at(ComparedWorkload.of(training.job.workload))
     found: list[RepeatComparison] = []
     for attempt in training.clean:
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
-    return Judgement(
-        repeats=tuple(found), policy=policy.at(ComparedWorkload.of(training.job.workload))
-    )
+    return Judgement(repeats=tuple(found), policy=policy)
 
 
 def _within(
@@ -263,7 +267,7 @@ def _with_golden(
             golden,
             attempt.generation or attempt.whole,
             metrics=names,
-            policy=policy.at(ComparedWorkload.of(training.job.workload)),
+            policy=policy,
             surroundings=RunEnvironment(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
@@ -277,7 +281,6 @@ def _with_first_phase(
     training: Training, attempt: Attempt, policy: ComparisonPolicy
 ) -> RepeatComparison:
     case, names = _case(training)
-    policy = policy.at(ComparedWorkload.of(training.job.workload))
     # A recipe's own script runs both trainings in one phase.
     half = attempt.ends[1].plan.resumes_after if len(attempt.ends) > 1 else case.train_iters // 2
     assert half is not None

@@ -23,7 +23,7 @@ from pytest_megatron.golden.store import write_metrics
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.recipe.case import CaseMode, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.record import headed
+from pytest_megatron.runs.record import RecordedHealthFile, to_json
 from pytest_megatron.runs.redact import Redactor, redact_tree
 from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
 from pytest_megatron.verdict.attempt import (
@@ -209,12 +209,23 @@ def _order(
         planned=planned,
         avoid_hosts=frozenset(host for outcome in earlier for host in outcome.suspects),
         avoid_gpus=frozenset(
-            f.uuid for health in healths for f in health.faults if f.uuid is not None
+            f.gpu for health in healths for f in health.faults if f.gpu is not None
         ),
         listener=ForwardingListener(
             on_lines=lambda lines: listener.on_lines([redactor.text(line) for line in lines]),
             on_progress=listener.on_progress,
         ),
+    )
+
+
+def _health_file(health: Health) -> RecordedHealthFile:
+    return RecordedHealthFile(
+        faults=health.faults,
+        notes=health.notes,
+        xids=health.xids,
+        before=health.before,
+        after=health.after,
+        problem=health.problem,
     )
 
 
@@ -224,7 +235,7 @@ def _judged(
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
     if health is not None:
-        write_json_atomically(plan.dirs.health, headed(health.as_json()))
+        write_json_atomically(plan.dirs.health, to_json(_health_file(health)))
     attempt = Attempt(
         repeat=repeat,
         number=number,

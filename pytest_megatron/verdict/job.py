@@ -23,9 +23,8 @@ from pytest_megatron.errors import CaseError, LaunchError
 from pytest_megatron.golden.compare.rl import rl_metrics
 from pytest_megatron.golden.model import GENERATION_METRICS
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
-from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, read_case
+from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase, case_path, read_case
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
 from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json

@@ -18,11 +18,14 @@ and, anywhere:
     <!-- run: sed -i s/a/b/ file -->      a command that the text describes and nobody types
     <!-- keep -->                         what later pages go on from
 
-Lines of output that the page shows must come in that order; numbers, ids and paths may differ.
+The output that a page shows is all that was printed, from its first line on: `...` stands for lines
+that are left out, and in a line for a part of it. Times, ids, paths and versions may differ, and
+fractions by a tenth; every other number is compared.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pty
 import re
@@ -46,7 +49,16 @@ _NAMED = re.compile(r"`([\w./-]+\.(?:py|yaml|toml|ini))`")
 _SHELL = "/bin/bash"
 _LFLAG = 3  # of what tcgetattr returns
 _WRITTEN = ("python", "yaml", "toml", "ini")
-_STATE_VARIABLES = ("CI", "GITHUB_", "PYTEST_", "MEGATRON_", "SLURM_", "COLUMNS", "PYTHONDONT")
+_STATE_VARIABLES = (
+    "CI",
+    "GITHUB_",
+    "GITLAB_",
+    "PYTEST_",
+    "MEGATRON_",
+    "SLURM_",
+    "COLUMNS",
+    "PYTHONDONT",
+)
 NEEDS = re.compile(r"Slurm|Docker|the network|\d+ GPUs?")
 PROMPTS = {"(Pdb) ": "\n", "q quit: ": ""}  # and the key that ends an answer
 POLL_S = 0.05
@@ -58,18 +70,21 @@ NOTHING: Mapping[str, str] = {}
 # Lines that say where a page was written: versions, directories, plugins; and what ranks say whose
 # peer is gone, which depends on how far each of them was.
 _LOCAL = re.compile(
-    r"platform |rootdir: |plugins: |configfile: |\.\.\.$| *File \"/|.*\(a consequence\)$"
+    r"platform linux --|rootdir: |plugins: |configfile: |File \"/|.*\(a consequence\)$"
 )
 _NOISE = (
-    (re.compile(r"(\d+\.\d+s) \(\d+:\d\d:\d\d\)"), r"\1"),  # pytest adds minutes from 60 s on
-    (re.compile(r"/[\w./+-]+"), "/PATH"),
-    (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "#"),
-    (re.compile(r"[-+]?\d[\d.,]*(?:e[-+]\d+)?"), "#"),
-    (re.compile(r"#(?:[-:]#)+"), "#"),
+    (re.compile(r"\(\d+:\d\d:\d\d\)"), ""),  # pytest adds minutes from 60 s on
+    (re.compile(r"\b\d{8}-\d{6}-[0-9a-f]{4}\b"), "RUN"),
+    (re.compile(r"/[\w./+-]*\w"), "/PATH"),
+    (re.compile(r"\b\d+\.\d+(?: s\b|s\b)"), "TIME"),
+    (re.compile(r"\b\d+\.\d+\.\d+[\w.+]*"), "VERSION"),
+    (re.compile(r"(?<![\w.])(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "ID"),
     (re.compile(r"([=_-])\1{2,}"), r"\1\1\1"),
     (re.compile(r"\s+"), " "),
     (re.compile(r"\[ "), "["),
 )
+_FRACTION = re.compile(r"[-+]?\d+(?:\.\d+(?:e[-+]\d+)?|e[-+]\d+)")
+_CLOSE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +203,38 @@ def shape(line: str) -> str:
     return line.strip()
 
 
+def is_as_shown(expected: str, line: str) -> bool:
+    """Return whether a line of output is the one that a page shows."""
+    wanted = shape(expected)
+    texts = (re.escape(text).replace(r"\.\.\.", ".*") for text in _FRACTION.split(wanted))
+    found = re.fullmatch(f"({_FRACTION.pattern})".join(texts), shape(line))
+    return found is not None and all(
+        math.isclose(float(one), float(other), rel_tol=_CLOSE)
+        for one, other in zip(_FRACTION.findall(wanted), found.groups(), strict=True)
+    )
+
+
 def missing(expected: Sequence[str], output: str) -> str | None:
-    """Return the first line of a page that the output lacks behind those before it, or None."""
-    found = iter([shape(line) for line in output.splitlines()])
-    for line in expected:
-        if line.strip() and not _LOCAL.match(line.strip()) and not _LOCAL.search(line):
-            wanted = shape(line)
-            if not any(seen == wanted for seen in found):
+    """Return the first line that a page shows and the output lacks there, or the reverse, or None.
+
+    A page may begin anywhere in the output.
+    """
+    lines = [line for line in output.splitlines() if line.strip() and not _is_local(line)]
+    at, may_skip = 0, True
+    for line in filter(str.strip, expected):
+        if line.strip() == "...":
+            may_skip = True
+        elif not _is_local(line):
+            ends = range(at, len(lines) if may_skip else min(at + 1, len(lines)))
+            found = next((index for index in ends if is_as_shown(line, lines[index])), None)
+            if found is None:
                 return line
-    return None
+            at, may_skip = found + 1, False
+    return None if may_skip or at == len(lines) else f"... after {lines[at - 1]!r}"
+
+
+def _is_local(line: str) -> bool:
+    return _LOCAL.match(line.strip()) is not None
 
 
 class Scratch:
@@ -345,7 +383,7 @@ class Pages:
         for step in steps_of(page.read_text(encoding="utf-8")):
             match step:
                 case Unseen(do="keep"):
-                    shutil.copytree(scratch.cwd, self._kept(page), symlinks=True)
+                    shutil.copytree(scratch.cwd, self.kept(page), symlinks=True)
                 case Unseen(do="project"):
                     self._start(step.value, scratch.cwd)
                 case Unseen():
@@ -360,7 +398,8 @@ class Pages:
                     pass
         self.spent += [(seconds, page.name, command) for seconds, command in scratch.spent]
 
-    def _kept(self, page: Path) -> Path:
+    def kept(self, page: Path) -> Path:
+        """Return where the project of a page is that has `<!-- keep -->`."""
         return self._directory / "kept" / page.stem
 
     def _start(self, name: str, directory: Path) -> None:
@@ -369,7 +408,7 @@ class Pages:
             copy_repository(directory)
         else:
             self.problems(ROOT / name)
-            shutil.copytree(self._kept(ROOT / name), directory, symlinks=True)
+            shutil.copytree(self.kept(ROOT / name), directory, symlinks=True)
 
 
 def _name(page: Path) -> str:
@@ -406,5 +445,6 @@ def _run_block(block: Block, scratch: Scratch, name: str) -> Iterator[str]:
 
 def pages() -> list[Path]:
     """Return the pages for users that have commands."""
-    found = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
-    return found + sorted(ROOT.glob("docs/how-to/*.md"))
+    folders = ("start", "tutorials", "how-to")
+    found = [page for folder in folders for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
+    return [ROOT / "README.md", *found]

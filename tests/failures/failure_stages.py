@@ -222,7 +222,7 @@ def _session(case: Case, stage: Stage, place: _Place) -> int | None:
     sys.path.insert(0, str(HERE.parent / "unit_tests" / "hooks"))
     from tiny_project import Project
 
-    project = Project(root=place.work, gpus=stage.num_ranks)
+    project = Project(root=place.work, gpus=stage.num_ranks, has_torch=True)
     faults: list[JsonValue] = [case.fault]
     name = project.case("workload", fault=faults if case.fault else None)
     project.row(name, time_limit=[int(case.limit_s or 300)])

@@ -51,6 +51,13 @@ class Arguments:
     attention_dropout: float = flag(0.0, "dropout of attention weights")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     transformer_impl: str = flag("local", "layer specification", ("local", "transformer_engine"))
+    attention_backend: str = flag(
+        "auto", "kernel of the attention", ("auto", "flash", "fused", "unfused", "local")
+    )
+    fp8_format: str | None = flag(None, "numbers of FP8 matrix products", ("e4m3", "hybrid"))
+    fp8_recipe: str = flag(
+        "delayed", "how FP8 values are scaled", ("delayed", "tensorwise", "blockwise")
+    )
     # Mixture of experts
     num_experts: int | None = flag(None, "experts per layer (default: a dense model)")
     moe_router_topk: int = flag(2, "experts that a token is sent to")
@@ -229,6 +236,13 @@ def _check_layout(arguments: Arguments, world_size: int) -> None:
         raise ValueError(
             "--sequence-parallel: the local layers cannot do it; use --transformer-impl"
             " transformer_engine, or drop it"
+        )
+    if arguments.fp8_format is not None and not (
+        arguments.bf16 and arguments.transformer_impl == "transformer_engine"
+    ):
+        raise ValueError(
+            "--fp8-format: needs --transformer-impl transformer_engine and --bf16; add them, or"
+            " drop it"
         )
 
 

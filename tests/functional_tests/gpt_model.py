@@ -30,6 +30,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -106,6 +107,9 @@ def transformer_config(arguments: Arguments) -> TransformerConfig:
         moe_aux_loss_coeff=arguments.moe_aux_loss_coeff,
         moe_token_dispatcher_type=arguments.moe_token_dispatcher_type,
         bf16=arguments.bf16,
+        fp8=arguments.fp8_format,
+        fp8_recipe=arguments.fp8_recipe,
+        attention_backend=AttnBackend[arguments.attention_backend],
         params_dtype=dtype,
         pipeline_dtype=dtype,
         gradient_accumulation_fusion=False,
@@ -130,7 +134,8 @@ def layer_spec(arguments: Arguments) -> ModuleSpec:
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise RuntimeError(
-            "--transformer-impl: transformer_engine is not installed here; install it, or use local"
+            "--transformer-impl: transformer_engine is not installed here; install"
+            " 'pytest-megatron[te]' on a machine with CUDA, or use local"
         )
     return get_gpt_layer_with_transformer_engine_spec(num_experts=arguments.num_experts)
 

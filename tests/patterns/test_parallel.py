@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_megatron.hooks.fixtures import SetUp
+from pytest_megatron import ModelParallel
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what megatron-core imports is deprecated
@@ -64,7 +64,9 @@ def test_tensors_over_a_mesh(device: torch.device, world_size: int) -> None:
     assert torch.equal(more.full_tensor(), whole + 1)
 
 
-def test_stages_of_megatron(device: torch.device, world_size: int, model_parallel: SetUp) -> None:
+def test_stages_of_megatron(
+    device: torch.device, world_size: int, model_parallel: ModelParallel
+) -> None:
     # Megatron-LM, tests/unit_tests/pipeline_parallel/test_p2p_bidirectional.py
     if device.type == "cpu":
         pytest.skip("megatron-core receives into memory of a GPU")
@@ -82,7 +84,7 @@ def test_stages_of_megatron(device: torch.device, world_size: int, model_paralle
 
 
 def test_batched_stages_of_megatron(
-    rank: int, device: torch.device, world_size: int, model_parallel: SetUp
+    rank: int, device: torch.device, world_size: int, model_parallel: ModelParallel
 ) -> None:
     # Megatron-LM, test_p2p_bidirectional.py, test_batched_bidirectional_messages_...
     model_parallel()

@@ -125,7 +125,7 @@ def _look_for_culprit(case: Case, artifact: str, here: Path) -> str:
 def _make(case: Case, root: Path) -> None:
     """Make the project and commit it."""
     if case.build is not None:
-        case.build(Project(root=root))
+        case.build(Project(root=root, has_torch=True))
     for name, text in case.tests.items():
         (root / name).write_text(text.replace("{hash}", _hash(case.env)))
     (root / ".gitignore").write_text("__pycache__/\nstate/\n*.up\n.pytest_cache/\n")

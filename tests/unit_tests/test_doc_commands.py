@@ -93,6 +93,14 @@ def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=name_of)
+def test_every_command_and_option_in_a_line_of_text_exists(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    spans = re.findall(r"`((?:pytest|pytest-megatron) [^`]+)`", prose)
+    found = [what for span in spans for words in programs(span) for what in unknown(words)]
+    assert found == []
+
+
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_no_command_is_in_a_block_of_another_kind(page: Path) -> None:
     fences = FENCE.findall(page.read_text(encoding="utf-8"))
@@ -162,6 +170,10 @@ $ {python} ../hello.py; echo $WORD
 hello
 in 17.25 s at /tmp/a
 hallo
+$ printf 'one\\ntwo\\nthree of 3, loss 1.2345, %s\\nend\\n' $RANDOM
+two
+three of 3, loss 1.2346, ...
+...
 ```
 
 <!-- answers: yes -->
@@ -193,6 +205,10 @@ def test_a_sound_page_is_found_sound(tmp_path: Path) -> None:
     [
         ("exits: 0, 3", "exits: 0", "exit 3: ended with 3, expected 0"),
         ("hello\nin", "hullo\nin", "did not print 'hullo' in its place"),
+        ("two\nthree", "one\nthree", "did not print 'three of 3, loss 1.2346, ...' in its place"),
+        ("three of 3, loss 1.2346", "three of 4, loss 1.2346", "did not print 'three of 4"),
+        ("loss 1.2346", "loss 1.4", "did not print 'three of 3, loss 1.4"),
+        ("loss 1.2346, ...\n...", "loss 1.2346, ...", "did not print \"... after 'three of 3"),
         ("run: mkdir below", "run: mkdir below; false", "false: ended with 1"),
         ("needs: 16 GPUs", "exits: 0", "$ no-such-program: ended with 127, expected 0"),
     ],

@@ -12,11 +12,14 @@ import pytest
 from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
 from pytest_megatron.cli.main import group
+from pytest_megatron.cli.schema import SCHEMAS
 from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 REFERENCE = ROOT / "docs/reference"
+# A heading of faq.md that is torch's.
+OF_TORCH = "RuntimeError: Process 0 terminated or timed out after 300.07 seconds"
 _CODE_BLOCK = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
@@ -82,6 +85,18 @@ def test_every_command_is_documented() -> None:
     assert headings[1:] == sorted(commands(group))
 
 
+def test_the_options_of_every_command_are_those_of_the_code() -> None:
+    text = (REFERENCE / "command-options.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(REFERENCE / "command_tables.py"))["tables"]() in text
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == sorted(commands(group))
+
+
+def test_the_keys_of_every_file_are_those_of_the_schemas() -> None:
+    text = (REFERENCE / "schemas.md").read_text(encoding="utf-8")
+    assert runpy.run_path(str(REFERENCE / "schema_tables.py"))["tables"]() in text
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == list(SCHEMAS)
+
+
 def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:
     text = (REFERENCE / "triage.md").read_text(encoding="utf-8")
     rows = re.findall(
@@ -98,6 +113,21 @@ def test_every_family_is_documented() -> None:
     section = text.partition("## Families")[2].partition("## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
     assert rows == sorted(builtin_table().families.items())
+
+
+def test_messages_that_head_a_question_are_printed() -> None:
+    headings = _HEADING.findall(prose(ROOT / "docs/faq.md"))
+    shown = {text for heading in headings for text in re.findall("`([^`]+)`", heading)}
+    sources = sorted((ROOT / "pytest_megatron").rglob("*"))
+    printed = "".join(p.read_text() for p in sources if p.suffix in (".py", ".toml", ".md"))
+    printed = re.sub(r'"\s+f?"', "", printed)  # texts that go on in another line
+    assert {text for text in shown if _fixed_part(text) not in printed} == {OF_TORCH}
+
+
+def _fixed_part(message: str) -> str:
+    """Return the longest part of a message without numbers, names, paths and punctuation."""
+    parts = re.split(r"\.\.\.|'[^']*'|\b(?:N\b|(?=\w*\d)[\w.-]+)|\S*/\S*|[;:,()]", message)
+    return max((part.strip() for part in parts), key=len)
 
 
 def test_every_fragment_of_the_changelog_has_a_name_that_towncrier_tells_apart() -> None:

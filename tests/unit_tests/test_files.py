@@ -8,6 +8,7 @@ import pytest
 
 from pytest_megatron.base.files import (
     JsonValue,
+    json_objects,
     parse_json,
     read_bytes,
     read_json,
@@ -80,3 +81,8 @@ def test_texts_that_are_parsed_can_be_written(text: str | bytes, value: JsonValu
     found = parse_json(text)
     assert found == value
     json.dumps(found, ensure_ascii=False).encode()
+
+
+def test_a_line_that_is_no_object_is_left_out() -> None:
+    lines = b'{"a": 1}\n3\n\nno JSON\n{"b": 2}\n{"c": '
+    assert list(json_objects(lines)) == [{"a": 1}, {"b": 2}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -84,7 +84,7 @@ def test_states_are_read_before_and_after(nvml: Nvml) -> None:
         31,
         (GpuProcess(pid=7, memory_bytes=5),),
     )
-    assert [(f.uuid, f.signature, f.text) for f in health.faults] == [
+    assert [(f.gpu, f.signature, f.text) for f in health.faults] == [
         ("GPU-1", "ecc_dbe", "GPU 1 (GPU-1) had 2 new uncorrected ECC errors")
     ]
     assert health.notes == (
@@ -100,7 +100,7 @@ def test_an_xid_during_the_attempt_is_a_fault_also_of_a_gpu_that_is_lost_then(nv
         nvml.write(xids=[{"uuid": "GPU-0", "xid": 43}, {"uuid": "GPU-0", "xid": 79}])
         health = watch.finish()
     assert health is not None
-    assert [x.number for x in health.xids] == [43, 79]
+    assert [x.xid for x in health.xids] == [43, 79]
     assert [(f.signature, f.text) for f in health.faults] == [
         ("gpu_lost", "GPU 0 (GPU-0) reported Xid 79, the GPU has fallen off the bus")
     ]
@@ -143,10 +143,10 @@ def test_an_nvml_that_fails_is_noted_and_nothing_more(
         pytest.param(change(ecc_volatile_uncorrected=1), ["ecc_dbe"], id="uncorrected"),
         pytest.param(change(ecc_volatile_uncorrected=None), [], id="not to be had"),
         pytest.param(
-            Health(xids=(Xid(uuid=None, number=13, source="kernel"),)), [], id="the program's"
+            Health(xids=(Xid(gpu=None, xid=13, source="kernel"),)), [], id="the program's"
         ),
         pytest.param(
-            Health(xids=(Xid(uuid="a", number=94, source="nvml"),) * 2),
+            Health(xids=(Xid(gpu="a", xid=94, source="nvml"),) * 2),
             ["ecc_contained"],
             id="twice",
         ),
@@ -186,7 +186,7 @@ def test_another_program_counts_from_a_twentieth_of_the_memory_on(
 )
 def test_xids_in_the_kernels_log_are_found_by_bus(record: str, number: int | None) -> None:
     xid = parse_xid(record, {"00000000:1B:00.0": "GPU-1"})
-    assert (None if xid is None else (xid.uuid, xid.number)) == (number and ("GPU-1", number))
+    assert (None if xid is None else (xid.gpu, xid.xid)) == (number and ("GPU-1", number))
 
 
 @pytest.mark.skipif(not this_host().gpus, reason="needs an NVIDIA GPU")
@@ -196,7 +196,7 @@ def test_a_real_gpu_tells_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
         health = watch.finish()
     assert health is not None
     with capsys.disabled():
-        print(json.dumps(health.as_json(), indent=1))  # noqa: T201 - for a person who looks
+        print(json.dumps(asdict(health), indent=1))  # noqa: T201 - for a person who looks
     assert health.problem is None
     assert [state.uuid for state in health.after] == [gpu.uuid for gpu in gpus]
     assert health.faults == ()

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.gpu.host import Gpu, Lease, lease_gpus
 from pytest_megatron.process.guarded import GuardedProcess, execute_guard
 
 GUESTS = Path(__file__).parent / "guests"

@@ -39,12 +39,12 @@ def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> It
     last = bad[-1] if bad else RecordedAttempt()
     lines = (problem or "").partition("]: ")[2] or problem or ""  # without the item's own name
     triage = _triage(record, run_dir)
-    evidence = triage.evidence[0] if triage.evidence else RecordedEvidence()
+    evidence = triage.evidence[0] if triage.evidence else None
     return ItemCause(
         text=last.cause or "\n".join(lines.splitlines()[:_MOST_LINES]),
         rank=last.root_rank,
         place=_place(evidence, record, run_dir, shown),
-        line=evidence.text,
+        line=None if evidence is None else evidence.text,
         signature=last.signature or triage.signature,
         advice=next((d.advice for d in (*triage.attempts[-1:], triage) if d.advice), None),
         is_transient=last.is_transient,
@@ -91,18 +91,18 @@ def is_within(path: Path, directory: Path) -> bool:
 
 
 def _place(
-    evidence: RecordedEvidence, record: RecordedWorkload, run_dir: Path, shown: str
+    evidence: RecordedEvidence | None, record: RecordedWorkload, run_dir: Path, shown: str
 ) -> str | None:
     """Name the line as it can be found in the artifact: the run was somewhere else."""
     if not record.directory:
         return None
-    item, file = Path(record.directory).name, evidence.file
-    if file is None:
+    item = Path(record.directory).name
+    if evidence is None:
         is_compared = (run_dir / item / "comparison.json").is_file()
         return f"{shown}/{item}/comparison.json" if is_compared else None
-    _, found, rest = file.partition(f"{item}/")
+    _, found, rest = evidence.file.partition(f"{item}/")
     number = f":{evidence.line}" if evidence.line else ""
-    return (f"{shown}/{item}/{rest}" if found else file) + number
+    return (f"{shown}/{item}/{rest}" if found else evidence.file) + number
 
 
 def telling_line(log: Path) -> tuple[int | None, str | None]:

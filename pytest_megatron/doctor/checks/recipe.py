@@ -13,12 +13,10 @@ from pytest_megatron.doctor.facts import EnvironmentFacts
 from pytest_megatron.doctor.system import SystemView
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
-from pytest_megatron.recipe.case import Launcher, WorkloadCase, read_case
+from pytest_megatron.recipe.case import Launcher, WorkloadCase, case_path, read_case
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import case_path
-from pytest_megatron.recipe.vocabulary import UNIT_MODEL
+from pytest_megatron.recipe.model import UNIT_MODEL, Workload
 from pytest_megatron.workload.checks.check import hits_of
 from pytest_megatron.workload.checks.rules import RuleMatch
 from pytest_megatron.workload.plan.plan import LAUNCHER_VARIABLE

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_megatron.base.git import mend_of_owner
+from pytest_megatron.base.project import mend_of_owner
 from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, MachineFacts, Slurm, Toolkit
 from pytest_megatron.doctor.probes.child import run
 from pytest_megatron.doctor.system import SystemView

@@ -103,16 +103,17 @@ def one_line(error: BaseException) -> str:
 
 def main() -> None:
     """Print one line."""
+    limit_s, names = int(sys.argv[1]), sys.argv[2:]
     try:
+        importlib.import_module("torch")
+        # In forks, so before CUDA starts; and before torch loads cuDNN to ask for its version:
+        # Transformer Engine may load another one, and the two do not mix in this order.
+        imports = {name: imported(name, limit_s) for name in names}
         found = ask_torch()
     except BaseException as error:  # noqa: BLE001 - also SystemExit
         found = {"problem": one_line(error)}
     else:
-        limit_s, names = int(sys.argv[1]), sys.argv[2:]
-        found["imports"] = {
-            name: imported(name, limit_s) for name in names
-        }  # before CUDA starts: it forks
-        found.update(ask_gpus())
+        found |= {"imports": imports, **ask_gpus()}
     print("\n" + json.dumps(found), flush=True)  # noqa: T201 - our parent reads it
 
 

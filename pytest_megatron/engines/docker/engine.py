@@ -47,7 +47,7 @@ from pytest_megatron.engines.docker.messages import (
 from pytest_megatron.engines.local import LeasingEngine
 from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.lease import Lease
+from pytest_megatron.gpu.host import Lease
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workload.run.runner import LiveLog

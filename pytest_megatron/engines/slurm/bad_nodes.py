@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pytest_megatron.base.files import parse_json
+from pytest_megatron.base.files import json_objects
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 FILE = OWN_DIR / "bad_nodes.jsonl"
@@ -80,12 +80,7 @@ class BadNodes:
 
 def _newest(text: str) -> Iterable[tuple[str, tuple[float, str]]]:
     """Yield the rows, the newest of a host last; invalid rows are skipped."""
-    for line in text.splitlines():
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            host, at, why = row.get("host"), row.get("at"), row.get("why")
-            if isinstance(host, str) and isinstance(at, int | float) and isinstance(why, str):
-                yield host, (at, why)
+    for row in json_objects(text):
+        host, at, why = row.get("host"), row.get("at"), row.get("why")
+        if isinstance(host, str) and isinstance(at, int | float) and isinstance(why, str):
+            yield host, (at, why)

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from pydantic import TypeAdapter
-
 from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.base.schema import parse
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 MISSING, BROKEN = "missing", "broken"
 NEMO = "nemo-run"
 TEMPLATE = Path(__file__).with_name("job.sh.j2")
-_SHAPES = TypeAdapter(list[Shape])
 _Answer: TypeAlias = "dict[str, JsonValue]"
 # Fields of SlurmExecutor; every other flag goes into `additional_parameters`.
 _FIELDS = (
@@ -38,7 +36,7 @@ _NUMBERS = _FIELDS[-5:]
 def main(arguments: list[str]) -> int:
     """Answer a request; the exit code is 0 whenever there is an answer."""
     request, answer = map(Path, arguments)
-    shapes = _SHAPES.validate_json(request.read_bytes())
+    shapes = parse(list[Shape], request.read_bytes())
     os.environ["NEMORUN_HOME"] = str(request.parent)  # read at import
     write_json_atomically(answer, _answer(shapes))
     return 0

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.compare.layers import is_within, of_summary
-from pytest_megatron.golden.compare.limits import Worse
 from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
@@ -39,7 +38,7 @@ from pytest_megatron.golden.model import (
     PromptAnswer,
     has_metric,
 )
-from pytest_megatron.golden.policy import ComparisonPolicy
+from pytest_megatron.golden.policy import ComparisonPolicy, Worse
 
 LOGPROB_ABSOLUTE = 1e-3
 _SLOWEST, _FASTEST = 0.9, 1.2

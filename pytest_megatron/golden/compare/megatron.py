@@ -20,11 +20,13 @@ from pytest_megatron.golden.compare.result import (
     ComparisonRule,
     SeriesSummary,
     StepDifference,
+    align,
+    first_difference,
+    measure,
+    shared_points,
 )
-from pytest_megatron.golden.compare.series import align, first_difference, measure, shared_points
-from pytest_megatron.golden.model import MetricMap, Series, Value
+from pytest_megatron.golden.model import Golden, MetricMap, Series, Value
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
 
 DEFAULT_METRICS = ("lm loss", "num-zeros")
 _TIME = "iteration-time"

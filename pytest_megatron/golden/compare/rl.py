@@ -16,25 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.golden.compare.layers import decide, find_hole, statistic_layer
-from pytest_megatron.golden.compare.limits import Worse
 from pytest_megatron.golden.compare.result import (
     Comparison,
     ComparisonRule,
+    Point,
     StepDifference,
+    align,
     allowed_of,
     counting_layer,
-    relative,
-)
-from pytest_megatron.golden.compare.series import (
-    Point,
-    align,
     first_difference,
     measure,
+    relative,
     shared_points,
 )
-from pytest_megatron.golden.model import MetricMap, Series, is_finite
-from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import Golden, MetricMap, Series, is_finite
+from pytest_megatron.golden.policy import ComparisonPolicy, Worse
 
 LOSS = "lm loss"
 _LOSS_SPELT_OTHERWISE = "lm-loss"

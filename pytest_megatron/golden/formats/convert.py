@@ -15,21 +15,21 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.layout import PROVENANCE_KEY, Form, is_block, lay_out
-from pytest_megatron.golden.formats.metric_map import (
-    GoldenDocument,
-    document_of,
-    load_object,
-    parse_document,
-    step_interval,
-)
 from pytest_megatron.golden.model import (
+    AS_BLOCK,
     Generation,
     Series,
     Value,
     find_not_finite,
     generation_to_json,
+    step_interval,
 )
-from pytest_megatron.golden.provenance import AS_BLOCK
+from pytest_megatron.golden.store import (
+    GoldenDocument,
+    document_of,
+    load_object,
+    parse_document,
+)
 
 _DECIMALS = 5
 _BLOCK_KEYS = ("end_step", "non_finite", "start_step", "step_interval", "value_precision", "values")

@@ -12,18 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.git import ask_git
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, parse_document
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.compare.series import without_unmeasured_end
-from pytest_megatron.golden.formats.metric_map import GoldenDocument, step_interval
-from pytest_megatron.golden.model import Series, find_not_finite
-from pytest_megatron.golden.provenance import Provenance, parse_provenance
-from pytest_megatron.recipe.case import compared_metrics, last_step
+from pytest_megatron.golden.compare.result import without_unmeasured_end
+from pytest_megatron.golden.model import (
+    Provenance,
+    Series,
+    find_not_finite,
+    parse_provenance,
+    step_interval,
+)
+from pytest_megatron.golden.store import GoldenDocument
+from pytest_megatron.recipe.case import compared_metrics, fingerprint, last_step
 from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import fingerprint
 
 # Megatron-LM writes the text "nan" there for a step that was not measured.
 _MAY_BE_UNMEASURED = ("iteration-time", "num-zeros")

@@ -13,7 +13,6 @@ from pytest_megatron.base.text import nearest
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.errors import EmptyGoldenError, GoldenError
-from pytest_megatron.golden.formats.metric_map import document_of, load_object
 from pytest_megatron.golden.lint.checks import (
     Commits,
     GoldenFile,
@@ -25,19 +24,26 @@ from pytest_megatron.golden.lint.checks import (
 from pytest_megatron.golden.store import (
     PATTERN,
     GoldenOwner,
+    document_of,
+    load_object,
     owner_of,
     place_of,
     read_text,
     tree_of,
 )
-from pytest_megatron.recipe.case import compares_metrics
+from pytest_megatron.recipe.case import (
+    CASE_NAME,
+    CASES,
+    GOLDENS,
+    case_path,
+    compares_metrics,
+    golden_paths,
+)
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.findings import Finding, Severity, in_order
 from pytest_megatron.recipe.lint import check_golden
 from pytest_megatron.recipe.load import find_recipes, read_recipe
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import CASE_NAME, CASES, GOLDENS, case_path, golden_paths
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.model import Vocabulary, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pytest_megatron.gang.schedule import Schedule
 from pytest_megatron.gang.spec import GangSpec, RunEnd
 from pytest_megatron.gang.supervisor.supervisor import Gang
 from pytest_megatron.gang.timers import GangState
-from pytest_megatron.gpu.lease import is_awaited
+from pytest_megatron.gpu.host import is_awaited
 from pytest_megatron.hooks.gangs.gang_pool import GangPool, has_left
 from pytest_megatron.hooks.gangs.reports import merge_problem
 from pytest_megatron.hooks.markers import PhaseLimits, num_reruns_of

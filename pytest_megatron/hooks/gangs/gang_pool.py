@@ -24,8 +24,7 @@ from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gang.topology import Nodes, count_gpus
-from pytest_megatron.gpu.host import this_host
-from pytest_megatron.gpu.lease import Lease, LeaseWaiter, try_lease, waiting_text
+from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
 from pytest_megatron.hooks.gangs.console import Console, Tee
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs, refuse_unfit_host
 from pytest_megatron.hooks.nodes.leader import Leader, nodes_of

@@ -12,12 +12,15 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_megatron.gang.ipc.messages import RankConfig
-from pytest_megatron.gang.merge import Merged
 from pytest_megatron.hooks.session import write_line
+
+if TYPE_CHECKING:  # sessions of workloads need neither
+    from pytest_megatron.gang.ipc.messages import RankConfig
+    from pytest_megatron.gang.merge import Merged
 
 # Options of pytest-benchmark whose results would lack tests of gangs.
 _BENCHMARK_OPTIONS = (

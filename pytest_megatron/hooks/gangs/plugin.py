@@ -8,7 +8,6 @@ which rerun or time items work as usual.
 from __future__ import annotations
 
 import copy
-import faulthandler
 import functools
 import itertools
 import os
@@ -43,21 +42,12 @@ from pytest_megatron.hooks.gangs.results import add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
-from pytest_megatron.hooks.option_values import has_workers
-from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options
+from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.hooks.run_file import RecordCarrier, put_record
-from pytest_megatron.hooks.session import RunSession, write_line
+from pytest_megatron.hooks.session import RunSession, show_no_stacks, write_line
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.triage.signatures import Signature
-
-
-def show_no_stacks() -> None:
-    """Cancel `faulthandler_timeout` in this process, which only waits for others.
-
-    Call it in `pytest_runtest_protocol`, once its wrappers have begun.
-    """
-    faulthandler.cancel_dump_traceback_later()
 
 
 class PhaseHooks:
@@ -223,7 +213,7 @@ class GangPlugin(RecordCarrier):
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print the planned gangs and their numbers of tests; workloads print theirs."""
-        from pytest_megatron.hooks.workloads.item import WorkloadItem  # noqa: PLC0415 - loads all of recipes
+        from pytest_megatron.hooks.workloads.items import WorkloadItem  # noqa: PLC0415 - loads all of recipes
 
         items = [item for item in session.items if not isinstance(item, WorkloadItem)]
         for line in plan_lines(self._specs.get(item) for item in items):
@@ -495,7 +485,7 @@ def _stop_timers(item: pytest.Item) -> None:
     These are `faulthandler_timeout`, which would print the stacks of the controller or end it, and
     pytest-timeout before 2.0, which has no hook for it.
     """
-    faulthandler.cancel_dump_traceback_later()
+    show_no_stacks()
     cancel: Callable[[], None] | None = getattr(item, "cancel_timeout", None)
     if cancel is not None:
         cancel()

@@ -17,7 +17,7 @@ from pytest_megatron.gang.ipc.messages import RankConfig
 from pytest_megatron.gang.rank.bootstrap import rank_env
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.topology import Nodes, share_gpus
-from pytest_megatron.gpu.lease import Lease
+from pytest_megatron.gpu.host import Lease
 from pytest_megatron.hooks.nodes.leader import DEVICES, address_of
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.rank.process import temp_factory

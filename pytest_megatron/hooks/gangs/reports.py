@@ -26,9 +26,10 @@ from _pytest._code.code import (
 )
 from _pytest.reports import BaseReport
 from _pytest.unittest import TestCaseFunction
+from typing_extensions import override
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import cut_middle
+from pytest_megatron.base.text import cut_middle, without_colours
 from pytest_megatron.gang.ipc.messages import Mirrored
 from pytest_megatron.gang.merge import Merged
 from pytest_megatron.gang.spec import RunEnd
@@ -179,6 +180,8 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
         if crash is not None and merged.message:
             crash.message = merged.message
         if isinstance(longrepr, ExceptionRepr):
+            if isinstance(longrepr, ExceptionChainRepr):
+                report.longrepr = longrepr = _PlainWhenText(longrepr.chain)
             for title, text in merged.blocks:
                 longrepr.addsection(title, text)
         else:
@@ -186,6 +189,14 @@ def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
             blocks = [f"-- {title} --\n{text}" for title, text in merged.blocks]
             report.longrepr = "\n".join([shown, "", *blocks])
     return report
+
+
+class _PlainWhenText(ExceptionChainRepr):
+    """A failure whose text, as JUnit XML takes it, has no colours of a compared value."""
+
+    @override
+    def __str__(self) -> str:
+        return without_colours(super().__str__())
 
 
 def _restore_context(report: pytest.TestReport, data: Mapping[str, object]) -> None:

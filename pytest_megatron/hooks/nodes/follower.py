@@ -22,8 +22,7 @@ from pytest_megatron.gang.ipc.channel import Channel, WrongKeyError, connect
 from pytest_megatron.gang.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
 from pytest_megatron.gang.rank.bootstrap import state_if_seeded
 from pytest_megatron.gang.topology import Nodes, find_key
-from pytest_megatron.gpu.host import this_host
-from pytest_megatron.gpu.lease import Lease, lease_gpus
+from pytest_megatron.gpu.host import Lease, lease_gpus, this_host
 from pytest_megatron.hooks.gangs.reports import replay
 from pytest_megatron.hooks.nodes.leader import (
     BROKEN,

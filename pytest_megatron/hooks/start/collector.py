@@ -31,8 +31,7 @@ from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs
 from pytest_megatron.hooks.gangs.worker_contract import decode
-from pytest_megatron.hooks.option_values import findable
-from pytest_megatron.hooks.options import COLLECTING_PLUGIN
+from pytest_megatron.hooks.options import COLLECTING_PLUGIN, findable
 from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, with_own_temp
 from pytest_megatron.process.tree import end_if_forked
 

@@ -19,7 +19,7 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.hooks import options
-from pytest_megatron.hooks.option_values import has_workers
+from pytest_megatron.hooks.options import has_workers
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.rank.bootstrap import RandomState

@@ -14,11 +14,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from pytest_megatron.base.git import ask_git_for_owner
+from pytest_megatron.base.files import digest_of
+from pytest_megatron.base.project import ask_git_for_owner
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
+from pytest_megatron.golden.model import Golden
 from pytest_megatron.golden.policy import ComparedWorkload, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
@@ -33,7 +34,7 @@ from pytest_megatron.refresh.accept import (
 from pytest_megatron.refresh.build import make_candidate, make_prospect
 from pytest_megatron.refresh.candidate import Candidate, hard
 from pytest_megatron.refresh.pull_request import commit_message, markdown
-from pytest_megatron.refresh.read import digest_of, read_candidate
+from pytest_megatron.refresh.read import read_candidate
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.verdict.compare import check_golden_kind

@@ -1,11 +1,12 @@
-"""The role that trains and judges workloads; beside it stand selection and results.
+"""The roles of a session with workloads: one selects, one trains and judges, one keeps results.
 
-Lives in the controller, and under pytest-xdist in each of its workers.
+They live in the controller, and under pytest-xdist the first two in each of its workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,19 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.errors import LaunchError, MegatronError, SelectionError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
-from pytest_megatron.hooks.gangs.plugin import show_no_stacks
+from pytest_megatron.hooks.ci_log import register_ci_log
 from pytest_megatron.hooks.history import register_history
-from pytest_megatron.hooks.option_values import usage_errors
-from pytest_megatron.hooks.options import LOCAL, WORKLOADS_PLUGIN
+from pytest_megatron.hooks.options import (
+    LOCAL,
+    MIN_REFRESH_REPEATS,
+    WORKLOADS_PLUGIN,
+    Options,
+    has_workers,
+    usage_errors,
+)
 from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,
@@ -28,27 +35,33 @@ from pytest_megatron.hooks.run_file import (
     record_on,
     run_file_of,
 )
-from pytest_megatron.hooks.session import RunSession, session_of
+from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
-from pytest_megatron.hooks.workloads.item import WorkloadItem
-from pytest_megatron.hooks.workloads.job import ItemRetries, make_item_job, show_findings
+from pytest_megatron.hooks.workloads.items import WorkloadItem
+from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import register_queue
-from pytest_megatron.hooks.workloads.selection import SelectionPlugin
-from pytest_megatron.hooks.workloads.terminal import LiveTerminal, print_plan, print_summary
+from pytest_megatron.hooks.workloads.report import (
+    ItemRetries,
+    item_record,
+    mismatch,
+    print_plan,
+    print_summary,
+    show_findings,
+    training_failure,
+)
 from pytest_megatron.recipe.load import load_recipe, project_words
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.vocabulary import Vocabulary
+from pytest_megatron.recipe.model import Vocabulary, Workload
+from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import make_own_dir
-from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
-from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
 from pytest_megatron.verdict.retry import policy_of
-from pytest_megatron.verdict.text import item_record, mismatch, training_failure
-from pytest_megatron.workload.plan.plan import require_inputs
+from pytest_megatron.workload.plan.plan import Replay, require_inputs
 
 
 class ResultsPlugin:
@@ -117,7 +130,10 @@ def register_roles(config: pytest.Config) -> None:
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
         register_pages(config, session)
+        register_ci_log(config)
     register_queue(config, session)
+    if has_workers(config) and not session.is_worker:
+        manager.register(WorkersProgress(config, session.run_dir), f"{WORKLOADS_PLUGIN}-progress")
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -242,8 +258,7 @@ class WorkloadPlugin(RecordCarrier):
             MegatronError: It cannot be planned or started, or one of its requirements is missing.
         """
         checked = self.prepare(item)
-        has_terminal = not self._session.is_worker
-        live = LiveTerminal(self._config, item.nodeid, has_terminal=has_terminal)
+        live = LiveTerminal(self._config, item.nodeid, note=self._session.progress_note)
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
@@ -264,7 +279,7 @@ class WorkloadPlugin(RecordCarrier):
         golden = self._goldens.read_copy(job)
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
-        write_json_atomically(job.dirs.comparison, judgement.as_json())
+        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
         problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
@@ -357,12 +372,13 @@ class WorkloadPlugin(RecordCarrier):
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put a workload's record on its last report, on which it also crosses from a worker.
 
-        The name of pytest's own exception is removed: the summary has room for a few words.
+        The summary has a line for a failure, in CI one for all of its lines: it gets the first one,
+        without the name of pytest's own exception.
         """
         report = yield
         crash = getattr(report.longrepr, "reprcrash", None)
         if isinstance(item, WorkloadItem) and crash is not None:
-            crash.message = crash.message.removeprefix("Failed: ")
+            crash.message = crash.message.removeprefix("Failed: ").partition("\n")[0]
         if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
             put_record(report, item.record)
         return report
@@ -413,3 +429,125 @@ class WorkloadPlugin(RecordCarrier):
             item.user_properties.append(("megatron.causes", ", ".join(record.causes)))
         if record.directory is not None:
             item.user_properties.append(("megatron.directory", record.directory))
+
+
+_USAGE_ERROR_KEY = "megatron_usage_error"
+
+
+class SelectionPlugin:
+    """Selects workloads, and skips those that this host cannot run."""
+
+    def __init__(self, session: RunSession, vocabulary: Vocabulary) -> None:
+        self._session = session
+        self._vocabulary = vocabulary
+        self._usage_error: str | None = None  # of a worker
+
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m: an empty selection is about ours alone
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Keep the workloads that the options select; skip those that this host cannot run.
+
+        Raises:
+            pytest.UsageError: Nothing is selected, or a word is unknown.
+        """
+        workloads = [item for item in items if isinstance(item, WorkloadItem)]
+        if not workloads and items and self._is_about_python_tests():
+            return
+        try:
+            chosen = {id(workload) for workload in self._selected(workloads)}
+        except MegatronError as error:
+            if not self._session.is_worker:
+                raise pytest.UsageError(str(error)) from None
+            # pytest-xdist would take an exception for a crash; the controller reports it instead.
+            vars(config)["workeroutput"][_USAGE_ERROR_KEY] = str(error)
+            items.clear()
+            return
+        dropped = [item for item in workloads if id(item.workload) not in chosen]
+        if dropped:
+            gone = set(dropped)
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = [item for item in items if item not in gone]
+        if not self._session.options.selection["platform"]:
+            self._skip_what_does_not_fit(workloads)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Take the selection's error from a worker of pytest-xdist."""
+        workeroutput: dict[str, str] = getattr(node, "workeroutput", {})
+        self._usage_error = workeroutput.get(_USAGE_ERROR_KEY, self._usage_error)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Give a worker's usage error its exit code, and an allowed empty selection none."""
+        if self._usage_error is not None:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        is_empty = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+        if is_empty and self._session.options.is_empty_allowed:
+            session.exitstatus = pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Report the error of a worker."""
+        if self._usage_error is not None:
+            terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
+
+    def _is_about_python_tests(self) -> bool:
+        """Return true if every option of the selection applies to python tests as well."""
+        used = {name for name, words in self._session.options.selection.items() if words}
+        return used <= {"environment", "platform", "tag"}
+
+    def _selected(self, items: list[WorkloadItem]) -> list[object]:
+        """Return the workloads that the options select."""
+        options = self._session.options
+        workloads = [item.workload for item in items]
+        if not options.has_selection:
+            return list(workloads)
+        words = {name.replace("-", "_"): w for name, w in options.selection.items()}
+        try:
+            return list(select(workloads, Selection(**words), self._vocabulary))
+        except SelectionError:
+            if options.is_empty_allowed:
+                return []
+            raise
+
+    def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
+        if self._session.options.executor != LOCAL:
+            return  # the engine checks the machine that is not this one
+        host = self._session.facts.host
+        for item in items:
+            lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)
+            if lacking is not None:
+                item.add_marker(pytest.mark.skip(reason=lacking))
+
+
+def make_item_job(session: RunSession, workload: Workload, node_id: str) -> CheckedJob:
+    """Make the job of an item from the options of the session.
+
+    Raises:
+        MegatronError: As from `make_job`; or a variable of a replay is no number.
+    """
+    options, facts = session.options, session.facts
+    num_repeats = _num_repeats(options, workload)
+    if options.is_writing_goldens:
+        num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
+    job_options = JobOptions(
+        root=session.root,
+        run_dir=session.run_dir,
+        env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
+        project=session.project,
+        is_lightweight=options.is_lightweight,
+        host=None if session.engine.is_queue else facts.host,
+        tee_ranks=options.tee_ranks,
+        max_attempts=options.max_attempts,
+        backoff_s=options.retry_backoff_s,
+        table=session.table,
+        replay=Replay.of(os.environ),
+    )
+    return make_job(job_options, session.engine, workload, node_id, num_repeats=num_repeats)
+
+
+def _num_repeats(options: Options, workload: Workload) -> int:
+    """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
+    if options.num_repeats is None and options.decision is not None:
+        return options.decision.num_repeats(workload.n_repeat)
+    return options.num_repeats or workload.n_repeat or 1

@@ -15,13 +15,19 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.hooks.option_values import has_workers
-from pytest_megatron.hooks.options import LOCAL
+from pytest_megatron.hooks.options import LOCAL, has_workers
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.hooks.workloads.item import WorkloadItem, runner_of
-from pytest_megatron.hooks.workloads.job import ItemRetries, show_findings
-from pytest_megatron.hooks.workloads.terminal import progress_text, uncaptured
+from pytest_megatron.hooks.workloads.items import WorkloadItem, runner_of
+from pytest_megatron.hooks.workloads.progress import (
+    StepClock,
+    can_rewrite,
+    is_due,
+    progress_text,
+    queue_text,
+    uncaptured,
+)
+from pytest_megatron.hooks.workloads.report import ItemRetries, show_findings
 from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob
@@ -31,10 +37,10 @@ from pytest_megatron.verdict.scheduler import (
     WorkEnd,
     WorkloadScheduler,
 )
-from pytest_megatron.verdict.text import is_due, queue_text
 from pytest_megatron.workload.run.runner import Progress, parse_progress
 
-_ERASE_BELOW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
+_ERASE_ROW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
+_MOST_SHOWN = 8  # trainings that run at once; a screen has 24 rows
 
 
 class QueueTerminal:
@@ -45,12 +51,11 @@ class QueueTerminal:
         self._config = config
         self._engine = engine
         self._started = time.monotonic()
-        self._is_shown = False
-        self._text = ""
+        self._text = ""  # as it is shown below pytest's output
         self._counts: tuple[int, ...] = ()
         self._detail = ""
         self._printed_at = float("-inf")
-        self._progress: tuple[str, str] = ("", "")
+        self._progress: dict[str, tuple[StepClock, str]] = {}
 
     @property
     def _reporter(self) -> pytest.TerminalReporter | None:
@@ -69,30 +74,38 @@ class QueueTerminal:
         if reporter is None:
             return
         now = time.monotonic()
-        text = queue_text(self._engine, standing, now - self._started, self._progress[1])
-        if reporter.isatty:
-            if not (self._is_shown and text == self._text):
+        rows = [queue_text(self._engine, standing, now - self._started)]
+        texts = [f"  {text}" for _, text in self._progress.values()]
+        rows += texts[:_MOST_SHOWN]
+        if len(texts) > _MOST_SHOWN:
+            rows.append(f"  and {len(texts) - _MOST_SHOWN} more")
+        if can_rewrite(reporter):
+            width = reporter._tw.fullwidth - 1  # a wrapped line stays behind
+            text = "\n".join(row[:width] for row in rows)
+            if text != self._text:
                 self.close()
-                self._show_below(reporter, text)
+                self._print(reporter, f"\n{text}")
+                self._text = text
             return
         counts = (standing.num_ended, standing.num_running, standing.num_waiting)
-        detail = f"{standing.detail}; {self._progress[1]}"
+        detail = "\n".join([standing.detail, *texts])
         if is_due(
             now - self._printed_at,
             has_new_counts=counts != self._counts,
             has_new_detail=detail != self._detail,
         ):
             self._counts, self._detail, self._printed_at = counts, detail, now
-            self.write([text])
+            self.write(rows)
 
     def note_progress(self, name: str, phase: int, progress: Progress) -> None:
-        """Show the progress of a workload in the line, until another one is further."""
-        self._progress = (name, progress_text(name, phase, progress))
+        """Show how far a workload is, in a line of its own until it ends."""
+        clock, _ = self._progress.get(name) or (StepClock(), "")
+        text = progress_text(name, phase, clock.timed(phase, progress))
+        self._progress[name] = clock, text
 
     def note_end(self, name: str) -> None:
-        """Remove the progress of a workload from the line."""
-        if self._progress[0] == name:
-            self._progress = ("", "")
+        """Remove the line of a workload."""
+        self._progress.pop(name, None)
 
     def write(self, lines: Sequence[str]) -> None:
         """Print whole lines."""
@@ -111,16 +124,12 @@ class QueueTerminal:
     def close(self) -> None:
         """Remove the line; pytest's output continues where it was."""
         reporter = self._reporter
-        if not self._is_shown or reporter is None:
+        if not self._text or reporter is None:
             return
-        self._is_shown = False
+        erased = _ERASE_ROW * (self._text.count("\n") + 1)
+        self._text = ""
         column = reporter._tw.width_of_current_line
-        self._print(reporter, _ERASE_BELOW + (f"\x1b[{column}C" if column else ""))
-
-    def _show_below(self, reporter: pytest.TerminalReporter, text: str) -> None:
-        shown = text[: reporter._tw.fullwidth - 1]  # a wrapped line stays behind
-        self._print(reporter, f"\n{shown}")
-        self._is_shown, self._text = True, text
+        self._print(reporter, f"{erased}\r" + (f"\x1b[{column}C" if column else ""))
 
     def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
         """Print past pytest's writer, which counts the columns of its own line."""

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.recipe.case import WorkloadCase, read_case
+from pytest_megatron.recipe.case import WorkloadCase, case_path, read_case
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.workload.checks.layout import check_connections, check_layout, starts_of
 from pytest_megatron.workload.checks.memory import check_memory
 from pytest_megatron.workload.checks.rules import (

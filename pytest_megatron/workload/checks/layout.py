@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.arguments import ModelArgs
-from pytest_megatron.recipe.case import CaseMode, Evaluation, WorkloadCase
+from pytest_megatron.recipe.case import CaseMode, Evaluation, ModelArgs, WorkloadCase
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.rules import RuleMatch
 from pytest_megatron.workload.plan.plan import (

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.recipe.arguments import ModelArgs
-from pytest_megatron.recipe.case import CaseMode
+from pytest_megatron.recipe.case import CaseMode, ModelArgs
 from pytest_megatron.workload.checks.layout import (
     CheckedStart,
     ParallelSizes,

@@ -2,31 +2,36 @@
 
 Checkpoints have Megatron-LM's layout, `iter_0000050/` beside `latest_checkpointed_iteration.txt`.
 
-Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd.
+Megatron-LM builds a string of MODEL_ARGS and lets a shell evaluate it; here the same values become
+the same words (`command_words`), but nothing is expanded, split or run on the way.
+
+Source: Megatron-LM tests/functional_tests/shell_test_utils/, run_ci_test.sh and _run_training.sh,
+d98e8a64dd.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.errors import LaunchError, RecipeError
-from pytest_megatron.recipe.arguments import Argument, with_argument
+from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.recipe.case import (
     LIGHTWEIGHT_ITERS,
     LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
+    Argument,
     CaseMode,
     TestType,
     Variant,
     WorkloadCase,
+    is_missing_program,
 )
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import is_missing_program
 from pytest_megatron.runs.layout import AttemptDirs
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -35,6 +40,11 @@ DEFAULT_WINDOWS = 10
 _WINDOW_END_MINUTES = 15  # what a window keeps free for saving and for its end
 _NEMO_STEPS, _BRIDGE_ITERS = "trainer.max_steps", "train.train_iters"
 _EXIT_DURATION = "--exit-duration-in-mins"
+
+_REFERENCE = re.compile(
+    r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<bare>[A-Za-z_]\w*))"
+)
+_COMMAND_SUBSTITUTION = "$("
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,3 +448,113 @@ def require_path(path: Path, *, is_only_one: bool) -> None:
 
 def _iterations(directory: Path) -> Iterable[str]:
     return sorted(path.name for path in directory.glob("iter_*"))
+
+
+def command_words(arguments: Iterable[Argument], env: Mapping[str, str], *, file: str) -> list[str]:
+    """Return the words that a training program gets for `arguments`.
+
+    A name with a leading dash makes `--flag value`; any other makes `key=value`, as NeMo and
+    Megatron Bridge take them.
+
+    Args:
+        arguments: In the order of the file.
+        env: Values for `${NAME}`.
+        file: Named in errors, with the line of the argument.
+
+    Raises:
+        CaseError: A value refers to a name that is not set, or has an unmatched quote.
+    """
+    return [word for a in arguments for word in _words(a, _values(a, env, f"{file}:{a.line}"))]
+
+
+def with_argument(arguments: Iterable[Argument], name: str, text: str) -> tuple[Argument, ...]:
+    """Return `arguments` with `name` set to `text`, in its old place or at the end."""
+    kept = list(arguments)
+    for index, argument in enumerate(kept):
+        if argument.name == name:
+            kept[index] = replace(argument, text=text, words=None)
+            return tuple(kept)
+    return (*kept, Argument(name=name, text=text, line=0))
+
+
+def substitute(text: str, env: Mapping[str, str], *, where: str) -> str:
+    """Replace `${NAME}`, `$NAME` and `${NAME:-default}` in `text`; nothing else of a shell.
+
+    Raises:
+        CaseError: A name is not set and has no default, or `text` asks for a command to be run.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match["braced"] or match["bare"]
+        value = env.get(name)
+        if match["default"] is not None:
+            return value or match["default"]
+        if value is None:
+            raise CaseError(
+                where,
+                f"{match[0]} is not set, expected it in ENV_VARS, in the recipe (data_path, "
+                f"checkpoint_load_path, data_cache_path) or in the environment; "
+                f"export {name}=... or write ${{{name}:-default}}",
+            )
+        return value
+
+    if _COMMAND_SUBSTITUTION in text:
+        raise CaseError(where, f"{text!r} asks a shell to run a command; write its result instead")
+    return _REFERENCE.sub(value_of, text)
+
+
+def unquote(text: str, *, where: str) -> str:
+    """Trim `text` and take one level of quotes and backslashes off, as `xargs` does.
+
+    Words are joined by one blank; inside quotes blanks stay as they are.
+
+    Raises:
+        CaseError: A quote has no partner.
+    """
+    words: list[str] = []
+    word: list[str] | None = None
+    position = 0
+    while position < len(text):
+        char = text[position]
+        position += 1
+        if char.isspace():
+            if word is not None:
+                words.append("".join(word))
+            word = None
+            continue
+        word = [] if word is None else word
+        if char in "\"'":
+            end = text.find(char, position)
+            if end < 0:
+                raise CaseError(where, f"{text!r} has an unmatched {char}; close or escape it")
+            word.append(text[position:end])
+            position = end + 1
+        elif char == "\\" and position < len(text):
+            word.append(text[position])
+            position += 1
+        else:
+            word.append(char)
+    return " ".join(words if word is None else [*words, "".join(word)])
+
+
+def _values(argument: Argument, env: Mapping[str, str], where: str) -> list[str] | None:
+    """Return the words of an argument's value; None for null."""
+    if argument.words is not None:
+        joined = " ".join(argument.words)
+        return unquote(substitute(joined, env, where=where), where=where).split()
+    if argument.text is None:
+        return None
+    text = unquote(substitute(argument.text, env, where=where), where=where)
+    if text.startswith("[") and text.endswith("]"):
+        return text[1:-1].split()
+    return [text]
+
+
+def _words(argument: Argument, values: list[str] | None) -> list[str]:
+    if values == [""]:
+        return []  # the harness that we stay compatible with drops such an entry
+    if values == ["true"] and not argument.is_text:
+        return [argument.name]
+    if argument.name.startswith("-"):
+        return [argument.name, *(["null"] if values is None else values)]
+    return [f"{argument.name}={'null' if values is None else ' '.join(values)}"]

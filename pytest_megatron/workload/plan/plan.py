@@ -20,8 +20,7 @@ from pathlib import Path
 
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.recipe.arguments import ModelArgs, command_words
-from pytest_megatron.recipe.case import Launcher, TestType, WorkloadCase
+from pytest_megatron.recipe.case import Launcher, ModelArgs, TestType, WorkloadCase
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.workload.plan.phases import (
@@ -30,6 +29,7 @@ from pytest_megatron.workload.plan.phases import (
     PhaseStart,
     Rewind,
     Target,
+    command_words,
     require_iteration,
     require_path,
     require_program,

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.base.git import read_git
+from pytest_megatron.base.project import read_git
 from pytest_megatron.runs.layout import AttemptDirs
 
 TOOLS = Path(__file__).parents[1] / "tools"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from pytest_megatron.ci.table import (
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.recipe.load import project_words
 
-PUBLISHED = Path(__file__).parents[3] / "docs/reference/ci.schema.json"
 RULE = 'name = "a"\nscope = ["L0"]\nn_repeat = 2\nlightweight = false\n'
 
 LABEL = """
@@ -42,10 +40,6 @@ def load(root: Path, text: str, above: str = "") -> CiTable:
 
 def rules(*texts: str) -> str:
     return "\n".join(f"[[tool.pytest-megatron.ci.rules]]\n{text}" for text in texts)
-
-
-def test_the_published_schema_is_up_to_date() -> None:
-    assert PUBLISHED.read_text() == json.dumps(table_json_schema(), indent=2) + "\n"
 
 
 def test_what_is_built_in_is_what_the_schema_asks_for() -> None:

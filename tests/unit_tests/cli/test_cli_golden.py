@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from golden_command import run
 
-from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import Provenance, Value, series_of
 from pytest_megatron.golden.store import write_golden, write_metrics
 
 LOSS: dict[int, Value] = {s: 5.0 - s / 100 for s in range(1, 51)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 COMMAND = [sys.executable, "-c", "from pytest_megatron.cli.main import main; main()", "--help"]
 
@@ -24,3 +27,48 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def completed(shell: str, *words: str, code: str = "") -> str:
+    """Return what the command answers to a shell that completes the last word."""
+    env = {"_PYTEST_MEGATRON_COMPLETE": shell, "COMP_WORDS": " ".join(words)}
+    env["COMP_CWORD"] = str(len(words) - 1) if "bash" in shell else words[-1]
+    argv = [*COMMAND[:2], f"{code}; {COMMAND[2]}"] if code else COMMAND[:3]
+    done = subprocess.run(
+        argv, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param(["re"], ["report", "repro"], id="a command"),
+        pytest.param(["golden", "re"], ["review"], id="a command of a group"),
+        pytest.param(["schema", "re"], ["recipe"], id="a word of an argument"),
+        pytest.param(["doctor", "--no"], ["--no-collective"], id="an option"),
+        pytest.param(["plan", "--format", "g"], ["github"], id="a word of an option"),
+    ],
+)
+def test_bash_completes_words(words: list[str], expected: list[str]) -> None:
+    found = completed("bash_complete", "pytest-megatron", *words)
+    assert found.split() == [f"plain,{word}" for word in expected]
+
+
+def test_a_command_is_completed_without_importing_any() -> None:
+    report = "import atexit, sys; atexit.register(lambda: print(*sys.modules))"
+    *names, modules = completed("bash_complete", "pytest-megatron", "", code=report).splitlines()
+    assert "plain,triage" in names
+    loaded = {name for name in modules.split() if name.startswith("pytest_megatron.cli.")}
+    assert loaded == {"pytest_megatron.cli.formats", "pytest_megatron.cli.main"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_script(shell: str) -> None:
+    script = completed(f"{shell}_source", "pytest-megatron")
+    assert f"_PYTEST_MEGATRON_COMPLETE={shell}_complete" in script
+
+
+def test_fish_and_zsh_show_what_a_command_does() -> None:
+    assert "schema\tPrint the JSON Schema" in completed("fish_complete", "pytest-megatron", "sche")

@@ -188,7 +188,7 @@ def session_of(slurm_lab: SlurmLab) -> Iterator[StartSession]:
 def test_a_session_that_ci_ends_cancels_its_jobs(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
-    project = Project(root=tmp_path / "project")
+    project = Project(root=tmp_path / "project", has_torch=True)
     (project.root / "once.py").write_text(WAITS_ONCE)
     project.row(project.case("waits"), training_script_path=["once.py"])
     process = session_of(project)
@@ -204,7 +204,7 @@ def test_a_session_that_ci_ends_cancels_its_jobs(
 def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
-    project = Project(root=tmp_path / "project")
+    project = Project(root=tmp_path / "project", has_torch=True)
     (project.root / "once.py").write_text(WAITS_ONCE)
     project.row(project.case("moved"), training_script_path=["once.py"])
     project.add("crashes", "crash@4:1")

@@ -15,9 +15,8 @@ from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.records import read_record, write_spec
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.recipe.case import read_case
+from pytest_megatron.recipe.case import case_path, read_case
 from pytest_megatron.recipe.load import load_recipe
-from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.verdict.attempt import Verdict

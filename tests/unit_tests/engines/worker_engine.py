@@ -20,10 +20,9 @@ from pytest_megatron.engines.api import (
     Update,
 )
 from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
-from pytest_megatron.recipe.case import read_case
+from pytest_megatron.recipe.case import case_path, read_case
 from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.recipe.paths import case_path
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.verdict.attempt import Attempt

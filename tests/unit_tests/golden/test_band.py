@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.golden.compare.band import (
+from pytest_megatron.golden.compare.layers import (
     band_around,
     growing_deviation,
     knowledge_of,
     prediction_factor,
 )
-from pytest_megatron.golden.compare.limits import Learning, LossLimits
-from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, Provenance, series_of
+from pytest_megatron.golden.policy import Learning, LossLimits
 
 SERIES = series_of(dict.fromkeys(range(1, 101), 10.0), is_full_precision=True)
 

@@ -8,7 +8,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.convert import ConvertOptions, convert
 from pytest_megatron.golden.formats.layout import Form
-from pytest_megatron.golden.formats.metric_map import parse_document
+from pytest_megatron.golden.store import parse_document
 
 COMPACT = ConvertOptions(form=Form.COMPACT)
 MEGATRON = ConvertOptions(form=Form.MEGATRON, is_plain=True)

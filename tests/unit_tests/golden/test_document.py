@@ -11,14 +11,8 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.build import series_in
-from pytest_megatron.golden.formats.metric_map import (
-    metrics_to_json,
-    parse_document,
-    shortest,
-    to_float32,
-)
-from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.store import parse_golden
+from pytest_megatron.golden.model import Value, series_of, to_float32
+from pytest_megatron.golden.store import metrics_to_json, parse_document, parse_golden, shortest
 
 
 def block(values: JsonValue, **more: JsonValue) -> dict[str, JsonValue]:

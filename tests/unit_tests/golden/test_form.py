@@ -9,8 +9,7 @@ from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.formats.layout import Form, lay_out
-from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import Provenance, series_of
 from pytest_megatron.golden.store import read_golden, write_golden
 
 GOLDEN: dict[str, JsonValue] = {

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, Provenance
 from pytest_megatron.golden.store import golden_text, read_golden, read_metrics
 
 STATIC: dict[str, JsonValue] = {

@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.environment import NOWHERE, RunEnvironment, drift_between
-from pytest_megatron.golden.compare.limits import Worse
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
-from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.policy import Base, ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import (
+    NOWHERE,
+    Golden,
+    Provenance,
+    RunEnvironment,
+    Value,
+    drift_between,
+    series_of,
+)
+from pytest_megatron.golden.policy import Base, ComparisonPolicy, Worse
 
 Values = dict[int, Value]
 LOSS: Values = {s: 2.7 + 2.2 * math.exp(-s / 20) for s in range(1, 51)}

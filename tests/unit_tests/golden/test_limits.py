@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.limits import direction_of
-from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.compare.compare import compare
+from pytest_megatron.golden.model import Golden, series_of
+from pytest_megatron.golden.policy import direction_of
 
 
 def test_a_metric_gets_better_away_from_the_side_that_fails() -> None:

@@ -12,10 +12,16 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_megatron.golden.compare.api import ComparisonPolicy, compare
-from pytest_megatron.golden.compare.environment import NOWHERE, RunEnvironment
-from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.compare.compare import compare
+from pytest_megatron.golden.model import (
+    NOWHERE,
+    Golden,
+    Provenance,
+    RunEnvironment,
+    Value,
+    series_of,
+)
+from pytest_megatron.golden.policy import ComparisonPolicy
 
 NUM_STEPS = 100
 Curve = dict[int, float]

@@ -6,12 +6,10 @@ import math
 
 import pytest
 
-from pytest_megatron.golden.compare.api import compare, compare_resume
-from pytest_megatron.golden.compare.environment import RunEnvironment
+from pytest_megatron.golden.compare.compare import compare, compare_resume
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule, render, render_layers
-from pytest_megatron.golden.model import Value, series_of
+from pytest_megatron.golden.model import Golden, Provenance, RunEnvironment, Value, series_of
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
 
 Values = dict[int, Value]
 LOSS: Values = {s: round(2.7 + 2.2 * math.exp(-s / 20), 5) for s in range(1, 51)}

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from pytest_megatron.golden.compare.api import ComparisonPolicy, compare
+from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
-from pytest_megatron.golden.model import Series, Value, series_of
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import Golden, Series, Value, series_of
+from pytest_megatron.golden.policy import ComparisonPolicy
 
 Values = dict[int, Value]
 

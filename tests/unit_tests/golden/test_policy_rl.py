@@ -8,9 +8,8 @@ import pytest
 
 from pytest_megatron.golden.compare.result import ComparisonRule, render
 from pytest_megatron.golden.compare.rl import RlRules, compare_rl, rl_metrics
-from pytest_megatron.golden.model import MetricMap, series_of
+from pytest_megatron.golden.model import Golden, MetricMap, Provenance, series_of
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
 
 STEPS = range(1, 11)
 STRICT = RlRules(policy=ComparisonPolicy.STRICT)

@@ -4,12 +4,18 @@ import math
 
 import pytest
 
-from pytest_megatron.golden.compare.api import compare, compare_resume
-from pytest_megatron.golden.compare.environment import NOWHERE, RunEnvironment
+from pytest_megatron.golden.compare.compare import compare, compare_resume
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule, StepDifference
-from pytest_megatron.golden.formats.metric_map import to_float32
-from pytest_megatron.golden.model import Value, series_of
-from pytest_megatron.golden.provenance import Golden, Provenance, Spread
+from pytest_megatron.golden.model import (
+    NOWHERE,
+    Golden,
+    Provenance,
+    RunEnvironment,
+    Spread,
+    Value,
+    series_of,
+    to_float32,
+)
 
 Values = dict[int, Value]
 HOST = "1x H100"

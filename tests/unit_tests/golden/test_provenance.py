@@ -4,8 +4,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.provenance import Provenance, parse_provenance, provenance_to_json
+from pytest_megatron.golden.model import Provenance, parse_provenance, provenance_to_json, series_of
 
 
 def test_everything_is_optional() -> None:

@@ -10,8 +10,7 @@ from pytest_megatron.base.project import GOLDEN_FORMS
 from pytest_megatron.base.yaml import parse_document
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.golden.formats.layout import Form
-from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import Provenance, series_of
 from pytest_megatron.golden.store import (
     golden_path,
     new_golden_path,

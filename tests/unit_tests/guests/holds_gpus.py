@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.gpu.lease import lease_gpus
+from pytest_megatron.gpu.host import Gpu, lease_gpus
 
 gpus = [Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(4)]
 lease = lease_gpus(gpus, 1, print)

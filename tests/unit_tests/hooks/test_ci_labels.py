@@ -10,7 +10,7 @@ from tiny_project import Project
 
 import pytest_megatron.ci.table
 import pytest_megatron.hooks.workloads.plugin
-import pytest_megatron.recipe.schema  # noqa: F401 - pydantic's types do not outlive a re-import
+import pytest_megatron.recipe.load  # noqa: F401 - pydantic's types do not outlive a re-import
 from pytest_megatron.base.files import JsonValue
 
 

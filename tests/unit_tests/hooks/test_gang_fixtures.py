@@ -301,3 +301,28 @@ def test_a_unit_test_cannot_have_several_sizes(tmp_path: Path) -> None:
     run = suite.run()
     assert run.returncode == 4
     assert "this kind of test cannot be parametrised; give one" in run.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("--ranks", "2")], ids=["plain", "gangs"])
+@pytest.mark.parametrize(
+    ("fixture", "asked", "missing"),
+    [
+        pytest.param("process_group", "device", "torch", id="torch"),
+        pytest.param("model_parallel", "model_parallel", "megatron-core", id="megatron-core"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_what_to_type(
+    tmp_path: Path, words: tuple[str, ...], fixture: str, asked: str, missing: str
+) -> None:
+    """No traceback of ours; and what needs no torch runs without one."""
+    suite = Suite(tmp_path).write(
+        conftest=f"import sys\nsys.modules[{missing.partition('-')[0]!r}] = None",
+        test_one=f"def test_needs({fixture}): pass\ndef test_plain(rank): pass",
+    )
+    run = suite.run("-v", *words)
+    assert run.words == {"test_needs": "ERROR", "test_plain": "PASSED"}
+    python = sys.executable
+    problem = f"{asked}: {missing} is not installed for {python}, and this fixture needs it"
+    assert f"\n{problem}; type: {python} -m pip install {missing}" in run.stdout
+    assert "fixtures.py" not in run.stdout
+    assert "During handling" not in run.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite, wait_until
 
-from pytest_megatron.hooks.option_values import findable
+from pytest_megatron.hooks.options import findable
 
 TESTS = """
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,17 @@ def test_stacks_after_a_time_are_those_of_ranks_and_not_of_who_waits_for_them(
     )
     run = suite.run("--ranks", "2")
     assert (run.returncode, "Timeout (" in run.stderr) == (0, False), run.stdout + run.stderr
+
+
+def test_colours_are_for_the_terminal_alone(tmp_path: Path) -> None:
+    failing = """
+        def test_lists(rank):
+            assert [1, 2] == [1, 3 + rank]
+    """
+    suite = Suite(root=tmp_path).write("test_it.py", failing)
+    run = suite.run("--ranks", "2", "--color", "yes", "--junitxml", "junit.xml")
+    assert "\x1b[" in run.stdout
+    found = [tmp_path / "junit.xml", *(file for file in run.directory.rglob("*") if file.is_file())]
+    texts = {file.name: file.read_text() for file in found}
+    assert "At index 1 diff: 2 != 3" in texts["junit.xml"]
+    assert [name for name, text in texts.items() if re.search(r"\x1b|#x1B|u001b", text)] == []

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite, wait_until
 
-from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.gpu.lease import is_awaited, lease_gpus
+from pytest_megatron.gpu.host import Gpu, is_awaited, lease_gpus
 
 MIXED = """
     import os
@@ -163,7 +162,7 @@ BOTH = """
     import pytest
 
     from pytest_megatron.hooks.gangs import plugin as gangs
-    from pytest_megatron.gpu.lease import lease_gpus
+    from pytest_megatron.gpu.host import lease_gpus
 
     @pytest.mark.parametrize("n", range(2))
     def test_gang(n, rank):

@@ -14,7 +14,7 @@ from tiny_project import Project, send, wait_until
 
 def hanging(tmp_path: Path) -> tuple[Project, subprocess.Popen[str]]:
     """Start a session whose second workload hangs and whose third would run."""
-    project = Project(root=tmp_path)
+    project = Project(root=tmp_path, has_torch=True)
     project.row("first", script=["true"], write_golden=False)
     project.add("hang", "hang@2:1", "spawn@1:1")
     project.row("third", script=["touch third"], write_golden=False)

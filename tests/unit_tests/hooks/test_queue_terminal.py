@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from pathlib import Path
 from typing import cast
 
 import pytest
 from _pytest._io import TerminalWriter
+from tiny_project import wait_until
 
+from pytest_megatron.hooks.session import NOTE_PREFIX
+from pytest_megatron.hooks.workloads.progress import LiveTerminal, StepClock, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import QueueTerminal
 from pytest_megatron.verdict.scheduler import QueueProgress
-from pytest_megatron.workload.run.runner import parse_progress
+from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 STANDING = QueueProgress(
     num_works=3,
@@ -79,6 +83,12 @@ class FakeConfig:
         return self.reporter if name == "terminalreporter" else None
 
 
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+
+
 def terminal_of(reporter: FakeReporter) -> QueueTerminal:
     return QueueTerminal(cast("pytest.Config", FakeConfig(reporter)), "pool")
 
@@ -114,18 +124,90 @@ def test_without_a_terminal_a_line_is_printed_where_counts_changed() -> None:
     assert reporter.file.getvalue() == f".\n{LINE}\n"
 
 
-def test_the_line_says_how_far_the_training_is_that_came_further_last() -> None:
-    reporter = FakeReporter(isatty=True)
-    terminal = terminal_of(reporter)
-    reporter._tw.fullwidth = 120
-    listener = terminal.listener("gpt")
-    printed = " iteration        5/      10 | lm loss: 2.500000E+00 |"
+def note(terminal: QueueTerminal, name: str, iteration: int, ms: float | None = None) -> None:
+    listener = terminal.listener(name)
+    printed = f" iteration {iteration:8}/      50 | lm loss: 2.500000E+00 |"
+    if ms is not None:
+        printed += f" elapsed time per iteration (ms): {ms} |"
     progress = parse_progress(printed)
     assert progress is not None
     listener.on_lines([printed])
     listener.on_progress(1, progress)
+
+
+def test_each_training_that_runs_has_a_line_until_it_ends() -> None:
+    reporter = FakeReporter(isatty=True)
+    terminal = terminal_of(reporter)
+    reporter._tw.fullwidth = 79
+    reporter.letters(".")
+    note(terminal, "tp2_pp2[dev-dgx_h100]", 5, 1500.0)
+    note(terminal, "tp1[dev-cpu]", 10, 120.0)
     terminal.show(STANDING)
-    assert reporter.screen() == ["", f"{LINE}; gpt: iteration 5/10, lm loss 2.500000E+00"]
-    terminal.note_end("gpt")
+    first = "  tp2_pp2[dev-dgx_h100]: iteration 5/50, lm loss 2.5, 1.5 s a step, 68 s left"
+    second = "  tp1[dev-cpu]: iteration 10/50, lm loss 2.5, 120 ms a step, 5 s left"
+    assert reporter.screen() == [".", LINE, first, second]
+    terminal.note_end("tp2_pp2[dev-dgx_h100]")
     terminal.show(STANDING)
-    assert reporter.screen() == ["", LINE]
+    assert reporter.screen()[:3] == [".", LINE, second]
+    terminal.close()
+    reporter.letters("F")
+    assert reporter.screen()[0] == ".F"
+    assert "".join(reporter.screen()[1:]) == ""
+
+
+def test_a_log_has_a_line_for_each_training_that_runs() -> None:
+    reporter = FakeReporter(isatty=False)
+    terminal = terminal_of(reporter)
+    for number in range(10):
+        note(terminal, f"row{number}", 5, 100.0)
+    terminal.show(STANDING)
+    lines = reporter.file.getvalue().splitlines()
+    assert lines[:2] == [LINE, "  row0: iteration 5/50, lm loss 2.5, 100 ms a step, 4 s left"]
+    assert lines[-1] == "  and 2 more"
+    assert len(lines) == 10
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"CI": "true"}])
+def test_a_terminal_that_cannot_move_gets_lines(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    reporter = FakeReporter(isatty=True)
+    terminal_of(reporter).show(STANDING)
+    assert reporter.file.getvalue() == f"{LINE}\n"
+
+
+def test_trainings_of_workers_are_shown_by_their_controller(tmp_path: Path) -> None:
+    reporter = FakeReporter(isatty=False)
+    config = cast("pytest.Config", FakeConfig(reporter))
+    lives = [
+        LiveTerminal(config, f"r.yaml::row{i}", note=tmp_path / f"{NOTE_PREFIX}gw{i}")
+        for i in range(2)
+    ]
+    for number, live in enumerate(lives):
+        live.on_progress(1, Progress(iteration=5, last=50, iteration_ms=100.0 * (number + 1)))
+    reporter.letters(".")
+    loop = WorkersProgress(config, tmp_path, every_s=0.01).pytest_runtestloop()
+    next(loop)
+    wait_until(lambda: "row1" in reporter.file.getvalue(), "both rows are printed")
+    lives[0].close()
+    with pytest.raises(StopIteration):
+        loop.send(None)
+    assert reporter.file.getvalue() == (
+        ".\nrow0: iteration 5/50, 100 ms a step, 4 s left"
+        "\nrow1: iteration 5/50, 200 ms a step, 9 s left\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_time_of_a_step_is_measured_where_none_is_printed() -> None:
+    clock = StepClock()
+    first = clock.timed(1, Progress(iteration=1, last=9))
+    assert first.time_left_s is None
+    later = clock.timed(1, Progress(iteration=5, last=9))
+    assert later.iteration_ms is not None
+    assert later.time_left_s == pytest.approx(later.iteration_ms * 4 / 1000)
+    assert clock.timed(2, Progress(iteration=6, last=9)).iteration_ms is None
+    printed = Progress(iteration=7, last=9, iteration_ms=3.0)
+    assert clock.timed(2, printed) is printed

@@ -42,7 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
-    arguments = ("-n", "5", "--max-attempts", "2", "--junitxml", "junit.xml")
+    arguments = ("-n", "3", "--max-attempts", "2", "--junitxml", "junit.xml")
     return project.run("recipes", *arguments, "--signatures", "own.toml")
 
 

@@ -20,7 +20,7 @@ exit EXIT_CODE
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    project = Project(root=tmp_path_factory.mktemp("sound"))
+    project = Project(root=tmp_path_factory.mktemp("sound"), has_torch=True)
     project.add("board")
     project.add("lines", tensorboard_dir=None)
     project.add("resume", save_interval=5, config=RESUME)

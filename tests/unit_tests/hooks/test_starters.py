@@ -14,7 +14,7 @@ FT = {"LAUNCHER": "ft_launcher"}
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    project = Project(root=tmp_path_factory.mktemp("nodes"), gpus=1)
+    project = Project(root=tmp_path_factory.mktemp("nodes"), gpus=1, has_torch=True)
     for case, fault in (("sound", None), ("crash", "crash@3:1"), ("kill", "kill@4:1")):
         project.row(project.case(case, fault=fault), nodes=[2])
     project.add("ft", config=FT)

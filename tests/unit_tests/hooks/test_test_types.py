@@ -8,7 +8,7 @@ import pytest
 from tiny_project import ITERS, Project, Run, loss_of, read_object, sound_metrics
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import Provenance
 from pytest_megatron.golden.store import write_golden
 
 HALF = ITERS // 2

@@ -18,11 +18,11 @@ import psutil
 import yaml
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.model import MetricMap, Series, Value, series_of
-from pytest_megatron.golden.provenance import Provenance
+from pytest_megatron.golden.model import MetricMap, Provenance, Series, Value, series_of
 from pytest_megatron.golden.store import read_metrics, write_golden
 
 GUEST = Path(__file__).parents[1] / "guests" / "tiny_train.py"
+AGENT = GUEST.with_name("tiny_agent.py")
 MARK = "TINY_PROJECT"  # in the environment of every process of a project
 DEADLINE_S = 60.0
 ITERS = 10
@@ -100,15 +100,22 @@ def read_object(path: Path) -> dict[str, JsonValue]:
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """A folder with a training program, cases, one recipe and goldens."""
+    """A folder with a training program, cases, one recipe and goldens.
+
+    Attributes:
+        has_torch: Whether torch's agent starts the ranks, or one that starts in milliseconds.
+    """
 
     root: Path
     entries: list[JsonValue] = field(default_factory=list)
     gpus: int = 2
+    has_torch: bool = False
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         shutil.copy(GUEST, self.root / "train.py")
+        if not self.has_torch:
+            stand_in(self.root / "agent")
 
     def case(
         self,
@@ -205,7 +212,11 @@ class Project:
 
     def env(self, **more: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-        return kept | {MARK: str(self.root), "COLUMNS": "400"} | more
+        found = {MARK: str(self.root), "COLUMNS": "400"} | more
+        if not self.has_torch:
+            paths = (str(self.root / "agent"), found.get("PYTHONPATH", ""))
+            found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return kept | found
 
     def run(self, *arguments: str, run_dir: str = "run", **env: str) -> Run:
         """Run pytest to its end; nothing of it may be left."""
@@ -248,6 +259,15 @@ class Project:
             except psutil.Error:
                 continue
         return found
+
+
+def stand_in(directory: Path) -> None:
+    """Make a directory which, on PYTHONPATH, has `tiny_agent.py` in place of torch's agent."""
+    package = directory / "torch" / "distributed"
+    package.mkdir(parents=True, exist_ok=True)
+    for init in (package.parent / "__init__.py", package / "__init__.py"):
+        init.touch()
+    shutil.copy(AGENT, package / "run.py")
 
 
 def sound_metrics(directory: Path) -> MetricMap:

@@ -6,22 +6,20 @@ import math
 
 import pytest
 from made_run import curve
-from pydantic import ValidationError
 
-from pytest_megatron.golden.compare.api import compare
-from pytest_megatron.golden.compare.band import band_around, knowledge_of
-from pytest_megatron.golden.compare.limits import LossLimits
+from pytest_megatron.base.schema import SchemaError, validate
+from pytest_megatron.golden.compare.compare import compare
+from pytest_megatron.golden.compare.layers import band_around, knowledge_of
 from pytest_megatron.golden.compare.result import Comparison, comparison_to_json
-from pytest_megatron.golden.model import series_of
-from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, Provenance, series_of
+from pytest_megatron.golden.policy import ComparisonPolicy, LossLimits
 from pytest_megatron.pages.chart import allowed_around
-from pytest_megatron.runs.record import RecordedBand, RecordedMetric, from_json
+from pytest_megatron.runs.record import RecordedBand, RecordedMetric
 
 
 def band_of(comparison: Comparison) -> RecordedBand:
     """The band as a page reads it from `comparison.json`."""
-    return from_json(comparison_to_json(comparison), RecordedMetric).allowed or RecordedBand()
+    return validate(RecordedMetric, comparison_to_json(comparison)).allowed or RecordedBand()
 
 
 def shown(
@@ -62,9 +60,9 @@ def test_a_band_of_another_version_or_a_strange_one_is_none() -> None:
     golden = series_of({1: 1.0, 2: "nan"})
     assert allowed_around(golden, RecordedBand()) is None
     for step in ("x", "-1"):
-        with pytest.raises(ValidationError):
-            from_json({"relative": {step: 1}}, RecordedBand)
-    kept = from_json({"relative": {"5": 0.5}, "absolute": "inf"}, RecordedBand)
+        with pytest.raises(SchemaError):
+            validate(RecordedBand, {"relative": {step: 1}})
+    kept = validate(RecordedBand, {"relative": {"5": 0.5}, "absolute": "inf"})
     band = allowed_around(golden, kept)
     assert band is not None
     assert band[0] == 0.5

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.recipe.findings import Finding, Severity, as_error, errors_of
+from pytest_megatron.recipe.findings import Finding, Severity, as_error
 
 
 def finding(line: int | None, severity: Severity = Severity.ERROR) -> Finding:
@@ -19,7 +19,7 @@ def test_a_finding_names_file_and_line() -> None:
 
 def test_a_warning_is_no_error() -> None:
     found = [finding(1, Severity.WARNING), finding(2)]
-    assert errors_of(found) == (found[1],)
+    assert [each.is_error for each in found] == [False, True]
 
 
 def test_an_error_says_how_many_more_there_are() -> None:

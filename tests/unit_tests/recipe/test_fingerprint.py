@@ -8,7 +8,7 @@ from recipe_texts import read
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.yaml import parse_document
-from pytest_megatron.recipe.paths import fingerprint
+from pytest_megatron.recipe.case import fingerprint
 
 (ROW,) = read(
     "products: [{test_case: [tp1], products: [{environment: [dev], scope: [mr]}]}]\n"

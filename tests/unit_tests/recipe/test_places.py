@@ -4,7 +4,7 @@ from pathlib import Path
 
 from recipe_texts import read
 
-from pytest_megatron.recipe.paths import case_path, golden_paths
+from pytest_megatron.recipe.case import case_path, golden_paths
 
 ROWS = "products: [{test_case: [tp1], products: [{environment: [dev], scope: [mr]}]}]\n"
 

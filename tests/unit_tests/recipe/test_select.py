@@ -4,8 +4,8 @@ import pytest
 from recipe_texts import read
 
 from pytest_megatron.errors import SelectionError
+from pytest_megatron.recipe.model import Vocabulary
 from pytest_megatron.recipe.select import Selection, select
-from pytest_megatron.recipe.vocabulary import Vocabulary
 
 WORKLOADS = read(
     """products:

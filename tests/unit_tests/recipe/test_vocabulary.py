@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.base.text import nearest
-from pytest_megatron.recipe.vocabulary import Vocabulary, disabled_reason, enabled_scope
+from pytest_megatron.recipe.model import Vocabulary, disabled_reason, enabled_scope
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import yaml
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.build import combine, spread_of
-from pytest_megatron.golden.model import MetricMap, Value, series_of
-from pytest_megatron.golden.provenance import Golden, Provenance
+from pytest_megatron.golden.model import Golden, MetricMap, Provenance, Value, series_of
 from pytest_megatron.golden.store import golden_text, write_golden, write_metrics
 
 NUM_STEPS = 100

@@ -13,8 +13,7 @@ from dataclasses import replace
 import pytest
 from staged_run import NUM_STEPS, ORIGIN, curve, metric_map
 
-from pytest_megatron.golden.model import MetricMap, Value, parse_generation
-from pytest_megatron.golden.provenance import Golden
+from pytest_megatron.golden.model import Golden, MetricMap, Value, parse_generation
 from pytest_megatron.refresh.difference import Divergence, FileChange, Trend, bucket_of, differ
 from pytest_megatron.refresh.pull_request import MOST_BYTES, commit_message, interpret, markdown
 from pytest_megatron.refresh.text import differences_json, differences_text

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 from staged_run import COMMIT, NUM_STEPS, ORIGIN, Staged, curve, metric_map
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.model import MetricMap, Value
+from pytest_megatron.base.files import JsonValue, digest_of
+from pytest_megatron.golden.model import MetricMap, Provenance, Value
 from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.provenance import Provenance
 from pytest_megatron.golden.store import read_golden
 from pytest_megatron.refresh.accept import Terms, accept
 from pytest_megatron.refresh.difference import differ
 from pytest_megatron.refresh.gate import refuse_mass
-from pytest_megatron.refresh.read import digest_of, read_run
+from pytest_megatron.refresh.read import read_run
 
 SOUND = metric_map(curve())
 

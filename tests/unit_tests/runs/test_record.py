@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import validate
+from pytest_megatron.cli.schema import schema_path
 from pytest_megatron.errors import RunError
 from pytest_megatron.runs.history import read as read_history
 from pytest_megatron.runs.record import (
@@ -24,9 +26,7 @@ from pytest_megatron.runs.record import (
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
-    from_json,
     item_to_json,
-    json_schema,
     read_if_whole,
     read_record,
     read_run,
@@ -34,7 +34,6 @@ from pytest_megatron.runs.record import (
 )
 
 SAMPLES = Path(__file__).parent / "samples"
-PUBLISHED = Path(__file__).parents[3] / "docs/reference/run.schema.json"
 
 
 def content_of(path: Path) -> dict[str, JsonValue]:
@@ -85,12 +84,15 @@ def test_nothing_of_a_plan_of_the_last_release_is_lost(path: Path) -> None:
     assert holds(content_of(path), to_json(read_record(path, RecordedPlan)))
 
 
-def test_the_other_records_of_the_last_release_are_read() -> None:
+def test_nothing_of_the_other_records_of_the_last_release_is_lost() -> None:
     for path in SAMPLES.rglob("comparison.json"):
         found = read_record(path, RecordedComparison)
+        assert holds(content_of(path), to_json(found))
         assert found.passed == all(m.passed for r in found.repeats for m in r.comparisons)
     for path in SAMPLES.rglob("triage.json"):
-        last = read_record(path, RecordedTriage).attempts[-1]
+        triage = read_record(path, RecordedTriage)
+        assert holds(content_of(path), to_json(triage))
+        last = triage.attempts[-1]
         assert last.attempt.startswith("repeat_1/attempt_")
         assert last.text or "nan" in str(path)
 
@@ -105,15 +107,11 @@ def test_a_history_of_the_last_release_is_read(sample: str) -> None:
     assert holds(kept, lines)
 
 
-def test_the_published_schema_is_that_of_the_model() -> None:
-    assert PUBLISHED.read_text() == json.dumps(json_schema(), indent=2) + "\n"
-
-
 def test_runs_of_the_last_release_are_what_the_schema_allows() -> None:
     program = Path(sys.executable).with_name("check-jsonschema")
     files = sorted(map(str, SAMPLES.glob("*/run/run.json")))
     done = subprocess.run(
-        [program, "--schemafile", str(PUBLISHED), *files],
+        [program, "--schemafile", str(schema_path("run")), *files],
         capture_output=True,
         text=True,
         check=False,
@@ -179,7 +177,7 @@ def test_a_key_that_is_there_twice_has_its_last_value(tmp_path: Path) -> None:
 
 def test_an_item_crosses_from_a_worker_with_any_text(tmp_path: Path) -> None:
     item = RecordedTest(verdict="failed", world_size=2, problem="a \udc80 b", ranks={"0": "\ud800"})
-    found = from_json(item_to_json(item), RecordedTest)
+    found = validate(RecordedTest, item_to_json(item))
     assert (found.problem, found.verdict) == ("a \ufffd b", "failed")
     (tmp_path / "run.json").write_text(json.dumps(to_json(RecordedRun(items={"a::b": found}))))
     assert read_run(tmp_path).items == {"a::b": found}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_megatron.runs.record import RecordedDiagnosis
 from pytest_megatron.triage.api import triage
-from pytest_megatron.triage.diagnosis import Diagnosis
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp"
 LOST = f"RuntimeError: {GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:6824."
@@ -103,12 +103,12 @@ class Launch:
         self.launcher(table(codes, first=first, times=at))
 
 
-def diagnosed(root: Path) -> Diagnosis:
+def diagnosed(root: Path) -> RecordedDiagnosis:
     (group,) = triage([root]).groups
     return group.first
 
 
-def told(root: Path) -> tuple[str, int | None, bool]:
+def told(root: Path) -> tuple[str | None, int | None, bool]:
     """Family, root rank, transient or not."""
     found = diagnosed(root)
-    return found.signature.family, found.root_rank, found.is_transient
+    return found.family, found.root_rank, found.transient

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,8 @@ def test_what_a_runner_says_of_a_step_is_a_failure(
 ) -> None:
     (group,) = of_log(tmp_path, f"2023-02-09T20:11:49.9484027Z {line}\n").groups
     first = group.first
-    assert (first.signature.family, first.signature.id) == (expected, signature)
-    assert not first.is_transient
+    assert (first.family, first.signature) == (expected, signature)
+    assert not first.transient
 
 
 def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_a_chain_is_judged_by_what_it_began_with(
     tmp_path: Path, first: str, last: str, link: str
 ) -> None:
     (group,) = of_log(tmp_path, CHAINED.format(first=first, link=link, last=last)).groups
-    assert not group.first.is_transient
+    assert not group.first.transient
     assert any(text.partition(":")[0] in group.first.text for text in (first, last))
 
 
@@ -246,7 +247,7 @@ def test_a_chain_is_judged_by_what_it_began_with(
 )
 def test_a_name_alone_is_no_networks_failure(tmp_path: Path, message: str) -> None:
     (group,) = of_log(tmp_path, traceback(message)).groups
-    assert not group.first.is_transient
+    assert not group.first.transient
 
 
 SERVER = """
@@ -267,7 +268,7 @@ def test_a_connection_to_an_own_server_that_died_is_no_networks_failure(tmp_path
     )
     assert "RemoteDisconnected" in done.stderr
     (group,) = of_log(tmp_path, done.stderr).groups
-    assert (group.first.signature.id, group.first.is_transient) == ("exception", False)
+    assert (group.first.signature, group.first.transient) == ("exception", False)
     assert "raised KeyError: 'model'" in group.first.text
 
 
@@ -278,7 +279,7 @@ def test_another_hosts_failure_is_not_blamed_on_an_exception_before_it(tmp_path:
     )
     earlier = "WARNING:train:no such key\n" + traceback("KeyError: 'x'") + "going on\n"
     (group,) = of_log(tmp_path, earlier + traceback(lost)).groups
-    assert group.first.is_transient
+    assert group.first.transient
 
 
 @pytest.mark.parametrize("unit", ["a", "port ", "://", "connect to ", "localhost ", "\u0000"])
@@ -316,7 +317,7 @@ def test_an_error_file_with_odd_values_keeps_its_cause(tmp_path: Path) -> None:
     (rank / "stderr.log").write_text("loading\n")
     (group,) = triage([tmp_path]).groups
     assert group.first.text.startswith("Rank 0 raised KeyError: '\N{REPLACEMENT CHARACTER}'")
-    json.dumps(group.first.as_json(), allow_nan=False)
+    json.dumps(asdict(group.first), allow_nan=False)
 
 
 def test_an_error_file_that_cannot_be_read_is_noted(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import CaseError
-from pytest_megatron.golden.compare.environment import NOWHERE
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
-from pytest_megatron.golden.model import Series, series_of
+from pytest_megatron.golden.model import NOWHERE, Golden, Series, series_of
 from pytest_megatron.golden.policy import Base, ComparisonPolicy, Setting
-from pytest_megatron.golden.provenance import Golden
 from pytest_megatron.recipe.case import read_case
 from pytest_megatron.verdict.compare import compare_in_mode
 from pytest_megatron.verdict.job import metric_names_of

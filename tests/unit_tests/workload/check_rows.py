@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.recipe.arguments import Argument
 from pytest_megatron.recipe.case import (
+    Argument,
     CaseMode,
     Evaluation,
     Launcher,

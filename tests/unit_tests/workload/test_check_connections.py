@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from check_rows import case, row
 
-from pytest_megatron.recipe.arguments import ModelArgs
+from pytest_megatron.recipe.case import ModelArgs
 from pytest_megatron.workload.checks.check import findings_of, hits_of
 from pytest_megatron.workload.plan.plan import CONNECTIONS_VARIABLE, planned_connections
 

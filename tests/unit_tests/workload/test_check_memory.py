@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from check_rows import case, row
 
-from pytest_megatron.recipe.arguments import ModelArgs
-from pytest_megatron.recipe.case import CaseMode, WorkloadCase
+from pytest_megatron.recipe.case import CaseMode, ModelArgs, WorkloadCase
 from pytest_megatron.workload.checks.check import findings_of, hits_of
 from pytest_megatron.workload.checks.layout import starts_of
 from pytest_megatron.workload.checks.memory import GIB, Estimate, bytes_of, estimate_memory

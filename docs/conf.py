@@ -1,0 +1,73 @@
+"""Configure the site: `python3 dev.py site` builds it from the pages as they are on GitHub.
+
+The source directory is the repository, so that relative links mean the same file in both places.
+"""
+
+# ruff: noqa: INP001 - a script, no package
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+project = "pytest-megatron"
+author = "The pytest-megatron authors"
+version = release = version_of(project)
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+exclude_patterns = [".*", "build"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+nitpicky = True
+smartquotes = False  # `--` is an option
+
+myst_heading_anchors = 6  # of each heading, as GitHub names them
+
+html_theme = "furo"
+html_title = project
+html_copy_source = False
+linkcheck_timeout = 20
+linkcheck_retries = 2
+
+
+_TOCTREE = """
+```{{toctree}}
+:hidden:
+:caption: {caption}
+
+{pages}
+```
+"""
+_REDIRECT = '<!doctype html><meta http-equiv="refresh" content="0; url={root}.html">\n'
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what this site adds to Sphinx."""
+    app.connect("source-read", _add_toctrees)
+    app.connect("doctree-read", _remove_comments)
+    app.connect("build-finished", _redirect_to_root)
+
+
+def _add_toctrees(_: Sphinx, name: str, content: list[str]) -> None:
+    """Add the sections of the index to the side bar, with the pages that they link."""
+    if name == root_doc:
+        for section in content[0].split("\n## ")[1:]:
+            caption, _rest, text = section.partition("\n")
+            pages = "\n".join(dict.fromkeys(re.findall(r"\]\(([^)#]+\.md)[)#]", text)))
+            content[0] += _TOCTREE.format(caption=caption, pages=pages)
+
+
+def _remove_comments(_: Sphinx, page: nodes.document) -> None:
+    """Remove the directives of `tests/docs/literate.py` and the marks of generated tables."""
+    for node in list(page.findall(nodes.raw)):
+        if node.astext().lstrip().startswith("<!--"):
+            node.parent.remove(node)
+
+
+def _redirect_to_root(app: Sphinx, error: Exception | None) -> None:
+    """Open the index where somebody opens the directory of the site."""
+    if error is None and app.builder.format == "html":
+        (Path(app.outdir) / "index.html").write_text(_REDIRECT.format(root=root_doc))

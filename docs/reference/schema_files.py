@@ -1,0 +1,46 @@
+"""Writes `pytest_megatron/schemas`, the JSON Schemas that the wheel has, from the code.
+
+    python docs/reference/schema_files.py
+
+A test compares the files with the code.
+"""
+
+# ruff: noqa: INP001 - a script, no package
+
+from __future__ import annotations
+
+import json
+
+from pytest_megatron.ci.table import table_json_schema
+from pytest_megatron.cli.schema import SCHEMAS, schema_path
+from pytest_megatron.engines import config_file
+from pytest_megatron.golden import schema as golden
+from pytest_megatron.golden.policy import policy_json_schema
+from pytest_megatron.recipe import case
+from pytest_megatron.recipe import load as recipe
+from pytest_megatron.runs import record
+
+_MAKERS = {
+    "case": case.json_schema,
+    "ci": table_json_schema,
+    "executor-config": config_file.json_schema,
+    "golden": golden.json_schema,
+    "policy": policy_json_schema,
+    "recipe": recipe.json_schema,
+    "run": record.json_schema,
+}
+
+
+def text_of(name: str) -> str:
+    """Return the text of a schema's file."""
+    return json.dumps(_MAKERS[name](), indent=2) + "\n"
+
+
+def main() -> None:
+    """Write all of them."""
+    for name in SCHEMAS:
+        schema_path(name).write_text(text_of(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Report of workloads: terminal while they run, plan, failures, further attempts, record."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import assert_never
+
+import pytest
+
+from pytest_megatron.golden.compare.result import render, render_layers
+from pytest_megatron.golden.model import MetricMap
+from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.recipe.case import Evaluation
+from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.verdict.attempt import Attempt, Verdict
+from pytest_megatron.verdict.compare import Judgement
+from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.verdict.retry import fingerprint
+from pytest_megatron.workload.plan.phases import Frozen, Rewind
+from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.run.runner import AttemptListener
+
+_INDENT = "    "
+_MAX_SHOWN = 10  # metrics or gradients of one repeat
+
+
+def training_failure(training: Training) -> str:
+    """Return why a training is no good: the cause, its evidence, what else was tried."""
+    last = training.attempts[-1]
+    assert last.cause is not None
+    lines = [f"{training.job.node_id}: {last.cause.text}"]
+    if last.cause.signature is not None:
+        signature = last.cause.signature
+        kind = "transient" if signature.is_transient else "not transient, so not run again"
+        lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
+    lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    if training.stopped is not None:
+        lines.append(f"not run again: {training.stopped}")
+    for attempt in training.attempts[:-1]:
+        if attempt.cause is not None:
+            lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
+    return "\n".join(lines)
+
+
+def mismatch(training: Training, judgement: Judgement) -> str:
+    """Return which metrics disagree, where and by how much."""
+    job = training.job
+    is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
+    what = "metrics" if is_golden else "gradients"
+    lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    for repeat in judgement.failed:
+        if job.num_repeats > 1 or repeat.against != "golden":
+            lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
+        for comparison in repeat.failed[:_MAX_SHOWN]:
+            lines.append(f"{_INDENT}{render(comparison)}")
+            layers = render_layers(comparison)
+            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
+        if len(repeat.failed) > _MAX_SHOWN:
+            num_more = len(repeat.failed) - _MAX_SHOWN
+            lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
+        lines.append(f"{_INDENT}measured: {repeat.measured}")
+    return "\n".join(lines)
+
+
+def _in_short(judgement: Judgement) -> str:
+    """Return the metric that disagrees and where, for a line that ends at the terminal's width."""
+    first, *others = [c for repeat in judgement.failed for c in repeat.failed]
+    more = len({comparison.metric for comparison in others} - {first.metric})
+    where = "" if first.first is None or first.summary is not None else f" at {first.first.where}"
+    return f"{first.metric} is off{where}" + (f" (and {more} more)" if more else "")
+
+
+def summary_line(
+    training: Training, judgement: Judgement | None, problem: str | None = None
+) -> str:
+    """Return one line for the end of the run: loss, time, how it compares, what was odd."""
+    parts = [f"{training.duration_s:.1f} s"]
+    if training.clean and training.clean[0].metrics:
+        parts += _loss(training.clean[0].whole)
+    if training.clean and (generation := training.clean[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
+    if problem is not None:
+        parts.append(_why_in_short(training, judgement))
+    elif judgement is not None:
+        notes = [
+            f"resumed: {note}" if repeat.against == "first phase" else note
+            for repeat in judgement.repeats
+            for comparison in repeat.comparisons
+            for note in comparison.notes
+        ]
+        parts += list(dict.fromkeys(notes))
+    parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
+    return ", ".join(parts)
+
+
+def _why_in_short(training: Training, judgement: Judgement | None) -> str:
+    cause, case = training.attempts[-1].cause, training.job.case
+    if cause is not None:
+        return cause.text.partition("; ")[0]
+    is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
+    if is_to_fail and judgement is not None and not judgement.failed:
+        return "passed, but was expected to fail"
+    what = "metrics" if training.job.gradient_tolerance is None else "gradients"
+    return f"{what} disagree"
+
+
+def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
+    """Return what would run, for `--plan`: the words can be pasted into a shell."""
+    redactor = job.redactor(plan)
+    lines = [
+        job.node_id,
+        f"  golden: {golden if golden is not None else 'none'}",
+        f"  ranks: {plan.world_size} on {job.workload.platform}",
+        f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
+        f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
+        f"  directory: {plan.cwd}",
+    ]
+    if job.gradient_tolerance is not None:
+        lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
+    phases = plan.phases if plan.target is None else plan.phases[:1]
+    for phase in phases:
+        lines += _phase_lines(redactor, phase)
+    if plan.target is not None:
+        lines.append(
+            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
+            f"until iteration {plan.target.iteration} is saved"
+        )
+    if plan.script is not None:
+        lines += [f"  | {line}" for line in redactor.text(plan.script).splitlines()]
+    return "\n".join(lines)
+
+
+def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    lines: list[str] = []
+    match phase.origin:
+        case Rewind():
+            lines.append(f"  then back to iteration {phase.origin.back_to}, and")
+        case Frozen():
+            where = phase.origin.checkpoints
+            lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None:
+            lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
+        case _:
+            assert_never(phase.origin)
+    lines += [f"  starts from: {path}" for path in phase.frozen_paths]
+    env = redactor.env(phase.own_env)
+    lines += _script_lines("BEFORE_SCRIPT", phase.before_script, redactor)
+    lines += [f"  {name}={shlex.quote(value)} \\" for name, value in env.items()]
+    lines.append(f"  {shlex.join(redactor.words(phase.argv))}")
+    return lines + _script_lines("AFTER_SCRIPT", phase.after_script, redactor)
+
+
+def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]:
+    if script is None:
+        return []
+    return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
+
+
+def _loss(metrics: MetricMap) -> Sequence[str]:
+    series = metrics.get("lm loss")
+    if series is None or not len(series):
+        return []
+    first, last = series.values[0], series.values[-1]
+    if isinstance(first, str) or isinstance(last, str):
+        return []
+    return [f"lm loss {first:.4f} -> {last:.4f} in {series.steps[-1]} iterations"]
+
+
+def _retried(attempt: Attempt) -> str:
+    assert attempt.cause is not None
+    known = attempt.cause.signature.id if attempt.cause.signature is not None else "unknown"
+    return f"attempt {attempt.number} failed: {known}"
+
+
+def item_record(
+    training: Training,
+    judgement: Judgement | None,
+    *,
+    verdict: Verdict | None = None,
+    problem: str | None = None,
+    is_expected: bool = False,
+) -> RecordedWorkload:
+    """Return the record of a workload.
+
+    Args:
+        training: What ran.
+        judgement: The comparisons, or None where there were none.
+        verdict: The last word; None takes the training's own.
+        problem: Why it did not pass, as printed.
+        is_expected: Whether the problem is what the case expects, which passes.
+    """
+    summary = summary_line(training, judgement, problem)
+    compared = judgement if judgement is not None and judgement.has_golden else None
+    return RecordedWorkload(
+        verdict=(verdict or training.verdict).value,
+        problem=problem,
+        is_expected=is_expected,
+        summary=f"failed as expected: {summary}" if is_expected else summary,
+        duration_s=round(training.duration_s, 3),
+        directory=str(training.job.dirs.root),
+        compared=compared is not None,
+        policy=None if compared is None else compared.policy.as_json(),
+        not_run_again=training.stopped,
+        fingerprint=_fingerprint(training, judgement) if problem is not None else None,
+        platform=training.job.workload.platform,
+        attempts=tuple(_attempt_record(attempt) for attempt in training.attempts),
+    )
+
+
+def _fingerprint(training: Training, judgement: Judgement | None) -> str:
+    """Return what two failures of a workload have in common that failed in the same way.
+
+    Of a cause, what triage says of it; of a mismatch, the metrics that disagree.
+    """
+    cause = training.attempts[-1].cause
+    if cause is not None:
+        found = cause.diagnosis
+        return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
+    repeats = () if judgement is None else judgement.failed
+    names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
+    return f"mismatch|{', '.join(names)}" if names else "not as expected"
+
+
+def _attempt_record(attempt: Attempt) -> RecordedAttempt:
+    cause, health = attempt.cause, attempt.health
+    signature = None if cause is None else cause.signature
+    faults = () if health is None else tuple(fault.text for fault in health.faults)
+    return RecordedAttempt(
+        repeat=attempt.repeat,
+        attempt=attempt.number,
+        directory=str(attempt.dirs.root),
+        duration_s=round(attempt.duration_s, 3),
+        exit_codes=tuple(end.returncode for end in attempt.ends),
+        num_left=sum(end.num_left for end in attempt.ends),
+        cause=None if cause is None else cause.text,
+        root_rank=None if cause is None else cause.rank,
+        signature=None if signature is None else signature.id,
+        is_transient=cause is not None and cause.is_transient,
+        health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
+        fingerprint=None if cause is None else fingerprint(cause),
+    )
+
+
+def print_plan(
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
+) -> None:
+    """Print the plan of a workload, and the findings of the checks about it."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, RecordedWorkload],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
+) -> None:
+    """Print a line for each workload that ran, then the lines about goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        other = "yellow" if record.is_held else "red"
+        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
+        reporter.write(f"{record.verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
+    for line in goldens:
+        reporter.write_line(shorten(line))
+
+
+def show_findings(
+    session: RunSession, checked: CheckedJob, listener: AttemptListener
+) -> CheckedJob:
+    """Show the warnings about a job that this session has not shown yet; return the job.
+
+    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
+    the queue already: errors that the engine found are only shown.
+    """
+    is_attached = session.options.is_attached
+    if any(finding.is_error for finding in checked.findings) and not is_attached:
+        return checked
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
+    new = [line for line in dict.fromkeys(lines) if line not in session.warned]
+    session.warned.update(new)
+    if new:
+        listener.on_lines(new)
+    return checked.without_engine_findings() if is_attached else checked
+
+
+class ItemRetries:
+    """Grants further attempts of one item from the run's budget, and prints them."""
+
+    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
+        self._session = session
+        self._node_id = node_id
+        self._live = live
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from the run's budget."""
+        signature = _signature_of(attempt) or ""
+        return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Print why, and when."""
+        assert attempt.cause is not None
+        when = f"in {pause_s:g} s" if pause_s else "at once"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        self._live.on_lines([self._session.shorten(text)])
+
+    def note_end(self, training: Training) -> None:
+        """Count the item, and print a line if machine or network fail the whole run."""
+        is_broken = training.verdict is Verdict.BROKEN
+        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        if text := self._session.retry_budget.note_end(self._node_id, broken_by):
+            self._live.on_lines([f"megatron: {text}"])
+
+
+def _signature_of(attempt: Attempt) -> str | None:
+    """Return the id of the signature of a failed attempt."""
+    signature = None if attempt.cause is None else attempt.cause.signature
+    return None if signature is None else signature.id

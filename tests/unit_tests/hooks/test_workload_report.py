@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_megatron.golden.model import MetricMap, series_of
+from pytest_megatron.hooks.workloads.report import item_record, summary_line, training_failure
+from pytest_megatron.recipe.model import Row, parse_row
+from pytest_megatron.runs.layout import ItemDirs
+from pytest_megatron.runs.record import RecordedAttempt
+from pytest_megatron.triage.signatures import match_signature
+from pytest_megatron.verdict.attempt import Attempt, FailureCause, decide_training
+from pytest_megatron.verdict.job import Training, WorkloadJob
+from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
+from pytest_megatron.workload.plan.plan import Setting
+
+SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)
+WORKLOAD = parse_row(
+    Row(
+        line=7,
+        spec={
+            "model": "gpt",
+            "test_case": "tp1",
+            "environment": "dev",
+            "platforms": "cpu",
+            "scope": "L0",
+            "cadence": ["pr"],
+        },
+        axes=(),
+    ),
+    file=Path("recipes/r.yaml"),
+    variant=(),
+)
+JOB = WorkloadJob(
+    node_id="recipes/r.yaml::tp1[dev-cpu]",
+    workload=WORKLOAD,
+    case=None,
+    dirs=ItemDirs(root=Path("/run/item")),
+    setting=SETTING,
+    num_repeats=1,
+    retry=RetryPolicy(),
+)
+CRASH = FailureCause(
+    text="rank 1 of 2 raised ValueError: no; see logs/1/stderr.log",
+    evidence=("Traceback", "ValueError: no"),
+    rank=1,
+)
+NO_PORT = FailureCause(
+    text="rank 0 of 2 raised E; see x", signature=match_signature(["EADDRINUSE"])
+)
+LOSS: MetricMap = {"lm loss": series_of({1: 6.134, 10: 5.234})}
+
+
+def training(*causes: FailureCause | None) -> Training:
+    """A training of one repeat; its last attempt measured a loss if it is clean."""
+    attempts = tuple(
+        Attempt(
+            repeat=1,
+            number=number,
+            dirs=JOB.dirs.attempt(repeat=1, attempt=number),
+            ends=(),
+            metrics=(LOSS,) if cause is None else (),
+            cause=cause,
+        )
+        for number, cause in enumerate(causes, start=1)
+    )
+    return Training(job=JOB, attempts=attempts, verdict=decide_training(attempts))
+
+
+def test_a_failure_is_its_cause_and_the_last_words_of_the_rank() -> None:
+    assert training_failure(training(CRASH)) == (
+        "recipes/r.yaml::tp1[dev-cpu]: rank 1 of 2 raised ValueError: no; see logs/1/stderr.log\n"
+        "    Traceback\n"
+        "    ValueError: no"
+    )
+
+
+def test_a_known_cause_comes_with_advice_and_what_was_tried_before() -> None:
+    known = replace(CRASH, evidence=(), signature=match_signature(["CUDA out of memory"]))
+    assert training_failure(training(NO_PORT, known)).splitlines()[1:] == [
+        (
+            "known as cuda_oom (not transient, so not run again): lower the micro batch or the "
+            "model, or look for another process on the GPU"
+        ),
+        "attempt 1: rank 0 of 2 raised E; see x",
+    ]
+
+
+def test_a_summary_has_time_loss_and_what_was_odd() -> None:
+    assert summary_line(training(NO_PORT, None), None) == (
+        "0.0 s, lm loss 6.1340 -> 5.2340 in 10 iterations, attempt 1 failed: port_in_use"
+    )
+
+
+def test_a_summary_of_a_failure_is_short() -> None:
+    assert summary_line(training(CRASH), None, "long") == (
+        "0.0 s, rank 1 of 2 raised ValueError: no"
+    )
+
+
+def test_a_record_has_every_attempt_with_its_cause() -> None:
+    record = item_record(training(NO_PORT, None), None)
+    found = (record.verdict, record.problem, record.directory, record.causes)
+    assert found == ("flaky", None, "/run/item", ("port_in_use",))
+    assert record.attempts[0] == RecordedAttempt(
+        repeat=1,
+        attempt=1,
+        directory="/run/item/repeat_1/attempt_1",
+        cause="rank 0 of 2 raised E; see x",
+        signature="port_in_use",
+        is_transient=True,
+        fingerprint=fingerprint(NO_PORT),
+    )

@@ -1,0 +1,60 @@
+"""The site is built from the pages as they are; what it must not contain fails the build."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONF = Path(__file__).parents[2] / "docs/conf.py"
+PAGE = """\
+# A page
+
+<!-- needs: Slurm -->
+```console
+$ pytest --executor slurm
+```
+"""
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: python3 dev.py site"
+)
+
+
+def build(root: Path, index: str) -> subprocess.CompletedProcess[str]:
+    """Build a site of two pages with the configuration of this project."""
+    (root / "docs").mkdir()
+    (root / "docs/conf.py").write_text(CONF.read_text())
+    (root / "docs/index.md").write_text(index)
+    (root / "docs/page.md").write_text(PAGE)
+    options = ("-c", "docs", "-b", "html", "-W", "--keep-going", "-q")
+    command = [sys.executable, "-m", "sphinx", *options, ".", "build/site"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_the_index_is_the_side_bar_and_comments_are_not_shown(tmp_path: Path) -> None:
+    ended = build(tmp_path, "# Index\n\n## Learn\n\n- [A page](page.md#a-page)\n")
+    shown = (tmp_path / "build/site/docs/page.html").read_text()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert '<span class="caption-text">Learn</span>' in shown
+    assert "executor" in shown
+    assert "needs: Slurm" not in shown
+    assert 'url=docs/index.html"' in (tmp_path / "build/site/index.html").read_text()
+
+
+def test_a_link_to_nowhere_and_a_page_without_one_fail_the_build(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Another page\n")
+    links = ("[a](pages.md)", "[b](page.md#nothing)", "[c](../LICENCE)", "[d](../other.md)")
+    ended = build(tmp_path, f"# Index\n\n{' '.join(links)}\n")
+    assert ended.returncode == 1
+    for problem in (
+        "cross-reference target not found: 'pages.md'",
+        "local id not found in doc 'docs/page': 'nothing'",
+        "cross-reference target not found: '../LICENCE'",
+        "Unknown source document 'other'",
+        "docs/page.md: WARNING: document isn't included in any toctree",
+    ):
+        assert problem in ended.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import json
 import os
 import select
@@ -244,25 +245,27 @@ def script_of(phase: PhasePlan) -> Path:
 
 def obstacle_of(script: Path, env: Mapping[str, str]) -> str:
     """Return why a program would notice that torch was imported before it began, or ""."""
-    for name in _WATCHED:
-        if name in env:
-            return f"{name} is set"
-    try:
-        for path, tree in _own_modules(script):
-            if (line := _changed_environment(tree)) is not None:
-                return f"{path.name}:{line} changes the environment, maybe for torch"
-    except (OSError, SyntaxError, ValueError) as error:
-        return f"it cannot be read: {error}"
-    return ""
+    watched = next((name for name in _WATCHED if name in env), None)
+    return f"{watched} is set" if watched else _examine(script)[0]
 
 
 def uses_megatron(script: Path) -> bool:
-    """Return true if a readable program imports a part of Megatron."""
-    return any(
-        name.split(".")[0] == "megatron"
-        for _, tree in _own_modules(script)
-        for name in _imported(tree)
-    )
+    """Return true if a program imports a part of Megatron."""
+    return _examine(script)[1]
+
+
+@functools.cache
+def _examine(script: Path) -> tuple[str, bool]:
+    """Return where a program changes its environment, or "", and whether it imports Megatron."""
+    imported: set[str] = set()
+    try:
+        for path, tree in _own_modules(script):
+            if (line := _changed_environment(tree)) is not None:
+                return f"{path.name}:{line} changes the environment, maybe for torch", False
+            imported |= {name.partition(".")[0] for name in _imported(tree)}
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"it cannot be read: {error}", False
+    return "", "megatron" in imported
 
 
 def _own_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:

@@ -44,7 +44,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests/unit_tests/hooks"))
-from tiny_project import stand_in  # noqa: E402
+from tiny_project import stand_in  # noqa: E402 - of tests/unit_tests/hooks
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^(?P=indent)```$|<!-- (?P<note>.*?) -->",

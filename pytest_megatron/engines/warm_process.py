@@ -216,7 +216,8 @@ def _launch(command: Sequence[str], imports: Imports, free: frozenset[str]) -> N
     at = command.index("-m") + 2
     sys.orig_argv[:] = list(command)
     sys.argv[:] = [_LAUNCHER, *command[at:]]
-    sys.path.insert(0, str(Path.cwd()))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
         _as_program(lambda: runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True))
     finally:

@@ -165,8 +165,12 @@ def keep_stores(requests: socket.socket) -> None:
 
 
 def _serve_store(descriptor: int, port: int) -> object:
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    # Before, libuv takes no socket that listens already.
+    # Source: https://github.com/pytorch/pytorch/pull/150215
+    has_libuv = torch.torch_version.TorchVersion("2.8") <= torch.__version__
     try:
         return TCPStore(
             local_host(),
@@ -174,6 +178,7 @@ def _serve_store(descriptor: int, port: int) -> object:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=descriptor,
+            use_libuv=has_libuv,
         )
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")  # the log of the fork server

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_megatron.gang.forkserver.store import LOCAL_HOST, StoreKeeper
+from pytest_megatron.gang.forkserver.store import LOCAL_HOST, StoreKeeper, _listen, _serve_store
 
 
 @pytest.fixture
@@ -47,6 +47,27 @@ def test_a_store_that_served_is_closed_too(keeper: StoreKeeper) -> None:
     del store
     keeper.close_store(port)
     wait_for_end(port)
+
+
+def test_a_store_of_torch_2_6_takes_a_socket_that_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    real = torch.distributed.TCPStore
+
+    def store_of_2_6(*args: object, use_libuv: bool = True, **settings: object) -> object:
+        if use_libuv and settings.get("master_listen_fd") is not None:
+            raise NotImplementedError("libuv: no initialization with an listen fd")
+        return real(*args, use_libuv=use_libuv, **settings)
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", store_of_2_6)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0+cu124"))
+    listening = _listen(LOCAL_HOST)
+    port = listening.getsockname()[1]
+    store = _serve_store(listening.detach(), port)
+    assert isinstance(store, real)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_a_keeper_that_was_killed_gets_a_successor(keeper: StoreKeeper) -> None:

@@ -1,0 +1,264 @@
+"""Tries the wheel with several releases of Python and torch, and prints a table.
+
+    python tests/compatibility/run_versions.py --wheel FILE 3.12:2.8.0 3.13:2.13.0 [--page FILE]
+
+For each pair uv makes an environment with the wheel, that torch and the newest of everything else,
+and small projects run in it: tests of which some pass and others fail, on two ranks; a rank that
+never comes to a collective; a workload that records a golden and then equals it. `--page` puts the
+rows into the table of `docs/reference/compatibility.md`. A torch from the package index brings the
+CUDA packages, 6 GB for each pair, which are removed after it. Needs uv and the Pythons, and
+nothing but the standard library. Exits with 1 if anything was not as expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT_S = 600
+HEAD = "| Python | torch | numpy | pytest | tests on ranks | a hang | a workload | date |"
+_ROW = re.compile(r"^\| (\d+\.\d+)\.\S+ \| (\d+)\.(\d+)\S* \|")
+_TESTS = """
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+
+    def test_sum(process_group, device, rank, world_size):
+        value = torch.tensor([float(rank)], device=device)
+        dist.all_reduce(value)
+        assert (value.item(), world_size) == (1.0, 2)
+
+
+    def test_fails_on_one(process_group, rank):
+        dist.barrier()
+        assert rank != 1
+
+
+    def test_gathers(process_group, device, rank):
+        found = [torch.zeros(2, device=device) for _ in range(2)]
+        dist.all_gather(found, torch.full((2,), float(rank), device=device))
+        assert torch.stack(found).tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+    @pytest.mark.controller
+    def test_plain():
+        pass
+    """
+_HANG = """
+    import torch
+    import torch.distributed as dist
+
+
+    def test_misses(process_group, rank):
+        if rank == 1:
+            return
+        dist.all_reduce(torch.ones(1))
+    """
+_TRAIN = """
+    import argparse
+    import json
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--exit-interval", type=int)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    x = torch.linspace(-1, 1, 32).reshape(8, 4)
+    with open(os.environ["PYTEST_MEGATRON_METRICS"], "a") as metrics:
+        for step in range(1, (args.exit_interval or args.train_iters) + 1):
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for weights in model.parameters():
+                    dist.all_reduce(weights.grad)
+                    weights -= 0.05 * weights.grad / 2
+            if dist.get_rank() == 0:
+                print(json.dumps({"step": step, "lm loss": loss.item()}), file=metrics, flush=True)
+    dist.destroy_process_group()
+    """
+_RECIPE = """
+    type: basic
+    format_version: 1
+    spec:
+      model: tiny
+      gpus: 2
+      platforms: cpu
+      training_script_path: train.py
+    products:
+      - test_case: [line]
+        products:
+          - {environment: [dev], scope: [L0]}
+    """
+_CASE = """
+    TEST_TYPE: regular
+    METRICS: [lm loss]
+    MODEL_ARGS:
+      --train-iters: 10
+    """
+_VERSIONS = """
+import json, platform, importlib.metadata as m
+names = ("torch", "numpy", "pytest")
+print(json.dumps([platform.python_version(), *map(m.version, names)]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What came of one environment.
+
+    Attributes:
+        versions: Of Python, torch, numpy and pytest.
+        problems: What was not as expected, by the column of the table.
+    """
+
+    versions: tuple[str, ...]
+    problems: dict[str, str]
+
+    @property
+    def row(self) -> str:
+        """The row of the table."""
+        marks = [
+            "no" if self.problems.get(name) else "yes" for name in ("tests", "hang", "workload")
+        ]
+        today = dt.datetime.now(dt.UTC).strftime("%Y-%m-%d")
+        return f"| {' | '.join((*self.versions, *marks, today))} |"
+
+
+def main() -> int:
+    """Try every pair; return the exit code."""
+    parser = argparse.ArgumentParser(prog="run_versions.py")
+    parser.add_argument("pairs", nargs="+", metavar="PYTHON:TORCH")
+    parser.add_argument("--wheel", type=Path, required=True)
+    parser.add_argument("--uv", default="uv", help="uv's program")
+    parser.add_argument("--page", type=Path, help="page whose table gets the rows")
+    found = parser.parse_args()
+    rows, has_failed = [], False
+    for pair in found.pairs:
+        python, _, torch = pair.partition(":")
+        with tempfile.TemporaryDirectory(prefix="versions-") as directory:
+            tried = try_pair(Path(directory), found.uv, found.wheel.resolve(), python, torch)
+        rows.append(tried.row)
+        print(tried.row, flush=True)
+        for name, problem in tried.problems.items():
+            has_failed = True
+            print(f"{name}:\n{problem}", file=sys.stderr, flush=True)
+    if found.page is not None:
+        found.page.write_text(with_rows(found.page.read_text(encoding="utf-8"), rows))
+    return 1 if has_failed else 0
+
+
+def try_pair(work: Path, uv: str, wheel: Path, python: str, torch: str) -> Tried:
+    """Make an environment and run everything in it."""
+    venv = work / "venv"
+    subprocess.run([uv, "venv", "--quiet", "--python", python, venv], check=True)
+    install: list[str | Path] = [
+        uv,
+        "pip",
+        "install",
+        "--no-config",
+        "--quiet",
+        "--python",
+        venv / "bin" / "python",
+    ]
+    subprocess.run([*install, f"torch=={torch}", wheel], check=True)
+    asked: list[str | Path] = [venv / "bin" / "python", "-c", _VERSIONS]
+    versions = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
+    checks = {"tests": try_tests, "hang": try_hang, "workload": try_workload}
+    problems = {name: check(venv, work / name) for name, check in checks.items()}
+    return Tried(versions=tuple(versions), problems={k: v for k, v in problems.items() if v})
+
+
+def try_tests(venv: Path, project: Path) -> str:
+    """Return what was wrong with tests that pass, and with one that fails on a rank."""
+    write(project, {"test_ranks.py": _TESTS})
+    text = run_pytest(venv, project, "--ranks", "2", "--device", "cpu")
+    return missing(text, r"rank 1: failed: assert 1 != 1", r"=+ 1 failed, 3 passed in ")
+
+
+def try_hang(venv: Path, project: Path) -> str:
+    """Return what was wrong with the report of a rank that never comes."""
+    write(project, {"test_hang.py": _HANG})
+    words = ("--ranks", "2", "--device", "cpu", "--rank-timeout", "8", "--rank-grace", "2")
+    text = run_pytest(venv, project, *words)
+    return missing(text, r"rank 0: .*test_hang.py:9", r"all_reduce", r"rank 1: passed")
+
+
+def try_workload(venv: Path, project: Path) -> str:
+    """Return what was wrong with a workload that records its golden, and runs again."""
+    case = "tests/functional_tests/test_cases/tiny/line/model_config.yaml"
+    write(project, {"train.py": _TRAIN, "recipes/tiny.yaml": _RECIPE, case: _CASE})
+    git = ("git", "-c", "user.name=n", "-c", "user.email=e")
+    for words in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "-m", "x")):
+        subprocess.run([*git, *words], cwd=project, check=True)
+    text = run_pytest(venv, project, "recipes", "--golden", "record")
+    if problem := missing(text, r"=+ 1 passed in "):
+        return problem
+    return missing(run_pytest(venv, project, "recipes"), r"=+ 1 passed in ")
+
+
+def write(project: Path, files: dict[str, str]) -> None:
+    """Write the files of a project."""
+    for name, text in files.items():
+        path = project / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+
+def run_pytest(venv: Path, project: Path, *words: str) -> str:
+    """Return what a session prints; warnings are errors in it."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [venv / "bin" / "pytest", "-p", "megatron", "-W", "error", *words],
+        cwd=project,
+        env=kept | {"PATH": path, "COLUMNS": "160"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    return done.stdout
+
+
+def missing(text: str, *patterns: str) -> str:
+    """Return the text and the patterns that it lacks; empty if it lacks none."""
+    lacking = [pattern for pattern in patterns if not re.search(pattern, text)]
+    return f"{text}\nexpected {lacking}\n" if lacking else ""
+
+
+def with_rows(page: str, rows: list[str]) -> str:
+    """Return a page with rows in its table: newer ones replace those of the same pair."""
+    head, _, rest = page.partition(f"{HEAD}\n")
+    rule, *lines = rest.splitlines(keepends=True)
+    num_old = next((i for i, line in enumerate(lines) if line[0] != "|"), len(lines))
+    kept = {_pair(row): row for row in (*(line.strip() for line in lines[:num_old]), *rows)}
+    table = "".join(f"{kept[key]}\n" for key in sorted(kept))
+    return f"{head}{HEAD}\n{rule}{table}{''.join(lines[num_old:])}"
+
+
+def _pair(row: str) -> tuple[tuple[int, ...], int, int]:
+    match = _ROW.match(row)
+    assert match is not None, row
+    return tuple(map(int, match[1].split("."))), int(match[2]), int(match[3])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

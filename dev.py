@@ -112,10 +112,10 @@ def set_up(variant: str) -> None:
     wanted = hashlib.sha256("\0".join(recipe).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    say(f"setting up {VENV.name} ({variant} build of torch); half a minute with a warm cache")
+    report(f"setting up {VENV.name} ({variant} build of torch); half a minute with a warm cache")
     run(sys.executable, "-m", "venv", "--clear", VENV)
     run(PYTHON, "-m", "pip", "install", "--quiet", f"uv=={UV_VERSION}")
-    say("installing the packages of uv.lock")
+    report("installing the packages of uv.lock")
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     if variant == "cuda":
         run(VENV / "bin" / "uv", "sync", "--frozen", "--inexact", "--python", PYTHON, *extras)
@@ -151,7 +151,7 @@ def install_for_cpu(extras: list[str]) -> None:
         )
         run(*pip, "--no-deps", "--require-hashes", "-r", requirements.name)
     torch = f"torch=={locked['torch']}"
-    say(f"installing {torch}")
+    report(f"installing {torch}")
     choices = (
         # A CPU wheel that pip is told of (find-links), then PyTorch's own index.
         (PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", torch),
@@ -160,7 +160,7 @@ def install_for_cpu(extras: list[str]) -> None:
     if not any(
         subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in choices
     ):
-        say("no CPU build of torch is to be had here; installing the CUDA build (gigabytes)")
+        report("no CPU build of torch is to be had here; installing the CUDA build (gigabytes)")
         run(*pip, torch)
     run(*pip, "--no-deps", "--editable", ".")
 
@@ -200,7 +200,7 @@ def run_pytest(*arguments: str) -> int:
     return subprocess.run([VENV / "bin" / "pytest", *arguments], env=env, check=False).returncode
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     """Print what is being done, with the seconds since the start."""
     print(f"dev.py: {time.monotonic() - STARTED:3.0f} s: {text}", flush=True)
 

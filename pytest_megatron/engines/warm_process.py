@@ -135,13 +135,12 @@ def main(descriptor: int, controller: int, names: Sequence[str]) -> None:
 
 
 def _serve(connection: socket.socket, names: Sequence[str]) -> None:
-    started = time.monotonic()
     imported = dict(os.environ)
     problem = _import(names) or find_obstacle("torch was imported")
     added = {name: value for name, value in os.environ.items() if imported.get(name) != value}
     gc.collect()
     gc.freeze()  # keep present objects shared with what is forked
-    send(connection, {"problem": problem, "took_s": time.monotonic() - started})
+    send(connection, {"problem": problem})
     while not problem:
         message, descriptors = receive(connection)
         _collect_ended()
@@ -216,7 +215,8 @@ def _launch(command: Sequence[str], imports: Imports, free: frozenset[str]) -> N
     at = command.index("-m") + 2
     sys.orig_argv[:] = list(command)
     sys.argv[:] = [_LAUNCHER, *command[at:]]
-    sys.path.insert(0, str(Path.cwd()))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
         _as_program(lambda: runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True))
     finally:

@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 from pytest_megatron.engines.warm_process import (
     PRELOADED,
@@ -31,7 +31,6 @@ from pytest_megatron.process.guarded import Guard, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.workload.plan.plan import PhasePlan
 
-WorkloadStart: TypeAlias = Literal["auto", "fork", "fresh"]
 _MOST_PROCESSES = 2  # each holds torch: a few hundred MB
 _IMPORT_S = 300.0
 _FORK_S = 60.0
@@ -40,7 +39,9 @@ _PACKAGE = str(Path(__file__).parents[2])
 # -u, as torch.distributed.run starts ranks. The package may not be where ranks would find it.
 _CODE = """
 import sys
-sys.path[:1] = [{path!r}]
+if not sys.flags.safe_path:
+    del sys.path[0]
+sys.path.insert(0, {path!r})
 from pytest_megatron.engines.warm_process import main
 del sys.path[0]
 main({descriptor}, {controller}, {names!r})
@@ -50,12 +51,10 @@ _HARMLESS = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
 _CHANGES = frozenset(("update", "setdefault", "pop", "popitem", "clear"))
-# Tools that begin to watch a program when its interpreter starts.
+# Tools and settings that concern a program from its first import on.
 _WATCHED = (
-    "COVERAGE_PROCESS_START",
-    "COVERAGE_PROCESS_CONFIG",
-    "PYTHONINSPECT",
-    "PYTHONTRACEMALLOC",
+    *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "PYTHONINSPECT", "PYTHONVERBOSE"),
+    *("PYTHONPROFILEIMPORTTIME", "PYTHONTRACEMALLOC", "PYTHONWARNINGS"),
 )
 # What a plan sets for each start, and nothing but the program reads.
 _FREE_NAMES = frozenset(
@@ -198,6 +197,10 @@ def _start_process(
     python: str, names: Sequence[str], env: Mapping[str, str], cwd: Path
 ) -> _Process | str:
     """Start a process and wait until it has imported torch; return why it must not be forked."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:  # before Linux 5.3
+        return f"the kernel has no pidfd_open ({error.strerror})"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = _CODE.format(
         path=_PACKAGE, descriptor=theirs.fileno(), controller=os.getpid(), names=list(names)

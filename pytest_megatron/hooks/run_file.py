@@ -120,6 +120,7 @@ def _options(config: pytest.Config, options: Options) -> RecordedOptions:
         rank_timeout=_rank_timeout_s(config, options),
         rank_grace=options.rank_grace_s,
         gang_start=options.gang_start,
+        workload_start=options.workload_start,
         ranks_per_gpu=options.ranks_per_gpu,
         signatures=tuple(str(path) for path in options.signatures),
     )

@@ -145,6 +145,8 @@ def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> l
     if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
         words.append(f"--golden-policy={policy}")
     words += ["--lightweight"] if options.lightweight else []
+    if options.workload_start in ("fork", "fresh"):
+        words += ["--workload-start", options.workload_start]
     return words + [
         f"--signatures={path}" for path in options.signatures if _may_name(path, wishes)
     ]

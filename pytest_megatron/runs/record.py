@@ -226,6 +226,7 @@ class RecordedOptions:
     rank_timeout: Real | None = None
     rank_grace: Real | None = None
     gang_start: str | None = None
+    workload_start: str | None = None
     ranks_per_gpu: _Number | None = None
     signatures: tuple[str, ...] = ()
 

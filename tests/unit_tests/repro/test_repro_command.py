@@ -46,11 +46,18 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
 
 
 def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
-    options: JsonValue = {"golden": "refresh", "golden_policy": "megatron", "lightweight": True}
+    options: JsonValue = {
+        "golden": "refresh",
+        "golden_policy": "megatron",
+        "lightweight": True,
+        "workload_start": "fresh",
+    }
     chosen = chosen_of(tmp_path, a_row(), options=options)
     once = ["--n-repeat", "1", "--max-attempts", "1", "--platform", "cpu"]
     again = made(chosen, Wishes(num_ranks=1))
-    assert again.argv == (*COMMON, *once, "--golden-policy=megatron", "--lightweight", ROW)
+    fresh = ("--workload-start", "fresh")
+    words = (*once, "--golden-policy=megatron", "--lightweight", *fresh)
+    assert again.argv == (*COMMON, *words, ROW)
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
 
@@ -147,6 +154,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     options: JsonValue = {
         "golden_policy": "/opt/evil.py",
         "gang_start": "fresh; evil",
+        "workload_start": "fork; evil",
         "signatures": ["/opt/evil.toml"],
         "basetemp": "/home",
     }

@@ -15,8 +15,8 @@ for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):  # sessions of tests write fo
 # pytest-xdist is left with one at the end; those that wait stand between those that compute.
 LONG = (
     *("test_doc_commands", "test_docker", "test_gang_faults", "test_slurm_limits"),
-    *("test_retries", "test_test_types", "test_golden_writing", "test_gang_hosts"),
-    *("test_gang_collection", "test_failing_workloads", "test_slurm_lab", "test_gang_xdist"),
+    *("test_gang_hosts", "test_gang_collection", "test_failing_workloads", "test_slurm_lab"),
+    *("test_gang_xdist", "test_golden_writing"),
 )
 
 

@@ -2,7 +2,9 @@
 
 Needs Python 3.11 to 3.13 with pip, and nothing else:
 
-    python3 dev.py recipes [PYTEST ARGS]   train and judge the workloads that this machine can run
+    python3 dev.py recipes                 train and judge three workloads, the smoke tier
+    python3 dev.py recipes --all           ... all that this machine can run
+    python3 dev.py recipes PYTEST ARGS     ... those that the arguments select
     python3 dev.py test [PYTEST ARGS]      the tests
     python3 dev.py check                   format, lint, types, import layers, lock file
     python3 dev.py package [--keep DIR]    build wheel and sdist, and try them
@@ -27,6 +29,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -35,7 +38,13 @@ MADE_VARIABLE = "PYTEST_MEGATRON_VENV"
 VENV = Path(os.environ.get(MADE_VARIABLE, ROOT / ".venv"))
 PYTHON = VENV / "bin" / "python"
 UV_VERSION = "0.13.8"
+STARTED = time.monotonic()
 EXTRAS = ("megatron", "cluster")
+NEXT = """\
+Next, open .pytest_megatron/runs/latest/index.html: the curves and logs of this run
+see a failure: change --lr in {case}, run python3 dev.py recipes -k tp1_pp1
+python3 dev.py recipes --all trains all; docs/tutorials/first-workload.md makes one of your own\
+""".format(case="tests/functional_tests/test_cases/gpt/tp1_pp1/model_config.yaml")
 LOWEST, ABOVE = (3, 11), (3, 14)
 
 
@@ -47,6 +56,7 @@ def main() -> int:
     choices = ("recipes", "test", "check", "package", "setup", "site", "links")
     parser.add_argument("command", choices=choices)
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--all", action="store_true", help="recipes: more than the smoke tier")
     arguments, rest = parser.parse_known_args()
     if not LOWEST <= sys.version_info[:2] < ABOVE:
         found = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -62,8 +72,7 @@ def main() -> int:
         print(f"dev.py: setting up .venv failed at: {' '.join(map(str, error.cmd))}")
         return 2
     if arguments.command == "recipes":
-        is_named = any(Path(word.partition("::")[0]).exists() for word in rest)
-        return run_pytest("-p", "megatron", *([] if is_named else ["recipes"]), *rest)
+        return train(rest, is_smoke=not (rest or arguments.all))
     if arguments.command == "test":
         return run_pytest(*rest)
     if arguments.command in ("check", "package"):
@@ -71,6 +80,16 @@ def main() -> int:
     if arguments.command == "setup":
         print(f"dev.py: {VENV.name} is ready")
     return 0 if arguments.command == "setup" else run_sphinx(arguments.command, *rest)
+
+
+def train(rest: list[str], *, is_smoke: bool) -> int:
+    """Train workloads; after the smoke tier, print what to try next."""
+    is_named = any(Path(word.partition("::")[0]).exists() for word in rest)
+    words = [*([] if is_named else ["recipes"]), *rest, *(["--tag", "smoke"] if is_smoke else [])]
+    code = run_pytest("-p", "megatron", *words)
+    if is_smoke:
+        print(NEXT)
+    return code
 
 
 def has_nvidia_driver() -> bool:
@@ -93,9 +112,10 @@ def set_up(variant: str) -> None:
     wanted = hashlib.sha256("\0".join(recipe).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    print(f"dev.py: setting up {VENV.name} ({variant} build of torch)", flush=True)
+    say(f"setting up {VENV.name} ({variant} build of torch); half a minute with a warm cache")
     run(sys.executable, "-m", "venv", "--clear", VENV)
     run(PYTHON, "-m", "pip", "install", "--quiet", f"uv=={UV_VERSION}")
+    say("installing the packages of uv.lock")
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     if variant == "cuda":
         run(VENV / "bin" / "uv", "sync", "--frozen", "--inexact", "--python", PYTHON, *extras)
@@ -131,6 +151,7 @@ def install_for_cpu(extras: list[str]) -> None:
         )
         run(*pip, "--no-deps", "--require-hashes", "-r", requirements.name)
     torch = f"torch=={locked['torch']}"
+    say(f"installing {torch}")
     choices = (
         # A CPU wheel that pip is told of (find-links), then PyTorch's own index.
         (PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", torch),
@@ -139,9 +160,7 @@ def install_for_cpu(extras: list[str]) -> None:
     if not any(
         subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in choices
     ):
-        print(
-            "dev.py: no CPU build of torch is to be had here; installing the CUDA build (gigabytes)"
-        )
+        say("no CPU build of torch is to be had here; installing the CUDA build (gigabytes)")
         run(*pip, torch)
     run(*pip, "--no-deps", "--editable", ".")
 
@@ -176,7 +195,14 @@ def try_package(*arguments: str) -> int:
 def run_pytest(*arguments: str) -> int:
     """Run pytest of `.venv` with its console scripts on the PATH, as in an activated shell."""
     env = os.environ | {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
+    # Some images set it, and then each process compiles all modules anew: seconds for each rank.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run([VENV / "bin" / "pytest", *arguments], env=env, check=False).returncode
+
+
+def say(text: str) -> None:
+    """Print what is being done, with the seconds since the start."""
+    print(f"dev.py: {time.monotonic() - STARTED:3.0f} s: {text}", flush=True)
 
 
 def run_sphinx(target: str, *arguments: str) -> int:

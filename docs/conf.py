@@ -21,14 +21,20 @@ root_doc = "docs/index"
 include_patterns = ["docs/**.md", "README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 exclude_patterns = [".*", "build"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-nitpicky = True
 smartquotes = False  # `--` is an option
 
 myst_heading_anchors = 6  # of each heading, as GitHub names them
 
+default_role = "literal"
+autodoc_type_aliases = {"JsonValue": "JsonValue"}
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
+napoleon_use_ivar = True  # an attribute with its type is described by autodoc as well
+
 html_theme = "furo"
 html_title = project
 html_copy_source = False
+html_show_copyright = False
 linkcheck_timeout = 20
 linkcheck_retries = 2
 

@@ -1,1 +1,1 @@
-"""Finds how a project starts distributed tests today, and changes it to pytest-megatron."""
+"""Launched tests of a project: found, replaced, compared."""

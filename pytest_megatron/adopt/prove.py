@@ -220,7 +220,8 @@ def _compare_file(
     copy: Path, place: Path, plan: ProofPlan, file: str, limit_s: float
 ) -> ComparedFile:
     place.mkdir()
-    common = ("-p", "no:cacheprovider", "-o", "junit_family=xunit2", *plan.arguments, file)
+    whole = ("--maxfail=0", "-p", "no:cacheprovider", "-o", "junit_family=xunit2")
+    common = (*plan.arguments, *whole, file)
     number = str(plan.num_ranks)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", number]
     launched = _run_side(

@@ -7,14 +7,13 @@ skills/mcore-cicd/SKILL.md, "Which label to attach", d98e8a64dd
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ask_git
+from pytest_megatron.base.schema import SchemaError, parse, shown
 from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass
 from pytest_megatron.errors import SelectionError
@@ -84,36 +83,21 @@ class PathChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """The label to attach.
+    """The label to attach, under the keys of `plan --format json`.
 
     Attributes:
         label: None: none is needed.
-        also: Labels besides.
+        labels: It, and labels besides.
         reason: Which paths ask for it.
+        docs_only: Whether nothing but documentation changed.
         classes: Name of a class -> its paths, in the table's order.
-        is_docs_only: Whether nothing but documentation changed.
     """
 
     label: str | None
-    also: tuple[str, ...]
+    labels: tuple[str, ...]
     reason: str
+    docs_only: bool
     classes: dict[str, tuple[str, ...]]
-    is_docs_only: bool
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """All of them."""
-        return (*(() if self.label is None else (self.label,)), *self.also)
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `plan --format json`."""
-        return {
-            "label": self.label,
-            "labels": list(self.labels),
-            "reason": self.reason,
-            "docs_only": self.is_docs_only,
-            "classes": {name: list(paths) for name, paths in self.classes.items()},
-        }
 
 
 def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
@@ -134,10 +118,10 @@ def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
     label = max(asked, key=lambda word: strength.get(word, -1), default=None)
     return Suggestion(
         label=label,
-        also=tuple(dict.fromkeys(also)),
+        labels=(*(() if label is None else (label,)), *dict.fromkeys(also)),
         reason=_reason(classes, None if label is None else asked[label].name),
+        docs_only=bool(classes) and classes.keys() <= {DOCS},
         classes={name: classes[name] for name in (*order, NO_CLASS) if name in classes},
-        is_docs_only=bool(classes) and classes.keys() <= {DOCS},
     )
 
 
@@ -229,7 +213,7 @@ class Considered:
     """A rule, whether it decided, and why or why not."""
 
     rule: str
-    is_deciding: bool
+    decides: bool
     why: str
 
 
@@ -281,14 +265,13 @@ def parse_labels(text: str) -> tuple[str, ...]:
     """
     if not text.strip().startswith("["):
         return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    problem = f"{text!r} is no list of labels, expected words with commas or a JSON array of words"
+    expected = "words with commas or a JSON array of words"
+    problem = f"{shown(text)} is no list of labels, expected {expected}"
     try:
-        found: JsonValue = json.loads(text)
-    except json.JSONDecodeError:
+        found = parse(list[str], text)
+    except SchemaError:
         raise SelectionError("--labels", problem) from None
-    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise SelectionError("--labels", problem)
-    return tuple(dict.fromkeys(str(word).strip() for word in found if str(word).strip()))
+    return tuple(dict.fromkeys(word.strip() for word in found if word.strip()))
 
 
 def decide(trigger: Trigger, table: CiTable) -> Decision:
@@ -305,17 +288,17 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
     for rule in table.rules:
         if chosen is not None:
             why = f"not looked at, {chosen.name!r} comes first"
-            considered.append(Considered(rule=rule.name, is_deciding=False, why=why))
+            considered.append(Considered(rule=rule.name, decides=False, why=why))
             continue
         holds, why = _holds(rule, trigger)
         chosen = rule if holds else None
-        considered.append(Considered(rule=rule.name, is_deciding=holds, why=why))
+        considered.append(Considered(rule=rule.name, decides=holds, why=why))
     if chosen is None:
         raise SelectionError(
             f"{trigger.option} {trigger.event}",
             f"matches none of {len(table.rules)} rules; end the rules with one without 'when'",
         )
-    why = next(one.why for one in considered if one.is_deciding)
+    why = next(one.why for one in considered if one.decides)
     return _with_labels(chosen, why, trigger, table, tuple(considered))
 
 

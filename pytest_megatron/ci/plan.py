@@ -124,7 +124,7 @@ class CiPlan:
             "reason": decision.reason,
             "label_effects": list(decision.label_effects),
             "unknown_labels": list(decision.unknown_labels),
-            "suggestion": None if self.suggestion is None else self.suggestion.as_json(),
+            "suggestion": None if self.suggestion is None else asdict(self.suggestion),
             "workloads": [_row(workload) for workload in self.workloads],
             "jobs": [asdict(job) for job in self.jobs],
             "matrix": {
@@ -133,10 +133,7 @@ class CiPlan:
             },
         }
         if is_explained:
-            found["rules"] = [
-                {"rule": one.rule, "decides": one.is_deciding, "why": one.why}
-                for one in decision.considered
-            ]
+            found["rules"] = [asdict(one) for one in decision.considered]
             found["left_out"] = [
                 {"id": one.name, "reasons": list(one.reasons)} for one in self.left_out
             ]

@@ -31,7 +31,7 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
     if is_explained:
         lines += ["", "rules, the first that holds decides:"]
         for one in plan.decision.considered:
-            lines.append(f"  {'->' if one.is_deciding else '  '} {one.rule}: {one.why}")
+            lines.append(f"  {'->' if one.decides else '  '} {one.rule}: {one.why}")
     for kind, title, rest in (("workload", "workload", ""), ("unit", "job", " of unit tests")):
         jobs = [job for job in plan.jobs if job.kind == kind]
         if not jobs:
@@ -96,7 +96,7 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
         "reason": decision.reason,
         "suites": _line(list(decision.suites)),
         "suggested_label": (plan.suggestion.label or "") if plan.suggestion else "",
-        "docs_only": _word(plan.suggestion is not None and plan.suggestion.is_docs_only),
+        "docs_only": _word(plan.suggestion is not None and plan.suggestion.docs_only),
         "has_workloads": _word(kinds["workload"] > 0),
         "has_units": _word(kinds["unit"] > 0),
         "integration-tests": _line(integration_matrix(plan.jobs)),

@@ -6,6 +6,8 @@ import contextlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from pytest_megatron.engines.api import (
     GROUP,
@@ -18,12 +20,14 @@ from pytest_megatron.engines.api import (
     SubmissionPhase,
     Update,
 )
+from pytest_megatron.engines.warm_start import WarmProcesses
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
 from pytest_megatron.gpu.monitor import HealthWatch
+from pytest_megatron.process.guarded import GuardedProcess, execute_guard
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.runner import run_attempt
+from pytest_megatron.workload.plan.plan import PhasePlan, Setting
+from pytest_megatron.workload.run.runner import run_attempt, start_here
 
 CarryOut = Callable[[Submission, Planned, Lease], SubmissionOutcome]
 
@@ -92,20 +96,33 @@ class LocalEngine(LeasingEngine):
     name = "local"
 
     def __init__(self, context: EngineContext) -> None:
-        super().__init__(context.facts.host, _carry_out)
+        super().__init__(context.facts.host, self._run_plan)
+        self._context = context
+        self._warm = WarmProcesses()
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting as it is: the ranks have what the controller has."""
         return setting
 
     def close(self) -> None:
-        """Do nothing: nothing is left."""
+        """End the processes that have imported torch."""
+        self._warm.close()
 
+    def _run_plan(self, order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
+        mode = self._context.workload_start
+        forks = mode == "fork" or (mode == "auto" and order.resources.platform == CPU_PLATFORM)
 
-def _carry_out(order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
-    return SubmissionOutcome(
-        ends=run_attempt(planned.plan, planned.description, order.listener, lease.descriptors)
-    )
+        def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
+            if phase.is_script or not forks:
+                fresh = partial(execute_guard, kept_open=lease.descriptors)
+                return start_here(phase, cwd, fresh)
+            run_dir = self._context.run_dir
+            forked = partial(self._warm.start_guard, phase, run_dir, lease.descriptors)
+            return start_here(phase, cwd, forked)
+
+        return SubmissionOutcome(
+            ends=run_attempt(planned.plan, planned.description, order.listener, start)
+        )
 
 
 LOCAL = LocalEngine.name

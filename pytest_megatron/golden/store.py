@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pytest_megatron.base.files import (
     JsonValue,
+    parse_json,
     read_bytes,
     write_json_atomically,
     write_text_atomically,
@@ -347,13 +348,11 @@ def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
 
 def _count_json_lines(text: str) -> int | None:
     """Return how many JSON values `text` has, one a line, or None if it is no JSON-lines file."""
-    lines = [line for line in text.splitlines() if line.strip()]
     try:
-        for line in lines:
-            json.loads(line)
+        values = [parse_json(line) for line in text.splitlines() if line.strip()]
     except ValueError:
         return None
-    return len(lines) if len(lines) > 1 else None
+    return len(values) if len(values) > 1 else None
 
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -189,6 +189,9 @@ class CiLogPlugin:
 
     def _command(self, line: str) -> None:
         if self._file is not None:
+            writer = self._config.get_terminal_writer()
+            if writer.width_of_current_line:
+                writer.line()
             self._file.write_command(line)
 
     def _annotate(self, longrepr: object, place: tuple[str, int], node_id: str) -> None:

@@ -246,6 +246,7 @@ def findable(arguments: Sequence[str], directory: str) -> list[str]:
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
+WorkloadStart = Literal["auto", "fork", "fresh"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -265,6 +266,7 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
 )
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
+_WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +370,13 @@ class Options:
     )
     executor_config: Path | None = PATH(
         "executor-config", "settings of the executor", None, metavar="FILE"
+    )
+    workload_start: WorkloadStart = _WORKLOAD_START(
+        "workload-start",
+        "fork ranks of workloads from a process that has imported torch, or start fresh "
+        "interpreters",
+        "auto",
+        "auto: fork on platform cpu",
     )
     queue_timeout_s: float = SECONDS(
         "queue-timeout",

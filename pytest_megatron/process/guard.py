@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -29,8 +30,19 @@ SLOW_S = 5.0  # beyond the grace, for killing what did not end in it
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 
 
-def main() -> None:
-    """Run the command of the command line under guard."""
+def execute(command: Sequence[str]) -> int:
+    """Start the command; return its process."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
+    process.returncode = 0  # collected by `_collect`, not by Popen
+    return process.pid
+
+
+def main(start: Callable[[Sequence[str]], int] = execute) -> None:
+    """Run the command of the command line under guard.
+
+    Args:
+        start: Starts the command as a child of this process, and returns its process.
+    """
     control, result, grace_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -46,7 +58,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, _give_up)
     _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == outer:
-        _run(control, result, grace_s)
+        _run(control, result, grace_s, start)
 
 
 def _watch(inner: int, control: int, grace_s: float) -> None:
@@ -80,16 +92,15 @@ def _give_up(*_: object) -> None:
     os._exit(1)
 
 
-def _run(control: int, result: int, grace_s: float) -> None:
+def _run(control: int, result: int, grace_s: float, start: Callable[[Sequence[str]], int]) -> None:
     try:
-        child = subprocess.Popen(sys.argv[4:], stdin=subprocess.DEVNULL, close_fds=True)
+        child = start(sys.argv[4:])
     except OSError as error:
         _answer(result, {"error": f"{sys.argv[4]}: {error.strerror}"})
         return
-    returncode = _wait(child.pid, control, grace_s)
-    child.returncode = returncode  # collected here, not by Popen
+    returncode = _wait(child, control, grace_s)
     num_left = _kill_descendants()
-    _answer(result, {"returncode": returncode, "num_left": num_left, "pid": child.pid})
+    _answer(result, {"returncode": returncode, "num_left": num_left, "pid": child})
 
 
 def _wait(child: int, control: int, grace_s: float) -> int:

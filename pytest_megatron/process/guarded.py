@@ -9,10 +9,10 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from pytest_megatron.errors import LaunchError
 
@@ -58,6 +58,61 @@ class RunningCommand(Protocol):
         """Abort every rank; with faulthandler on, each prints its stacks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardStart:
+    """Start of the process that guards a command.
+
+    Attributes:
+        words: Arguments of `guard.py`: its own, and the command.
+        env: Its whole environment, likewise the command's.
+        cwd: Working directory.
+        output: Descriptors of stdout and stderr.
+        pipes: Descriptors that `words` begins with.
+    """
+
+    words: Sequence[str]
+    env: Mapping[str, str]
+    cwd: Path
+    output: tuple[int, int]
+    pipes: tuple[int, int]
+
+
+class Guard(Protocol):
+    """The process that guards a command."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def wait(self) -> object:
+        """Wait for its end."""
+
+
+StartGuard: TypeAlias = Callable[[GuardStart], Guard]
+
+
+def execute_guard(start: GuardStart, kept_open: Sequence[int] = ()) -> Guard:
+    """Start the guard as a fresh interpreter.
+
+    Args:
+        start: Its start.
+        kept_open: Descriptors that the guard, not the command, holds until all is over.
+
+    Raises:
+        OSError: The working directory is not usable.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_GUARD), *start.words],
+        env=dict(start.env),
+        cwd=start.cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=start.output[0],
+        stderr=start.output[1],
+        pass_fds=(*start.pipes, *kept_open),
+        start_new_session=True,
+    )
+
+
 class GuardedProcess:
     """A command under `guard.py`; as a context manager it never leaves a process behind."""
 
@@ -69,7 +124,7 @@ class GuardedProcess:
         cwd: Path,
         output: Path | tuple[Path, Path],
         grace_s: float,
-        kept_open: Sequence[int] = (),
+        start_guard: StartGuard = execute_guard,
     ) -> None:
         """Start `command` with its output going to files.
 
@@ -79,7 +134,7 @@ class GuardedProcess:
             cwd: Its working directory.
             output: One file for stdout and stderr, or one for each; created, or emptied.
             grace_s: How long it may take to end after the order.
-            kept_open: Descriptors that the guard, not the command, holds until all is over.
+            start_guard: Starts the guard.
 
         Raises:
             LaunchError: The output or the working directory is not usable.
@@ -94,19 +149,20 @@ class GuardedProcess:
         try:
             with contextlib.ExitStack() as opened:
                 files = [opened.enter_context(path.open("wb")) for path in paths]
-                self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARD), *own, *command],
-                    env=dict(env),
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=files[0],
-                    stderr=files[-1],
-                    pass_fds=(control_read, result_write, *kept_open),
-                    start_new_session=True,
+                self._guard = start_guard(
+                    GuardStart(
+                        words=[*own, *command],
+                        env=env,
+                        cwd=cwd,
+                        output=(files[0].fileno(), files[-1].fileno()),
+                        pipes=(control_read, result_write),
+                    )
                 )
-        except OSError as error:
+        except BaseException as error:
             os.close(self._control)
             os.close(self._result)
+            if not isinstance(error, OSError):
+                raise
             raise LaunchError(
                 str(error.filename or paths[0]), f"{error.strerror}; nothing was run"
             ) from error

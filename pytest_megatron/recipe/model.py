@@ -152,7 +152,7 @@ class Workload:
 
     @property
     def where(self) -> str:
-        """`file:line`, as our errors begin."""
+        """File and line, with which errors about it begin."""
         return f"{self.file}:{self.line}"
 
     @property

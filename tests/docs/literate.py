@@ -18,6 +18,8 @@ and, anywhere:
     <!-- run: sed -i s/a/b/ file -->      a command that the text describes and nobody types
     <!-- keep -->                         what later pages go on from
 
+Behind a `project` trainings are started by the agent of tests, which loads no torch.
+
 The output that a page shows is all that was printed, from its first line on: `...` stands for lines
 that are left out, and in a line for a part of it. Times, ids, paths and versions may differ, and
 fractions by a tenth; every other number is compared.
@@ -41,6 +43,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests/unit_tests/hooks"))
+from tiny_project import stand_in  # noqa: E402
+
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^(?P=indent)```$|<!-- (?P<note>.*?) -->",
     re.MULTILINE | re.DOTALL,
@@ -67,6 +72,11 @@ REPLAY = ROOT / "tests/docs/replay.py"
 PROGRAMS = ("train_gpt.py", "train_grpo.py", "generate_gpt.py")
 LIMIT_S = 300
 NOTHING: Mapping[str, str] = {}
+_USE_AGENT = """
+import pathlib, sys
+if "torch.distributed.run" in sys.orig_argv:
+    sys.path.insert(0, str(pathlib.Path(__file__).with_name("packages")))
+"""
 # Lines that say where a page was written: versions, directories, plugins; and what ranks say whose
 # peer is gone, which depends on how far each of them was.
 _LOCAL = re.compile(
@@ -386,6 +396,8 @@ class Pages:
                     shutil.copytree(scratch.cwd, self.kept(page), symlinks=True)
                 case Unseen(do="project"):
                     self._start(step.value, scratch.cwd)
+                    if not need:  # a real Slurm and a real Docker get a real agent
+                        scratch.run(f"export PYTHONPATH='{self._agent()}'")
                 case Unseen():
                     code, output = scratch.run(step.value)
                     if code:
@@ -397,6 +409,13 @@ class Pages:
                 case Block():
                     pass
         self.spent += [(seconds, page.name, command) for seconds, command in scratch.spent]
+
+    def _agent(self) -> Path:
+        """Return a directory for PYTHONPATH with which torch's agent, alone, is that of tests."""
+        directory = self._directory / "agent"
+        stand_in(directory / "packages")
+        (directory / "sitecustomize.py").write_text(_USE_AGENT)
+        return directory
 
     def kept(self, page: Path) -> Path:
         """Return where the project of a page is that has `<!-- keep -->`."""

@@ -1,4 +1,4 @@
-"""`dev.py` under a Python that it does not run on: one line that names the right ones."""
+"""`dev.py`: the Pythons that it runs on, and the workloads that it trains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from pytest_megatron.recipe.load import load_recipe
 
 DEV = Path(__file__).parents[2] / "dev.py"
 _AS_OLD = """
@@ -30,3 +32,40 @@ def test_another_python_is_named_in_one_line(version: str) -> None:
 
 def test_an_old_python_can_read_it() -> None:
     ast.parse(DEV.read_text(encoding="utf-8"), feature_version=(3, 7))
+
+
+# Runs `dev.py` with an environment that is there already, whose pytest prints its arguments.
+@pytest.mark.parametrize(
+    ("typed", "passed"),
+    [
+        ([], ["recipes", "--tag", "smoke"]),
+        (["--all"], ["recipes"]),
+        (["--all", "-n", "2"], ["recipes", "-n", "2"]),
+        (["--platform", "cpu"], ["recipes", "--platform", "cpu"]),
+        (["recipes/gpt.yaml::tp2[dev-cpu]"], ["recipes/gpt.yaml::tp2[dev-cpu]"]),
+    ],
+)
+def test_recipes_are_the_smoke_tier_unless_more_is_typed(
+    tmp_path: Path, typed: list[str], passed: list[str]
+) -> None:
+    fake = tmp_path / "bin" / "pytest"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 1\n')
+    fake.chmod(0o755)
+    ended = subprocess.run(
+        [sys.executable, str(DEV), "recipes", *typed],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTEST_MEGATRON_VENV": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    lines = ended.stdout.splitlines()
+    assert ended.returncode == 1
+    assert lines[: 2 + len(passed)] == ["-p", "megatron", *passed]
+    assert len(lines) - 2 - len(passed) == (0 if typed else 3)  # what to try next
+
+
+def test_the_smoke_tier_is_three_workloads() -> None:
+    workloads = [w for file in (DEV.parent / "recipes").iterdir() for w in load_recipe(file)]
+    smoke = [w for w in workloads if w.tag == "smoke" and w.platform == "cpu"]
+    assert [w.test_case for w in smoke] == ["tp1_pp1", "tp2_pp2", "dp2_dist_opt_resume"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, parse_json
 from pytest_megatron.base.text import describe_exit
 
 _MOST_SHOWN = 400
@@ -82,7 +81,7 @@ def ask(
         return answer
     for line in reversed(answer.text.splitlines()):
         with contextlib.suppress(ValueError):
-            value: JsonValue = json.loads(line)
+            value = parse_json(line)
             if isinstance(value, dict):
                 return ChildAnswer(values=value, text=answer.text)
     return ChildAnswer(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import mmap
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_name
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import parse_json
 from pytest_megatron.doctor.compat import Compiled
 from pytest_megatron.doctor.facts import Extension, Package, Shadow
 
@@ -147,13 +145,13 @@ def _package(distribution: importlib.metadata.Distribution, path: Path) -> Packa
 def _editable(text: str | None) -> Path | None:
     """Return the checkout that a package is installed from, None where its files were copied."""
     try:
-        value: JsonValue = json.loads(text or "null")
+        value = parse_json(text or "null")
     except ValueError:
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("dir_info"), dict):
-        return None
-    information = cast("dict[str, JsonValue]", value["dir_info"])
-    return Path(unquote(urlsplit(str(value["url"])).path)) if information.get("editable") else None
+    found = value if isinstance(value, dict) else {}
+    url, directory = found.get("url"), found.get("dir_info")
+    is_editable = isinstance(directory, dict) and bool(directory.get("editable"))
+    return Path(unquote(urlsplit(url).path)) if is_editable and isinstance(url, str) else None
 
 
 def read_extensions(paths: Iterable[Path], compiled: Iterable[Compiled]) -> Iterator[Extension]:

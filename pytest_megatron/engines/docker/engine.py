@@ -18,12 +18,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from typing_extensions import override
 
-from pytest_megatron.base.files import read_json
 from pytest_megatron.engines.api import (
     EngineContext,
     EngineError,
@@ -49,6 +48,7 @@ from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, wr
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Lease
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.runs.record import read_if_whole
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workload.run.runner import LiveLog
 
@@ -58,6 +58,13 @@ _END_S = 60.0
 _NUM_LOG_LINES = 5
 _KILLED = 137  # 128 and SIGKILL, as Docker has it
 _LONGEST_LINE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Began:
+    """The file with which a worker says that it began, as far as it is read here."""
+
+    version: str | None = None
 
 
 class DockerEngine(LeasingEngine):
@@ -298,11 +305,7 @@ class DockerEngine(LeasingEngine):
 
     def _other_version(self, began: Path) -> EngineError:
         """Return why a container that began left no record and was not killed."""
-        try:
-            found = read_json(began)
-        except (OSError, ValueError):
-            found = None
-        there = found.get("version") if isinstance(found, dict) else None
+        there = (read_if_whole(began, _Began) or _Began()).version
         ours = self._context.facts.versions.get("pytest-megatron")
         text = "the container ended and left no record"
         if there not in (None, ours):

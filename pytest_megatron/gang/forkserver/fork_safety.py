@@ -27,16 +27,20 @@ _COUNTERS = (
 )
 
 
-def find_obstacle() -> str:
-    """Return the reason why this process must not be forked, or ""."""
+def find_obstacle(since: str = "the tests were collected") -> str:
+    """Return the reason why this process must not be forked, or "".
+
+    Args:
+        since: When it may have begun, in words.
+    """
     if _has_cuda():
-        return "CUDA was used while the tests were collected"
+        return f"CUDA was used when {since}"
     names = _python_threads()
     if names:
-        return f"threads run since the tests were collected: {', '.join(sorted(names))}"
+        return f"threads run since {since}: {', '.join(sorted(names))}"
     num_others = _count_tasks() - len(sys._current_frames())  # knows all of Python's
     if num_others > 0 and num_others > _count_openblas():
-        return f"{num_others} threads of libraries run since the tests were collected"
+        return f"{num_others} threads of libraries run since {since}"
     return ""
 
 

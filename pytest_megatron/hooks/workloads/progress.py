@@ -22,6 +22,7 @@ _LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
 _MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000
 
 
@@ -64,7 +65,7 @@ class LiveTerminal:
         self._name = node_id.rpartition("::")[2]
         self._width = 0
         self._has_line = False
-        self._next_line_at = time.monotonic() + _LINE_EVERY_S
+        self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
         self._note = note
         self._clock = StepClock()
         if self._is_tty:
@@ -73,8 +74,7 @@ class LiveTerminal:
     def close(self) -> None:
         """Take the progress line away."""
         self._write([], "")
-        if self._ci_log is not None:
-            self._ci_log.unfold()
+        self._unfold()
         if self._note is not None:
             self._note.unlink(missing_ok=True)
 
@@ -82,23 +82,33 @@ class LiveTerminal:
         """Copy lines, without those that the progress line stands for."""
         shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
         if shown and self._ci_log is not None and self._writer is not None:
-            self._ci_log.fold(f"{self._name}: output of ranks")
+            with uncaptured(self._config):
+                self._ci_log.fold(f"{self._name}: output of ranks")
+            self._has_line = True
         if shown:
             self._write(shown, None)
 
     def on_progress(self, phase: int, progress: Progress) -> None:
         """Show the progress, on a terminal always, elsewhere now and then."""
         text = progress_text(self._name, phase, self._clock.timed(phase, progress))
-        if self._note is not None:
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() < self._next_line_at:
+            return
+        elif self._note is not None:
+            self._next_line_at = time.monotonic() + _NOTE_EVERY_S
             with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
                 write_text_atomically(self._note, text)
-        elif self._is_tty:
-            self._write([], text)
-        elif time.monotonic() >= self._next_line_at:
+        else:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
-            if self._ci_log is not None:
-                self._ci_log.unfold()
+            self._unfold()
             self._write([text], None)
+
+    def _unfold(self) -> None:
+        """End the folded section of a log of CI."""
+        if self._ci_log is not None:
+            with uncaptured(self._config):
+                self._ci_log.unfold()
 
     def _write(self, lines: Sequence[str], status: str | None) -> None:
         """Write whole lines, and on a terminal a line that the next write replaces."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import trusted
 from pytest_megatron.recipe.findings import Severity
 
 TABLE = Path(__file__).parent / "rules.toml"
@@ -96,11 +97,7 @@ class CheckFinding:
 def read_rules(table: Path) -> Mapping[str, CheckRule]:
     """Return the rules of a table by id, in the order of the report."""
     data = cast("dict[str, list[dict[str, str]]]", tomllib.loads(table.read_text(encoding="utf-8")))
-    rows = [
-        CheckRule(**{**row, "severity": Severity(row["severity"])})  # type: ignore[arg-type]
-        for row in data["rule"]
-    ]
-    return {rule.id: rule for rule in rows}
+    return {row["id"]: trusted(CheckRule, row) for row in data["rule"]}
 
 
 @functools.cache

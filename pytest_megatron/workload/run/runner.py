@@ -8,13 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.process.guarded import CommandEnd, GuardedProcess, RunningCommand
+from pytest_megatron.process.guarded import (
+    CommandEnd,
+    GuardedProcess,
+    RunningCommand,
+    StartGuard,
+    execute_guard,
+)
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workload.plan.phases import (
     Target,
@@ -309,7 +314,6 @@ def run_attempt(
     plan: AttemptPlan,
     description: JsonValue,
     listener: AttemptListener,
-    kept_open: Sequence[int] = (),
     start: StartPhase | None = None,
 ) -> tuple[PhaseEnd, ...]:
     """Run the phases of an attempt one after the other, up to the first that is not clean.
@@ -318,8 +322,7 @@ def run_attempt(
         plan: What to run; its directories must not be there yet.
         description: Goes to `plan.json` before anything starts.
         listener: Told about lines and progress while it runs.
-        kept_open: Descriptors, of GPU locks, that must not close before the last rank is gone.
-        start: Starts the program of a phase elsewhere than on this machine alone.
+        start: Starts the program of a phase in another way, maybe elsewhere.
 
     Raises:
         LaunchError: Directories cannot be made, or the launcher cannot be started.
@@ -334,7 +337,7 @@ def run_attempt(
     except OSError as error:
         raise _cannot_write(error, plan.dirs.root) from error
     ends: list[PhaseEnd] = []
-    start = start or partial(_start_here, kept_open=kept_open)
+    start = start or start_here
     deadline = time.monotonic() + plan.time_limit_s
     for phase in plan.phases:
         if phase.origin is not None and (problem := find_no_checkpoint(phase.origin)):
@@ -546,15 +549,23 @@ def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
     return quiet_s >= needed_s or waited_s >= _DUMPS_S
 
 
-def _start_here(phase: PhasePlan, cwd: Path, *, kept_open: Sequence[int]) -> GuardedProcess:
-    """Start the launcher of a phase on this machine."""
+def start_here(
+    phase: PhasePlan, cwd: Path, start_guard: StartGuard = execute_guard
+) -> GuardedProcess:
+    """Start the launcher of a phase on this machine.
+
+    Args:
+        phase: The phase.
+        cwd: Its working directory.
+        start_guard: Starts the guard of the launcher.
+    """
     return GuardedProcess(
         phase.argv,
         env=phase.env,
         cwd=cwd,
         output=phase.dirs.launcher_log,
         grace_s=STOP_GRACE_S,
-        kept_open=kept_open,
+        start_guard=start_guard,
     )
 
 

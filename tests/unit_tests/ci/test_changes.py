@@ -65,7 +65,7 @@ def test_the_label_follows_the_kinds_of_paths(
 ) -> None:
     found = suggest(parse_changes(text), TABLE)
     assert (found.label, set(found.classes)) == (label, classes)
-    assert found.is_docs_only == (classes == {"docs"})
+    assert found.docs_only == (classes == {"docs"})
 
 
 def test_the_suggestion_names_the_path_that_asks_for_it() -> None:

@@ -16,6 +16,7 @@ from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, Python
 from pytest_megatron.doctor.probes.packages import (
     SharedObject,
     read_extensions,
+    read_packages,
     read_shared_object,
     torch_symbols,
 )
@@ -93,3 +94,26 @@ def test_a_name_server_that_keeps_every_process_group_waiting_is_told() -> None:
     ]
     told = [[finding_of(hit).found for hit in check_communication(each, {})] for each in facts]
     assert told == [[], ["the name server takes 5.0 s to say what ::ffff:127.0.0.1 is"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"url": "file:///my%20tree", "dir_info": {"editable": true}}', Path("/my tree")),
+        ('{"url": "file:///tree", "dir_info": {}}', None),
+        ('{"url": "https://host/a.whl", "archive_info": {}}', None),
+        ('{"dir_info": {"editable": true}}', None),
+        ('{"url": 1, "dir_info": [', None),
+        ("[" * 100_000, None),
+    ],
+    ids=["editable", "copied", "archive", "no url", "torn", "deep"],
+)
+def test_only_a_sound_direct_url_names_a_checkout(
+    tmp_path: Path, content: str, expected: Path | None
+) -> None:
+    info = tmp_path / "one-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one\nVersion: 1.0\n")
+    (info / "direct_url.json").write_text(content)
+    found, _ = read_packages([tmp_path])
+    assert found["one"].editable == expected

@@ -81,6 +81,9 @@ def test_bare_literals_are_read_and_noted() -> None:
             id="json-lines",
         ),
         pytest.param(
+            '{"a": 1}\n' + "[" * 100_000, "g.json:2:1: not JSON: extra data", id="deep-second-line"
+        ),
+        pytest.param(
             "{}",
             "g.json: holds no metric ({}), expected an object of metrics; record it again",
             id="empty-object",

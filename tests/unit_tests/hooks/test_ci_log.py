@@ -192,3 +192,14 @@ def test_a_workload_that_differs_from_its_golden_is_annotated_at_its_row(tmp_pat
     assert "environment" in rows[int(error.properties["line"]) - 1]
     assert "golden" in error.message
     assert run.stdout.count("tolerance allows") == 2  # the failure, and the annotation
+
+
+def test_what_a_training_prints_is_folded(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.add("crash", "crash@4:0")
+    run = project.run("recipes", "--tee-ranks", "0", "--max-attempts", "1", **GITHUB)
+    names = [found.name for found in commands(run.stdout) if found.name != "error"]
+    assert names == ["group", "endgroup"] * (len(names) // 2)
+    before, _, rest = run.stdout.partition("\n::group::crash[dev-cpu]: output of ranks\n")
+    assert "[rank0]: " not in before
+    assert "ValueError: the crash of rank 0" in rest.partition("::endgroup::")[0]

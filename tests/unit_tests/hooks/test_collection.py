@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,12 +28,6 @@ def collected(run: Run) -> list[str]:
     return [line for line in run.stdout.splitlines() if "::" in line]
 
 
-def collect(project: Project, *arguments: str) -> list[str]:
-    run = project.run("recipes", "--collect-only", "-q", *arguments)
-    assert run.stderr == ""
-    return [node.removeprefix("recipes/tiny.yaml::") for node in collected(run)]
-
-
 ALL = [
     "small[dev-cpu-L0]",
     "small[dev-cpu-L2]",
@@ -41,34 +39,66 @@ ALL = [
 
 
 def test_a_row_has_a_node_id_that_tells_it_apart(project: Project) -> None:
-    assert collect(project) == ALL
+    run = project.run("recipes", "--collect-only", "-q")
+    assert run.stderr == ""
+    assert [node.removeprefix("recipes/tiny.yaml::") for node in collected(run)] == ALL
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        pytest.param(["-m", "lts"], ["large[lts-cpu]"], id="mark of the environment"),
-        pytest.param(["-m", "L2"], ["small[dev-cpu-L2]"], id="mark of the scope"),
-        pytest.param(["-m", "not gpt"], [], id="mark of the model"),
-        pytest.param(["-m", "latest and dev"], ["large[dev-cpu]"], id="mark of the tag"),
-        pytest.param(
-            ["-m", "platform(name='dgx_a100')"], ["far[dev-dgx_a100]"], id="mark with a name"
-        ),
-        pytest.param(["-k", "small and L2"], ["small[dev-cpu-L2]"], id="-k"),
-        pytest.param(["--scope", "nightly"], ["small[dev-cpu-L2]"], id="scope by its alias"),
-        pytest.param(["--scope", "L2"], ["small[dev-cpu-L2]"], id="scope by its tier"),
-        pytest.param(["--environment", "lts"], ["large[lts-cpu]"], id="environment"),
-        pytest.param(["--platform", "dgx_a100"], ["far[dev-dgx_a100]"], id="platform"),
-        pytest.param(["--tag", "latest", "--environment", "dev"], ["large[dev-cpu]"], id="two"),
-        pytest.param(["--test-case", "far,off"], ALL[-2:], id="comma list"),
-        pytest.param(["--test-case", "far", "--test-case", "off"], ALL[-2:], id="repeated"),
-        pytest.param(["--scope", "nightly", "-k", "dev"], ["small[dev-cpu-L2]"], id="with -k"),
-    ],
-)
-def test_workloads_are_selected(
-    project: Project, arguments: list[str], expected: list[str]
-) -> None:
-    assert collect(project, *arguments) == expected
+SELECTIONS = {
+    "mark of the environment": (["-m", "lts"], ["large[lts-cpu]"]),
+    "mark of the scope": (["-m", "L2"], ["small[dev-cpu-L2]"]),
+    "mark of the model": (["-m", "not gpt"], []),
+    "mark of the tag": (["-m", "latest and dev"], ["large[dev-cpu]"]),
+    "mark with a name": (["-m", "platform(name='dgx_a100')"], ["far[dev-dgx_a100]"]),
+    "-k": (["-k", "small and L2"], ["small[dev-cpu-L2]"]),
+    "scope by its alias": (["--scope", "nightly"], ["small[dev-cpu-L2]"]),
+    "scope by its tier": (["--scope", "L2"], ["small[dev-cpu-L2]"]),
+    "environment": (["--environment", "lts"], ["large[lts-cpu]"]),
+    "platform": (["--platform", "dgx_a100"], ["far[dev-dgx_a100]"]),
+    "two": (["--tag", "latest", "--environment", "dev"], ["large[dev-cpu]"]),
+    "comma list": (["--test-case", "far,off"], ALL[-2:]),
+    "repeated": (["--test-case", "far", "--test-case", "off"], ALL[-2:]),
+    "with -k": (["--scope", "nightly", "-k", "dev"], ["small[dev-cpu-L2]"]),
+}
+# Each session in a process of its own, forked once pytest and the plugin are imported.
+SESSIONS = """
+import json, os, sys
+import pytest
+import pytest_megatron.hooks.workloads.plugin
+for arguments in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if not os.fork():
+        code = pytest.main(["-p", "megatron", "recipes", "--collect-only", "-q", *arguments])
+        sys.stdout.flush()
+        os._exit(code)
+    print(f"ended: {os.waitstatus_to_exitcode(os.wait()[1])}")
+"""
+
+
+@pytest.fixture(scope="module")
+def selected(project: Project) -> dict[str, list[str]]:
+    """The rows that each selection collects."""
+    given = json.dumps([arguments for arguments, _ in SELECTIONS.values()])
+    done = subprocess.run(
+        [sys.executable, "-c", SESSIONS, given],
+        cwd=project.root,
+        env=project.env(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    *parts, rest = re.split(r"^ended: \d\n", done.stdout, flags=re.MULTILINE)
+    assert rest == ""
+    return {
+        name: re.findall(r"^recipes/tiny\.yaml::(.*)", part, re.MULTILINE)
+        for name, part in zip(SELECTIONS, parts, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_workloads_are_selected(selected: dict[str, list[str]], name: str) -> None:
+    assert selected[name] == SELECTIONS[name][1]
 
 
 def test_a_node_id_selects_one_row(project: Project) -> None:
@@ -152,63 +182,59 @@ products:
 """
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        pytest.param(
-            "scope: [L0]",
-            "scope: [L00]",
-            "recipes/bad.yaml:7: scope: unknown word 'L00', expected one of ",
-            id="scope",
-        ),
-        pytest.param(
-            "platforms: [cpu]",
-            "platforms: [cpuu]",
-            "recipes/bad.yaml:7: platforms: unknown word 'cpuu', expected one of cpu, dgx_a100, ",
-            id="platform",
-        ),
-        pytest.param(
-            "environment: [dev]",
-            "environment: [devel]",
-            "recipes/bad.yaml:7: environment: unknown word 'devel', expected one of dev, lts",
-            id="environment",
-        ),
-        pytest.param(
-            "scope: [L0]",
-            "scope: [L0], cadence: [daily]",
-            "recipes/bad.yaml:7: cadence: unknown word 'daily', expected one of mergegroup, ",
-            id="cadence",
-        ),
-        pytest.param(
-            "scope: [L0]",
-            "scope: L0",
-            "recipes/bad.yaml:7: products[0].products[0].scope: found 'L0', expected a list; "
-            "write [L0]",
-            id="bare string",
-        ),
-        pytest.param(
-            "    products:\n      - {",
-            "    product:\n      - {",
-            "recipes/bad.yaml:5: products[0].products: is missing; add it",
-            id="no products",
-        ),
-        pytest.param("type: basic", "type: [basic", "recipes/bad.yaml:", id="no YAML"),
-    ],
-)
+FAULTS = {
+    "scope": ("scope: [L0]", "scope: [L00]", "7: scope: unknown word 'L00', expected one of "),
+    "platform": (
+        "platforms: [cpu]",
+        "platforms: [cpuu]",
+        "7: platforms: unknown word 'cpuu', expected one of cpu, dgx_a100, ",
+    ),
+    "environment": (
+        "environment: [dev]",
+        "environment: [devel]",
+        "7: environment: unknown word 'devel', expected one of dev, lts",
+    ),
+    "cadence": (
+        "scope: [L0]",
+        "scope: [L0], cadence: [daily]",
+        "7: cadence: unknown word 'daily', expected one of mergegroup, ",
+    ),
+    "bare string": (
+        "scope: [L0]",
+        "scope: L0",
+        "7: products[0].products[0].scope: found 'L0', expected a list; write [L0]",
+    ),
+    "no products": (
+        "    products:\n      - {",
+        "    product:\n      - {",
+        "5: products[0].products: is missing; add it",
+    ),
+    "no YAML": ("type: basic", "type: [basic", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def malformed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    project = Project(root=tmp_path_factory.mktemp("malformed"))
+    project.row(project.case("small"))
+    for number, (old, new, _) in enumerate(FAULTS.values()):
+        assert MALFORMED.count(old) == 1
+        path = project.root / "recipes" / f"bad{number}.yaml"
+        path.write_text(MALFORMED.replace(old, new))
+    return project.run("recipes", "--collect-only", "-q")
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_malformed_recipe_is_one_error_and_the_others_are_collected(
-    tmp_path: Path, old: str, new: str, error: str
+    malformed: Run, name: str
 ) -> None:
     """FORMATS 9.35: one malformed recipe breaks all of CI there."""
-    assert MALFORMED.count(old) == 1
-    project = Project(root=tmp_path)
-    project.row(project.case("small"))
-    (tmp_path / "recipes" / "bad.yaml").write_text(MALFORMED.replace(old, new))
-    run = project.run("recipes", "--collect-only", "-q")
-    assert run.returncode == pytest.ExitCode.TESTS_FAILED
-    assert collected(run)[0] == "recipes/tiny.yaml::small[dev-cpu]"
-    assert "Traceback" not in run.text
-    (line,) = [x for x in run.stdout.splitlines() if x.startswith("recipes/bad.yaml:")]
-    assert line.startswith(error)
+    assert malformed.returncode == pytest.ExitCode.TESTS_FAILED
+    assert collected(malformed)[0] == "recipes/tiny.yaml::small[dev-cpu]"
+    assert "Traceback" not in malformed.text
+    start = f"recipes/bad{[*FAULTS].index(name)}.yaml:"
+    (line,) = [x for x in malformed.stdout.splitlines() if x.startswith(start)]
+    assert line.removeprefix(start).startswith(FAULTS[name][2])
 
 
 def test_rows_that_are_switched_off_or_not_for_this_host_are_skipped_with_a_reason(

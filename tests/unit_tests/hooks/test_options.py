@@ -57,6 +57,7 @@ OPTIONS = """\
 --tag
 --tee-ranks
 --test-case
+--workload-start
 """
 GIVEN_SHARING = ("--ranks", "2", "--ranks-per-gpu", "2")
 GANG_ERRORS: list[tuple[list[str], str]] = [

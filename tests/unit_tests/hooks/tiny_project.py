@@ -262,7 +262,7 @@ class Project:
 
 
 def stand_in(directory: Path) -> None:
-    """Make a directory which, on PYTHONPATH, has `tiny_agent.py` in place of torch's agent."""
+    """Make a directory which, on PYTHONPATH, has `tiny_agent.py` in place of torch."""
     package = directory / "torch" / "distributed"
     package.mkdir(parents=True, exist_ok=True)
     for init in (package.parent / "__init__.py", package / "__init__.py"):

@@ -170,7 +170,7 @@ def try_pair(work: Path, uv: str, wheel: Path, python: str, torch: str) -> Tried
     subprocess.run([uv, "venv", "--quiet", "--python", python, venv], check=True)
     install = [uv, "pip", "install", "--no-config", "--quiet", "--python", str(venv / "bin/python")]
     subprocess.run([*install, f"torch=={torch}", str(wheel)], check=True)
-    asked = [venv / "bin" / "python", "-c", _VERSIONS]
+    asked = [str(venv / "bin/python"), "-c", _VERSIONS]
     versions = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
     checks = {"tests": try_tests, "hang": try_hang, "workload": try_workload}
     problems = {name: check(venv, work / name) for name, check in checks.items()}

@@ -168,9 +168,17 @@ def try_pair(work: Path, uv: str, wheel: Path, python: str, torch: str) -> Tried
     """Make an environment and run everything in it."""
     venv = work / "venv"
     subprocess.run([uv, "venv", "--quiet", "--python", python, venv], check=True)
-    install = [uv, "pip", "install", "--no-config", "--quiet", "--python", str(venv / "bin/python")]
-    subprocess.run([*install, f"torch=={torch}", str(wheel)], check=True)
-    asked = [str(venv / "bin/python"), "-c", _VERSIONS]
+    install: list[str | Path] = [
+        uv,
+        "pip",
+        "install",
+        "--no-config",
+        "--quiet",
+        "--python",
+        venv / "bin" / "python",
+    ]
+    subprocess.run([*install, f"torch=={torch}", wheel], check=True)
+    asked: list[str | Path] = [venv / "bin" / "python", "-c", _VERSIONS]
     versions = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
     checks = {"tests": try_tests, "hang": try_hang, "workload": try_workload}
     problems = {name: check(venv, work / name) for name, check in checks.items()}

@@ -68,6 +68,8 @@ def main() -> int:
     )
     try:
         set_up(variant)
+        if arguments.command in ("site", "links"):
+            install_docs()
     except subprocess.CalledProcessError as error:
         print(f"dev.py: setting up .venv failed at: {' '.join(map(str, error.cmd))}")
         return 2
@@ -205,16 +207,28 @@ def report(text: str) -> None:
     print(f"dev.py: {time.monotonic() - STARTED:3.0f} s: {text}", flush=True)
 
 
+def install_docs() -> None:
+    """Add the group docs of `uv.lock` to `.venv`.
+
+    Raises:
+        SystemExit: Somebody else made the environment, without it.
+        subprocess.CalledProcessError: A step failed.
+    """
+    if (VENV / "bin" / "sphinx-build").exists():
+        return
+    if MADE_VARIABLE in os.environ:
+        raise SystemExit(f"dev.py: {VENV} has no Sphinx; install the group docs of uv.lock there")
+    uv = VENV / "bin" / "uv"
+    with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+        export = ("export", "--frozen", "--quiet", "--only-group", "docs", "--output-file")
+        run(uv, *export, file.name)
+        install = ("pip", "install", "--no-config", "--quiet", "--no-deps", "--require-hashes")
+        run(uv, *install, "-r", file.name)
+
+
 def run_sphinx(target: str, *arguments: str) -> int:
     """Build the documentation; a warning, such as a link to nowhere, is an error."""
     sphinx = VENV / "bin" / "sphinx-build"
-    if not sphinx.exists():
-        uv = VENV / "bin" / "uv"
-        with tempfile.NamedTemporaryFile(suffix=".txt") as file:
-            export = ("export", "--frozen", "--quiet", "--only-group", "docs", "--output-file")
-            run(uv, *export, file.name)
-            install = ("pip", "install", "--no-config", "--quiet", "--no-deps", "--require-hashes")
-            run(uv, *install, "-r", file.name)
     builder = "html" if target == "site" else "linkcheck"
     options = ("-c", "docs", "-d", "build/doctrees", "-b", builder, "-W", "--keep-going", "-q")
     directories = (".", f"build/{target}")

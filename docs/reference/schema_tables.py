@@ -40,7 +40,8 @@ def _section(name: str, files: str) -> Iterator[str]:
     yield f"\n## {name}\n"
     yield f"Of `{files}`; `pytest-megatron schema {name}` prints the schema."
     if "properties" not in whole:
-        yield f"\nA file is {_takes(parts, whole)}."
+        yield "\nA file is one of these:\n"
+        yield from (f"- {_takes(parts, one)}" for one in cast("list[_Schema]", whole["anyOf"]))
     for title, part in (("the file", whole), *parts.items()):
         if "properties" in part:
             yield from _table(parts, f"{name}: {title}", part)

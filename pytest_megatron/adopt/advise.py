@@ -16,13 +16,17 @@ PROGRAM = "pytest -p megatron"
 _ALL_GPUS = ("gpu", "auto")
 _THREADS = ("MultiThreadedTestCase", "FSDPTestMultiThread")
 _HEADINGS = {  # one, several, and what follows
-    "pytest": ("pytest command", "pytest commands", "that a launcher starts on each rank; type"),
-    "script": ("launched program", "launched programs", "of tests; with its checks in tests, type"),
-    "class": ("test class", "test classes", "that start ranks; mark the tests"),
-    "spawn": ("call", "calls", "that start ranks in tests; mark the tests"),
-    "subprocess": ("launcher", "launchers", "that tests start; mark what is launched"),
-    "mark": ("mark", "marks", "of MPI; mark the tests"),
-    "recipe": ("recipe", "recipes", "of Megatron-LM's format; type"),
+    "pytest": ("pytest command", "pytest commands", " that a launcher starts on each rank; type"),
+    "script": (
+        "launched test program",
+        "launched test programs",
+        "; make the checks tests, and type",
+    ),
+    "class": ("test class", "test classes", " that start ranks; mark the tests"),
+    "spawn": ("call", "calls", " that start ranks in tests; mark the tests"),
+    "subprocess": ("launcher", "launchers", " that tests start; mark what is launched"),
+    "mark": ("mark", "marks", " of MPI; mark the tests"),
+    "recipe": ("recipe", "recipes", " of Megatron-LM's format; type"),
 }
 _NOTES = {
     "class": "they run as they are without --ranks; with --ranks they need @pytest.mark.controller",
@@ -147,7 +151,7 @@ def advice_lines(
         mine = [item for item in advice if item.place.kind == kind]
         if not mine:
             continue
-        yield f"{counted(len(mine), one, many)} {rest}:"
+        yield f"{counted(len(mine), one, many)}{rest}:"
         rows = [(f"  {item.place.where}", item.found, item.instead) for item in mine[:most]]
         yield from columns(rows)
         if len(mine) > len(rows):

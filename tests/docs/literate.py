@@ -44,7 +44,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests/unit_tests/hooks"))
-from tiny_project import stand_in  # noqa: E402
+from tiny_project import stand_in  # noqa: E402 - of tests/unit_tests/hooks
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^(?P=indent)```$|<!-- (?P<note>.*?) -->",
@@ -74,7 +74,8 @@ LIMIT_S = 300
 NOTHING: Mapping[str, str] = {}
 _USE_AGENT = """
 import pathlib, sys
-if "torch.distributed.run" in sys.orig_argv:
+starts_ranks = ("torch.distributed.run", "pytest_megatron.engines.warm_process")
+if any(name in word for name in starts_ranks for word in sys.orig_argv):
     sys.path.insert(0, str(pathlib.Path(__file__).with_name("packages")))
 """
 # Lines that say where a page was written: versions, directories, plugins; and what ranks say whose

@@ -126,11 +126,15 @@ def test_a_demo_without_git_is_one_error(tmp_path: Path) -> None:
 def test_a_demo_that_ends_otherwise_than_expected_fails(tmp_path: Path) -> None:
     place = tmp_path / "site"
     place.mkdir()
-    broken = (
-        "import os, sys\nif 'RANK' in os.environ and 'train.py' in sys.argv[0]:\n    os._exit(3)\n"
+    lines = (
+        "import os, sys",
+        "if '--golden' in sys.orig_argv:",
+        " os.write(1, b'no luck')",
+        " os._exit(3)",
     )
+    broken = "\n".join(lines)
     (place / "sitecustomize.py").write_text(broken)
     done = run_demo(tmp_path, "demo", env={"PYTHONPATH": str(place)})
-    message = "pytest-megatron: demo: no golden was recorded, pytest ended with exit code 1\n"
+    message = "pytest-megatron: demo: no golden was recorded, pytest ended with exit code 3\n"
     assert (done.returncode, done.stderr) == (1, message)
-    assert "ended with exit code 3" in done.stdout
+    assert "no luck" in done.stdout

@@ -36,7 +36,7 @@ from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.process import guard
 from pytest_megatron.process.tree import die_with
 
-# Its module-level `Popen` starts the ranks of torch.distributed.run, in torch 2.6 to 2.13.
+# Starts the ranks of torch.distributed.run; see `replace_popen`.
 _STARTS_RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _LAUNCHER = "torch.distributed.run"
 # Parts of torch, and what they import. Neither megatron-core nor its plugins are among them: a
@@ -168,10 +168,20 @@ def _import(names: Sequence[str]) -> str:
                     return str(error)
             except Exception as error:  # noqa: BLE001 - ranks that import it report the error
                 return f"{name} cannot be imported: {error}"
-    starts_ranks = sys.modules[_STARTS_RANKS]
-    if getattr(starts_ranks, "Popen", None) is not subprocess.Popen:
+    if not replace_popen(dict(vars(sys.modules[_STARTS_RANKS])), _POPEN):
         return "this release of torch starts ranks in another way"
     return ""
+
+
+def replace_popen(names: dict[str, object], start: object) -> bool:
+    """Have a module start processes with `start`; return false if it does so in an unknown way."""
+    if names.get("Popen") is subprocess.Popen:
+        names["Popen"] = start
+    elif names.get("subprocess") is subprocess:  # torch 2.6 to 2.8
+        names["subprocess"] = types.SimpleNamespace(Popen=start)
+    else:
+        return False
+    return True
 
 
 def _guard(order: ForkOrder, imports: Imports, descriptors: Sequence[int]) -> NoReturn:
@@ -211,7 +221,7 @@ def _launch(command: Sequence[str], imports: Imports, free: frozenset[str]) -> N
         raise _BecomeError(partial(_fork_ranks, theirs, launcher))
     theirs.close()
     ranks = _RankForker(ours, imports, free)
-    vars(sys.modules[_STARTS_RANKS])["Popen"] = ranks.start
+    replace_popen(vars(sys.modules[_STARTS_RANKS]), ranks.start)
     at = command.index("-m") + 2
     sys.orig_argv[:] = list(command)
     sys.argv[:] = [_LAUNCHER, *command[at:]]
@@ -250,7 +260,12 @@ class _RankForker:
             return _POPEN(args, env=env, stdout=stdout, stderr=stderr, **others)
         files = [stream if stream is not None else n for n, stream in ((1, stdout), (2, stderr))]
         numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-        send(self._connection, {"args": list(args), "env": {**env, **self._imports.added}}, numbers)
+        order: Message = {
+            "args": list(args),
+            "env": {**env, **self._imports.added},
+            "cpus": sorted(os.sched_getaffinity(0)),  # torch may bind ranks by binding itself
+        }
+        send(self._connection, order, numbers)
         while True:
             message, _ = receive(self._connection)
             if message is None:
@@ -383,6 +398,8 @@ def _fork_ranks(connection: socket.socket, launcher: int) -> None:
 def _train(message: Message) -> None:
     """Be a rank: `python -u SCRIPT ...`."""
     set_environment(cast("dict[str, str]", message["env"]))
+    if os.sched_getaffinity(0) != set(cpus := cast("list[int]", message["cpus"])):
+        os.sched_setaffinity(0, cpus)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_FORKER)
     _reset_signals()
     if "numpy" in sys.modules:  # it has seeded its generator when it was imported

@@ -49,6 +49,7 @@ found = {
         if name.startswith("RLIMIT_")
     },
     "niceness": os.nice(0),
+    "cpus": sorted(os.sched_getaffinity(0)),
     "umask": os.umask(0o22),
     "threads": [thread.name for thread in threading.enumerate()],
     "process": [

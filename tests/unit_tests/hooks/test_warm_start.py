@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from tiny_project import Project, Run, wait_until
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.engines.warm_process import replace_popen
 from pytest_megatron.engines.warm_start import obstacle_of, uses_megatron
 
 MIRROR = Path(__file__).parents[1] / "guests" / "mirror.py"
@@ -48,7 +50,7 @@ def phase_of(project: Project, run_dir: str, case: str) -> Path:
 
 
 def test_a_forked_rank_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
+    project = Project(root=tmp_path, has_torch=True)
     project.add("sound", env={"PYTHONFAULTHANDLER": "1"})
     (tmp_path / "mirror.py").write_text(MIRROR.read_text())
     change_program(project, "import mirror\n")
@@ -64,7 +66,7 @@ def test_a_forked_rank_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
 
 
 def test_a_forked_rank_ends_as_a_fresh_one(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1)
+    project = Project(root=tmp_path, gpus=1, has_torch=True)
     ends = {
         "raises": "def f():\n    raise ValueError('ended')\nf()",
         "exits": "import sys; sys.exit('some words')",
@@ -90,7 +92,7 @@ def test_a_forked_rank_ends_as_a_fresh_one(tmp_path: Path) -> None:
 
 
 def test_a_program_that_changes_its_environment_is_not_forked(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1)
+    project = Project(root=tmp_path, gpus=1, has_torch=True)
     project.add("sound")
     change_program(project, "import os\nos.environ['TORCH_LOGS'] = ''\n")
     run = project.run("recipes")
@@ -107,7 +109,7 @@ def program_line(root: Path, text: str) -> int:
 
 
 def test_a_module_that_hides_a_library_is_imported_all_the_same(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1)
+    project = Project(root=tmp_path, gpus=1, has_torch=True)
     project.add("sound")
     (tmp_path / "sympy.py").write_text("IS_MINE = True\n")
     change_program(project, "import sympy\nassert sympy.IS_MINE\n")
@@ -120,7 +122,7 @@ def test_a_module_that_hides_a_library_is_imported_all_the_same(tmp_path: Path) 
 
 
 def test_a_killed_parent_leaves_the_training_alone(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1)
+    project = Project(root=tmp_path, gpus=1, has_torch=True)
     project.add("waits")
     project.add("sound")
     change_program(project, WAIT)
@@ -131,6 +133,18 @@ def test_a_killed_parent_leaves_the_training_alone(tmp_path: Path) -> None:
     (tmp_path / "state" / "go").touch()
     output, _ = process.communicate()
     assert (process.returncode, project.processes()) == (0, []), output
+
+
+def test_a_killed_session_leaves_nothing_that_was_forked(tmp_path: Path) -> None:
+    project = Project(root=tmp_path, has_torch=True)
+    project.add("hang", "hang@2:1", "spawn@1:1")
+    process = project.start("recipes", "--workload-start", "fork")
+    wait_until((tmp_path / "state" / "hang.up").exists, "the hang")
+    log = phase_of(project, "run", "hang") / "launcher.log"
+    assert "not forked" not in log.read_text()
+    process.kill()
+    process.communicate()
+    wait_until(lambda: project.processes() == [], f"no process of {tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -175,3 +189,13 @@ def test_a_program_uses_megatron_through_a_module_of_its_own(tmp_path: Path) -> 
     (tmp_path / "other.py").write_text("import torch, megatronic")
     assert uses_megatron(tmp_path / "train.py")
     assert not uses_megatron(tmp_path / "other.py")
+
+
+def test_releases_of_torch_start_ranks_in_one_of_two_ways() -> None:
+    newer: dict[str, object] = {"Popen": subprocess.Popen}
+    older: dict[str, object] = {"subprocess": subprocess}
+    assert replace_popen(newer, print)
+    assert newer["Popen"] is print
+    assert replace_popen(older, print)
+    assert getattr(older["subprocess"], "Popen", None) is print
+    assert not replace_popen({"posix_spawn": os.posix_spawn}, print)

@@ -326,3 +326,15 @@ def test_an_error_file_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
     (rank / "error.json").write_text("{")
     (rank / "stderr.log").write_text(textwrap.dedent(traceback("KeyError: 'labels'")))
     assert any("error.json: is no JSON" in note for note in triage([tmp_path]).notes)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "time limit of 12 s reached after iteration 4 of 10; rank 2 was at train.py:121 in wait",
+        "ranks 0, 2-3 did not end in 5 s",
+    ],
+)
+def test_a_report_of_ours_in_the_log_of_a_job_is_known(tmp_path: Path, report: str) -> None:
+    (group,) = of_log(tmp_path, f"{report}\n===== 1 failed in 13.50s =====\n").groups
+    assert group.first.family == "time_limit"

@@ -32,7 +32,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeAlias, cast
 
-from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.process import guard
 from pytest_megatron.process.tree import die_with
 
@@ -402,8 +402,7 @@ def _train(message: Message) -> None:
         os.sched_setaffinity(0, cpus)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_FORKER)
     _reset_signals()
-    if "numpy" in sys.modules:  # it has seeded its generator when it was imported
-        sys.modules["numpy"].random.seed()
+    reseed(has_user_code=False)
     command = cast("list[str]", message["args"])
     script, path = command[2], str(Path(command[2]).absolute())
     sys.orig_argv[:] = command

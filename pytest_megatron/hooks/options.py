@@ -376,7 +376,7 @@ class Options:
         "fork ranks of workloads from a process that has imported torch, or start fresh "
         "interpreters",
         "auto",
-        "auto: fork on platform cpu",
+        "auto: fork on platform cpu, fresh where goldens are written",
     )
     queue_timeout_s: float = SECONDS(
         "queue-timeout",
@@ -499,6 +499,13 @@ class Options:
         return "bucket" not in self.typed and not self.typed.isdisjoint(
             (*SELECTION, "plan", "labels", "ci-event")
         )
+
+    @property
+    def settled_workload_start(self) -> WorkloadStart:
+        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`."""
+        if self.workload_start == "auto" and self.is_writing_goldens:
+            return "fresh"
+        return self.workload_start
 
     @property
     def is_writing_goldens(self) -> bool:

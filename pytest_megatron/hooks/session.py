@@ -90,7 +90,7 @@ class RunSession:
             env=os.environ,
             config_file=None if file is None else Path(self._directory, file),
             copies_lines="tee-ranks" in self.options.typed,
-            workload_start=self.options.workload_start,
+            workload_start=self.options.settled_workload_start,
         )
         try:
             return local.open_engine(self.options.executor, context)

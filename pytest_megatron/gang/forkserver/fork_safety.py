@@ -1,4 +1,4 @@
-"""Detection of state that a fork would break: CUDA contexts and threads.
+"""State that a fork would break: CUDA contexts, threads, and seeds of random numbers.
 
 A CUDA context is unusable after a fork; threads do not survive a fork, and the locks they hold stay
 locked. NVML is harmless, and so are pools that handle forks (OpenBLAS) and idle threads of execnet
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +19,8 @@ from types import FrameType
 THREADS = Path("/proc/self/task")
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it for a context, NVML never
 _CONTROLLER_THREADS = ("execnet", "pytest_rerunfailures")
+# torch seeds its generator with 64 random bits; seeds that users choose are smaller.
+_LEAST_RANDOM_SEED = 1 << 53
 _OPENBLAS = re.compile(r"\S*/lib\S*openblas\S*\.so\S*")
 _COUNTERS = (
     "scipy_openblas_get_num_threads64_",
@@ -112,3 +115,21 @@ def _count_openblas() -> int:
                 num_threads += int(counter()) - 1
                 break
     return num_threads
+
+
+def reseed(*, has_user_code: bool = True) -> None:
+    """Reseed numpy and torch for this process, unless they were seeded.
+
+    Python reseeds `random` at a fork.
+
+    Args:
+        has_user_code: True if code of the user may have seeded them before the fork.
+    """
+    mtrand = sys.modules.get("numpy.random.mtrand")
+    if mtrand is not None:
+        bits = mtrand._rand._bit_generator  # shows whether it was seeded
+        if getattr(bits, "_seed_seq", None) is not None:
+            mtrand.set_state(mtrand.RandomState().get_state())
+    torch = sys.modules.get("torch")
+    if torch is not None and not (has_user_code and torch.initial_seed() < _LEAST_RANDOM_SEED):
+        torch.default_generator.manual_seed(secrets.randbits(64) | _LEAST_RANDOM_SEED)

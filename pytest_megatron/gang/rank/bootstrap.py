@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import random
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
-from pytest_megatron.gang.forkserver.fork_safety import THREADS, thread_name
+from pytest_megatron.gang.forkserver.fork_safety import THREADS, reseed, thread_name
 from pytest_megatron.gang.forkserver.server import STACK_SIGNAL
 from pytest_megatron.gang.ipc.messages import RankConfig
 from pytest_megatron.gang.originals import os, threading
@@ -33,8 +32,6 @@ HARMLESS_ENV = {
 }
 _RECORDED_COLLECTIVES = "2000"
 RandomState: TypeAlias = tuple[object, ...]
-# torch seeds its generator with 64 random bits; seeds that users choose are smaller.
-_LEAST_RANDOM_SEED = 1 << 53
 _threads: set[str] = set()  # threads of this process at the last check
 _device: str | None = None
 _cuda: _Cuda | None = None
@@ -123,21 +120,6 @@ def state_if_seeded(before: RandomState) -> RandomState | None:
     """
     state = random.getstate()
     return None if state == before else state
-
-
-def reseed() -> None:
-    """Reseed numpy and torch for this process, unless they were seeded.
-
-    Python reseeds `random` at a fork.
-    """
-    mtrand = sys.modules.get("numpy.random.mtrand")
-    if mtrand is not None:
-        bits = mtrand._rand._bit_generator  # shows whether it was seeded
-        if getattr(bits, "_seed_seq", None) is not None:
-            mtrand.set_state(mtrand.RandomState().get_state())
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.initial_seed() >= _LEAST_RANDOM_SEED:
-        torch.default_generator.manual_seed(secrets.randbits(64) | _LEAST_RANDOM_SEED)
 
 
 def seed_torch(seed: int) -> None:

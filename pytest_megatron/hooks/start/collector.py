@@ -22,7 +22,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import _prepareconfig
 
 from pytest_megatron.gang.collection import SKIPPED, digest_of
-from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel, connect
@@ -286,4 +286,4 @@ def _begin_anew(info: SessionInfo) -> None:
     os.chdir(info.directory)
     sys.path[:] = info.path
     sys.argv[:] = info.argv
-    bootstrap.reseed()
+    reseed()

@@ -199,3 +199,24 @@ def test_releases_of_torch_start_ranks_in_one_of_two_ways() -> None:
     assert replace_popen(older, print)
     assert getattr(older["subprocess"], "Popen", None) is print
     assert not replace_popen({"posix_spawn": os.posix_spawn}, print)
+
+
+def test_random_numbers_that_no_seed_governs_differ(tmp_path: Path) -> None:
+    project = Project(root=tmp_path, has_torch=True)
+    project.add("sound")
+    (tmp_path / "unseeded.py").write_text(
+        "import os, random\n"
+        "from pathlib import Path\n"
+        "import numpy, torch\n"
+        "state = Path(os.environ['TINY_TRAIN_STATE'])\n"
+        "drawn = [random.random(), numpy.random.random(), torch.rand(1).item()]\n"
+        "name = f'drawn_{os.getpid()}'\n"
+        "state.with_name(name).write_text(repr(drawn))\n"
+    )
+    change_program(project, "import unseeded\n")
+    run = project.run("recipes", "--workload-start", "fork", "--n-repeat", "2")
+    assert run.outcomes == {"sound": "PASSED"}
+    drawn = [json.loads(path.read_text()) for path in tmp_path.rglob("drawn_*")]
+    assert len(drawn) == 4  # two ranks, two repeats
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 4

@@ -19,7 +19,7 @@ from pytest_megatron.adopt.prove import (
     proof_lines,
     prove,
 )
-from pytest_megatron.adopt.settings import apply_changes, diff_of, plan_changes
+from pytest_megatron.adopt.settings import apply_changes, diff_of, installed_source, plan_changes
 from pytest_megatron.base.text import counted
 from pytest_megatron.cli.formats import EXIT_FAILED, echo_error, echo_json, format_option
 from pytest_megatron.errors import AdoptError
@@ -99,7 +99,7 @@ def command(  # noqa: PLR0913  an option each
 
 def _change(root: Path, inventory: Inventory, *, is_dry: bool) -> int:
     """Print the diff of the project's files, write them unless asked not to."""
-    changes = plan_changes(root, inventory)
+    changes = plan_changes(root, inventory, installed_source())
     click.echo()
     click.echo(diff_of(changes.files), nl=False)
     for note in changes.notes:

@@ -88,7 +88,7 @@ def command(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Do a failing item of a run again: PATH is a run directory, a zip or a tar of one.
 
-    ITEM is a node id or a part of one; without it, the only item that failed.
+    ITEM is a node id, a name or a part of one; without it, the only item that failed.
 
     Exit code 0: it passes here. 1: it fails in the same way. 3: it fails in another way. 125: that
     is unknown, also for 3 while git bisects.

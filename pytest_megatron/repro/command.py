@@ -20,6 +20,7 @@ from pytest_megatron.workload.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
 # Of the machine that it was: set again by us, or of no meaning here.
 _OF_MACHINE = frozenset(
     {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "VIRTUAL_ENV"}
+    | {"VIRTUAL_ENV_PROMPT", "VIRTUAL_ENV_DISABLE_PROMPT"}  # of a shell
     | {"PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
 )
 # Numbers and switches that change how a training computes or communicates. Any other variable of an

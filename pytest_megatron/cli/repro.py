@@ -215,8 +215,7 @@ def _print_header(prepared: _Prepared, again: Again) -> None:
     if chosen.before:
         count = len(chosen.before)
         lines.append(f"  after: {count} {'test' if count == 1 else 'tests'} on the same gang")
-    lines += [f"  {note}" for note in prepared.notes]
-    lines += [f"  not set: {note}" for note in again.left_out]
+    lines += [f"  {note}" for note in (*prepared.notes, *again.left_out)]
     for text in lines:
         click.echo(printable(text))
 

@@ -126,8 +126,8 @@ def test_the_settings_of_ci_come_from_what_was_found(project: Path) -> None:
     assert changes.notes == (
         (
             "pyproject.toml: `setup` of [tool.pytest-megatron.ci.workflow] does not install all: "
-            "add lines for pytest-megatron (on no package index yet) and torch, where the line of the "
-            "project does not; then run `pytest-megatron ci init`"
+            "add lines for pytest-megatron (on no package index yet) and torch, where the line of "
+            "the project does not; then run `pytest-megatron ci init`"
         ),
     )
     assert change.new == (

@@ -356,8 +356,14 @@ class WorkloadPlugin(RecordCarrier):
         else:
             verdict = training.verdict if found.problem is None else Verdict.FAILED
         shown = None if found.problem is None else self._session.shorten(found.problem)
+        options = self._session.options
         return item_record(
-            training, judgement, verdict=verdict, problem=shown, is_expected=found.is_expected
+            training,
+            judgement,
+            verdict=verdict,
+            problem=shown,
+            is_expected=found.is_expected,
+            is_uncompared=options.golden == "off" or options.is_lightweight,
         )
 
     @pytest.hookimpl(tryfirst=True)

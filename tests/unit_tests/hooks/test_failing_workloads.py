@@ -178,6 +178,9 @@ def test_a_missing_golden_is_an_error_before_anything_runs(run: Run) -> None:
         "or run without comparing with `--golden off`"
     )
     assert list(run.directory.glob("*no_golden*")) == []
+    ways_back = [line for line in run.stdout.splitlines() if line.startswith("reproduce: ")]
+    assert any("::crash[dev-cpu]" in line for line in ways_back)
+    assert not any("::no_golden[dev-cpu]" in line for line in ways_back)
 
 
 @pytest.mark.parametrize(

@@ -198,12 +198,13 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "groups": [
             (
                 {
-                    "signature": {"family": EVIL, "id": EVIL},
-                    "is_transient": True,
+                    "family": EVIL,
+                    "signature": EVIL,
+                    "transient": True,
                     "text": EVIL,
                     "evidence": [EVIDENCE],
                     "reason": EVIL,
-                    "command": EVIL,
+                    "next": EVIL,
                 },
                 EVIL,
                 EVIL,
@@ -261,7 +262,8 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_every_template_is_tried() -> None:
-    assert {path.name for path in TEMPLATES.iterdir()} == {*PAGES, *USED_BY_OTHERS}
+    names = {path.name for path in TEMPLATES.iterdir() if path.is_file()}  # `demo` is a project
+    assert names == {*PAGES, *USED_BY_OTHERS}
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.endswith(".md")])

@@ -16,6 +16,7 @@ SURROUNDINGS = {
     "SLURM_STEP_NUM_NODES": "4",
 }
 FILES = [
+    ".gitignore",
     "pyproject.toml",
     "recipes/demo.yaml",
     "tests/functional_tests/test_cases/demo/line/model_config.yaml",
@@ -85,7 +86,7 @@ def test_a_demo_that_is_not_run_is_a_committed_project(tmp_path: Path) -> None:
     done = run_demo(tmp_path, "--no-run")
     demo = tmp_path / "pytest-megatron-demo"
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("wrote 6 files to pytest-megatron-demo, and committed them there")
+    assert done.stdout.startswith("wrote 7 files to pytest-megatron-demo, and committed them there")
     assert git(demo, "ls-files").splitlines() == FILES
     assert git(demo, "status", "--short") == ""
 

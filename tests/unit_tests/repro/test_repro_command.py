@@ -143,7 +143,10 @@ def test_variables_that_could_run_code_are_not_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_trusted", [False, True])
 def test_what_belongs_to_a_shell_is_not_named(tmp_path: Path, *, is_trusted: bool) -> None:
-    env = {"VIRTUAL_ENV_PROMPT": "(venv) ", "PYTHON_HISTORY": "/home/me/.history"}
+    env: dict[str, JsonValue] = {
+        "VIRTUAL_ENV_PROMPT": "(venv) ",
+        "PYTHON_HISTORY": "/home/me/.history",
+    }
     again = made(chosen_of(tmp_path, a_test(), env=env), Wishes(is_trusted=is_trusted))
     assert (again.env, again.left_out) == ({}, ())
 

@@ -33,7 +33,7 @@ _NOTES = {
     "spawn": "they run as they are without --ranks; with --ranks they need @pytest.mark.controller",
     "subprocess": "they run as they are without --ranks; with --ranks, @pytest.mark.controller",
 }
-MIGRATION = "docs/how-to/migrate-distributed-tests.md has each of them before and after"
+MIGRATION = "before and after of each: the page 'Migrate distributed tests' of the documentation"
 _MPI = "stays: its tests use mpi4py, and ranks of pytest-megatron are no MPI processes"
 
 
@@ -167,6 +167,16 @@ def advice_lines(
             yield f"  {note}"
         yield ""
     yield MIGRATION
+
+
+def typed_lines(advice: Sequence[AdoptAdvice], *, most: int | None) -> Iterator[str]:
+    """Yield the commands again, each once."""
+    commands = list(dict.fromkeys(item.instead for item in advice if item.is_command))
+    if commands:
+        yield "to type:"
+        yield from (f"  {command}" for command in commands[:most])
+    if len(commands) > len(commands[:most]):
+        yield f"  and {len(commands[most:])} more; --all lists them"
 
 
 def as_json(advice: Sequence[AdoptAdvice]) -> list[JsonValue]:

@@ -16,12 +16,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import cast
+from urllib.parse import urlsplit
 
 from pytest_megatron.adopt.find import FoundClass, Inventory
 from pytest_megatron.adopt.launch import LaunchedTests, is_test_path
-from pytest_megatron.base.files import JsonValue, read_text, write_texts_together
+from pytest_megatron.base.files import JsonValue, parse_json, read_text, write_texts_together
 from pytest_megatron.base.project import ProjectConfig, ask_git
 from pytest_megatron.ci.table import load_table
 from pytest_megatron.ci.workflow import GITHUB_FILE, github_workflow
@@ -62,8 +64,13 @@ class ProjectChanges:
     notes: tuple[str, ...]
 
 
-def plan_changes(root: Path, inventory: Inventory) -> ProjectChanges:
+def plan_changes(root: Path, inventory: Inventory, source: str | None = None) -> ProjectChanges:
     """Return the changes of a project; a file that has them already is left out.
+
+    Args:
+        root: The project.
+        inventory: The places that were found in it.
+        source: Requirement that installs this package on a runner; None if there is none.
 
     Raises:
         AdoptError: A configuration file cannot be read, or is none.
@@ -77,7 +84,7 @@ def plan_changes(root: Path, inventory: Inventory) -> ProjectChanges:
         notes.append(f"{name}: put `-p megatron` into addopts yourself; its form is not known")
     else:
         files[name] = new
-    _add_workflow(root, inventory, texts, files, notes)
+    _add_workflow(root, inventory, source, texts, files, notes)
     changes = tuple(
         ConfigChange(path=path, old=texts.get(path), new=text)
         for path, text in sorted(files.items())
@@ -198,7 +205,12 @@ def _inserted(text: str, section: str, newline: str, *, is_toml: bool, is_native
 
 
 def _add_workflow(
-    root: Path, inventory: Inventory, texts: dict[str, str], files: dict[str, str], notes: list[str]
+    root: Path,
+    inventory: Inventory,
+    source: str | None,
+    texts: dict[str, str],
+    files: dict[str, str],
+    notes: list[str],
 ) -> None:
     """Add the settings of CI and the workflow that they give, or the reason why there is none."""
     pyproject = files.get(PYPROJECT, texts.get(PYPROJECT))
@@ -216,16 +228,50 @@ def _add_workflow(
     own = tomllib.loads(pyproject).get("tool", {}).get("pytest-megatron", {}).get("ci")
     if own is None:
         newline = "\r\n" if "\r\n" in pyproject else "\n"
-        settings = newline.join(_ci_settings(root, inventory))
+        settings = newline.join(_ci_settings(root, inventory, source))
         pyproject = f"{pyproject.rstrip()}{newline * 2}{settings}{newline}"
         own = tomllib.loads(pyproject)["tool"]["pytest-megatron"]["ci"]
         files[PYPROJECT] = pyproject
+        notes.append(
+            f"{PYPROJECT}: `setup` of [tool.pytest-megatron.ci.workflow] does not install all: add "
+            f"lines for {_not_installed(source)}; then run `pytest-megatron ci init`"
+        )
     table = load_table(ProjectConfig(file=Path(PYPROJECT), tables={"ci": own}), BUILT_IN_WORDS)
     if table.workflow.setup:
         files[GITHUB_FILE.as_posix()] = github_workflow(table.workflow, table.known_labels)
 
 
-def _ci_settings(root: Path, inventory: Inventory) -> Iterator[str]:
+def installed_source() -> str | None:
+    """Return the requirement by which a runner can install this package as it is installed here."""
+    try:
+        direct_url = distribution("pytest-megatron").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return None
+    return source_of(direct_url)
+
+
+def source_of(direct_url: str | None) -> str | None:
+    """Return the requirement of a `direct_url.json`; None for what a runner may not reach."""
+    # Source: PyPA specifications, Recording the Direct URL Origin of installed distributions.
+    try:
+        value = parse_json(direct_url or "null")
+    except ValueError:
+        return None
+    found = value if isinstance(value, dict) else {}
+    url, vcs = found.get("url"), found.get("vcs_info")
+    if not isinstance(url, str) or not url.startswith("https://") or "@" in urlsplit(url).netloc:
+        return None
+    if isinstance(vcs, dict):
+        url = f"{vcs.get('vcs')}+{url}@{vcs.get('commit_id')}"
+    return f"pytest-megatron @ {url}"
+
+
+def _not_installed(source: str | None) -> str:
+    own = "pytest-megatron (on no package index yet) and " if source is None else ""
+    return f"{own}torch, where the line of the project does not"
+
+
+def _ci_settings(root: Path, inventory: Inventory, source: str | None) -> Iterator[str]:
     """Yield the lines of the tables that `ci init` needs, as well as they can be known."""
     folders = _test_folders(root, inventory)
     install = "-e ." if (root / "setup.py").exists() or _is_package(root) else "pytest"
@@ -241,7 +287,10 @@ def _ci_settings(root: Path, inventory: Inventory) -> Iterator[str]:
         yield 'recipe_profile = "compat"'
     yield ""
     yield "[tool.pytest-megatron.ci.workflow]"
-    yield f'setup = ["python -m pip install {install}", "python -m pip install pytest-megatron"]'
+    yield f"# Add lines for {_not_installed(source)}."
+    lines = [f"python -m pip install {install}"]
+    lines += [] if source is None else [f"python -m pip install {shlex.quote(source)}"]
+    yield f"setup = {json.dumps(lines)}"
     words = ["--shards", "1", "--ranks", str(_common_ranks(inventory))]
     yield f"plan = {json.dumps(words)}"
 

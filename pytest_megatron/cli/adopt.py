@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from pytest_megatron.adopt.advise import advice_lines, advise, as_json
+from pytest_megatron.adopt.advise import advice_lines, advise, as_json, typed_lines
 from pytest_megatron.adopt.find import LOOKED_FOR, Inventory, search
 from pytest_megatron.adopt.prove import (
     ComparedFile,
@@ -19,7 +20,13 @@ from pytest_megatron.adopt.prove import (
     proof_lines,
     prove,
 )
-from pytest_megatron.adopt.settings import apply_changes, diff_of, plan_changes
+from pytest_megatron.adopt.settings import (
+    ConfigChange,
+    apply_changes,
+    diff_of,
+    installed_source,
+    plan_changes,
+)
 from pytest_megatron.base.text import counted
 from pytest_megatron.cli.formats import EXIT_FAILED, echo_error, echo_json, format_option
 from pytest_megatron.errors import AdoptError
@@ -92,23 +99,22 @@ def command(  # noqa: PLR0913  an option each
     if not advice:
         echo_error(f"{root}: nothing found in {counted(inventory.num_files, 'file')}; {LOOKED_FOR}")
         sys.exit(EXIT_FAILED)
-    for line in advice_lines(advice, inventory, most=None if is_all else _MOST_LISTED):
+    most = None if is_all else _MOST_LISTED
+    for line in advice_lines(advice, inventory, most=most):
         click.echo(line)
-    sys.exit(_change(root, inventory, is_dry=dry_run))
-
-
-def _change(root: Path, inventory: Inventory, *, is_dry: bool) -> int:
-    """Print the diff of the project's files, write them unless asked not to."""
-    changes = plan_changes(root, inventory)
+    changes = plan_changes(root, inventory, installed_source())
     click.echo()
     click.echo(diff_of(changes.files), nl=False)
-    for note in changes.notes:
-        click.echo(note)
-    if is_dry:
-        return 0
-    refused = apply_changes(root, changes.files)
-    written = len(changes.files) - len(refused)
-    click.echo(f"wrote {counted(written, 'file')}" if changes.files else "nothing to write")
+    for line in (*changes.notes, *(typed_lines(advice, most=most) if changes.files else ())):
+        click.echo(line)
+    sys.exit(0 if dry_run else _write(root, changes.files))
+
+
+def _write(root: Path, files: Sequence[ConfigChange]) -> int:
+    """Write the files that git can give back, and return the exit code."""
+    refused = apply_changes(root, files)
+    written = len(files) - len(refused)
+    click.echo(f"wrote {counted(written, 'file')}" if files else "nothing to write")
     for problem in refused:
         echo_error(problem)
     return EXIT_FAILED if refused else 0

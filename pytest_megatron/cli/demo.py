@@ -38,16 +38,18 @@ the rank that waited and the line, and the next test ran on a new gang.
 """
 _NEXT = """
 Next, in {directory}:
-  pytest -p megatron --ranks 4 tests    after removing the mistake in tests/test_hang.py
-  pytest -p megatron recipes            after setting --lr to 0.051 in
-                                        tests/functional_tests/test_cases/demo/line/model_config.yaml
+  # after removing the mistake in tests/test_hang.py:
+  pytest -p megatron --ranks 4 tests
+  # after setting --lr to 0.051 in tests/functional_tests/test_cases/demo/line/model_config.yaml:
+  pytest -p megatron recipes
+  # after breaking an assertion, to stop in the rank that fails:
   pytest -p megatron --ranks 2 --pdb tests/test_sums.py
-                                        after breaking an assertion: stops in the rank that fails
 """
 _NOT_RUN = """
 Next, in {directory}:
   pytest {record}
-  git add golden_values && git commit -m "Record the golden"
+  git add golden_values
+  git commit -m "Record the golden"
   pytest {run}
 """
 

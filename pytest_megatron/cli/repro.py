@@ -88,7 +88,7 @@ def command(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Do a failing item of a run again: PATH is a run directory, a zip or a tar of one.
 
-    ITEM is a node id or a part of one; without it, the only item that failed.
+    ITEM is a node id, a name or a part of one; without it, the only item that failed.
 
     Exit code 0: it passes here. 1: it fails in the same way. 3: it fails in another way. 125: that
     is unknown, also for 3 while git bisects.
@@ -215,8 +215,7 @@ def _print_header(prepared: _Prepared, again: Again) -> None:
     if chosen.before:
         count = len(chosen.before)
         lines.append(f"  after: {count} {'test' if count == 1 else 'tests'} on the same gang")
-    lines += [f"  {note}" for note in prepared.notes]
-    lines += [f"  not set: {note}" for note in again.left_out]
+    lines += [f"  {note}" for note in (*prepared.notes, *again.left_out)]
     for text in lines:
         click.echo(printable(text))
 

@@ -396,7 +396,8 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
         yield Refusal(
             GateRule.SPREAD,
             "the repeats differ from one another, so there is no new golden: "
-            f"{candidate.spread[0]}{more}",
+            f"{candidate.spread[0]}{more}; seed the program, or set NON_DETERMINSTIC_RESULTS: 1 "
+            "in the case",
         )
     if old is not None:
         yield from _against_old(candidate.golden, old)

@@ -7,6 +7,7 @@ rows that matter most come first, and the rest is counted.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -160,7 +161,7 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
     """Yield the origins of all goldens, each value once."""
     origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
     for title, values in (
-        ("Command", [" ".join(o.command) for o in origins if o.command]),
+        ("Command", [shlex.join(o.command) for o in origins if o.command]),
         ("Measured at commit", [o.commit for o in origins if o.commit]),
         ("Image", [o.image for o in origins if o.image]),
         ("GPU", [o.gpu for o in origins if o.gpu]),

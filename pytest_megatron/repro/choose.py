@@ -124,7 +124,8 @@ def choose(
 
     Args:
         runs: Run directory -> what it holds.
-        wanted: A node id, or a part of just one; None takes the only item that failed.
+        wanted: A node id, a name, or a part of one; of several, the one that failed. None takes
+            the only item that failed.
         where: What the user gave, for errors.
         attempt: Counted from 1; None takes the last.
         repeat: Of a workload, likewise.
@@ -132,11 +133,10 @@ def choose(
     Raises:
         ReproError: Nothing or several fit; the text lists them.
     """
-    items = [(path, node_id) for path, run in runs.items() for node_id in run.items]
     if wanted is None:
         path, node_id = _only_failure(runs, where)
     else:
-        path, node_id = _named(items, wanted)
+        path, node_id = _named(runs, wanted)
     run = runs[path]
     item = run.items[node_id]
     found = _execution(item, node_id, attempt, repeat)
@@ -151,29 +151,37 @@ def choose(
 
 
 def _only_failure(runs: Mapping[Path, RecordedRun], where: str) -> tuple[Path, str]:
-    for verdicts in (("failed", "broken"), ("flaky",)):
-        found = [
-            (path, node_id)
-            for path, run in runs.items()
-            for node_id, item in run.items.items()
-            if item.verdict in verdicts
-        ]
-        if len(found) == 1:
-            return found[0]
+    items = _items(runs)
+    found, what = _worst(runs, items)
+    if what is None:
+        raise ReproError(where, f"nothing failed in it; name what is to run again:{_list(items)}")
+    if len(found) > 1:
+        raise ReproError(where, f"{len(found)} items {what}; name one:{_list(found)}")
+    return found[0]
+
+
+def _items(runs: Mapping[Path, RecordedRun]) -> list[tuple[Path, str]]:
+    return [(path, node_id) for path, run in runs.items() for node_id in run.items]
+
+
+def _worst(
+    runs: Mapping[Path, RecordedRun], items: Sequence[tuple[Path, str]]
+) -> tuple[Sequence[tuple[Path, str]], str | None]:
+    """Return those of `items` that failed, else the flaky ones, with the word for it, else all."""
+    for what, verdicts in (("failed", ("failed", "broken")), ("were flaky", ("flaky",))):
+        found = [pair for pair in items if runs[pair[0]].items[pair[1]].verdict in verdicts]
         if found:
-            raise ReproError(
-                where, f"{len(found)} items {_SAID[verdicts[0]]}; name one:{_list(found)}"
-            )
-    items = [(path, node_id) for path, run in runs.items() for node_id in run.items]
-    raise ReproError(where, f"nothing failed in it; name what is to run again:{_list(items)}")
+            return found, what
+    return items, None
 
 
-_SAID = {"failed": "failed", "flaky": "were flaky"}
-
-
-def _named(items: Sequence[tuple[Path, str]], wanted: str) -> tuple[Path, str]:
-    exact = [found for found in items if found[1] == wanted]
-    found = exact or [found for found in items if wanted in found[1]]
+def _named(runs: Mapping[Path, RecordedRun], wanted: str) -> tuple[Path, str]:
+    items = _items(runs)
+    exact = [pair for pair in items if pair[1] == wanted]
+    end = f"::{wanted}"
+    named = [pair for pair in items if pair[1].partition("[")[0].endswith(end)]
+    named = [pair for pair in items if pair[1].endswith(end)] or named
+    found, _ = _worst(runs, exact or named or [pair for pair in items if wanted in pair[1]])
     if len(found) == 1:
         return found[0]
     if exact:

@@ -20,6 +20,8 @@ from pytest_megatron.workload.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
 # Of the machine that it was: set again by us, or of no meaning here.
 _OF_MACHINE = frozenset(
     {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "VIRTUAL_ENV"}
+    | {"VIRTUAL_ENV_PROMPT", "VIRTUAL_ENV_DISABLE_PROMPT"}  # of a shell, and of Python's own
+    | {"PYTHON_BASIC_REPL", "PYTHON_COLORS", "PYTHON_HISTORY"}
     | {"PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
 )
 # Numbers and switches that change how a training computes or communicates. Any other variable of an
@@ -213,11 +215,12 @@ def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[s
         if name in _OF_MACHINE:
             continue
         if REDACTED in value:
-            left_out.append(f"{name} is a secret, which the run does not hold; set it yourself")
+            left_out.append(f"{name} was set there, to a secret that is not kept; set it yourself")
         elif wishes.is_trusted or _is_harmless(name, value):
             env[name] = value
         else:
-            left_out.append(f"{name}={shlex.quote(value)} is not set here; --trust does")
+            shown = f"{name}={shlex.quote(value)}"
+            left_out.append(f"{shown} was set there and is not taken over; --trust takes it over")
     return env, left_out
 
 

@@ -18,6 +18,7 @@ from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.golden.build import series_of_generation
 from pytest_megatron.golden.compare.result import Comparison
 from pytest_megatron.golden.compare.rl import with_one_loss_name
+from pytest_megatron.golden.formats.tensorboard import find_event_files
 from pytest_megatron.golden.model import (
     Generation,
     MetricMap,
@@ -232,6 +233,12 @@ def judge_attempt(
             return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
             continue
+        if not _has_metrics(end.plan.dirs):
+            return tuple(measured), FailureCause(
+                text="the training ended with exit code 0, but wrote no metrics: neither JSON "
+                "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; "
+                f"looked in {end.plan.dirs.root}"
+            )
         try:
             metrics = _measured(end.plan.dirs)
         except MetricsError as error:
@@ -267,6 +274,10 @@ def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
             joined.setdefault(name, {}).update(series.items())
     is_full = all(series.is_full_precision for window in windows for series in window.values())
     return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
+
+
+def _has_metrics(dirs: PhaseDirs) -> bool:
+    return dirs.metrics_lines.exists() or bool(find_event_files(dirs.tensorboard))
 
 
 def _measured(dirs: PhaseDirs) -> MetricMap:

@@ -32,7 +32,7 @@ from pytest_megatron.refresh.accept import (
     write_pages,
 )
 from pytest_megatron.refresh.build import make_candidate, make_prospect
-from pytest_megatron.refresh.candidate import Candidate, hard
+from pytest_megatron.refresh.candidate import Candidate, GateRule, hard
 from pytest_megatron.refresh.pull_request import commit_message, markdown
 from pytest_megatron.refresh.read import read_candidate
 from pytest_megatron.runs.environment import SessionFacts
@@ -213,10 +213,21 @@ class GoldenWriter:
             )
         return "\n".join(lines)
 
+    def _may_review(self, node_id: str, record: RecordedWorkload) -> bool:
+        """Return False for a candidate that can be no golden, whatever a person answers."""
+        try:
+            directory = Path(str(record.directory))
+            candidate = read_candidate(node_id, record, directory, self._root, self.policy)
+            offer = consider(candidate, self._root, replace(self._terms, is_dirty_allowed=True))
+        except (OSError, MegatronError):
+            return True  # its reason is printed there
+        return all(refusal.rule is GateRule.REPEATS for refusal in hard(offer.refusals))
+
     def finish(self, records: Mapping[str, RecordedWorkload], exit_status: int) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
         offered = {n: r for n, r in records.items() if r.golden and r.golden.is_offered}
-        num_left = sum(bool(r.golden and r.golden.candidate) for r in records.values())
+        kept = [name for name, r in records.items() if r.golden and r.golden.candidate]
+        num_left = sum(name in offered or self._may_review(name, records[name]) for name in kept)
         if num_left and (exit_status != pytest.ExitCode.OK or not offered):
             self.lines.append(
                 f"goldens: {counted(num_left, 'candidate')} in the run directory; to look at what "

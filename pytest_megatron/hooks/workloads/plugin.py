@@ -217,16 +217,17 @@ class WorkloadPlugin(RecordCarrier):
             pytest.fail.Exception: Nothing is known about the code: the workload cannot be
                 planned or started, or the infrastructure failed to the end.
         """
-        problem = None
+        text = None
         try:
             item.training = self._train(item) if item.finish is None else item.finish()
         except (MegatronError, OSError) as error:
-            problem = self._record_broken(item, error)
+            text = self._shown(self._record_broken(item, error), item.nodeid)
         else:
             if item.training.verdict is Verdict.BROKEN:
                 problem = self._record_training(item, item.training)
-        if problem is not None:  # outside of `except`: the user sees one error, not a chain
-            pytest.fail(self._with_way_back(problem, item.nodeid), pytrace=False)
+                text = self._with_way_back(problem, item.nodeid)
+        if text is not None:  # outside of `except`: the user sees one error, not a chain
+            pytest.fail(text, pytrace=False)
 
     def run_test(self, item: WorkloadItem) -> None:
         """Judge a training.
@@ -319,12 +320,15 @@ class WorkloadPlugin(RecordCarrier):
         return problem
 
     def _with_way_back(self, problem: str, node_id: str) -> str:
-        """Return why a workload did not pass, and last how to have it again.
+        """Return why a workload that was trained did not pass, and last how to have it again."""
+        return f"{self._shown(problem, node_id)}\n{reproduce_line(self._session.where, node_id)}"
+
+    def _shown(self, problem: str, node_id: str) -> str:
+        """Return why a workload did not pass, without secrets.
 
         pytest's summary has room for the first line, behind the node id: it goes without one.
         """
-        redacted = self._session.redactor.text(problem).removeprefix(f"{node_id}: ")
-        return f"{redacted}\n{reproduce_line(self._session.where, node_id)}"
+        return self._session.redactor.text(problem).removeprefix(f"{node_id}: ")
 
     def _record_broken(
         self,
@@ -356,8 +360,14 @@ class WorkloadPlugin(RecordCarrier):
         else:
             verdict = training.verdict if found.problem is None else Verdict.FAILED
         shown = None if found.problem is None else self._session.shorten(found.problem)
+        options = self._session.options
         return item_record(
-            training, judgement, verdict=verdict, problem=shown, is_expected=found.is_expected
+            training,
+            judgement,
+            verdict=verdict,
+            problem=shown,
+            is_expected=found.is_expected,
+            is_uncompared=options.golden == "off" or options.is_lightweight,
         )
 
     @pytest.hookimpl(tryfirst=True)

@@ -184,6 +184,7 @@ def item_record(
     verdict: Verdict | None = None,
     problem: str | None = None,
     is_expected: bool = False,
+    is_uncompared: bool = False,
 ) -> RecordedWorkload:
     """Return the record of a workload.
 
@@ -193,8 +194,11 @@ def item_record(
         verdict: The last word; None takes the training's own.
         problem: Why it did not pass, as printed.
         is_expected: Whether the problem is what the case expects, which passes.
+        is_uncompared: Whether the user asked for no comparison with a golden.
     """
     summary = summary_line(training, judgement, problem)
+    if is_uncompared and problem is None:
+        summary = f"{summary}, not compared with a golden"
     compared = judgement if judgement is not None and judgement.has_golden else None
     return RecordedWorkload(
         verdict=(verdict or training.verdict).value,

@@ -13,6 +13,7 @@ from pytest_megatron.adopt.settings import (
     apply_changes,
     diff_of,
     plan_changes,
+    source_of,
     with_plugin,
 )
 from pytest_megatron.errors import AdoptError
@@ -120,17 +121,54 @@ def test_the_diff_is_what_git_applies(project: Path) -> None:
 
 
 def test_the_settings_of_ci_come_from_what_was_found(project: Path) -> None:
-    (change,) = (
-        one for one in plan_changes(project, search(project)).files if one.path == "pyproject.toml"
+    changes = plan_changes(project, search(project))
+    (change,) = (one for one in changes.files if one.path == "pyproject.toml")
+    assert changes.notes == (
+        (
+            "pyproject.toml: `setup` of [tool.pytest-megatron.ci.workflow] does not install all: "
+            "add lines for pytest-megatron (on no package index yet) and torch, where the line of "
+            "the project does not; then run `pytest-megatron ci init`"
+        ),
     )
     assert change.new == (
         "[project]\nname = 'a'  # kept\n\n"
         '[tool.pytest.ini_options]\naddopts = "-p megatron"\n\n'
         '[tool.pytest-megatron.ci]\nunit_tests = ["tests"]\n\n'
         "[tool.pytest-megatron.ci.workflow]\n"
-        'setup = ["python -m pip install -e .", "python -m pip install pytest-megatron"]\n'
+        "# Add lines for pytest-megatron (on no package index yet) and torch, where the line of "
+        "the project does not.\n"
+        'setup = ["python -m pip install -e ."]\n'
         'plan = ["--shards", "1", "--ranks", "4"]\n'
     )
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "requirement"),
+    [
+        (
+            '{"url": "https://example.org/a.git", "vcs_info": {"vcs": "git", "commit_id": "1f"}}',
+            "pytest-megatron @ git+https://example.org/a.git@1f",
+        ),
+        (
+            '{"url": "https://example.org/a.whl", "archive_info": {}}',
+            "pytest-megatron @ https://example.org/a.whl",
+        ),
+        ('{"url": "https://me:secret@example.org/a.whl", "archive_info": {}}', None),
+        ('{"url": "file:///home/me/a", "dir_info": {"editable": true}}', None),
+        ("{", None),
+        (None, None),
+    ],
+)
+def test_a_runner_installs_the_source_of_the_installed_package(
+    project: Path, direct_url: str | None, requirement: str | None
+) -> None:
+    assert source_of(direct_url) == requirement
+    changes = plan_changes(project, search(project), requirement)
+    (change,) = (one for one in changes.files if one.path == "pyproject.toml")
+    own = f", \"python -m pip install '{requirement}'\"" if requirement else ""
+    assert f'setup = ["python -m pip install -e ."{own}]\n' in change.new
+    (note,) = changes.notes
+    assert ("lines for torch, " in note) == (requirement is not None)
 
 
 def test_a_file_that_git_cannot_give_back_is_not_written(project: Path) -> None:

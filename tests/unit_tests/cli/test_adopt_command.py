@@ -39,6 +39,7 @@ def test_a_dry_run_prints_the_diff_and_writes_nothing(project: Path) -> None:
         "  run.sh:1  torchrun x 2  pytest -p megatron --ranks 2 tests\n"
     )
     assert "+++ b/pytest.ini\n@@ -0,0 +1,2 @@\n+[pytest]\n+addopts = -p megatron\n" in out
+    assert out.endswith("\nto type:\n  pytest -p megatron --ranks 2 tests\n")
     assert [path.name for path in project.iterdir()] == ["run.sh"]
 
 
@@ -80,8 +81,9 @@ def test_json_has_every_place(project: Path) -> None:
 
 
 def test_long_lists_are_cut_unless_all_is_asked_for(project: Path) -> None:
-    (project / "run.sh").write_text("torchrun --nproc-per-node 2 -m pytest tests\n" * 22)
-    assert "  and 2 more; --all lists them\n" in run(project, "--dry-run")[1]
+    text = "".join(f"torchrun --nproc-per-node {n} -m pytest tests\n" for n in range(1, 23))
+    (project / "run.sh").write_text(text)
+    assert run(project, "--dry-run")[1].count("  and 2 more; --all lists them\n") == 2
     assert "more" not in run(project, "--dry-run", "--all")[1].partition("---")[0]
 
 

@@ -64,6 +64,10 @@ def test_a_demo_shows_a_hang_and_a_workload_that_equals_the_golden_it_recorded(
     assert "rank 0 did not end in 4 s" in done.stdout
     assert "1 failed, 3 passed" in done.stdout
     assert "bitwise equal" in done.stdout
+    following = done.stdout.partition("Next, in a demo:\n")[2].splitlines()
+    commands = [line for line in following if not line.startswith("  # after ")]
+    assert (len(following), len(commands)) == (6, 3)
+    assert all(line.startswith("  pytest -p megatron ") for line in commands)
     address = next(line for line in done.stdout.splitlines() if "file://" in line)
     assert address.endswith("/index.html")
     assert "/a%20demo/" in address

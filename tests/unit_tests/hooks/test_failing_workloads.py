@@ -126,8 +126,9 @@ def test_a_hang_ends_at_its_time_limit_and_says_where_each_rank_was(run: Run) ->
 def test_a_training_without_metrics_fails_and_names_where_they_were_expected(run: Run) -> None:
     """Pain point 3: no logs are an error, never an old result."""
     assert run.verdict("silent") == ("FAILED", "failed")
-    where = log(run, "silent", "tensorboard")
-    assert f"ended with exit code 0, but {where}: no metrics: no file" in run.problem("silent")
+    problem = run.problem("silent")
+    assert "ended with exit code 0, but wrote no metrics: neither JSON lines" in problem
+    assert f"; looked in {log(run, 'silent', '').rstrip('/')}" in problem
 
 
 def test_one_step_off_by_a_thousandth_fails_with_metric_step_values_tolerance_and_file(
@@ -177,6 +178,9 @@ def test_a_missing_golden_is_an_error_before_anything_runs(run: Run) -> None:
         "or run without comparing with `--golden off`"
     )
     assert list(run.directory.glob("*no_golden*")) == []
+    ways_back = [line for line in run.stdout.splitlines() if line.startswith("reproduce: ")]
+    assert any("::crash[dev-cpu]" in line for line in ways_back)
+    assert not any("::no_golden[dev-cpu]" in line for line in ways_back)
 
 
 @pytest.mark.parametrize(

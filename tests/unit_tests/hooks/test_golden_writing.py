@@ -6,6 +6,7 @@ Megatron-LM has no gate: its tool downloads what failed, from any run, without p
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -93,7 +94,8 @@ def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     )
     assert "goldens: none written, since not all of this run was clean" in run.stdout
     assert goldens(project) == before
-    assert "to look at what would change: pytest-megatron golden review" in run.stdout
+    assert "goldens: 1 candidate in the run directory; to look at what would change" in run.stdout
+    assert "; seed the program, or set NON_DETERMINSTIC_RESULTS: 1 in" in run.problem("jitter")
     accepted = golden_command(project, "accept", "run-unclean")
     assert accepted.exit_code == 1
     refused = [x.split("[")[2].partition("]")[0] for x in accepted.stderr.splitlines()[:-1]]
@@ -192,7 +194,7 @@ def test_a_refresh_proposes_a_commit_message(refreshed: Run, project: Project) -
     text = (refreshed.directory / "goldens_commit_message.txt").read_text()
     subject, _, reason, _, command, commit_line, largest = text.splitlines()
     assert (subject, reason) == ("Refresh goldens of 2 cases", REASON)
-    assert command.endswith(f"recipes {' '.join(REFRESH)}")
+    assert command.endswith(f"recipes {shlex.join(REFRESH)}")
     assert commit_line == f"Measured at commit: {git(project, 'rev-parse', 'HEAD')}"
     assert largest.startswith(
         "Largest relative change: 7.8e-02, lm loss at step 3 of golden_values"

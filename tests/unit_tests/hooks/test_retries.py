@@ -112,7 +112,9 @@ def test_right_data_of_an_earlier_attempt_does_not_help_a_later_one_without(run:
     """Pain points 2, 3 and 6: neither metrics nor evidence of an earlier attempt count."""
     assert run.verdict("silent_second") == ("FAILED", "failed")
     problem = run.problem("silent_second")
-    assert "attempt_2/phase_1/tensorboard: no metrics: no file" in problem
+    assert "but wrote no metrics: " in problem
+    assert "; looked in " in problem
+    assert "/attempt_2/phase_1" in problem
     assert [a["is_transient"] for a in run.attempts("silent_second")] == [True, False]
 
 

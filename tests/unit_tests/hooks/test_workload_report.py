@@ -98,6 +98,14 @@ def test_a_summary_of_a_failure_is_short() -> None:
     )
 
 
+def test_a_pass_without_a_golden_that_was_asked_for_is_named() -> None:
+    record = item_record(training(None), None, is_uncompared=True)
+    assert record.summary is not None
+    assert record.summary.endswith(" in 10 iterations, not compared with a golden")
+    failed = item_record(training(CRASH), None, problem="long", is_uncompared=True)
+    assert "not compared" not in str(failed.summary)
+
+
 def test_a_record_has_every_attempt_with_its_cause() -> None:
     record = item_record(training(NO_PORT, None), None)
     found = (record.verdict, record.problem, record.directory, record.causes)

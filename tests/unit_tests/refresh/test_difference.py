@@ -189,13 +189,15 @@ def test_buckets_are_those_of_the_reports_that_people_know(deviation: float, buc
 def test_a_commit_message_says_what_where_and_how_much() -> None:
     path = "golden_values/gpt/tp2/golden_values_dev_dgx_h100.json"
     new = golden(scaled({40: 1.01}).metrics, gpu="8x NVIDIA H100", image="i@sha256:1", driver="570")
-    new = replace(new, provenance=replace(new.provenance or ORIGIN, command=("pytest", "r")))
+    new = replace(
+        new, provenance=replace(new.provenance or ORIGIN, command=("pytest", "r", "learns faster"))
+    )
     assert commit_message([differ(path, OLD, new)], reason="new data").splitlines() == [
         "Refresh the golden of tp2",
         "",
         "new data",
         "",
-        "Command: pytest r",
+        "Command: pytest r 'learns faster'",
         "Measured at commit: 1b6a30e",
         "Image: i@sha256:1",
         "GPU: 8x NVIDIA H100",

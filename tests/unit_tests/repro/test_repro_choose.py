@@ -56,6 +56,29 @@ def test_what_is_not_one_item_is_told_with_the_choices(
         choose({tmp_path: run}, wanted)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "node_id"),
+    [
+        ("test_mean", "test_mean.py::test_mean"),
+        ("test_sum", "test_mean.py::test_sum[a-b]"),
+        ("test_sum[c]", "test_mean.py::test_sum[c]"),
+        ("test_mean.py", "test_mean.py::test_sum[a-b]"),
+        ("_sum", "test_mean.py::test_sum[a-b]"),
+    ],
+)
+def test_a_name_goes_before_a_part_and_a_failure_before_a_pass(
+    tmp_path: Path, wanted: str, node_id: str
+) -> None:
+    items = {
+        "test_mean.py::test_mean": a_test("passed"),
+        "test_mean.py::test_mean_of_none": a_test("passed"),
+        "test_mean.py::test_sum[a-b]": a_test(),
+        "test_mean.py::test_sum[c]": a_test("passed"),
+    }
+    run = read_run(write_run(tmp_path, items))
+    assert choose({tmp_path: run}, wanted).node_id == node_id
+
+
 def test_a_run_without_a_failure_lists_what_it_has(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, {TEST: a_test("passed")}))
     with pytest.raises(ReproError, match="nothing failed in it; name what is to run again:"):

@@ -137,7 +137,18 @@ def test_variables_that_could_run_code_are_not_set(tmp_path: Path) -> None:
     assert again.env == HARMLESS
     told = " ".join(again.left_out)
     assert all(name in told for name in HOSTILE if name not in ("PATH", "PYTHONPATH"))
-    assert "WANDB_KEY is a secret, which the run does not hold; set it yourself" in told
+    assert "WANDB_KEY was set there, to a secret that is not kept; set it yourself" in told
+    assert "HF_ENDPOINT=http://evil was set there and is not taken over; --trust takes it" in told
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_what_belongs_to_a_shell_is_not_named(tmp_path: Path, *, is_trusted: bool) -> None:
+    env: dict[str, JsonValue] = {
+        "VIRTUAL_ENV_PROMPT": "(venv) ",
+        "PYTHON_HISTORY": "/home/me/.history",
+    }
+    again = made(chosen_of(tmp_path, a_test(), env=env), Wishes(is_trusted=is_trusted))
+    assert (again.env, again.left_out) == ({}, ())
 
 
 def test_who_trusts_a_run_gets_its_variables_but_those_of_the_machine(tmp_path: Path) -> None:

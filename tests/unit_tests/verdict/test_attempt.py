@@ -96,8 +96,10 @@ def test_a_metric_that_is_compared_must_be_there(tmp_path: Path) -> None:
 
 def test_no_metrics_are_a_cause(tmp_path: Path) -> None:
     text = text_of(phase(tmp_path))
-    assert text.startswith(
-        f"the training ended with exit code 0, but {tmp_path}/tensorboard: no metrics: "
+    assert text == (
+        "the training ended with exit code 0, but wrote no metrics: neither JSON lines to "
+        "$PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; looked in "
+        f"{tmp_path}"
     )
 
 

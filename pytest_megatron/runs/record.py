@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from annotated_types import Ge, Le
 
@@ -24,7 +24,6 @@ from pytest_megatron.base.schema import (
     AnyJson,
     OneOf,
     SchemaError,
-    adapter,
     matches,
     validate,
 )
@@ -32,6 +31,9 @@ from pytest_megatron.errors import RunError
 from pytest_megatron.gpu.health import Fault, GpuState, Xid
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import RUN_FILE
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
@@ -545,9 +547,21 @@ def _present(item: JsonValue) -> JsonValue:
     return kept
 
 
-def _dumped(record: object) -> dict[str, JsonValue]:
-    found: dict[str, JsonValue] = adapter(type(record)).dump_python(record, mode="json")
-    return found
+def _dumped(record: DataclassInstance) -> dict[str, JsonValue]:
+    return {one.name: _plain(getattr(record, one.name)) for one in fields(record)}
+
+
+def _plain(value: object) -> JsonValue:
+    """Return a value of a record as JSON; by hand, as each session writes and few read."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _dumped(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return cast("JsonValue", value)
 
 
 def is_variable(name: str) -> bool:

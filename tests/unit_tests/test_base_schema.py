@@ -174,6 +174,8 @@ def test_pydantic_is_imported_with_the_first_check() -> None:
         "import pytest_megatron.cli.flaky, pytest_megatron.runs.find, pytest_megatron.triage.api\n"
         "import pytest_megatron.ci.job_file, pytest_megatron.engines.config\n"
         "pytest_megatron.ci.table.built_in_table(), signatures.builtin_table()\n"
+        "import pytest_megatron.runs.record as record\n"
+        "record.to_json(record.RecordedHealthFile())\n"
         "assert not {'pydantic', 'yaml'} & set(sys.modules)\n"
         "assert schema.validate(int, 1) == 1\n"
     )

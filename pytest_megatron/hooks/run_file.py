@@ -20,8 +20,8 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import kept_variables, utc_now
-from pytest_megatron.runs.find import remove_old_runs
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.prune import remove_old_runs
 from pytest_megatron.runs.record import (
     RecordedItem,
     RecordedOptions,

@@ -318,7 +318,7 @@ class ItemRetries:
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why, and when."""
         assert attempt.cause is not None
-        when = f"in {pause_s:g} s" if pause_s else "at once"
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
         text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
         self._live.on_lines([self._session.shorten(text)])
 

@@ -38,10 +38,11 @@ from pytest_megatron.hooks.run_file import (
 from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
-from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
+    LiveTerminal,
+    WorkersProgress,
     item_record,
     mismatch,
     print_plan,

@@ -15,8 +15,8 @@ import pytest
 from tiny_project import Project, Run, wait_until
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.engines.local import obstacle_of, uses_megatron
 from pytest_megatron.engines.warm_process import replace_popen
-from pytest_megatron.engines.warm_start import obstacle_of, uses_megatron
 
 MIRROR = Path(__file__).parents[1] / "guests" / "mirror.py"
 HEAD = "from __future__ import annotations\n"

@@ -43,6 +43,7 @@ from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
     LiveTerminal,
     WorkersProgress,
+    folded,
     item_record,
     mismatch,
     print_plan,
@@ -250,6 +251,8 @@ class WorkloadPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
+        if item.training.verdict is not Verdict.FAILED:  # of a training, they are lines of logs
+            problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from pytest_megatron.hooks.ci_log import CiLogPlugin
 
 _INDENT = "    "
+_WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
 _MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
@@ -269,13 +272,31 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
-            layers = render_layers(comparison)
-            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
+            lines += (f"{_INDENT}{_INDENT}{line}" for line in render_layers(comparison))
         if len(repeat.failed) > _MAX_SHOWN:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join(lines)
+
+
+def folded(problem: str) -> str:
+    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
+    headline, *details = problem.splitlines()
+    lines = [headline]
+    for line in details:
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
+        for number, part in enumerate(parts):
+            lines += textwrap.wrap(
+                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
+                _WIDTH,
+                initial_indent=f"{indent}{_INDENT}" if number else indent,
+                subsequent_indent=f"{indent}{_INDENT}",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _in_short(judgement: Judgement) -> str:

@@ -139,7 +139,7 @@ def test_a_killed_session_leaves_nothing_that_was_forked(tmp_path: Path) -> None
     project = Project(root=tmp_path, has_torch=True)
     project.add("hang", "hang@2:1", "spawn@1:1")
     process = project.start("recipes", "--workload-start", "fork")
-    wait_until((tmp_path / "state" / "hang.up").exists, "the hang")
+    wait_until(project.state("hang").with_suffix(".up").exists, "the hang")
     log = phase_of(project, "run", "hang") / "launcher.log"
     assert "not forked" not in log.read_text()
     process.kill()

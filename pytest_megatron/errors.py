@@ -26,6 +26,7 @@ __all__ = [
     "ReproError",
     "RunError",
     "SelectionError",
+    "TraceError",
     "TriageError",
 ]
 
@@ -106,6 +107,10 @@ class EmptyGoldenError(GoldenError):
 
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
+
+
+class TraceError(MegatronError):
+    """A trace or a comparison of traces cannot be read, or two traces do not fit together."""
 
 
 class ReportError(MegatronError):

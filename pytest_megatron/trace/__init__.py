@@ -1,0 +1,1 @@
+"""Traces of a training's tensors, and their comparison."""

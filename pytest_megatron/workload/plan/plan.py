@@ -101,6 +101,8 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
 _NO_PYTHON = "--no-python"
+TRACE_VARIABLE = "PYTEST_MEGATRON_TRACE"
+TRACER = ("-m", "pytest_megatron.trace.run")  # runs the script behind it
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -149,6 +151,17 @@ class Started:
     python: str
     ranks: Ranks
     program: tuple[str, ...]
+
+    @property
+    def script(self) -> str | None:
+        """The Python script that the ranks run; None of a command."""
+        words = self.program[len(TRACER) :] if self.is_traced else self.program
+        return None if words[0] == _NO_PYTHON else words[0]
+
+    @property
+    def is_traced(self) -> bool:
+        """True if the ranks record traces."""
+        return self.program[: len(TRACER)] == TRACER
 
     @property
     def rank_words(self) -> tuple[str, ...]:
@@ -398,6 +411,34 @@ def plan_attempt(
     )
 
 
+def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
+    """Return a phase whose ranks record traces.
+
+    Args:
+        phase: As it was planned.
+        settings: Value of `PYTEST_MEGATRON_TRACE` for this phase.
+
+    Raises:
+        LaunchError: It runs a recipe's script or a command, so that no tracer can be put before it.
+    """
+    if phase.start is None or phase.start.script is None:
+        found = "a script" if phase.start is None else f"the command {phase.start.program[1]!r}"
+        raise LaunchError(
+            phase.name,
+            f"runs {found}, expected a training_script_path that ends in .py, since traces are "
+            f"recorded in such a program alone; leave out --trace and --audit-determinism",
+        )
+    start = replace(phase.start, program=(*TRACER, *phase.start.program))
+    own = {TRACE_VARIABLE: settings}
+    return replace(
+        phase,
+        start=start,
+        argv=start_words(start),
+        env={**phase.env, **own},
+        own_env={**phase.own_env, **own},
+    )
+
+
 def require_inputs(plan: AttemptPlan) -> None:
     """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
@@ -405,8 +446,9 @@ def require_inputs(plan: AttemptPlan) -> None:
         LaunchError: One is missing, or would not be loaded.
     """
     for phase in plan.phases:
-        if phase.start is not None and phase.before_script is None:
-            require_program(plan.cwd, phase.start.program[0])
+        script = None if phase.start is None else phase.start.script
+        if script is not None and phase.before_script is None:
+            require_program(plan.cwd, script)
         if isinstance(phase.origin, Frozen):
             require_iteration(phase.origin)
         for path in phase.frozen_paths:

@@ -53,6 +53,17 @@ def measure_gradients(
         MetricsError: A checkpoint cannot be read; the text is the last line of its output.
     """
     command = [python, "-m", _PROGRAM, str(reference), *map(str, others)]
+    answer = run_comparison(command, env, where=str(reference), what="checkpoints")
+    found: list[dict[str, JsonValue]] = json.loads(answer)
+    return found
+
+
+def run_comparison(command: Sequence[str], env: Mapping[str, str], *, where: str, what: str) -> str:
+    """Return what a program prints that compares tensors, without GPUs.
+
+    Raises:
+        MetricsError: It failed; the text is the last line of its output.
+    """
     try:
         done = subprocess.run(
             command,
@@ -63,12 +74,11 @@ def measure_gradients(
             timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise MetricsError(str(reference), f"not compared within {_LIMIT_S:g} s") from error
+        raise MetricsError(where, f"not compared within {_LIMIT_S:g} s") from error
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise MetricsError(str(reference), f"the checkpoints cannot be compared: {said[-1]}")
-    found: list[dict[str, JsonValue]] = json.loads(done.stdout)
-    return found
+        raise MetricsError(where, f"the {what} cannot be compared: {said[-1]}")
+    return done.stdout
 
 
 def compare_gradients(

@@ -7,8 +7,8 @@ import pytest
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.divergences import (
-    TensorDivergence,
     NotCompared,
+    TensorDivergence,
     TraceComparison,
     as_text,
     read_comparison,

@@ -71,6 +71,11 @@ class PhaseDirs:
         return self.root / "tensor_trace"
 
     @property
+    def determinism(self) -> Path:
+        """How the trace compares with that of the same training before it, in an audit."""
+        return self.root / "determinism.json"
+
+    @property
     def metrics_lines(self) -> Path:
         """Metrics as JSON lines, which a training may write instead."""
         return self.root / "metrics.jsonl"

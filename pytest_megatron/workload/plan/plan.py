@@ -24,18 +24,23 @@ from pytest_megatron.recipe.case import CP, TP, Launcher, ModelArgs, TestType, W
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
+from pytest_megatron.trace.settings import TraceSettings, TraceValues
 from pytest_megatron.workload.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
+    PhaseRole,
     PhaseStart,
     Rewind,
     Target,
+    audits_of,
     command_words,
+    find_untraceable,
     require_iteration,
     require_path,
     require_program,
     starts_of,
     target_of,
+    trace_steps_of,
 )
 from pytest_megatron.workload.plan.script import (
     ScriptFiles,
@@ -288,6 +293,8 @@ class PhasePlan:
         before_script: Shell text to run before the training, or None; likewise `after_script`.
         is_script: Whether a recipe's script runs instead of a launcher.
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
+        role: Why it is started.
+        trace: Directory of the trace that its ranks record, or None.
     """
 
     number: int
@@ -306,16 +313,13 @@ class PhasePlan:
     after_script: str | None = None
     is_script: bool = False
     start: Started | None = None
+    role: PhaseRole = PhaseRole.TRAINING
+    trace: Path | None = None
 
     @property
     def resumes_after(self) -> int | None:
         """The iteration of the checkpoint that it must go on from; None where we do not know."""
         return None if self.origin is None else self.origin.back_to
-
-    @property
-    def is_traced(self) -> bool:
-        """True if its ranks record their tensors."""
-        return self.start is not None and bool(self.start.wrapper)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +330,8 @@ class AttemptPlan:
         phases: In order; of a release, every window that it may take.
         cwd: Working directory of every phase: the project's root.
         world_size: The most ranks that a phase has.
-        time_limit_s: For all phases together; of a release, for each window.
+        time_limit_s: For all phases together, without those of an audit, which have as much; of a
+            release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
         script_files: What that needs beside itself.
@@ -343,6 +348,11 @@ class AttemptPlan:
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
+    @property
+    def trainings(self) -> tuple[PhasePlan, ...]:
+        """The phases that are no audit."""
+        return tuple(phase for phase in self.phases if phase.role is not PhaseRole.AUDIT)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -358,6 +368,8 @@ class Setting:
         machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
         kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
+        trace: What to record of each training's tensors, where that is possible; None is nothing.
+        is_audited: Whether the first steps of each training are compared with themselves, likewise.
     """
 
     root: Path
@@ -370,6 +382,8 @@ class Setting:
     machine: ScriptMachine = field(default_factory=ScriptMachine)
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
+    trace: TraceValues | None = None
+    is_audited: bool = False
 
 
 def plan_attempt(
@@ -398,7 +412,14 @@ def plan_attempt(
     assert case is not None
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
-    phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
+    audits: tuple[PhaseStart, ...] = ()
+    if find_untraceable(workload, case) is None and workload.equivalence is None:
+        starts = tuple(_traced(workload, dirs, setting, start) for start in starts)
+        if setting.is_audited:
+            audits = audits_of(workload, case, dirs, setting.root, first=len(starts) + 1)
+    phases = tuple(
+        _plan_phase(workload, case, dirs, setting, start, repeat) for start in (*audits, *starts)
+    )
     return AttemptPlan(
         phases=phases,
         dirs=dirs,
@@ -407,6 +428,17 @@ def plan_attempt(
         time_limit_s=_time_limit_s(workload),
         target=target_of(case, starts, is_lightweight=is_light),
     )
+
+
+def _traced(
+    workload: Workload, dirs: AttemptDirs, setting: Setting, start: PhaseStart
+) -> PhaseStart:
+    """Return a start with the trace that the user asks for."""
+    if setting.trace is None:
+        return start
+    directory, steps = dirs.phase(start.number).trace, trace_steps_of(workload)
+    trace = TraceSettings(directory=directory, steps=steps, values=setting.trace)
+    return replace(start, trace=trace)
 
 
 def require_inputs(plan: AttemptPlan) -> None:
@@ -490,6 +522,8 @@ def _plan_phase(
         frozen_paths=_frozen_paths(case, start, env, setting.root),
         before_script=case.before_script,
         after_script=case.after_script,
+        role=start.role,
+        trace=None if start.trace is None else start.trace.directory,
     )
 
 
@@ -543,7 +577,7 @@ def _variables(
     repeat: int,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
-    is_alike = start.saves is not None or start.trace is not None
+    is_alike = start.saves is not None or start.role is not PhaseRole.TRAINING
     found = {
         "CHECKPOINT_LOAD_PATH": start.load,
         "CHECKPOINT_SAVE_PATH": str(start.save),
@@ -670,7 +704,7 @@ class Replay:
         if self.phase is None:
             return plan
         chosen = tuple(phase for phase in plan.phases if phase.number == self.phase)
-        if chosen and chosen[0].is_traced:
+        if chosen and chosen[0].role is not PhaseRole.TRAINING:
             raise LaunchError(
                 PHASE,
                 f"is {self.phase}, and the phases of {node_id} are compared with one another; "

@@ -1,0 +1,72 @@
+"""Determinism audit: compares the traces of one training that was started twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pytest_megatron.base.text import counted
+from pytest_megatron.runs.record import RecordedAudit
+from pytest_megatron.trace.bits import compare_bits, headline
+from pytest_megatron.trace.divergences import TraceComparison, as_text, write_comparison
+from pytest_megatron.workload.run.runner import PhaseEnd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Result of an audit.
+
+    Attributes:
+        comparison: Of the first training that differs from itself, else of the last one.
+        training: Its name; empty where there is one alone.
+    """
+
+    comparison: TraceComparison
+    training: str = ""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """True if all tensors were the same, bit for bit."""
+        return self.comparison.verdict == "equal"
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a line, with the first tensor that differs."""
+        where = f", {self.training}" if self.training else ""
+        if not self.is_deterministic:
+            return f"not deterministic: {headline(self.comparison.divergences[0])}{where}"
+        tensors = counted(self.comparison.num_compared, "tensor")
+        return f"deterministic: {tensors} of {counted(self.comparison.steps, 'step')}{where}"
+
+    @property
+    def block(self) -> str:
+        """The first differences, at most a screen."""
+        return as_text(self.comparison)
+
+    @property
+    def record(self) -> RecordedAudit:
+        """The part of `run.json`."""
+        return RecordedAudit(
+            verdict="deterministic" if self.is_deterministic else "not deterministic",
+            text=self.headline,
+            steps=self.comparison.steps,
+            num_tensors=self.comparison.num_compared,
+        )
+
+
+def judge_audit(ends: Sequence[PhaseEnd]) -> Audit:
+    """Compare pairs of phases that trained the same; write each comparison beside the second.
+
+    Raises:
+        TraceError: A trace cannot be read, or is of no training.
+        OSError: A comparison cannot be written.
+    """
+    found = []
+    for first, second in zip(ends[::2], ends[1::2], strict=True):
+        assert first.plan.trace is not None
+        assert second.plan.trace is not None
+        comparison = compare_bits(first.plan.trace, second.plan.trace)
+        write_comparison(second.plan.dirs.determinism, comparison)
+        name = second.plan.name.partition(" of ")[2]
+        found.append(Audit(comparison=comparison, training=name))
+    return next((one for one in found if not one.is_deterministic), found[-1])

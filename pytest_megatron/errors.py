@@ -113,9 +113,5 @@ class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
 
 
-class TraceError(MegatronError):
-    """A trace or a comparison of traces cannot be read, or two traces do not fit together."""
-
-
 class ReportError(MegatronError):
     """A run directory or an artifact cannot be shown, or its pages cannot be written."""

@@ -29,7 +29,8 @@ from pytest_megatron.engines.warm_process import (
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.process.guarded import Guard, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
-from pytest_megatron.workload.plan.plan import TRACE_VARIABLE, PhasePlan
+from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
+from pytest_megatron.workload.plan.plan import PhasePlan
 
 _MOST_PROCESSES = 2  # each holds torch: a few hundred MB
 _IMPORT_S = 300.0

@@ -105,12 +105,12 @@ class EmptyGoldenError(GoldenError):
     """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
 
 
+class TraceError(MegatronError):
+    """A trace cannot be written, read or compared, or its settings mean nothing."""
+
+
 class TriageError(MegatronError):
     """A log, an artifact or a flight recorder's dump cannot be read as one."""
-
-
-class TraceError(MegatronError):
-    """A trace or a comparison of traces cannot be read, or two traces do not fit together."""
 
 
 class ReportError(MegatronError):

@@ -295,20 +295,16 @@ class Merge:
             raise NotMergedError("the reference's ranks do not hold all of it")
         return whole, order
 
-    def _parameter_chunks(self, piece: Piece) -> list[_Chunks]:
+    @staticmethod
+    def _parameter_chunks(piece: Piece) -> list[_Chunks]:
         """Return where a rank's part of a parameter belongs."""
         shard, shape = piece.record.parameter, piece.record.shape
         assert shard is not None
         skip = len(shard.global_shape) - len(shape)
-        sizes, offsets = shard.global_shape[skip:], shard.global_offset[skip:]
-        chunks: list[_Chunks] = [
+        return [
             [(slice(start, start + size), slice(0, size))]
-            for start, size in zip(offsets, shape, strict=True)
+            for start, size in zip(shard.global_offset[skip:], shape, strict=True)
         ]
-        if shape and piece.record.module in self._gated and shape[0] < sizes[0]:
-            at = piece.layout.etp if is_expert(piece.record.module) else piece.layout.tp
-            chunks[0] = axis_chunks(shape[0], at, is_gated=True)
-        return chunks
 
     # Activations
 
@@ -405,7 +401,7 @@ class Merge:
             region=tuple(_key(one.whole) for one in blocks),
             pairs=[(whole.values[one.whole], view[one.local]) for one in blocks],
             num_whole=num_whole,
-            digest=piece.record.hash if len(self._samples[1].rows) and axes else None,
+            digest=piece.record.hash,
         )
 
     # Experts

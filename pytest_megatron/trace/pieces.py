@@ -220,45 +220,6 @@ class Step:
             name = TensorName(phase=one.phase, module=module, tensor=tensor)
         self.tensors[name].append(piece)
 
-    def finish(self) -> None:
-        """Keep of modules that all pipeline stages have what enters the first or leaves the last.
-
-        Each stage calls its own part of the model and of the block of layers by one name.
-        """
-        if self.trace.layout.pp[1] * self.trace.layout.vpp == 1:
-            return
-        modules: dict[str, set[tuple[int, int]]] = defaultdict(set)
-        for name, pieces in self.tensors.items():
-            if name.phase in {"forward", "backward"}:
-                modules[name.module].update((one.layout.pp[0], name.call) for one in pieces)
-        for module, stages in modules.items():
-            if len(stages) > 1:
-                self._keep_ends(module)
-
-    def _keep_ends(self, module: str) -> None:
-        ends: dict[TensorName, dict[tuple[object, ...], list[tuple[int, Piece]]]] = {}
-        for name in [one for one in self.tensors if one.module == module]:
-            if name.phase not in {"forward", "backward"}:
-                continue
-            plain = TensorName(phase=name.phase, module=module, tensor=name.tensor)
-            for piece in self.tensors.pop(name):
-                at = piece.layout
-                key = (at.tp, at.cp, at.dp, piece.record.microbatch)
-                ends.setdefault(plain, {}).setdefault(key, []).append((name.call, piece))
-        for name, groups in ends.items():
-            is_first = "input" in name.tensor
-            # Of chunks, the first one runs first forward and last backward.
-            is_early = is_first == (name.phase == "forward")
-            for found in groups.values():
-                stages = [piece.layout.pp[0] for _, piece in found]
-                stage = min(stages) if is_first else max(stages)
-                wanted = 0 if is_first else found[0][1].layout.pp[1] - 1
-                if stage != wanted:
-                    continue
-                calls = [pair for pair in found if pair[1].layout.pp[0] == stage]
-                pick = min if is_early else max
-                self.tensors[name].append(pick(calls, key=lambda pair: pair[0])[1])
-
 
 Microbatch: TypeAlias = tuple[int, int]  # data-parallel rank, number in the step
 

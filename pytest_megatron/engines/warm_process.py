@@ -39,7 +39,6 @@ from pytest_megatron.process.tree import die_with
 # Starts the ranks of torch.distributed.run; see `replace_popen`.
 _STARTS_RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _LAUNCHER = "torch.distributed.run"
-_TRACER = "pytest_megatron.trace.run"  # runs a program and records its tensors
 # Parts of torch, and what they import. Neither megatron-core nor its plugins are among them: a
 # program may have to change torch before it imports these.
 PRELOADED = ("torch", "torch.distributed.launcher.api", _STARTS_RANKS)
@@ -225,9 +224,11 @@ def _launch(command: Sequence[str], imports: Imports, free: frozenset[str]) -> N
     replace_popen(vars(sys.modules[_STARTS_RANKS]), ranks.start)
     at = command.index("-m") + 2
     sys.orig_argv[:] = list(command)
-    sys.argv[:] = command[at:]
+    sys.argv[:] = [_LAUNCHER, *command[at:]]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
-        _run_module(_LAUNCHER)
+        _as_program(lambda: runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True))
     finally:
         ours.close()
         os.waitpid(forker, 0)  # nothing of ours may be left when the launcher has ended
@@ -276,8 +277,8 @@ class _RankForker:
             self._end(message)
 
     def _obstacle(self, args: Sequence[str], env: Mapping[str, str]) -> str:
-        start, words = list(args[:2]), program_of(args)
-        if start != [sys.executable, "-u"] or not words or not _is_script(words[0]):
+        script = script_in(args) if list(args[:2]) == [sys.executable, "-u"] else ""
+        if not (script.endswith(".py") and Path(script).is_file()):
             return "it is no Python script"
         changed = {
             name
@@ -288,7 +289,7 @@ class _RankForker:
         }
         if changed:
             return f"torch was imported with another {', '.join(sorted(changed))}"
-        if hidden := hidden_modules(Path(words[0])):
+        if hidden := hidden_modules(Path(script)):
             return f"{hidden} beside it hides a library that is loaded"
         return ""
 
@@ -394,18 +395,8 @@ def _fork_ranks(connection: socket.socket, launcher: int) -> None:
         send(connection, {"pid": pid})
 
 
-def program_of(command: Sequence[str]) -> Sequence[str]:
-    """Return the script of a rank and its arguments, without the interpreter and the tracer."""
-    is_traced = tuple(command[2:4]) == ("-m", _TRACER)
-    return command[4:] if is_traced else command[2:]
-
-
-def _is_script(path: str) -> bool:
-    return path.endswith(".py") and Path(path).is_file()
-
-
 def _train(message: Message) -> None:
-    """Be a rank: `python -u SCRIPT ...`, or the same under the tracer."""
+    """Be a rank: `python -u SCRIPT ...`, or `python -u -m MODULE SCRIPT ...`."""
     set_environment(cast("dict[str, str]", message["env"]))
     if os.sched_getaffinity(0) != set(cpus := cast("list[int]", message["cpus"])):
         os.sched_setaffinity(0, cpus)
@@ -414,11 +405,14 @@ def _train(message: Message) -> None:
     reseed(has_user_code=False)
     command = cast("list[str]", message["args"])
     sys.orig_argv[:] = command
-    sys.argv[:] = program = list(program_of(command))
-    if len(program) < len(command) - 2:
-        _run_module(_TRACER)
+    if command[2] == "-m":
+        sys.argv[:] = command[3:]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, str(Path.cwd()))
+        _as_program(lambda: runpy.run_module(command[3], run_name="__main__", alter_sys=True))
         return
-    script, path = program[0], str(Path(program[0]).absolute())
+    sys.argv[:] = command[2:]
+    script, path = command[2], str(Path(command[2]).absolute())
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(script).resolve().parent))
     module = types.ModuleType("__main__")
@@ -435,12 +429,10 @@ def _train(message: Message) -> None:
     _as_program(run)
 
 
-def _run_module(name: str) -> None:
-    """Run a module as `python -m` does, with the arguments that are in `sys.argv`."""
-    sys.argv.insert(0, name)
-    if not sys.flags.safe_path:
-        sys.path.insert(0, str(Path.cwd()))
-    _as_program(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+def script_in(args: Sequence[str]) -> str:
+    """Return the script that a rank runs, by itself or by a module before it; "" without one."""
+    words = args[4:] if args[2:3] == ["-m"] else args[2:]
+    return words[0] if words else ""
 
 
 def _as_program(run: Callable[[], object]) -> None:

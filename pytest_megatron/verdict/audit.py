@@ -63,9 +63,7 @@ def judge_audit(ends: Sequence[PhaseEnd]) -> Audit:
     """
     found = []
     for first, second in zip(ends[::2], ends[1::2], strict=True):
-        assert first.plan.trace is not None
-        assert second.plan.trace is not None
-        comparison = compare_bits(first.plan.trace, second.plan.trace)
+        comparison = compare_bits(first.plan.dirs.trace, second.plan.dirs.trace)
         write_comparison(second.plan.dirs.determinism, comparison)
         name = second.plan.name.partition(" of ")[2]
         found.append(Audit(comparison=comparison, training=name))

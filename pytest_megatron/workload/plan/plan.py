@@ -106,7 +106,7 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
 _NO_PYTHON = "--no-python"
-TRACER = "pytest_megatron.trace.run"
+TRACER = ("-m", "pytest_megatron.trace.run")  # runs the script behind it
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -152,20 +152,25 @@ class Started:
     Attributes:
         python: Interpreter of launcher and program.
         program: The program and its arguments, as torch.distributed.run takes them.
-        wrapper: What runs the program and records its tensors: `-m` and a module, or nothing.
     """
 
     python: str
     ranks: Ranks
     program: tuple[str, ...]
-    wrapper: tuple[str, ...] = ()
+
+    @property
+    def script(self) -> str | None:
+        """The Python script that the ranks run; None of a command."""
+        is_traced = self.program[: len(TRACER)] == TRACER
+        words = self.program[len(TRACER) :] if is_traced else self.program
+        return None if words[0] == _NO_PYTHON else words[0]
 
     @property
     def rank_words(self) -> tuple[str, ...]:
         """Command of one rank, as torch.distributed.run would start it."""
         if self.program[0] == _NO_PYTHON:
             return self.program[1:]
-        return (self.python, "-u", *self.wrapper, *self.program)
+        return (self.python, "-u", *self.program)
 
     @property
     def launcher_words(self) -> tuple[str, ...]:
@@ -176,10 +181,9 @@ class Started:
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
         )
         launcher = (self.python, "-m", _MODULES[ranks.starter])
-        program = (*self.wrapper, *self.program)
         if ranks.num_nodes == 1:
-            return (*launcher, "--standalone", *own, *_tee_words(ranks), *program)
-        return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *program)
+            return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
+        return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
 
 
 def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) -> Launcher:
@@ -294,7 +298,6 @@ class PhasePlan:
         is_script: Whether a recipe's script runs instead of a launcher.
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
         role: Why it is started.
-        trace: Directory of the trace that its ranks record, or None.
     """
 
     number: int
@@ -314,7 +317,6 @@ class PhasePlan:
     is_script: bool = False
     start: Started | None = None
     role: PhaseRole = PhaseRole.TRAINING
-    trace: Path | None = None
 
     @property
     def resumes_after(self) -> int | None:
@@ -441,6 +443,34 @@ def _traced(
     return replace(start, trace=trace)
 
 
+def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
+    """Return a phase whose ranks record traces.
+
+    Args:
+        phase: As it was planned.
+        settings: Value of `PYTEST_MEGATRON_TRACE` for this phase.
+
+    Raises:
+        LaunchError: It runs a recipe's script or a command, so that no tracer can be put before it.
+    """
+    if phase.start is None or phase.start.script is None:
+        found = "a script" if phase.start is None else f"the command {phase.start.program[1]!r}"
+        raise LaunchError(
+            phase.name,
+            f"runs {found}, expected a training_script_path that ends in .py, since traces are "
+            f"recorded in such a program alone",
+        )
+    start = replace(phase.start, program=(*TRACER, *phase.start.program))
+    own = {TRACE_VARIABLE: settings}
+    return replace(
+        phase,
+        start=start,
+        argv=start_words(start),
+        env={**phase.env, **own},
+        own_env={**phase.own_env, **own},
+    )
+
+
 def require_inputs(plan: AttemptPlan) -> None:
     """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
@@ -448,8 +478,9 @@ def require_inputs(plan: AttemptPlan) -> None:
         LaunchError: One is missing, or would not be loaded.
     """
     for phase in plan.phases:
-        if phase.start is not None and phase.before_script is None:
-            require_program(plan.cwd, phase.start.program[0])
+        script = None if phase.start is None else phase.start.script
+        if script is not None and phase.before_script is None:
+            require_program(plan.cwd, script)
         if isinstance(phase.origin, Frozen):
             require_iteration(phase.origin)
         for path in phase.frozen_paths:
@@ -504,9 +535,7 @@ def _plan_phase(
     )
     words = command_words(start.arguments, env, file=str(case.path))
     launch = started(setting.python, ranks, program, words)
-    if start.trace is not None:
-        launch = replace(launch, wrapper=("-m", TRACER))
-    return PhasePlan(
+    planned = PhasePlan(
         number=start.number,
         name=start.name,
         argv=start_words(launch),
@@ -523,8 +552,8 @@ def _plan_phase(
         before_script=case.before_script,
         after_script=case.after_script,
         role=start.role,
-        trace=None if start.trace is None else start.trace.directory,
     )
+    return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
 
 def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tuple[int, int]:
@@ -592,8 +621,6 @@ def _variables(
         "PYTHONFAULTHANDLER": "1",  # a crash or a hang leaves Python stacks in stderr.log
         "PYTHONUNBUFFERED": "1",
     }
-    if start.trace is not None:
-        found[TRACE_VARIABLE] = start.trace.to_json()
     data_path = workload.data_path or setting.env.get("DATA_PATH")
     return found if data_path is None else {**found, "DATA_PATH": data_path}
 

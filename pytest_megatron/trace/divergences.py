@@ -19,7 +19,9 @@ _MOST_REASONS = 3
 _WIDTH = 80
 
 Phase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
-DivergenceKind: TypeAlias = Literal["value", "replicas", "missing", "shape", "not_finite", "bits"]
+DivergenceKind: TypeAlias = Literal[
+    "value", "replicas", "missing", "extra", "shape", "not_finite", "bits"
+]
 TraceVerdict: TypeAlias = Literal["equal", "different", "unusable"]
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
@@ -152,6 +154,7 @@ _KINDS: dict[DivergenceKind, str] = {
     "value": "its values differ",
     "replicas": "ranks that hold the same part disagree",
     "missing": "the candidate has no such tensor",
+    "extra": "the reference has no such tensor",
     "shape": "its shape does not fit the reference's",
     "not_finite": "it has values that are not finite, the reference's has none",
     "bits": "its bits differ",

@@ -34,6 +34,7 @@ from pytest_megatron.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.runs.record import RecordedEnd, RecordedFile, RecordedVerdict
+from pytest_megatron.trace.divergences import TraceComparison
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
@@ -167,6 +168,7 @@ class Attempt:
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
+        equivalence: How its traces compare with those of the layout that the row names, or None.
         facts: Where and with what it ran; None where that is the controller's machine.
         suspects: The machines that failed under it, where it was theirs.
     """
@@ -181,6 +183,7 @@ class Attempt:
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+    equivalence: TraceComparison | None = None
     facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
 
@@ -457,6 +460,8 @@ def _when(end: PhaseEnd) -> str:
 
 
 def _phase(end: PhaseEnd) -> str:
+    if end.plan.is_traced:
+        return f"in phase {end.plan.name} "
     return f"in {end.plan.name} " if end.plan.number > 1 else ""
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.engines.api import Engine, Planned, Submission, SubmissionOutcome, TroubleKind
-from pytest_megatron.errors import MetricsError
+from pytest_megatron.errors import MetricsError, TraceError
 from pytest_megatron.golden.compare.result import Comparison
 from pytest_megatron.golden.model import generation_to_json
 from pytest_megatron.golden.store import write_metrics
@@ -34,6 +34,7 @@ from pytest_megatron.verdict.attempt import (
     judge_generation,
     note_triage,
 )
+from pytest_megatron.verdict.equivalence import compare_traces
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
@@ -293,7 +294,9 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
     attempt = replace(attempt, metrics=metrics, cause=cause)
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
-    return attempt if cause is not None else _with_gradients(job, attempt)
+    if cause is not None:
+        return attempt
+    return _with_equivalence(job, attempt) if job.is_equivalence else _with_gradients(job, attempt)
 
 
 def _judged_script(
@@ -343,6 +346,18 @@ def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
         for end, found in zip(attempt.ends[1:], measured, strict=True)
     ]
     return replace(attempt, gradients=tuple(compared))
+
+
+def _with_equivalence(job: WorkloadJob, attempt: Attempt) -> Attempt:
+    """Return a clean attempt with the comparison of its traces."""
+    try:
+        found = compare_traces(sys.executable, attempt.dirs, job.setting.env)
+    except (MetricsError, TraceError) as error:
+        return replace(attempt, cause=FailureCause(text=str(error)))
+    if found.problem is not None:
+        text = f"the traces cannot be compared: {found.problem}"
+        return replace(attempt, cause=FailureCause(text=text))
+    return replace(attempt, equivalence=found)
 
 
 _OOM = "cuda_oom"

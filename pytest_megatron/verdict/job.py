@@ -75,8 +75,8 @@ class WorkloadJob:
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """Metrics that are compared; None for a script that judges itself."""
-        if self.case is None:
+        """Metrics that are compared; None for a script that judges itself, and for traces."""
+        if self.case is None or self.is_equivalence:
             return None
         if self._is_consistency and self.case.metrics is None:
             return DEFAULT_METRICS[:1]
@@ -94,7 +94,12 @@ class WorkloadJob:
     @property
     def is_compared(self) -> bool:
         """True if the case is compared with a golden: not in lightweight mode, for one."""
-        return self._is_judged and not self._is_consistency
+        return self._is_judged and not self._is_consistency and not self.is_equivalence
+
+    @property
+    def is_equivalence(self) -> bool:
+        """True if the row is compared with another layout of itself."""
+        return self.workload.equivalence is not None
 
     @property
     def gradient_tolerance(self) -> float | None:

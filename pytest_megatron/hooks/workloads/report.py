@@ -9,6 +9,7 @@ from typing import assert_never
 
 import pytest
 
+from pytest_megatron.base.text import counted
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.hooks.session import RunSession
@@ -16,6 +17,7 @@ from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.trace.divergences import as_text
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
@@ -49,12 +51,17 @@ def training_failure(training: Training) -> str:
 def mismatch(training: Training, judgement: Judgement) -> str:
     """Return which metrics disagree, where and by how much."""
     job = training.job
-    is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
-    what = "metrics" if is_golden else "gradients"
+    compared = {repeat.compared for repeat in judgement.failed}
+    what = "metrics" if "metrics" in compared else min(compared)
     lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
+        if (trace := traces[repeat.repeat]) is not None:
+            lines += [f"{_INDENT}{line}" for line in as_text(trace).splitlines()]
+            lines.append(f"{_INDENT}all of them: {job.dirs.equivalence}")
+            continue
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
             layers = render_layers(comparison)
@@ -87,6 +94,8 @@ def summary_line(
     if problem is not None:
         parts.append(_why_in_short(training, judgement))
     elif judgement is not None:
+        layout = training.job.workload.equivalence
+        parts += [] if layout is None else [f"equivalent to {layout.text}"]
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
@@ -105,16 +114,19 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
     is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
     if is_to_fail and judgement is not None and not judgement.failed:
         return "passed, but was expected to fail"
-    what = "metrics" if training.job.gradient_tolerance is None else "gradients"
-    return f"{what} disagree"
+    if judgement is not None and judgement.failed:
+        return f"{judgement.failed[0].compared} disagree"
+    return "metrics disagree"
 
 
 def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
     redactor = job.redactor(plan)
+    layout = job.workload.equivalence
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
+        *([] if layout is None else [f"  equivalent to: {layout.text}"]),
         f"  ranks: {plan.world_size} on {job.workload.platform}",
         f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
         f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
@@ -143,6 +155,8 @@ def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
         case Frozen():
             where = phase.origin.checkpoints
             lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None if phase.is_traced:
+            lines.append(f"  {phase.name}, {counted(phase.world_size, 'rank')}:")
         case None:
             lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
         case _:

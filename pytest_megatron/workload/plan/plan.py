@@ -20,9 +20,10 @@ from pathlib import Path
 
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.recipe.case import Launcher, ModelArgs, TestType, WorkloadCase
+from pytest_megatron.recipe.case import CP, TP, Launcher, ModelArgs, TestType, WorkloadCase
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workload.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
@@ -47,7 +48,6 @@ from pytest_megatron.workload.plan.script import (
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32
 FIRST_WITHOUT_RULE = 10  # Blackwell
-TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 FSDP = ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2")
 EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
 
@@ -101,6 +101,7 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
 _NO_PYTHON = "--no-python"
+TRACER = ("-m", "pytest_megatron.trace.run")  # runs the script behind it
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -118,6 +119,7 @@ class Ranks:
         per_node: Ranks of a node.
         tee_ranks: Ranks over all nodes whose output is copied live; None is all of them.
         logs: Directory of their logs.
+        idle_nodes: Nodes of the job, the last ones, on which none of them runs.
     """
 
     starter: Launcher
@@ -125,11 +127,17 @@ class Ranks:
     per_node: int
     tee_ranks: tuple[int, ...] | None
     logs: Path
+    idle_nodes: int = 0
 
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""
         return self.num_nodes * self.per_node
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the job has one node, so that a launcher needs no other to meet."""
+        return self.num_nodes + self.idle_nodes == 1
 
     @property
     def copied(self) -> str:
@@ -151,6 +159,17 @@ class Started:
     program: tuple[str, ...]
 
     @property
+    def script(self) -> str | None:
+        """The Python script that the ranks run; None of a command."""
+        words = self.program[len(TRACER) :] if self.is_traced else self.program
+        return None if words[0] == _NO_PYTHON else words[0]
+
+    @property
+    def is_traced(self) -> bool:
+        """True if the ranks record traces."""
+        return self.program[: len(TRACER)] == TRACER
+
+    @property
     def rank_words(self) -> tuple[str, ...]:
         """Command of one rank, as torch.distributed.run would start it."""
         if self.program[0] == _NO_PYTHON:
@@ -166,7 +185,7 @@ class Started:
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
         )
         launcher = (self.python, "-m", _MODULES[ranks.starter])
-        if ranks.num_nodes == 1:
+        if ranks.is_alone:
             return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
         return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
 
@@ -219,7 +238,7 @@ def start_words(start: Started) -> tuple[str, ...]:
     nodes are as many launchers on this machine, under `node_agents.py`.
     """
     ranks = start.ranks
-    if ranks.num_nodes == 1:
+    if ranks.is_alone:
         return start.launcher_words
     sizes = (str(ranks.num_nodes), str(ranks.per_node), ranks.copied)
     return (start.python, "-I", str(NODE_AGENTS), *sizes, *start.launcher_words)
@@ -227,7 +246,7 @@ def start_words(start: Started) -> tuple[str, ...]:
 
 def _log_dir(ranks: Ranks) -> Path:
     """Return the directory for the launcher's logs; of several nodes, `node_agents.py` fills in."""
-    return ranks.logs if ranks.num_nodes == 1 else ranks.logs / "node{node}"
+    return ranks.logs if ranks.is_alone else ranks.logs / "node{node}"
 
 
 def _tee_words(ranks: Ranks) -> list[str]:
@@ -305,6 +324,11 @@ class PhasePlan:
     def resumes_after(self) -> int | None:
         """The iteration of the checkpoint that it must go on from; None where we do not know."""
         return None if self.origin is None else self.origin.back_to
+
+    @property
+    def is_traced(self) -> bool:
+        """True if its ranks record their tensors."""
+        return self.start is not None and self.start.is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,6 +422,34 @@ def plan_attempt(
     )
 
 
+def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
+    """Return a phase whose ranks record traces.
+
+    Args:
+        phase: As it was planned.
+        settings: Value of `PYTEST_MEGATRON_TRACE` for this phase.
+
+    Raises:
+        LaunchError: It runs a recipe's script or a command, so that no tracer can be put before it.
+    """
+    if phase.start is None or phase.start.script is None:
+        found = "a script" if phase.start is None else f"the command {phase.start.program[1]!r}"
+        raise LaunchError(
+            phase.name,
+            f"runs {found}, expected a training_script_path that ends in .py, since traces are "
+            f"recorded in such a program alone; leave out --trace and --audit-determinism",
+        )
+    start = replace(phase.start, program=(*TRACER, *phase.start.program))
+    own = {TRACE_VARIABLE: settings}
+    return replace(
+        phase,
+        start=start,
+        argv=start_words(start),
+        env={**phase.env, **own},
+        own_env={**phase.own_env, **own},
+    )
+
+
 def require_inputs(plan: AttemptPlan) -> None:
     """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
@@ -405,8 +457,9 @@ def require_inputs(plan: AttemptPlan) -> None:
         LaunchError: One is missing, or would not be loaded.
     """
     for phase in plan.phases:
-        if phase.start is not None and phase.before_script is None:
-            require_program(plan.cwd, phase.start.program[0])
+        script = None if phase.start is None else phase.start.script
+        if script is not None and phase.before_script is None:
+            require_program(plan.cwd, script)
         if isinstance(phase.origin, Frozen):
             require_iteration(phase.origin)
         for path in phase.frozen_paths:
@@ -438,7 +491,7 @@ def _plan_phase(
             "has neither `script` nor `training_script_path`, expected one of them; "
             "name the training program in the recipe's spec",
         )
-    num_ranks = _num_ranks(workload, case, start)
+    num_nodes, num_ranks = _shape_of(workload, case, start)
     phase = dirs.phase(start.number)
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
@@ -453,14 +506,15 @@ def _plan_phase(
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
         starter=starter_of(case, asked, has_ft_launcher=setting.has_ft_launcher),
-        num_nodes=workload.nodes,
+        num_nodes=num_nodes,
         per_node=num_ranks,
         tee_ranks=setting.tee_ranks,
         logs=phase.logs,
+        idle_nodes=workload.nodes - num_nodes,
     )
     words = command_words(start.arguments, env, file=str(case.path))
     launch = started(setting.python, ranks, program, words)
-    return PhasePlan(
+    planned = PhasePlan(
         number=start.number,
         name=start.name,
         argv=start_words(launch),
@@ -470,17 +524,18 @@ def _plan_phase(
         dirs=phase,
         origin=start.origin,
         last_iteration=start.last_iteration,
-        world_size=workload.nodes * num_ranks,
-        num_nodes=workload.nodes,
+        world_size=ranks.world_size,
+        num_nodes=num_nodes,
         saves=start.saves,
         frozen_paths=_frozen_paths(case, start, env, setting.root),
         before_script=case.before_script,
         after_script=case.after_script,
     )
+    return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
 
-def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int:
-    """Return the ranks on a node: the row's, or those of the case for this start.
+def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tuple[int, int]:
+    """Return the nodes and the ranks on each: those of the start, of the case or of the row.
 
     Raises:
         RecipeError: There would be none.
@@ -492,6 +547,9 @@ def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int
             f"gpus is {workload.gpus}, expected at least 1: it is the number of ranks on a node, "
             f"on the platform cpu too",
         )
+    if start.num_ranks is not None:
+        num_nodes = -(-start.num_ranks // workload.gpus)
+        return num_nodes, start.num_ranks // num_nodes
     own = start.variant.num_ranks
     if own is not None and own > workload.gpus:
         raise CaseError(
@@ -499,7 +557,7 @@ def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int
             f"MODEL_ENV_VARS.{start.variant.key}.GPUS_PER_NODE is {own}, and the row has gpus "
             f"{workload.gpus} ({workload.where}), expected no more than that; raise gpus",
         )
-    return workload.gpus if own is None else own
+    return workload.nodes, workload.gpus if own is None else own
 
 
 def _frozen_paths(
@@ -526,6 +584,7 @@ def _variables(
     repeat: int,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
+    is_alike = start.saves is not None or start.trace is not None
     found = {
         "CHECKPOINT_LOAD_PATH": start.load,
         "CHECKPOINT_SAVE_PATH": str(start.save),
@@ -534,7 +593,7 @@ def _variables(
         "LOG_DIR": str(phase.logs),
         "OUTPUT_PATH": str(phase.root),
         "REPEAT": str(repeat),
-        "RUN_NUMBER": str(start.number if start.saves is None else start.variant.number),
+        "RUN_NUMBER": str(start.variant.number if is_alike else start.number),
         "TENSORBOARD_PATH": str(phase.tensorboard),
         "PYTEST_MEGATRON_METRICS": str(phase.metrics_lines),
         "PYTHONFAULTHANDLER": "1",  # a crash or a hang leaves Python stacks in stderr.log
@@ -650,6 +709,12 @@ class Replay:
         if self.phase is None:
             return plan
         chosen = tuple(phase for phase in plan.phases if phase.number == self.phase)
+        if chosen and chosen[0].is_traced:
+            raise LaunchError(
+                PHASE,
+                f"is {self.phase}, and the phases of {node_id} are compared with one another; "
+                f"expected all of them; unset it, or drop --phase",
+            )
         if not chosen:
             raise LaunchError(
                 PHASE,

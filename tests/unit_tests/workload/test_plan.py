@@ -11,7 +11,13 @@ from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.phases import Frozen, Rewind, Target, exit_minutes
-from pytest_megatron.workload.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
+from pytest_megatron.workload.plan.plan import (
+    AttemptPlan,
+    Replay,
+    Setting,
+    plan_attempt,
+    with_trace,
+)
 
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
 SETTING = Setting(
@@ -57,6 +63,34 @@ def test_a_training_runs_under_torchrun_with_logs_of_its_own(tmp_path: Path) -> 
         *("--exit-interval", "50"),
     )
     assert phase.last_iteration == 50
+
+
+def test_a_traced_phase_runs_its_program_under_the_tracer(tmp_path: Path) -> None:
+    (phase,) = plan(tmp_path, REGULAR, workload()).phases
+    traced = with_trace(phase, '{"steps": 2}')
+    at = phase.argv.index("train.py")
+    tracer = ("-m", "pytest_megatron.trace.run")
+    assert traced.argv == (*phase.argv[:at], *tracer, *phase.argv[at:])
+    assert traced.start is not None
+    assert traced.start.rank_words == ("python", "-u", *tracer, *phase.argv[at:])
+    assert traced.start.script == "train.py"
+    assert traced.own_env == {**phase.own_env, "PYTEST_MEGATRON_TRACE": '{"steps": 2}'}
+    assert traced.env == {**phase.env, "PYTEST_MEGATRON_TRACE": '{"steps": 2}'}
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        pytest.param({"training_script_path": "nemo llm"}, "the command 'nemo'", id="command"),
+        pytest.param({"script": "bash run.sh"}, "a script", id="script"),
+    ],
+)
+def test_a_program_that_cannot_be_traced_is_named(
+    tmp_path: Path, keys: dict[str, str], found: str
+) -> None:
+    (phase,) = plan(tmp_path, REGULAR, workload(**keys)).phases
+    with pytest.raises(LaunchError, match=rf"phase 1: runs {found}, expected a training_script_"):
+        with_trace(phase, "{}")
 
 
 @pytest.mark.parametrize(

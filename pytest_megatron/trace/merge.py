@@ -8,11 +8,10 @@ docs/reference/traces.md has the rules.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -225,6 +224,8 @@ class Merge:
         """
         if reference[0].record.parameter is not None:
             return self._parameter(reference, candidate)
+        if name.phase in {"gradient", "update"}:
+            return _of_all_ranks(reference, candidate)
         if self.is_same_layout:
             return _same(reference, candidate)
         if is_expert(name.module):
@@ -233,9 +234,7 @@ class Merge:
 
     # Parameters
 
-    def _parameter(
-        self, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    def _parameter(self, reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
         whole, order = self._whole_parameter(reference)
         for piece in candidate:
             chunks = self._parameter_chunks(piece)
@@ -567,6 +566,22 @@ class _Wholes:
         return _Whole(whole, split, coordinate, order)
 
 
+def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+    """Yield a number that each rank has, as the norm of all gradients."""
+    first = reference[0]
+    for piece in candidate:
+        yield Part(
+            unit=(),
+            microbatch=0,
+            order=first.record.order,
+            ranks=(piece.rank,),
+            region=(),
+            pairs=[(first.values(), piece.values())],
+            num_whole=first.num_values,
+            digest=piece.record.hash,
+        )
+
+
 def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
     """Yield the tensors of ranks that correspond one to one."""
     found = {(one.rank, one.record.microbatch): one for one in reference}
@@ -707,9 +722,7 @@ def _key(index: Index) -> tuple[object, ...]:
 
 
 def _sizes(layout: TraceLayout) -> tuple[object, ...]:
-    sizes = [
-        getattr(layout, axis)[1] for axis in ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
-    ]
+    sizes = [getattr(layout, axis)[1] for axis in ("tp", "pp", "dp", "cp", "ep", "etp", "edp")]
     return (*sizes, layout.vpp, layout.sequence_parallel)
 
 

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Mapping
 
 from pytest_megatron.base.text import counted
+from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.trace.divergences import TraceComparison, as_text, read_comparison
-from pytest_megatron.verdict.gradients import run_comparison
+from pytest_megatron.verdict.gradients import last_words, run_comparison
 
 REFERENCE = "reference"
 _PROGRAM = "pytest_megatron.trace.compare"
@@ -26,13 +27,15 @@ def compare_traces(python: str, dirs: AttemptDirs, env: Mapping[str, str]) -> Tr
     """Return how the candidate of an attempt compares with its reference.
 
     Raises:
-        MetricsError: The program failed.
+        MetricsError: The program left no result; the text is the last line of its output.
         TraceError: Its result cannot be read.
     """
     reference, noise, candidate = (str(dirs.phase(number).trace) for number in (1, 2, 3))
     command = [python, "-m", _PROGRAM, reference, candidate, "--noise", noise]
     command += ["--output", str(dirs.equivalence)]
-    run_comparison(command, env, where=reference, what="traces")
+    done = run_comparison(command, env, where=reference)
+    if not dirs.equivalence.is_file():
+        raise MetricsError(reference, f"the traces cannot be compared: {last_words(done)}")
     found = read_comparison(dirs.equivalence)
     if found.verdict == "equal":
         _remove_values(dirs)

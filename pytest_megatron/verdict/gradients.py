@@ -53,19 +53,25 @@ def measure_gradients(
         MetricsError: A checkpoint cannot be read; the text is the last line of its output.
     """
     command = [python, "-m", _PROGRAM, str(reference), *map(str, others)]
-    answer = run_comparison(command, env, where=str(reference), what="checkpoints")
-    found: list[dict[str, JsonValue]] = json.loads(answer)
+    done = run_comparison(command, env, where=str(reference))
+    if done.returncode:
+        raise MetricsError(
+            str(reference), f"the checkpoints cannot be compared: {last_words(done)}"
+        )
+    found: list[dict[str, JsonValue]] = json.loads(done.stdout)
     return found
 
 
-def run_comparison(command: Sequence[str], env: Mapping[str, str], *, where: str, what: str) -> str:
-    """Return what a program prints that compares tensors, without GPUs.
+def run_comparison(
+    command: Sequence[str], env: Mapping[str, str], *, where: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that compares tensors, without GPUs.
 
     Raises:
-        MetricsError: It failed; the text is the last line of its output.
+        MetricsError: It took too long.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
             env={**env, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
@@ -75,10 +81,11 @@ def run_comparison(command: Sequence[str], env: Mapping[str, str], *, where: str
         )
     except subprocess.TimeoutExpired as error:
         raise MetricsError(where, f"not compared within {_LIMIT_S:g} s") from error
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise MetricsError(where, f"the {what} cannot be compared: {said[-1]}")
-    return done.stdout
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of a program's errors, or its exit code where there is none."""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def compare_gradients(

@@ -368,14 +368,18 @@ class WorkloadPlugin(RecordCarrier):
             verdict = training.verdict if found.problem is None else Verdict.FAILED
         shown = None if found.problem is None else self._session.shorten(found.problem)
         options = self._session.options
-        return item_record(
+        is_uncompared = options.golden == "off" or options.is_lightweight
+        record = item_record(
             training,
             judgement,
             verdict=verdict,
             problem=shown,
             is_expected=found.is_expected,
-            is_uncompared=options.golden == "off" or options.is_lightweight,
+            is_uncompared=is_uncompared and not job.is_equivalence,
         )
+        if job.is_equivalence and options.is_writing_goldens:
+            record = replace(record, summary=f"{record.summary}, has no golden")
+        return record
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:

@@ -140,6 +140,11 @@ class Ranks:
         return self.num_nodes * self.per_node
 
     @property
+    def is_alone(self) -> bool:
+        """True if the job has one node, so that a launcher needs no other to meet."""
+        return self.num_nodes + self.idle_nodes == 1
+
+    @property
     def copied(self) -> str:
         """The ranks whose output is copied live, as `node_agents.py` takes them."""
         return "all" if self.tee_ranks is None else ",".join(map(str, self.tee_ranks))
@@ -181,7 +186,7 @@ class Started:
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
         )
         launcher = (self.python, "-m", _MODULES[ranks.starter])
-        if ranks.num_nodes == 1:
+        if ranks.is_alone:
             return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
         return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
 
@@ -234,7 +239,7 @@ def start_words(start: Started) -> tuple[str, ...]:
     nodes are as many launchers on this machine, under `node_agents.py`.
     """
     ranks = start.ranks
-    if ranks.num_nodes == 1:
+    if ranks.is_alone:
         return start.launcher_words
     sizes = (str(ranks.num_nodes), str(ranks.per_node), ranks.copied)
     return (start.python, "-I", str(NODE_AGENTS), *sizes, *start.launcher_words)
@@ -242,7 +247,7 @@ def start_words(start: Started) -> tuple[str, ...]:
 
 def _log_dir(ranks: Ranks) -> Path:
     """Return the directory for the launcher's logs; of several nodes, `node_agents.py` fills in."""
-    return ranks.logs if ranks.num_nodes == 1 else ranks.logs / "node{node}"
+    return ranks.logs if ranks.is_alone else ranks.logs / "node{node}"
 
 
 def _tee_words(ranks: Ranks) -> list[str]:

@@ -4,12 +4,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.golden.model import MetricMap, series_of
-from pytest_megatron.hooks.workloads.report import item_record, summary_line, training_failure
-from pytest_megatron.recipe.model import Row, parse_row
+from pytest_megatron.golden.policy import policy_named
+from pytest_megatron.hooks.workloads.report import (
+    item_record,
+    mismatch,
+    summary_line,
+    training_failure,
+)
+from pytest_megatron.recipe.model import Equivalence, Row, parse_row
 from pytest_megatron.runs.layout import ItemDirs
 from pytest_megatron.runs.record import RecordedAttempt
+from pytest_megatron.trace.divergences import TensorDivergence, TraceComparison, as_text
 from pytest_megatron.triage.signatures import match_signature
-from pytest_megatron.verdict.attempt import Attempt, FailureCause, decide_training
+from pytest_megatron.verdict.attempt import Attempt, FailureCause, Verdict, decide_training
+from pytest_megatron.verdict.compare import Judgement, RepeatComparison
+from pytest_megatron.verdict.equivalence import REFERENCE, judge_equivalence
 from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
 from pytest_megatron.workload.plan.plan import Setting
@@ -119,3 +128,67 @@ def test_a_record_has_every_attempt_with_its_cause() -> None:
         is_transient=True,
         fingerprint=fingerprint(NO_PORT),
     )
+
+
+def compared_with_a_layout(trace: TraceComparison) -> tuple[Training, Judgement]:
+    layout = Equivalence(arguments={"--tensor-model-parallel-size": 1, "--bf16": None})
+    job = replace(JOB, workload=replace(WORKLOAD, equivalence=layout))
+    attempt = replace(training(None).attempts[0], metrics=(), equivalence=trace)
+    trained = Training(job=job, attempts=(attempt,), verdict=Verdict.PASSED)
+    repeat = RepeatComparison(
+        repeat=1,
+        against=REFERENCE,
+        measured=attempt.dirs.root,
+        comparisons=(judge_equivalence(trace, "equivalence.json"),),
+    )
+    policy = policy_named("strict", root=Path("/p"))
+    return trained, Judgement(repeats=(repeat,), policy=policy)
+
+
+def test_a_row_that_agrees_with_its_layout_is_named_with_it() -> None:
+    found = compared_with_a_layout(TraceComparison(verdict="equal", steps=2, num_compared=40))
+    assert summary_line(*found) == (
+        "0.0 s, equivalent to --tensor-model-parallel-size 1, no --bf16, "
+        "40 tensors of 2 steps agree"
+    )
+
+
+def test_a_row_that_differs_shows_the_first_tensor_that_does() -> None:
+    first = TensorDivergence(
+        order=3,
+        step=1,
+        microbatch=0,
+        phase="forward",
+        module="decoder.layers.0.mlp",
+        tensor="output.0",
+        ranks=(1,),
+        error=0.5,
+        limit=1e-6,
+    )
+    trace = TraceComparison(
+        verdict="different",
+        steps=2,
+        num_compared=40,
+        hint="a sum is missing",
+        divergences=(first, replace(first, order=4, module="decoder.layers.1")),
+        num_divergences=2,
+    )
+    trained, judgement = compared_with_a_layout(trace)
+    headline, against, *block = mismatch(trained, judgement).splitlines()
+    assert headline == (
+        "recipes/r.yaml::tp1[dev-cpu]: decoder.layers.0.mlp, forward is off: "
+        "trained to the end, but its tensors disagree"
+    )
+    assert against == "repeat 1 against the reference:"
+    assert block[:-1] == [f"    {line}" for line in as_text(trace).splitlines()]
+    assert block[-1] == "    all of them: /run/item/equivalence.json"
+    assert summary_line(trained, judgement, "long") == "0.0 s, tensors disagree"
+    record = item_record(trained, judgement, problem="long")
+    assert record.fingerprint == "mismatch|reference: decoder.layers.0.mlp, forward"
+    assert not record.compared
+
+
+def test_traces_of_which_nothing_was_compared_do_not_pass() -> None:
+    trace = TraceComparison(verdict="equal", steps=2, num_compared=0)
+    _, judgement = compared_with_a_layout(trace)
+    assert judgement.failed

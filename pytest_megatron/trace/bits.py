@@ -75,7 +75,7 @@ _Waiting: TypeAlias = dict[_Key, deque[_Record]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Difference:
+class _RecordDifference:
     """A record that the traces do not have alike."""
 
     rank: int
@@ -195,7 +195,7 @@ def _shown(layouts: dict[int, TraceLayout]) -> str:
 
 def _differences(
     of: _RankFiles, rank: int, layout: TraceLayout, count: _Count
-) -> Iterator[_Difference]:
+) -> Iterator[_RecordDifference]:
     """Yield what differs in the traces of one rank."""
     for ours, theirs in _pairs(of, count):
         ratio = None
@@ -209,7 +209,7 @@ def _differences(
             continue
         record = cast("_Record", ours or theirs)
         count.different += 1
-        yield _Difference(
+        yield _RecordDifference(
             rank=rank, record=record, place=record.place(layout), kind=kind, norm_ratio=ratio
         )
 
@@ -288,10 +288,10 @@ def _kind_of(reference: _Record, candidate: _Record) -> DivergenceKind | None:
     return "not_finite" if candidate.not_finite and not reference.not_finite else "bits"
 
 
-def _merged(found: Iterable[_Difference]) -> Iterator[TensorDivergence]:
+def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
     """Yield one divergence for each tensor, with all ranks that have it."""
     ranks: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], _Difference] = {}
+    first: dict[tuple[object, ...], _RecordDifference] = {}
     for one in found:
         ranks.setdefault((one.record.key, one.kind), []).append(one.rank)
         first.setdefault((one.record.key, one.kind), one)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.quarantine import Quarantine, QuarantineError, parse_quarantine
 
@@ -115,7 +116,7 @@ class Equivalence:
     @property
     def text(self) -> str:
         """What differs from the row, as flags."""
-        ranks = [] if self.num_ranks is None else [f"{self.num_ranks} ranks"]
+        ranks = [] if self.num_ranks is None else [counted(self.num_ranks, "rank")]
         flags = [
             f"no {name}" if value is None else f"{name} {value}"
             for name, value in self.arguments.items()

@@ -8,7 +8,7 @@ Every tensor from the second layer's `linear_fc2` on differs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,17 +62,18 @@ def records() -> Iterator[TraceRecord]:
             yield record(step, "gradient", module, "weight")
 
 
-def write_trace(directory: Path, *, is_changed: bool) -> None:
-    for rank in range(NUM_RANKS):
+def write_trace(directory: Path, *, is_changed: bool, num_ranks: int = NUM_RANKS) -> None:
+    """Write the trace of a training; every record from the changed one on has another hash."""
+    for rank in range(num_ranks):
         writer = TraceWriter(directory, rank, has_values=False)
         writer.write_header(
             TraceHeader(
                 rank=rank,
-                world_size=NUM_RANKS,
+                world_size=num_ranks,
                 device="cpu",
                 torch="2.13.0+cpu",
                 megatron_core="0.16.1",
-                layout=TraceLayout(tp=(rank, NUM_RANKS)),
+                layout=TraceLayout(tp=(rank, num_ranks)),
                 values="hash",
             )
         )
@@ -80,22 +81,34 @@ def write_trace(directory: Path, *, is_changed: bool) -> None:
         for order, one in enumerate(records()):
             is_first = (one.module, one.tensor) == (CHANGED, "output.0")
             differs = differs or (is_changed and is_first)
-            changes = {"hash": "7f0964ccbd25f5cf", "norm": 4.002} if differs else {}
-            writer.write_record(replace(one, order=order, **changes))  # type: ignore[arg-type]
+            changed = replace(one, hash="7f0964ccbd25f5cf", norm=4.002) if differs else one
+            writer.write_record(replace(changed, order=order))
         writer.close(TraceEnd(steps=NUM_STEPS))
 
 
-def main() -> None:
-    for name, commit in COMMITS.items():
-        attempt = item_dirs(Path(name), ITEM).attempt(repeat=1, attempt=1)
-        write_trace(attempt.phase(1).trace, is_changed=name == "after")
-        facts = {"commit": commit, "versions": {"torch": "2.13.0+cpu"}}
-        phase = {"number": 1, "name": "phase 1", "argv": ["train.py", "--seed", "1234"]}
-        plan = {"node_id": ITEM, "phases": [phase], **facts}
+def write_run(
+    directory: Path,
+    commit: str,
+    *items: str,
+    is_changed: bool = False,
+    phase: int = 1,
+    env: Mapping[str, str] | None = None,
+    num_ranks: int = NUM_RANKS,
+) -> Path:
+    """Write a run directory whose items have traces."""
+    facts = {"commit": commit, "versions": {"torch": "2.13.0+cpu"}}
+    for item in items:
+        attempt = item_dirs(directory, item).attempt(repeat=1, attempt=1)
+        write_trace(attempt.phase(phase).trace, is_changed=is_changed, num_ranks=num_ranks)
+        argv = ["python", "train.py", "--seed", "1234", "--save", str(attempt.checkpoints)]
+        planned = {"number": phase, "name": f"phase {phase}", "argv": argv, "env": env or {}}
+        plan = {"node_id": item, "phases": [planned], **facts}
         attempt.plan.write_text(json.dumps(plan))
-        run = {"items": {ITEM: {"verdict": "passed"}}, **facts}
-        Path(name, RUN_FILE).write_text(json.dumps(run))
+    run = {"items": {item: {"verdict": "passed"} for item in items}, **facts}
+    (directory / RUN_FILE).write_text(json.dumps(run))
+    return directory
 
 
 if __name__ == "__main__":
-    main()
+    for name, commit in COMMITS.items():
+        write_run(Path(name), commit, ITEM, is_changed=name == "after")

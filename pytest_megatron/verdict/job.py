@@ -161,8 +161,8 @@ class Training:
 
     @property
     def audit(self) -> Audit | None:
-        """Result of the determinism audit, which one attempt has."""
-        return next((a.audit for a in self.attempts if a.cause is None and a.audit), None)
+        """Result of the determinism audit: of the last attempt that had one."""
+        return next((a.audit for a in reversed(self.attempts) if a.audit is not None), None)
 
     @property
     def duration_s(self) -> float:

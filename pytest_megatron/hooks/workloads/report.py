@@ -123,7 +123,6 @@ def summary_line(
     if problem is not None:
         parts.append(_why_in_short(training, judgement))
     elif judgement is not None:
-        parts += [] if training.audit is None else [training.audit.headline]
         layout = training.job.workload.equivalence
         parts += [] if layout is None else [f"equivalent to {layout.text}"]
         notes = [
@@ -133,6 +132,8 @@ def summary_line(
             for note in comparison.notes
         ]
         parts += list(dict.fromkeys(notes))
+    audited = _audit_record(training)
+    parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)
 
@@ -146,7 +147,7 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
         return "passed, but was expected to fail"
     if judgement is not None and judgement.failed:
         return f"{judgement.failed[0].compared} disagree"
-    if training.audit is not None and not training.audit.is_deterministic:
+    if training.audit is not None and not_deterministic(training) is not None:
         return training.audit.headline
     return "metrics disagree"
 

@@ -245,6 +245,7 @@ class RecordedOptions:
     golden: str | None = None
     golden_policy: str | None = None
     lightweight: bool = False
+    audit_determinism: bool = False
     rank_timeout: Real | None = None
     rank_grace: Real | None = None
     gang_start: str | None = None

@@ -19,10 +19,12 @@ class Audit:
     Attributes:
         comparison: Of the first training that differs from itself, else of the last one.
         training: Its name; empty where there is one alone.
+        num_tensors: Of all trainings that were compared.
     """
 
     comparison: TraceComparison
-    training: str = ""
+    training: str
+    num_tensors: int
 
     @property
     def is_deterministic(self) -> bool:
@@ -32,11 +34,11 @@ class Audit:
     @property
     def headline(self) -> str:
         """The verdict in a line, with the first tensor that differs."""
+        if self.is_deterministic:
+            tensors, steps = counted(self.num_tensors, "tensor"), self.comparison.steps
+            return f"deterministic: {tensors} of {counted(steps, 'step')}"
         where = f", {self.training}" if self.training else ""
-        if not self.is_deterministic:
-            return f"not deterministic: {headline(self.comparison.divergences[0])}{where}"
-        tensors = counted(self.comparison.num_compared, "tensor")
-        return f"deterministic: {tensors} of {counted(self.comparison.steps, 'step')}{where}"
+        return f"not deterministic: {headline(self.comparison.divergences[0])}{where}"
 
     @property
     def block(self) -> str:
@@ -50,7 +52,7 @@ class Audit:
             verdict="deterministic" if self.is_deterministic else "not deterministic",
             text=self.headline,
             steps=self.comparison.steps,
-            num_tensors=self.comparison.num_compared,
+            num_tensors=self.num_tensors,
         )
 
 
@@ -61,10 +63,12 @@ def judge_audit(ends: Sequence[PhaseEnd]) -> Audit:
         TraceError: A trace cannot be read, or is of no training.
         OSError: A comparison cannot be written.
     """
-    found = []
+    names, found = [], []
     for first, second in zip(ends[::2], ends[1::2], strict=True):
         comparison = compare_bits(first.plan.dirs.trace, second.plan.dirs.trace)
         write_comparison(second.plan.dirs.determinism, comparison)
-        name = second.plan.name.partition(" of ")[2]
-        found.append(Audit(comparison=comparison, training=name))
-    return next((one for one in found if not one.is_deterministic), found[-1])
+        names.append(second.plan.name.partition(" of ")[2])
+        found.append(comparison)
+    at = next((i for i, one in enumerate(found) if one.verdict != "equal"), -1)
+    num_tensors = sum(one.num_compared for one in found)
+    return Audit(comparison=found[at], training=names[at], num_tensors=num_tensors)

@@ -276,6 +276,8 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
         return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
     names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
+    if not names and not_deterministic(training) is not None:
+        return "not deterministic"
     return f"mismatch|{', '.join(names)}" if names else "not as expected"
 
 

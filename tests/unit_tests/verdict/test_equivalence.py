@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.golden.compare.result import ComparisonRule
 from pytest_megatron.recipe.case import read_case
@@ -36,7 +37,7 @@ for step in range(2):
     torch.nn.functional.cross_entropy(scores, words[:, 1:].flatten()).backward()
     optimizer.step()
 """
-SPEC = {
+SPEC: dict[str, JsonValue] = {
     "model": "gpt",
     "test_case": "tiny",
     "environment": "dev",

@@ -431,8 +431,8 @@ def _train(message: Message) -> None:
 
 def script_in(args: Sequence[str]) -> str:
     """Return the script that a rank runs, by itself or by a module before it; "" without one."""
-    words = args[4:] if args[2:3] == ["-m"] else args[2:]
-    return words[0] if words else ""
+    at = 4 if "-m" in args[2:3] else 2
+    return args[at] if at < len(args) else ""
 
 
 def _as_program(run: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.quarantine import Quarantine, QuarantineError, parse_quarantine
 
@@ -115,7 +116,7 @@ class Equivalence:
     @property
     def text(self) -> str:
         """What differs from the row, as flags."""
-        ranks = [] if self.num_ranks is None else [f"{self.num_ranks} ranks"]
+        ranks = [] if self.num_ranks is None else [counted(self.num_ranks, "rank")]
         flags = [
             f"no {name}" if value is None else f"{name} {value}"
             for name, value in self.arguments.items()
@@ -285,7 +286,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         transient=reader.words("transient"),
         never_transient=reader.words("never_transient"),
         quarantine=reader.quarantine(),
-        equivalence=reader.equivalence(is_own="trace_steps" in row.axes),
+        equivalence=reader.equivalence(),
     )
 
 
@@ -345,18 +346,11 @@ class _SpecReader:
         except QuarantineError as problem:
             raise RecipeError(self.where, f"quarantine: {problem}") from problem
 
-    def equivalence(self, *, is_own: bool) -> Equivalence | None:
-        """Return what the row must be equivalent to, None where it is compared with a golden.
-
-        Args:
-            is_own: Whether the row itself, and not the whole file, has `trace_steps`.
-        """
+    def equivalence(self) -> Equivalence | None:
+        """Return what the row must be equivalent to, None where it is compared with a golden."""
         given = self._value("equivalent_to", dict, "a mapping of MODEL_ARGS")
         num_steps = self.positive("trace_steps")
         if given is None:
-            if is_own:
-                problem = "trace_steps: is read only with equivalent_to; add it, or remove this"
-                raise RecipeError(self.where, problem)
             return None
         if self.spec.get("script") is not None:
             problem = "equivalent_to: the row has a script, which starts its ranks itself, expected"

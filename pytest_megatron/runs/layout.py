@@ -25,6 +25,7 @@ HEALTH_FILE = "health.json"
 COMPARISON_FILE = "comparison.json"
 EQUIVALENCE_FILE = "equivalence.json"
 TRIAGE_FILE = "triage.json"
+TRACE_DIR = "tensor_trace"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
 _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
@@ -68,7 +69,12 @@ class PhaseDirs:
     @property
     def trace(self) -> Path:
         """Trace of the tensors of each rank, of a phase that is traced."""
-        return self.root / "tensor_trace"
+        return self.root / TRACE_DIR
+
+    @property
+    def determinism(self) -> Path:
+        """How the trace compares with that of the same training before it, in an audit."""
+        return self.root / "determinism.json"
 
     @property
     def metrics_lines(self) -> Path:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
 
+from pytest_megatron.base.schema import Count, SchemaError, parse
 from pytest_megatron.base.text import counted, name_ranks
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.divergences import (
@@ -41,17 +41,17 @@ _Key: TypeAlias = tuple[int, int, str, str, str]
 class _Record:
     """The part of a line that is compared."""
 
-    order: int
-    step: int
-    microbatch: int
+    order: Count
+    step: Count
+    microbatch: Count
     phase: Phase
     module: str
     tensor: str
-    shape: list[int]
+    shape: tuple[Count, ...]
     dtype: str
     norm: float | None
     hash: str
-    not_finite: int
+    not_finite: Count
 
     @property
     def key(self) -> _Key:
@@ -72,11 +72,10 @@ class _Record:
 
 
 _Waiting: TypeAlias = dict[_Key, deque[_Record]]
-_FIELDS = tuple(one.name for one in fields(_Record))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Difference:
+class _RecordDifference:
     """A record that the traces do not have alike."""
 
     rank: int
@@ -196,7 +195,7 @@ def _shown(layouts: dict[int, TraceLayout]) -> str:
 
 def _differences(
     of: _RankFiles, rank: int, layout: TraceLayout, count: _Count
-) -> Iterator[_Difference]:
+) -> Iterator[_RecordDifference]:
     """Yield what differs in the traces of one rank."""
     for ours, theirs in _pairs(of, count):
         ratio = None
@@ -210,7 +209,7 @@ def _differences(
             continue
         record = cast("_Record", ours or theirs)
         count.different += 1
-        yield _Difference(
+        yield _RecordDifference(
             rank=rank, record=record, place=record.place(layout), kind=kind, norm_ratio=ratio
         )
 
@@ -230,7 +229,7 @@ def _pairs(of: _RankFiles, count: _Count) -> Iterator[tuple[_Record | None, _Rec
             continue
         for side, line in enumerate(pair):
             if line is not None:
-                yield from _matched(_parsed(line), side, waiting)
+                yield from _matched(_parsed(line, of.paths[side]), side, waiting)
         for side, left in enumerate(waiting):
             if len(left) > _MOST_WAITING:
                 yield from (_alone(one, side) for one in left.pop(next(iter(left))))
@@ -269,9 +268,12 @@ def _lines(path: Path, last_step: int | None) -> Iterator[bytes]:
             yield line
 
 
-def _parsed(line: bytes) -> _Record:
-    found = json.loads(line)
-    return _Record(**{name: found[name] for name in _FIELDS})
+def _parsed(line: bytes, path: Path) -> _Record:
+    try:
+        return parse(_Record, line)
+    except SchemaError as error:
+        problem = error.problems[0].in_output
+        raise TraceError(str(path), f"{problem}; record the trace again") from None
 
 
 def _kind_of(reference: _Record, candidate: _Record) -> DivergenceKind | None:
@@ -286,10 +288,10 @@ def _kind_of(reference: _Record, candidate: _Record) -> DivergenceKind | None:
     return "not_finite" if candidate.not_finite and not reference.not_finite else "bits"
 
 
-def _merged(found: Iterable[_Difference]) -> Iterator[TensorDivergence]:
+def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
     """Yield one divergence for each tensor, with all ranks that have it."""
     ranks: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], _Difference] = {}
+    first: dict[tuple[object, ...], _RecordDifference] = {}
     for one in found:
         ranks.setdefault((one.record.key, one.kind), []).append(one.rank)
         first.setdefault((one.record.key, one.kind), one)

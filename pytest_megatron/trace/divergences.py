@@ -94,7 +94,12 @@ def write_comparison(path: Path, comparison: TraceComparison) -> None:
     Raises:
         OSError: As from `write_json_atomically`.
     """
-    write_json_atomically(path, _plain(asdict(comparison)))
+    write_json_atomically(path, comparison_to_json(comparison))
+
+
+def comparison_to_json(comparison: TraceComparison) -> JsonValue:
+    """Return the content of `equivalence.json`."""
+    return _plain(asdict(comparison))
 
 
 def read_comparison(path: Path) -> TraceComparison:

@@ -285,6 +285,7 @@ def _with_golden(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
                 versions=facts.versions_on(training.job.workload.platform),
+                is_traced=training.job.setting.trace is not None,
             ),
         ),
     )

@@ -33,13 +33,15 @@ from pytest_megatron.verdict.attempt import (
     judge_attempt,
     judge_generation,
     note_triage,
+    why_it_failed,
 )
+from pytest_megatron.verdict.audit import judge_audit
 from pytest_megatron.verdict.equivalence import compare_traces
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.script import judge_script
-from pytest_megatron.workload.plan.phases import iteration_name
+from pytest_megatron.workload.plan.phases import PhaseRole, iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
 from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener
 
@@ -241,7 +243,8 @@ def _judged(
         repeat=repeat,
         number=number,
         dirs=plan.dirs,
-        ends=outcome.ends,
+        ends=tuple(end for end in outcome.ends if end.plan.role is not PhaseRole.AUDIT),
+        audit_ends=tuple(end for end in outcome.ends if end.plan.role is PhaseRole.AUDIT),
         metrics=(),
         cause=None,
         health=health,
@@ -270,6 +273,10 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
 
 def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     """Read the files of an attempt, and judge them."""
+    if attempt.audit_ends:
+        attempt = _with_audit(attempt, plan, job.table)
+        if attempt.cause is not None:
+            return attempt
     if plan.script is not None and job.case is not None:
         return _judged_script(job, job.case, plan, attempt)
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
@@ -323,6 +330,18 @@ def _judged_script(
     return replace(
         attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
     )
+
+
+def _with_audit(attempt: Attempt, plan: AttemptPlan, table: Table) -> Attempt:
+    """Return an attempt with the result of its audit, or with the cause of the audit's failure."""
+    failed = next((end for end in attempt.audit_ends if not end.is_clean), None)
+    if failed is not None:
+        return replace(attempt, cause=why_it_failed(failed, plan.time_limit_s, table))
+    try:
+        return replace(attempt, audit=judge_audit(attempt.audit_ends))
+    except TraceError as error:
+        text = f"determinism cannot be audited: {error}"
+        return replace(attempt, cause=FailureCause(text=text))
 
 
 def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:

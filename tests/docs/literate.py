@@ -89,7 +89,8 @@ _NOISE = (
     (re.compile(r"/[\w./+-]*\w"), "/PATH"),
     (re.compile(r"\b\d+\.\d+(?: s\b|s\b)"), "TIME"),
     (re.compile(r"\b\d+\.\d+\.\d+[\w.+]*"), "VERSION"),
-    (re.compile(r"(?<![\w.])(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "ID"),
+    # One in a thousand commits has an id without a digit.
+    (re.compile(r"(?<![\w.])(?:(?=[0-9a-f]*\d)[0-9a-f]{4,}|[0-9a-f]{7,})\b|0x[0-9a-f]+"), "ID"),
     (re.compile(r"([=_-])\1{2,}"), r"\1\1\1"),
     (re.compile(r"\s+"), " "),
     (re.compile(r"\[ "), "["),

@@ -210,7 +210,7 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), 1e-30)
 
 
-def prove(bug: Bug, dtype: str, trainings: Trainings) -> Proof:
+def prove_bug(bug: Bug, dtype: str, trainings: Trainings) -> Proof:
     """Train a bug's layout with and without it."""
     arguments = {**bug.pair.candidate_arguments, **(BF16 if dtype == "bf16" else {})}
     noisy = {**arguments, "--gradient-noise": _NOISE[dtype]}
@@ -229,6 +229,18 @@ def prove(bug: Bug, dtype: str, trainings: Trainings) -> Proof:
         moved=distance(clean, planted),
         noise=distance(clean, disturbed),
         problem="",
+    )
+
+
+def in_a_line(proof: Proof) -> str:
+    """Word how far a bug moves loss, norm and a parameter, and how far noise does."""
+    if proof.moved is None or proof.noise is None:
+        return proof.problem
+    moved, noise = proof.weight_moved
+    return (
+        f"loss {proof.moved.loss:.0e} (noise {proof.noise.loss:.0e}),"
+        f" norm {proof.moved.norm:.0e} ({proof.noise.norm:.0e}),"
+        f" {proof.where.replace('module.', '')} {moved:.0e} ({noise:.0e})"
     )
 
 

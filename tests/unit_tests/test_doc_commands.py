@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from labs import DockerLab, SlurmLab
-from literate import ROOT, Block, Pages, missing, pages, steps_of
+from literate import ROOT, Block, Pages, is_as_shown, missing, pages, steps_of
 
 from pytest_megatron.cli.main import group
 
@@ -218,6 +218,19 @@ def test_a_page_that_is_wrong_is_found_wrong(
 ) -> None:
     page = written(tmp_path, PAGE.replace(was, is_now))
     assert problem in "\n".join(Pages(tmp_path / "runs").problems(page))
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("[main 1a2b3c4] Train", "[main fadeface] Train"),  # a commit's id, without a digit
+        ("at 3.9 s", "at 12.4 s"),
+        ("see /tmp/a/b.log", "see /home/c.log"),
+    ],
+)
+def test_what_differs_between_runs_is_not_compared(shown: str, printed: str) -> None:
+    assert is_as_shown(shown, printed)
+    assert not is_as_shown(shown, f"{printed} again")
 
 
 def test_a_comment_that_means_nothing_is_refused() -> None:

@@ -45,6 +45,7 @@ from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
     item_record,
     mismatch,
+    not_deterministic,
     print_plan,
     print_summary,
     show_findings,
@@ -285,7 +286,9 @@ class WorkloadPlugin(RecordCarrier):
         if job.is_equivalence:
             shown = judgement.failed or judgement.repeats[-1:]
             shutil.copyfile(shown[0].measured / EQUIVALENCE_FILE, job.dirs.equivalence)
-        problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
+        problems = [mismatch(training, judgement)] if judgement.failed else []
+        problems += filter(None, [not_deterministic(training)])
+        problem = self._session.shorten("\n".join(problems)) if problems else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
         agrees = record.is_expected or (problem is None and not is_wanted)
@@ -556,6 +559,8 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         is_lightweight=options.is_lightweight,
         host=None if session.engine.is_queue else facts.host,
         tee_ranks=options.tee_ranks,
+        trace=None if options.tensor_trace == "off" else options.tensor_trace,
+        is_audited=options.is_audited,
         max_attempts=options.max_attempts,
         backoff_s=options.retry_backoff_s,
         table=session.table,

@@ -16,6 +16,7 @@ import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import assert_never
 
@@ -39,7 +40,7 @@ from pytest_megatron.recipe.case import (
     is_missing_program,
     sizes_of,
 )
-from pytest_megatron.recipe.model import Equivalence, Workload
+from pytest_megatron.recipe.model import DEFAULT_TRACE_STEPS, Equivalence, Workload
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.trace.settings import TraceSettings
 
@@ -103,6 +104,14 @@ class Target:
     iteration: int
 
 
+class PhaseRole(Enum):
+    """Purpose of a phase."""
+
+    TRAINING = "training"  # of the case; its metrics are judged
+    EQUIVALENCE = "equivalence"  # its trace is compared with another layout's
+    AUDIT = "audit"  # its trace is compared with that of the same training
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStart:
     """One start of the training program.
@@ -117,6 +126,7 @@ class PhaseStart:
         origin: What to lay out for it to start from, or None.
         last_iteration: The one after which it exits; None where that is unknown.
         saves: A directory in which it must leave a checkpoint of its last iteration, or None.
+        role: Why it is started.
         trace: What its ranks record of their tensors, or None.
         num_ranks: Over all nodes, of a layout that is not the row's own.
     """
@@ -130,6 +140,7 @@ class PhaseStart:
     origin: Rewind | Frozen | None = None
     last_iteration: int | None
     saves: Path | None = None
+    role: PhaseRole = PhaseRole.TRAINING
     trace: TraceSettings | None = None
     num_ranks: int | None = None
 
@@ -170,6 +181,73 @@ def starts_of(
         case TestType.RELEASE:
             return maker.windows()
     assert_never(case.test_type)
+
+
+def audits_of(
+    workload: Workload, case: WorkloadCase, dirs: AttemptDirs, root: Path, *, first: int
+) -> tuple[PhaseStart, ...]:
+    """Return the starts of a determinism audit: the first steps of each training, twice.
+
+    A training that resumes another is none of them. Each is as short as its program allows, and
+    saves nothing where it can be left out.
+
+    Args:
+        workload: As in `starts_of`, like `case`, `dirs` and `root`.
+        case: Likewise.
+        dirs: Likewise.
+        root: Likewise.
+        first: The number of the first of them.
+
+    Raises:
+        MegatronError: As from `starts_of`.
+    """
+    steps = trace_steps_of(workload)
+    starts = starts_of(workload, case, dirs, root, is_lightweight=True)
+    trainings = [one for one in starts if one.number == 1 or one.saves is not None]
+    pairs = [(one, again) for one in trainings for again in (1, 2)]
+    return tuple(
+        replace(
+            _shortened(one, steps),
+            number=number,
+            name=f"audit {again}" if len(trainings) == 1 else f"audit {again} of {one.name}",
+            save=dirs.phase(number).root / "checkpoints",
+            saves=None,
+            role=PhaseRole.AUDIT,
+            trace=TraceSettings(directory=dirs.phase(number).trace, steps=steps),
+        )
+        for number, (one, again) in enumerate(pairs, start=first)
+    )
+
+
+def _shortened(start: PhaseStart, num_steps: int) -> PhaseStart:
+    """Return a start that ends after some steps and saves nothing, where it takes flags."""
+    if _takes_key_values(start.arguments):
+        return start
+    kept = (argument for argument in start.arguments if not _saves(argument))
+    arguments = with_argument(kept, "--exit-interval", str(num_steps))
+    return replace(start, arguments=arguments, last_iteration=num_steps)
+
+
+def trace_steps_of(workload: Workload) -> int:
+    """Return how many steps of a training are traced."""
+    found = workload.spec.get("trace_steps")
+    return found if isinstance(found, int) else DEFAULT_TRACE_STEPS
+
+
+def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | None:
+    """Return why no trace of a workload is recorded, None if one can be."""
+    if workload.script is not None or case is None:
+        return "a script of the recipe starts its ranks"
+    if case.mode is not CaseMode.PRETRAINING:
+        return f"MODE is {case.mode.value}"
+    return _find_command(workload)
+
+
+def _find_command(workload: Workload) -> str | None:
+    program = shlex.split(workload.training_script_path or "")
+    if program and not program[0].endswith(".py"):
+        return f"{program[0]!r} is a command, expected a Python program in training_script_path"
+    return None
 
 
 def target_of(
@@ -274,6 +352,7 @@ class _Maker:
                 load=self._load or str(self._dirs.no_checkpoint),
                 save=self._dirs.phase(number).root / "checkpoints",
                 last_iteration=num_steps,
+                role=PhaseRole.EQUIVALENCE,
                 trace=replace(trace, directory=self._dirs.phase(number).trace),
                 num_ranks=None if is_own else reference.num_ranks,
             )
@@ -431,9 +510,8 @@ def _why_not_traced(workload: Workload, case: WorkloadCase, equivalence: Equival
             f"{case.path} has TEST_TYPE {case.test_type.value} and MODE {case.mode.value}, "
             f"expected regular and pretraining"
         )
-    program = shlex.split(workload.training_script_path or "")
-    if program and not program[0].endswith(".py"):
-        return f"{program[0]!r} is a command, expected a Python program in training_script_path"
+    if problem := _find_command(workload):
+        return problem
     if _takes_key_values(case.arguments):
         return f"{case.path} gives its program key=value, expected flags"
     if case.train_iters < equivalence.num_steps:

@@ -24,18 +24,23 @@ from pytest_megatron.recipe.case import CP, TP, Launcher, ModelArgs, TestType, W
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
+from pytest_megatron.trace.settings import TraceSettings, TraceValues
 from pytest_megatron.workload.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
+    PhaseRole,
     PhaseStart,
     Rewind,
     Target,
+    audits_of,
     command_words,
+    find_untraceable,
     require_iteration,
     require_path,
     require_program,
     starts_of,
     target_of,
+    trace_steps_of,
 )
 from pytest_megatron.workload.plan.script import (
     ScriptFiles,
@@ -161,13 +166,9 @@ class Started:
     @property
     def script(self) -> str | None:
         """The Python script that the ranks run; None of a command."""
-        words = self.program[len(TRACER) :] if self.is_traced else self.program
+        is_traced = self.program[: len(TRACER)] == TRACER
+        words = self.program[len(TRACER) :] if is_traced else self.program
         return None if words[0] == _NO_PYTHON else words[0]
-
-    @property
-    def is_traced(self) -> bool:
-        """True if the ranks record traces."""
-        return self.program[: len(TRACER)] == TRACER
 
     @property
     def rank_words(self) -> tuple[str, ...]:
@@ -301,6 +302,7 @@ class PhasePlan:
         before_script: Shell text to run before the training, or None; likewise `after_script`.
         is_script: Whether a recipe's script runs instead of a launcher.
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
+        role: Why it is started.
     """
 
     number: int
@@ -319,16 +321,12 @@ class PhasePlan:
     after_script: str | None = None
     is_script: bool = False
     start: Started | None = None
+    role: PhaseRole = PhaseRole.TRAINING
 
     @property
     def resumes_after(self) -> int | None:
         """The iteration of the checkpoint that it must go on from; None where we do not know."""
         return None if self.origin is None else self.origin.back_to
-
-    @property
-    def is_traced(self) -> bool:
-        """True if its ranks record their tensors."""
-        return self.start is not None and self.start.is_traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +337,8 @@ class AttemptPlan:
         phases: In order; of a release, every window that it may take.
         cwd: Working directory of every phase: the project's root.
         world_size: The most ranks that a phase has.
-        time_limit_s: For all phases together; of a release, for each window.
+        time_limit_s: For all phases together, without those of an audit, which have as much; of a
+            release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
         script_files: What that needs beside itself.
@@ -356,6 +355,11 @@ class AttemptPlan:
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
+    @property
+    def trainings(self) -> tuple[PhasePlan, ...]:
+        """The phases that are no audit."""
+        return tuple(phase for phase in self.phases if phase.role is not PhaseRole.AUDIT)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -371,6 +375,8 @@ class Setting:
         machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
         kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
+        trace: What to record of each training's tensors, where that is possible; None is nothing.
+        is_audited: Whether the first steps of each training are compared with themselves, likewise.
     """
 
     root: Path
@@ -383,6 +389,8 @@ class Setting:
     machine: ScriptMachine = field(default_factory=ScriptMachine)
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
+    trace: TraceValues | None = None
+    is_audited: bool = False
 
 
 def plan_attempt(
@@ -411,7 +419,14 @@ def plan_attempt(
     assert case is not None
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
-    phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
+    audits: tuple[PhaseStart, ...] = ()
+    if find_untraceable(workload, case) is None and workload.equivalence is None:
+        starts = tuple(_traced(workload, dirs, setting, start) for start in starts)
+        if setting.is_audited:
+            audits = audits_of(workload, case, dirs, setting.root, first=len(starts) + 1)
+    phases = tuple(
+        _plan_phase(workload, case, dirs, setting, start, repeat) for start in (*audits, *starts)
+    )
     return AttemptPlan(
         phases=phases,
         dirs=dirs,
@@ -420,6 +435,17 @@ def plan_attempt(
         time_limit_s=_time_limit_s(workload),
         target=target_of(case, starts, is_lightweight=is_light),
     )
+
+
+def _traced(
+    workload: Workload, dirs: AttemptDirs, setting: Setting, start: PhaseStart
+) -> PhaseStart:
+    """Return a start with the trace that the user asks for."""
+    if setting.trace is None:
+        return start
+    directory, steps = dirs.phase(start.number).trace, trace_steps_of(workload)
+    trace = TraceSettings(directory=directory, steps=steps, values=setting.trace)
+    return replace(start, trace=trace)
 
 
 def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
@@ -437,7 +463,7 @@ def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
         raise LaunchError(
             phase.name,
             f"runs {found}, expected a training_script_path that ends in .py, since traces are "
-            f"recorded in such a program alone; leave out --trace and --audit-determinism",
+            f"recorded in such a program alone",
         )
     start = replace(phase.start, program=(*TRACER, *phase.start.program))
     own = {TRACE_VARIABLE: settings}
@@ -530,6 +556,7 @@ def _plan_phase(
         frozen_paths=_frozen_paths(case, start, env, setting.root),
         before_script=case.before_script,
         after_script=case.after_script,
+        role=start.role,
     )
     return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
@@ -584,7 +611,7 @@ def _variables(
     repeat: int,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
-    is_alike = start.saves is not None or start.trace is not None
+    is_alike = start.saves is not None or start.role is not PhaseRole.TRAINING
     found = {
         "CHECKPOINT_LOAD_PATH": start.load,
         "CHECKPOINT_SAVE_PATH": str(start.save),
@@ -709,7 +736,7 @@ class Replay:
         if self.phase is None:
             return plan
         chosen = tuple(phase for phase in plan.phases if phase.number == self.phase)
-        if chosen and chosen[0].is_traced:
+        if chosen and chosen[0].role is not PhaseRole.TRAINING:
             raise LaunchError(
                 PHASE,
                 f"is {self.phase}, and the phases of {node_id} are compared with one another; "

@@ -251,3 +251,14 @@ def test_another_layout_is_refused_with_the_way_to_compare_it(tmp_path: Path) ->
 def test_a_directory_without_a_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no trace"):
         compare_bits(trace(tmp_path / "a", STEPS), tmp_path / "none")
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    broken = trace(tmp_path / "b", STEPS)
+    file = broken / "rank_0.jsonl"
+    file.write_text(file.read_text().replace('"shape":[2,4]', '"shape":"none"', 1))
+    with pytest.raises(
+        TraceError,
+        match=r"rank_0\.jsonl: shape: found 'none', expected a list.*; record the trace again",
+    ):
+        compare_bits(trace(tmp_path / "a", STEPS), broken)

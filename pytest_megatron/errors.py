@@ -26,6 +26,7 @@ __all__ = [
     "ReproError",
     "RunError",
     "SelectionError",
+    "TraceError",
     "TriageError",
 ]
 
@@ -102,6 +103,10 @@ class GoldenError(MegatronError):
 
 class EmptyGoldenError(GoldenError):
     """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
+
+
+class TraceError(MegatronError):
+    """A trace cannot be written, read or compared, or its settings mean nothing."""
 
 
 class TriageError(MegatronError):

@@ -46,6 +46,7 @@ from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workload.plan.plan import PhasePlan, Setting
 from pytest_megatron.workload.run.runner import run_attempt, start_here
 
@@ -77,7 +78,10 @@ _WATCHED = (
 )
 # What a plan sets for each start, and nothing but the program reads.
 _FREE_NAMES = frozenset(
-    ("REPEAT", "RUN_NUMBER", "CHECKPOINT_LOAD_PATH", "DATA_PATH", "DATA_CACHE_PATH")
+    (
+        *("REPEAT", "RUN_NUMBER", "CHECKPOINT_LOAD_PATH", "DATA_PATH", "DATA_CACHE_PATH"),
+        TRACE_VARIABLE,
+    )
 )
 
 
@@ -382,11 +386,11 @@ def script_of(phase: PhasePlan) -> Path:
     """
     if phase.start is None or phase.start.ranks.starter is not Launcher.TORCHRUN:
         raise NotForkedError("torch.distributed.run does not start it")
-    if phase.num_nodes > 1:
+    if not phase.start.ranks.is_alone:
         raise NotForkedError("it has several nodes")
-    if not phase.start.program[0].endswith(".py"):
+    if phase.start.script is None:
         raise NotForkedError("it is no Python script")
-    return Path(phase.start.program[0])
+    return Path(phase.start.script)
 
 
 def obstacle_of(script: Path, env: Mapping[str, str]) -> str:

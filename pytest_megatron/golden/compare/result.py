@@ -55,6 +55,8 @@ class ComparisonRule(Enum):
     GRADIENT = "norm of the difference"
     NOT_FINITE = "not finite"
     SHAPE = "shape"
+    # Between the traces of two layouts.
+    EQUIVALENCE = "equivalence"
     # megatron, beside `exact`.
     APPROXIMATE = "approximate"
     UNKNOWN = "unknown metric"

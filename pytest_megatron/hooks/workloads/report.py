@@ -17,19 +17,26 @@ from typing import TYPE_CHECKING, assert_never
 import pytest
 
 from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.text import counted
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.hooks.options import CI_LOG_PLUGIN
 from pytest_megatron.hooks.session import NOTE_PREFIX, RunSession
 from pytest_megatron.recipe.case import Evaluation
-from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedAudit,
+    RecordedHealth,
+    RecordedWorkload,
+)
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.trace.divergences import as_text
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
-from pytest_megatron.workload.plan.phases import Frozen, Rewind
+from pytest_megatron.workload.plan.phases import Frozen, PhaseRole, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
 from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
 
@@ -264,12 +271,17 @@ def training_failure(training: Training) -> str:
 def mismatch(training: Training, judgement: Judgement) -> str:
     """Return which metrics disagree, where and by how much."""
     job = training.job
-    is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
-    what = "metrics" if is_golden else "gradients"
+    compared = {repeat.compared for repeat in judgement.failed}
+    what = "metrics" if "metrics" in compared else min(compared)
     lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
+        if (trace := traces[repeat.repeat]) is not None:
+            lines += [f"{_INDENT}{line}" for line in as_text(trace).splitlines()]
+            lines.append(f"{_INDENT}more: {job.dirs.equivalence}")
+            continue
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
             lines += (f"{_INDENT}{_INDENT}{line}" for line in render_layers(comparison))
@@ -299,6 +311,30 @@ def folded(problem: str) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
+def not_deterministic(training: Training) -> str | None:
+    """Return why an audited training does not pass; None if it does.
+
+    A training that differs from itself passes where its case does not claim otherwise.
+    """
+    job, audit = training.job, training.audit
+    if audit is None or audit.is_deterministic or job.case is None:
+        return None
+    if (claim := job.case.determinism_claim) is None:
+        return None
+    lines = [
+        f"{job.node_id}: {audit.headline}",
+        *(f"{_INDENT}{line}" for line in audit.block.splitlines()),
+        f"{_INDENT}the case claims to be deterministic, by {claim} in {job.case.path}",
+    ]
+    return "\n".join(lines)
+
+
+def _audit_record(training: Training) -> RecordedAudit | None:
+    if (reason := training.job.why_not_audited) is not None:
+        return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
+    return None if training.audit is None else training.audit.record
+
+
 def _in_short(judgement: Judgement) -> str:
     """Return the metric that disagrees and where, for a line that ends at the terminal's width."""
     first, *others = [c for repeat in judgement.failed for c in repeat.failed]
@@ -320,6 +356,8 @@ def summary_line(
     if problem is not None:
         parts.append(_why_in_short(training, judgement))
     elif judgement is not None:
+        layout = training.job.workload.equivalence
+        parts += [] if layout is None else [f"equivalent to {layout.text}"]
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
@@ -327,6 +365,8 @@ def summary_line(
             for note in comparison.notes
         ]
         parts += list(dict.fromkeys(notes))
+    audited = _audit_record(training)
+    parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)
 
@@ -338,16 +378,21 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
     is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
     if is_to_fail and judgement is not None and not judgement.failed:
         return "passed, but was expected to fail"
-    what = "metrics" if training.job.gradient_tolerance is None else "gradients"
-    return f"{what} disagree"
+    if judgement is not None and judgement.failed:
+        return f"{judgement.failed[0].compared} disagree"
+    if training.audit is not None and not_deterministic(training) is not None:
+        return training.audit.headline
+    return "metrics disagree"
 
 
 def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
     redactor = job.redactor(plan)
+    layout = job.workload.equivalence
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
+        *([] if layout is None else [f"  equivalent to: {layout.text}"]),
         f"  ranks: {plan.world_size} on {job.workload.platform}",
         f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
         f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
@@ -355,12 +400,14 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     ]
     if job.gradient_tolerance is not None:
         lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
-    phases = plan.phases if plan.target is None else plan.phases[:1]
-    for phase in phases:
-        lines += _phase_lines(redactor, phase)
+    is_over = False
+    for phase in plan.phases:
+        is_training = phase.role is PhaseRole.TRAINING
+        lines += [] if is_over and is_training else _phase_lines(redactor, phase)
+        is_over = is_over or (is_training and plan.target is not None)
     if plan.target is not None:
         lines.append(
-            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
+            f"  again from its checkpoint, in up to {len(plan.trainings)} windows, "
             f"until iteration {plan.target.iteration} is saved"
         )
     if plan.script is not None:
@@ -376,6 +423,8 @@ def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
         case Frozen():
             where = phase.origin.checkpoints
             lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None if phase.role is not PhaseRole.TRAINING:
+            lines.append(f"  {phase.name}, {counted(phase.world_size, 'rank')}:")
         case None:
             lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
         case _:
@@ -444,6 +493,7 @@ def item_record(
         policy=None if compared is None else compared.policy.as_json(),
         not_run_again=training.stopped,
         fingerprint=_fingerprint(training, judgement) if problem is not None else None,
+        audit=_audit_record(training),
         platform=training.job.workload.platform,
         attempts=tuple(_attempt_record(attempt) for attempt in training.attempts),
     )
@@ -460,6 +510,8 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
         return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
     names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
+    if not names and not_deterministic(training) is not None:
+        return "not deterministic"
     return f"mismatch|{', '.join(names)}" if names else "not as expected"
 
 
@@ -472,8 +524,8 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         attempt=attempt.number,
         directory=str(attempt.dirs.root),
         duration_s=round(attempt.duration_s, 3),
-        exit_codes=tuple(end.returncode for end in attempt.ends),
-        num_left=sum(end.num_left for end in attempt.ends),
+        exit_codes=tuple(end.returncode for end in attempt.all_ends),
+        num_left=sum(end.num_left for end in attempt.all_ends),
         cause=None if cause is None else cause.text,
         root_rank=None if cause is None else cause.rank,
         signature=None if signature is None else signature.id,

@@ -1,0 +1,1 @@
+"""Traces of a training: what each module and parameter computes, step by step."""

@@ -1,0 +1,321 @@
+"""The files of a trace: one of JSON lines a rank, and one of raw values where they are stored.
+
+`rank_<r>.jsonl` has a header, one line a tensor, and an end; docs/reference/traces.md describes
+them. It is written as the training runs, so a trace that was cut off reads up to there. Must not
+import torch: the controller reads headers and ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal, cast
+
+from pytest_megatron.errors import TraceError
+
+FORMAT_VERSION = 1
+Phase = Literal["forward", "backward", "gradient", "update"]
+_RANK = re.compile(r"rank_(\d+)\.jsonl").fullmatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceLayout:
+    """Place of a rank in each parallel dimension: its index and the size.
+
+    Attributes:
+        tp: Tensor parallel.
+        pp: Pipeline parallel.
+        dp: Data parallel, without context parallel.
+        cp: Context parallel.
+        ep: Expert parallel.
+        etp: Tensor parallel of experts.
+        edp: Data parallel of experts.
+        vpp: Model chunks of a pipeline stage; 1 without virtual pipeline parallelism.
+        sequence_parallel: Activations are cut along the sequence over the tensor-parallel ranks.
+    """
+
+    tp: tuple[int, int] = (0, 1)
+    pp: tuple[int, int] = (0, 1)
+    dp: tuple[int, int] = (0, 1)
+    cp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+    etp: tuple[int, int] = (0, 1)
+    edp: tuple[int, int] = (0, 1)
+    vpp: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceHeader:
+    """First line of a rank's trace."""
+
+    rank: int
+    world_size: int
+    device: str
+    torch: str
+    megatron_core: str | None
+    layout: TraceLayout
+    values: Literal["hash", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShard:
+    """Place of a recorded gradient or parameter in the whole one.
+
+    Attributes:
+        key: Name in a checkpoint, the same in every parallel layout; None where megatron-core
+            knows none for this part, so that it cannot be merged.
+        global_shape: Shape of the whole tensor. Its first axes are not in the record's `shape`
+            where a checkpoint stacks layers or experts: as many as it is longer.
+        global_offset: Where this part begins in it.
+        flat: Elements of the flattened part that this rank owns, from and to; the record holds
+            these alone, one after the other. None: all of them, in their shape.
+        attributes: megatron-core's attributes of the parameter.
+    """
+
+    key: str | None
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+    attributes: Mapping[str, bool | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRecord:
+    """One tensor, as one rank had it.
+
+    Attributes:
+        order: Number of the record in its rank.
+        step: Optimizer step, from 1; the parameters before the first have 0.
+        microbatch: Call of the model in the step, from 0; 0 for parameters.
+        module: Global name, without wrappers; "" is the model itself.
+        kind: Class of the module.
+        tensor: `input.0`, `output.0`, `grad_input.0`, `grad_output.0`, or a parameter's name.
+        shape: Of the local tensor (with `parameter.flat`: of the part that it is taken from).
+        norm: In double precision; None where a value is not finite.
+        mean: As `norm`.
+        hash: 16 hex digits, a function of the bits.
+        not_finite: Number of values that are NaN or infinite.
+        at: Offset and number of bytes in `rank_<r>.bin`.
+    """
+
+    order: int
+    step: int
+    microbatch: int
+    phase: Phase
+    module: str
+    kind: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float | None
+    mean: float | None
+    hash: str
+    not_finite: int
+    at: tuple[int, int] | None = None
+    parameter: ParameterShard | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEnd:
+    """Last line of a rank's trace.
+
+    Attributes:
+        steps: Steps that were recorded whole.
+        problem: Why the trace cannot be compared, as a clause; None where it can.
+    """
+
+    steps: int
+    problem: str | None = None
+
+
+class TraceWriter:
+    """Writes the trace of one rank."""
+
+    def __init__(self, directory: Path, rank: int, *, has_values: bool) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lines = (directory / f"rank_{rank}.jsonl").open("w", encoding="utf-8")
+        self._values: IO[bytes] | None = None
+        if has_values:
+            self._values = (directory / f"rank_{rank}.bin").open("wb")
+        self._num_bytes = 0
+
+    def write_header(self, header: TraceHeader) -> None:
+        """Write the first line."""
+        self._write({"format_version": FORMAT_VERSION, **dataclasses.asdict(header)})
+
+    def write_record(self, record: TraceRecord) -> None:
+        """Write one tensor."""
+        line: dict[str, object] = {name: getattr(record, name) for name in _RECORD_FIELDS}
+        if record.parameter is not None:
+            for name in _PARAMETER_FIELDS:
+                line[name] = getattr(record.parameter, name)
+        self._write(line)
+
+    def write_values(self, values: bytes | memoryview) -> tuple[int, int]:
+        """Append raw values; returns their offset and length."""
+        assert self._values is not None
+        at = (self._num_bytes, len(values))
+        self._values.write(values)
+        self._num_bytes += len(values)
+        return at
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system: the process may be killed."""
+        if self._values is not None:
+            self._values.flush()
+        self._lines.flush()
+
+    def close(self, end: TraceEnd | None) -> None:
+        """Write the last line, unless the trace is cut off, and close the files."""
+        if end is not None:
+            self._write({"end": True, **dataclasses.asdict(end)})
+        self.flush()
+        self._lines.close()
+        if self._values is not None:
+            self._values.close()
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        self._lines.write(_ENCODER.encode(line) + "\n")
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_RECORD_FIELDS = tuple(
+    one.name for one in dataclasses.fields(TraceRecord) if one.name != "parameter"
+)
+_PARAMETER_FIELDS = tuple(one.name for one in dataclasses.fields(ParameterShard))
+
+
+def rank_files(directory: Path) -> dict[int, Path]:
+    """Return the file of JSON lines of each rank, in the order of the ranks.
+
+    Raises:
+        TraceError: There are none, or some are missing.
+    """
+    found = {
+        int(match[1]): path
+        for path in (directory.iterdir() if directory.is_dir() else ())
+        if (match := _RANK(path.name))
+    }
+    if not found:
+        raise TraceError(
+            str(directory),
+            "holds no trace, expected rank_0.jsonl and its like; the program may have ended before"
+            " its first forward pass, see its log",
+        )
+    world_size = read_header(found[min(found)]).world_size
+    missing = sorted(set(range(world_size)) - found.keys())
+    if missing:
+        raise TraceError(
+            str(directory), f"has no trace of rank {missing[0]} of {world_size}; see its log"
+        )
+    return dict(sorted(found.items()))
+
+
+def read_header(path: Path) -> TraceHeader:
+    """Read the first line of a rank's trace.
+
+    Raises:
+        TraceError: It is no header, or of another version of the format.
+    """
+    with path.open(encoding="utf-8") as lines:
+        found = _read(path, 1, lines.readline())
+    if found is None or found.get("format_version") != FORMAT_VERSION:
+        raise TraceError(f"{path}:1", f"is no header of a trace of version {FORMAT_VERSION}")
+    layout = cast("dict[str, object]", found.pop("layout"))
+    del found["format_version"]
+    return TraceHeader(
+        **cast("dict[str, str]", found),  # type: ignore[arg-type] # each as it was written
+        layout=TraceLayout(**{key: _tuples(value) for key, value in layout.items()}),  # type: ignore[arg-type]
+    )
+
+
+def read_records(path: Path) -> Iterator[TraceRecord]:
+    """Yield the tensors of a rank's trace, in its order; a torn last line ends it.
+
+    Raises:
+        TraceError: A line before the last is no record.
+    """
+    for line in _lines_after_header(path):
+        if "end" in line:
+            return
+        yield _record(line)
+
+
+def read_end(path: Path) -> TraceEnd | None:
+    """Read the last line of a rank's trace; None where it is cut off."""
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 4096))
+        last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+    try:
+        found = cast("dict[str, object]", json.loads(last))
+    except ValueError:
+        return None
+    if not found.pop("end", False):
+        return None
+    return TraceEnd(**found)  # type: ignore[arg-type]
+
+
+def read_values(path: Path, record: TraceRecord) -> bytes:
+    """Read a record's raw values: little endian, contiguous.
+
+    Args:
+        path: The rank's file of JSON lines, beside the one of values.
+        record: One of its records.
+
+    Raises:
+        TraceError: The trace has statistics only, or the file is cut off.
+    """
+    if record.at is None:
+        raise TraceError(str(path), "holds no values, expected a trace with values: full")
+    offset, length = record.at
+    with path.with_suffix(".bin").open("rb") as file:
+        file.seek(offset)
+        values = file.read(length)
+    if len(values) != length:
+        raise TraceError(str(path.with_suffix(".bin")), "is cut off; see the log of the rank")
+    return values
+
+
+def _lines_after_header(path: Path) -> Iterator[dict[str, object]]:
+    with path.open(encoding="utf-8") as lines:
+        lines.readline()
+        for number, line in enumerate(lines, start=2):
+            found = _read(path, number, line)
+            if found is not None:
+                yield found
+
+
+def _read(path: Path, number: int, line: str) -> dict[str, object] | None:
+    """Read one line; None for a torn one at the end of the file.
+
+    Raises:
+        TraceError: The line is whole and no JSON object.
+    """
+    try:
+        found: object = json.loads(line)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return cast("dict[str, object]", found)
+    if not line.endswith("\n"):
+        return None
+    raise TraceError(f"{path}:{number}", f"{line[:80]!r} is no line of a trace")
+
+
+def _record(line: dict[str, object]) -> TraceRecord:
+    values = {key: _tuples(value) for key, value in line.items()}
+    shard = None
+    if "key" in values:
+        shard = ParameterShard(**{name: values.pop(name) for name in _PARAMETER_FIELDS})  # type: ignore[arg-type]
+    return TraceRecord(**values, parameter=shard)  # type: ignore[arg-type]
+
+
+def _tuples(value: object) -> object:
+    """Return a JSON array as a tuple, anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,534 @@
+"""Record what a training computes, with hooks of torch, without changing it.
+
+A model is a module that is called while no other runs; its modules get hooks at its first call.
+Gradients are recorded by hooks on the tensors that modules get and return, in the order in which
+the backward pass computes them; a hook on a tensor does not change the graph, and the tensor's
+gradient is the sum over all its uses. Gradients of parameters are recorded as the optimizer gets
+them, parameters after its step.
+
+A forward pass inside the backward pass recomputes activations: it is not recorded again, and only
+its tensors have gradients then. Draws no random numbers, keeps no graph and no tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from pytest_megatron.trace import layout
+from pytest_megatron.trace.files import ParameterShard, Phase, TraceEnd, TraceRecord, TraceWriter
+from pytest_megatron.trace.measure import (
+    Measurement,
+    Pending,
+    flat_values,
+    hash_on_cpu,
+    measure_on_cpu,
+    measure_on_device,
+    resolve,
+)
+from pytest_megatron.trace.module_names import named_modules, unwrap
+from pytest_megatron.trace.noise import Noise
+from pytest_megatron.trace.settings import TraceSettings
+from pytest_megatron.trace.shards import NamedParameter, local_values, named_parameters
+from pytest_megatron.trace.weights import read_weights, write_weights
+
+_WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
+_PLAIN = torch._C.DisableTorchFunction  # no torch function mode of the program, no subclass
+At = tuple[int, int] | None  # offset and bytes of stored values
+_MAX_PENDING = 1 << 14  # records whose measurements wait on a GPU for the end of the step
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor of a module, for its records."""
+
+    module: str
+    kind: str
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A tensor whose gradient will be recorded under each of these places."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    places: list[_Place]
+
+
+@dataclass(slots=True)
+class _Model:
+    """A module that is called while no other runs, without its wrappers."""
+
+    module: torch.nn.Module
+    parameters: list[NamedParameter]
+    num_calls: int = 0  # in this step
+
+
+class Recorder:
+    """Records the first steps of the training in this process."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._settings = settings
+        self._noise = None if settings.noise_seed is None else Noise(settings.noise_seed)
+        self._writer: TraceWriter | None = None
+        self._is_over = False
+        self._undo = contextlib.ExitStack()
+        self._models: list[_Model] = []
+        self._known: set[int] = set()  # modules that have hooks
+        self._watched: dict[int, _Watched] = {}
+        self._pending: list[tuple[Callable[..., TraceRecord], Pending | Measurement]] = []
+        self._measured: dict[tuple[str, torch.dtype, int], tuple[Measurement, At]] = {}
+        self._order = 0
+        self._step = 1
+        self._num_steps = 0  # that are whole
+        self._microbatch: int | None = None  # of the model that runs
+        self._backward_microbatch = 0
+        self._num_optimizers_inside = 0  # of one another's step
+        self._updated: set[int] = set()  # parameters, in this step
+        self._reloaded: set[int] = set()  # optimizers that know the replaced weights
+
+    def start(self) -> None:
+        """Wait for the first call of a model and for optimizers."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            self.before_optimizer(optimizer)
+
+        def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            self.after_optimizer(optimizer, None)
+
+        for hook in (
+            register_module_forward_pre_hook(self._before_any_module),
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        ):
+            self._undo.callback(hook.remove)
+
+    def stop(self, *, is_whole: bool = True) -> None:
+        """Take all hooks away and close the files; called again it does nothing.
+
+        Args:
+            is_whole: The program ended by itself; else the trace stays without its end.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        self._undo.close()
+        if self._writer is None:
+            if not is_whole:
+                return
+            self._writer = self._open(None, torch.device("cpu"))
+        if self._updated:
+            self._num_steps = self._step
+        self._flush()
+        end = TraceEnd(steps=self._num_steps, problem=self._problem())
+        self._writer.close(end if is_whole else None)
+        self._watched.clear()
+        self._measured.clear()
+
+    def _problem(self) -> str | None:
+        if not self._models:
+            return "the program called no torch.nn.Module with gradients"
+        if not self._num_steps:
+            return "no optimizer of torch or megatron-core made a step"
+        return None
+
+    def _open(self, model: torch.nn.Module | None, device: torch.device) -> TraceWriter:
+        values = self._settings.values
+        header = layout.header(model, device, values)
+        writer = TraceWriter(self._settings.directory, header.rank, has_values=values == "full")
+        writer.write_header(header)
+        return writer
+
+    def _flush(self) -> None:
+        """Write the records whose measurements were on their way."""
+        assert self._writer is not None
+        arrived = iter(resolve([one for _, one in self._pending if isinstance(one, Pending)]))
+        for record, found in self._pending:
+            self._write(record, next(arrived) if isinstance(found, Pending) else found)
+        self._pending.clear()
+        self._writer.flush()
+
+    def _end_step(self) -> None:
+        self._flush()
+        self._num_steps = self._step
+        self._watched.clear()
+        self._measured.clear()
+        self._updated.clear()
+        for model in self._models:
+            model.num_calls = 0
+        self._step += 1
+        if self._step > self._settings.steps:
+            self.stop()
+
+    # Modules
+
+    def _before_any_module(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
+        """Adopt a model at its first call."""
+        if (
+            id(module) in self._known
+            or self._microbatch is not None
+            or torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or _is_in_backward()
+        ):
+            return
+        model = self.adopt(module)
+        if model.module is module:  # its own hook comes too late for this call
+            self._before_module(model, "", module, args, {})
+
+    def adopt(self, module: torch.nn.Module) -> _Model:
+        """Give the modules of a model their hooks, and the model its initial weights."""
+        inner = unwrap(module)
+        if self._writer is None:
+            parameter = next(inner.parameters(), None)
+            device = torch.device("cpu") if parameter is None else parameter.device
+            self._writer = self._open(inner, device)
+            self._wrap_megatron_optimizers()
+        with torch.no_grad(), _PLAIN():
+            if self._settings.weights_from is not None:
+                read_weights(inner, self._settings.weights_from)
+            if self._settings.weights_to is not None:
+                write_weights(inner, self._settings.weights_to, is_first=not self._models)
+            if self._noise is not None:
+                self._noise.disturb_parameters(inner)
+        model = _Model(inner, named_parameters(inner))
+        self._known.update(id(one) for one in module.modules())
+        self._models.append(model)
+        for name, one, _ in named_modules(inner):
+            if type(one).__name__ in _WITHOUT_EFFECT:
+                continue
+            before = functools.partial(self._before_module, model, name)
+            after = functools.partial(self._after_module, name)
+            for hook in (
+                one.register_forward_pre_hook(before, with_kwargs=True),
+                one.register_forward_hook(after, with_kwargs=True),
+            ):
+                self._undo.callback(hook.remove)
+        leave = inner.register_forward_hook(self._leave, always_call=True)
+        self._undo.callback(leave.remove)
+        with _PLAIN():
+            for one in model.parameters:
+                self._record_parameter("update", one, one.parameter, None, step=0)
+        return model
+
+    def _leave(self, *_: object) -> None:
+        if not _is_in_backward():
+            self._microbatch = None
+
+    def _before_module(
+        self,
+        model: _Model,
+        name: str,
+        module: torch.nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> None:
+        is_model = module is model.module
+        if is_model and torch.is_grad_enabled() and not _is_in_backward():
+            if self._updated:
+                self._end_step()
+            self._microbatch = model.num_calls
+            model.num_calls += 1
+        if self._is_idle():
+            return
+        is_part = getattr(module, "pre_process", True) is False
+        with _PLAIN():
+            for label, tensor in _tensors("input", [*args, kwargs]):
+                is_float = tensor.is_floating_point()
+                if (is_float and not is_part) or (is_model and not is_float):
+                    self._see(_Place(name, type(module).__name__, label), tensor)
+
+    def _is_idle(self) -> bool:
+        """Return True if what a module computes now is not recorded."""
+        return (
+            self._is_over
+            or torch.compiler.is_compiling()
+            or (self._microbatch is None and not _is_in_backward())
+        )
+
+    def _after_module(
+        self, name: str, module: torch.nn.Module, args: object, kwargs: object, output: object
+    ) -> object:
+        del args, kwargs
+        if self._is_idle():
+            return output
+        if self._noise is not None and next(module.children(), None) is None:
+            name_of_call = f"{name}/{self._step}/{self._current_microbatch()}"
+            output = self._disturbed(self._noise, name_of_call, output)
+        if getattr(module, "post_process", True) is not False:
+            with _PLAIN():
+                for label, tensor in _tensors("output", output):
+                    self._see(_Place(name, type(module).__name__, label), tensor)
+        return output
+
+    def _disturbed(self, noise: Noise, name: str, output: object) -> object:
+        """Disturb the tensors that a module computed; parameters that it returns stay."""
+        if isinstance(output, torch.Tensor) and not isinstance(output, torch.nn.Parameter):
+            return noise.disturb(output, name) if output.is_floating_point() else output
+        if type(output) in (tuple, list):
+            parts = cast("Sequence[object]", output)
+            return type(output)(
+                self._disturbed(noise, f"{name}.{index}", one) for index, one in enumerate(parts)
+            )
+        return output
+
+    def _current_microbatch(self) -> int:
+        """Return the microbatch that is computed, or computed anew in the backward pass."""
+        if self._microbatch is None or _is_in_backward():
+            return self._backward_microbatch
+        return self._microbatch
+
+    def _see(self, place: _Place, tensor: torch.Tensor) -> None:
+        """Record a tensor that a module gets or returns, and have its gradient recorded."""
+        microbatch = self._current_microbatch()
+        if not _is_in_backward():
+            self._record("forward", place, tensor, microbatch)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            self._watch(place, tensor, microbatch)
+
+    def _watch(self, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
+        place = dataclasses.replace(place, tensor=f"grad_{place.tensor}")
+        known = self._watched.get(id(tensor))
+        if known and known.tensor() is tensor and known.version == tensor._version:
+            known.places.append(place)
+            return
+        places = [place]
+        self._watched[id(tensor)] = _Watched(weakref.ref(tensor), tensor._version, places)
+        tensor.register_hook(functools.partial(self._on_gradient, places, microbatch))
+
+    def _on_gradient(
+        self, places: Sequence[_Place], microbatch: int, gradient: torch.Tensor
+    ) -> None:
+        if self._is_over:
+            return
+        self._backward_microbatch = microbatch
+        with _PLAIN():
+            measured, at = self._measure(gradient)
+            for place in reversed(places):  # who got the tensor last computes its gradient first
+                self._append("backward", place, gradient, measured, at, microbatch=microbatch)
+
+    # Optimizers
+
+    def _wrap_megatron_optimizers(self) -> None:
+        found = sys.modules.get("megatron.core.optimizer.optimizer")
+        if found is None:
+            return
+        for kind in _subclasses(found.MegatronOptimizer):
+            step = vars(kind).get("step")
+            if step is not None:
+                kind.step = self._traced(step)
+                self._undo.callback(setattr, kind, "step", step)
+
+    def _traced(self, step: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(step)
+        def traced(optimizer: object, *args: object, **kwargs: object) -> object:
+            result = None
+            self.before_optimizer(optimizer)
+            try:
+                result = step(optimizer, *args, **kwargs)
+            finally:
+                self.after_optimizer(optimizer, result)
+            return result
+
+        return traced
+
+    def before_optimizer(self, optimizer: object) -> None:
+        """Record the gradients that an optimizer gets; inside another's step nothing."""
+        self._num_optimizers_inside += 1
+        if self._num_optimizers_inside > 1 or self._is_over or not self._models:
+            return
+        reload = getattr(optimizer, "reload_model_params", None)
+        if self._settings.has_new_weights and reload and id(optimizer) not in self._reloaded:
+            self._reloaded.add(id(optimizer))
+            reload()
+        owned = _owned(optimizer)
+        with _PLAIN():
+            for one in self._parameters_of(optimizer):
+                gradient = getattr(one.parameter, "main_grad", None)
+                gradient = one.parameter.grad if gradient is None else gradient
+                flat = owned.get(id(one.parameter))
+                if gradient is not None and flat != (0, 0):
+                    self._record_parameter("gradient", one, gradient, flat)
+
+    def after_optimizer(self, optimizer: object, result: object) -> None:
+        """Record the parameters after an optimizer's step."""
+        self._num_optimizers_inside -= 1
+        if self._num_optimizers_inside or self._is_over or not self._models:
+            return
+        owned = _owned(optimizer) if _gathers_late(optimizer) else {}
+        with _PLAIN():
+            grad_norm = result[1] if isinstance(result, tuple) else None  # of megatron-core
+            if grad_norm is not None:
+                norm = torch.as_tensor(grad_norm, dtype=torch.float64)
+                self._record("gradient", _Place("", type(optimizer).__name__, "grad_norm"), norm, 0)
+            for one in self._parameters_of(optimizer):
+                flat = owned.get(id(one.parameter))
+                if flat != (0, 0):
+                    self._record_parameter("update", one, one.parameter, flat)
+                self._updated.add(id(one.parameter))
+        if all(
+            id(one.parameter) in self._updated
+            for model in self._models
+            for one in model.parameters
+            if one.parameter.requires_grad
+        ):
+            self._end_step()
+
+    def _parameters_of(self, optimizer: object) -> list[NamedParameter]:
+        """Return the parameters that an optimizer changes; all where it has copies of its own."""
+        every = [one for model in self._models for one in model.parameters]
+        if isinstance(optimizer, torch.optim.Optimizer):
+            held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            return [one for one in every if id(one.parameter) in held] or every
+        return [one for one in every if one.parameter.requires_grad]
+
+    # Records
+
+    def _record_parameter(
+        self,
+        phase: Phase,
+        one: NamedParameter,
+        tensor: torch.Tensor,
+        flat: tuple[int, int] | None,
+        step: int | None = None,
+    ) -> None:
+        place = _Place(one.module, one.kind, one.name)
+        for shard, shape, values in one.parts(tensor, flat):
+            measured, at = self._measure(values)
+            self._append(phase, place, values, measured, at, shard=shard, shape=shape, step=step)
+
+    def _record(self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
+        measured, at = self._measure(tensor)
+        self._append(phase, place, tensor, measured, at, microbatch=microbatch)
+
+    def _measure(self, tensor: torch.Tensor) -> tuple[Measurement | Pending, At]:
+        assert self._writer is not None
+        with torch.no_grad():
+            values = flat_values(local_values(tensor))
+            if values.device.type != "cpu":
+                return measure_on_device(values), self._store(values)
+            # Most tensors are recorded several times, as what one module returns and another gets.
+            key = (hash_on_cpu(values), values.dtype, len(values))
+            if key not in self._measured:
+                self._measured[key] = measure_on_cpu(values, key[0]), self._store(values)
+            return self._measured[key]
+
+    def _store(self, values: torch.Tensor) -> At:
+        if self._settings.values != "full":
+            return None
+        assert self._writer is not None
+        return self._writer.write_values(memoryview(values.cpu().view(torch.uint8).numpy()))
+
+    def _append(  # noqa: PLR0913 - the fields of a record
+        self,
+        phase: Phase,
+        place: _Place,
+        tensor: torch.Tensor,
+        measured: Measurement | Pending,
+        at: At,
+        *,
+        microbatch: int = 0,
+        shard: ParameterShard | None = None,
+        shape: tuple[int, ...] | None = None,
+        step: int | None = None,
+    ) -> None:
+        record = functools.partial(
+            TraceRecord,
+            order=self._order,
+            step=self._step if step is None else step,
+            microbatch=microbatch,
+            phase=phase,
+            module=place.module,
+            kind=place.kind,
+            tensor=place.tensor,
+            shape=tuple(tensor.shape) if shape is None else shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            at=at,
+            parameter=shard,
+        )
+        self._order += 1
+        if isinstance(measured, Measurement) and not self._pending:
+            self._write(record, measured)
+            return
+        self._pending.append((record, measured))
+        if len(self._pending) >= _MAX_PENDING:
+            self._flush()
+
+    def _write(self, record: Callable[..., TraceRecord], measured: Measurement) -> None:
+        assert self._writer is not None
+        self._writer.write_record(
+            record(
+                norm=measured.norm,
+                mean=measured.mean,
+                hash=measured.hash,
+                not_finite=measured.not_finite,
+            )
+        )
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the activations in what a module gets or returns, with their names."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.nn.Parameter) and value.layout is torch.strided:
+            yield (name if "." in name else f"{name}.0"), value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _tensors(f"{name}.{key}", one)
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            # The keyword arguments are the last of a module's arguments.
+            is_named = isinstance(one, Mapping) and "." not in name
+            yield from _tensors(name if is_named else f"{name}.{index}", one)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _subclasses(one)
+
+
+def _parts(optimizer: object) -> Iterator[object]:
+    """Yield a megatron-core optimizer, or those that it is made of."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    for one in chained or ():
+        yield from _parts(one)
+
+
+def _owned(optimizer: object) -> dict[int, tuple[int, int]]:
+    """Return the part of each parameter that this rank updates under a distributed optimizer."""
+    found: dict[int, tuple[int, int]] = {}
+    for part in _parts(optimizer):
+        for buffer in getattr(part, "buffers", ()):
+            found.update({id(parameter): (0, 0) for parameter in buffer.params})
+        for parameter in getattr(part, "model_param_gbuf_map", ()):
+            held = part._get_model_param_range_map(parameter)["param"]
+            found[id(parameter)] = (held.start, held.end)
+    return found
+
+
+def _gathers_late(optimizer: object) -> bool:
+    """Return True if ranks get each other's updated parameters in the next forward pass."""
+    return any(
+        getattr(getattr(part, "ddp_config", None), "overlap_param_gather", False)
+        for part in _parts(optimizer)
+    )

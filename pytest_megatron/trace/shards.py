@@ -1,0 +1,225 @@
+"""Local tensors of a model and their places in a checkpoint, where each is once and whole.
+
+megatron-core's `sharded_state_dict` knows the places; a factory in it means that one local tensor
+is several there, as the two halves of a gated MLP are. Tensors of a plain torch model have their
+own names; those of FSDP2 are `DTensor`s and know their places themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pytest_megatron.trace.files import ParameterShard
+from pytest_megatron.trace.module_names import named_modules, parameter_name, unwrap
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "sequence_parallel",
+    "allreduce",
+    "shared_embedding",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a tensor of a checkpoint.
+
+    Attributes:
+        tensor: Its values; may share them with the local tensor or not.
+        is_main: No other rank has to write it.
+        is_padded: The first axis of the whole tensor may be longer in another layout.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    tensor: torch.Tensor
+    is_main: bool = True
+    is_padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of the model and what it is in a checkpoint.
+
+    Attributes:
+        cut: Cuts a tensor of this shape into its shards.
+        merge: Makes a tensor of this shape of its shards' values.
+    """
+
+    values: torch.Tensor
+    cut: Callable[[torch.Tensor], list[Shard]]
+    merge: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedParameter:
+    """A parameter with its global name."""
+
+    module: str
+    kind: str
+    name: str
+    parameter: torch.nn.Parameter
+    attributes: Mapping[str, bool | int]
+    local: LocalTensor
+
+    def parts(
+        self, tensor: torch.Tensor, flat: tuple[int, int] | None
+    ) -> Iterator[tuple[ParameterShard, tuple[int, ...], torch.Tensor]]:
+        """Yield the parts of a tensor of this shape: place, shape, values.
+
+        Args:
+            tensor: The parameter or its gradient.
+            flat: Elements of it that are valid, from and to; None for all.
+        """
+        shards = self.local.cut(local_values(tensor))
+        if flat is None or flat == (0, tensor.numel()):
+            for shard in shards:
+                yield self._place(shard, None), tuple(shard.tensor.shape), shard.tensor
+            return
+        flattened = tensor.reshape(-1)
+        places = torch.arange(tensor.numel()).view(tensor.shape)
+        for shard in self.local.cut(places):
+            held = shard.tensor.reshape(-1)
+            first, after = int(held[0]), int(held[-1]) + 1
+            if after - first != len(held):
+                continue  # not one range of the parameter: cut along another axis than the first
+            start, stop = max(flat[0], first), min(flat[1], after)
+            if start < stop:
+                place = self._place(shard, (start - first, stop - first))
+                yield place, tuple(shard.tensor.shape), flattened[start:stop]
+
+    def _place(self, shard: Shard, flat: tuple[int, int] | None) -> ParameterShard:
+        return ParameterShard(
+            key=shard.key,
+            global_shape=shard.global_shape,
+            global_offset=shard.global_offset,
+            flat=flat,
+            attributes=self.attributes,
+        )
+
+
+def named_parameters(model: torch.nn.Module) -> list[NamedParameter]:
+    """Return the parameters of a model in order, each once."""
+    places = {_address(one.values): one for one in local_tensors(model)}
+    found: dict[int, NamedParameter] = {}
+    for module_name, module, first_expert in named_modules(model):
+        for local_name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in found:
+                continue
+            name = parameter_name(local_name, first_expert)
+            found[id(parameter)] = NamedParameter(
+                module=module_name,
+                kind=type(module).__name__,
+                name=name,
+                parameter=parameter,
+                attributes={
+                    attribute: value
+                    for attribute in _ATTRIBUTES
+                    if isinstance(value := getattr(parameter, attribute, None), int)
+                },
+                local=places.get(_address(parameter))
+                or _plain(f"{module_name}.{name}".lstrip("."), parameter),
+            )
+    return list(found.values())
+
+
+def local_tensors(model: torch.nn.Module) -> list[LocalTensor]:
+    """Return what a checkpoint would hold of this model: parameters and persistent buffers."""
+    inner = unwrap(model)
+    sharded_state_dict = getattr(inner, "sharded_state_dict", None)
+    if sharded_state_dict is not None:
+        return list(_of_entries(sharded_state_dict()))
+    return [
+        _plain(name, value)
+        for name, value in inner.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values that this rank holds, without gradients."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _of_entries(entry: object) -> Iterator[LocalTensor]:
+    """Walk over a sharded state dict."""
+    from megatron.core.dist_checkpointing import mapping
+
+    if isinstance(entry, Mapping):
+        for value in entry.values():
+            yield from _of_entries(value)
+    elif isinstance(entry, list | tuple):
+        for value in entry:
+            yield from _of_entries(value)
+    elif isinstance(entry, mapping.ShardedTensor):
+        yield LocalTensor(
+            entry.data, lambda values: [_shard(entry, values)], lambda parts: parts[0]
+        )
+    elif isinstance(entry, mapping.ShardedTensorFactory):
+        yield _of_factory(entry)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
+    shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
+    is_main = torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
+    if isinstance(tensor, DTensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        is_main = True
+    return LocalTensor(
+        tensor,
+        lambda values: [Shard(name, shape, tuple(offset), values, is_main)],
+        lambda parts: parts[0],
+    )
+
+
+def _of_factory(factory: ShardedTensorFactory) -> LocalTensor:
+    from megatron.core.dist_checkpointing import dict_utils
+
+    def build(values: torch.Tensor) -> object:
+        return factory.build_fn(factory.key, values, factory.replica_id, factory.flattened_range)
+
+    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+        left = iter(parts)
+        merged: torch.Tensor = factory.merge_fn(
+            dict_utils.dict_list_map_outplace(lambda _: next(left), build(factory.data))
+        )
+        return merged
+
+    return LocalTensor(
+        factory.data,
+        lambda values: [_shard(one, one.data) for one in dict_utils.nested_values(build(values))],
+        merge,
+    )
+
+
+def _shard(entry: ShardedTensor, values: torch.Tensor) -> Shard:
+    replicas = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
+    return Shard(
+        key=entry.key,
+        global_shape=tuple(entry.global_shape),
+        global_offset=tuple(entry.global_offset),
+        tensor=values,
+        is_main=all(index == 0 for index in replicas),
+        is_padded=entry.allow_shape_mismatch,
+    )
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    values = local_values(tensor)
+    return values.data_ptr(), values.numel()

@@ -147,6 +147,7 @@ def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> l
     if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
         words.append(f"--golden-policy={policy}")
     words += ["--lightweight"] if options.lightweight else []
+    words += ["--stop-early", "off"] if options.stop_early == "off" else []
     if options.workload_start in ("fork", "fresh"):
         words += ["--workload-start", options.workload_start]
     return words + [

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.text import rough_time
 from pytest_megatron.hooks.ci_log import ci_log_of
 from pytest_megatron.hooks.session import NOTE_PREFIX
 from pytest_megatron.verdict.scheduler import QueueProgress
@@ -20,7 +21,6 @@ from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
-_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 _NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000
@@ -231,13 +231,6 @@ def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
     if share is not None and _LEAST_SHARE <= share < 1:
         parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
     return f"{engine}: {'; '.join(parts)}"
-
-
-def rough_time(seconds: float) -> str:
-    """Return a duration in its largest unit."""
-    if seconds >= _HOURS:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
 
 
 def progress_text(name: str, phase: int, progress: Progress) -> str:

@@ -13,10 +13,15 @@ from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.recipe.case import Evaluation
-from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedHealth,
+    RecordedStop,
+    RecordedWorkload,
+)
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
-from pytest_megatron.verdict.attempt import Attempt, Verdict
+from pytest_megatron.verdict.attempt import Attempt, StoppedEarly, Verdict
 from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
@@ -38,6 +43,7 @@ def training_failure(training: Training) -> str:
         kind = "transient" if signature.is_transient else "not transient, so not run again"
         lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
     lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    lines += _saved(last)
     if training.stopped is not None:
         lines.append(f"not run again: {training.stopped}")
     for attempt in training.attempts[:-1]:
@@ -51,7 +57,12 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     job = training.job
     is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
     what = "metrics" if is_golden else "gradients"
-    lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    last = training.attempts[-1]
+    if last.stopped is None or last.cause is None:
+        first = f"{judgement.in_short}: trained to the end, but its {what} disagree"
+    else:
+        first = last.cause.text
+    lines = [f"{job.node_id}: {first}"]
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
@@ -63,15 +74,13 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_saved(last)])
 
 
-def _in_short(judgement: Judgement) -> str:
-    """Return the metric that disagrees and where, for a line that ends at the terminal's width."""
-    first, *others = [c for repeat in judgement.failed for c in repeat.failed]
-    more = len({comparison.metric for comparison in others} - {first.metric})
-    where = "" if first.first is None or first.summary is not None else f" at {first.first.where}"
-    return f"{first.metric} is off{where}" + (f" (and {more} more)" if more else "")
+def _saved(attempt: Attempt) -> list[str]:
+    """Return the line on an attempt that was stopped: what it saved, and how to have the rest."""
+    stopped = attempt.stopped
+    return [] if stopped is None else [f"{stopped.text}; for all of it: --stop-early off"]
 
 
 def summary_line(
@@ -86,6 +95,7 @@ def summary_line(
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         parts.append(_why_in_short(training, judgement))
+        parts += [a.stopped.text for a in training.attempts[-1:] if a.stopped is not None]
     elif judgement is not None:
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
@@ -222,7 +232,7 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
     Of a cause, what triage says of it; of a mismatch, the metrics that disagree.
     """
     cause = training.attempts[-1].cause
-    if cause is not None:
+    if cause is not None and judgement is None:
         found = cause.diagnosis
         return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
@@ -247,6 +257,18 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         is_transient=cause is not None and cause.is_transient,
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
+        stopped=None if attempt.stopped is None else _stop_record(attempt.stopped),
+    )
+
+
+def _stop_record(stopped: StoppedEarly) -> RecordedStop:
+    saved_s = stopped.saved_s
+    return RecordedStop(
+        iteration=stopped.iteration,
+        last_iteration=stopped.last_iteration,
+        saved_s=None if saved_s is None else round(saved_s, 3),
+        saved_gpu_s=None if saved_s is None else round(saved_s * stopped.num_gpus, 3),
+        text=stopped.text,
     )
 
 

@@ -54,6 +54,7 @@ OPTIONS = """\
 --run-dir
 --scope
 --signatures
+--stop-early
 --tag
 --tee-ranks
 --test-case

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.golden.compare.result import continued_like
 from pytest_megatron.golden.compare.rl import with_one_loss_name
-from pytest_megatron.golden.model import Golden, MetricMap
+from pytest_megatron.golden.model import Golden, MetricMap, Series
 from pytest_megatron.golden.policy import ComparisonPolicy
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.case import CaseMode, Evaluation
@@ -173,11 +173,12 @@ def _settled(attempt: Attempt) -> Attempt:
     if attempt.ends[-1].returncode == 0:
         return attempt
     *earlier, latest = attempt.metrics
-    kept = {
-        name: series.where(lambda s, _, last=series.steps[-1]: s < last)
-        for name, series in latest.items()
-    }
+    kept = {name: _before(series.steps[-1], series) for name, series in latest.items()}
     return replace(attempt, metrics=(*earlier, kept))
+
+
+def _before(last: int, series: Series) -> Series:
+    return series.where(lambda step, _: step < last)
 
 
 def _until(metrics: MetricMap, saved: int | None) -> MetricMap:

@@ -252,7 +252,8 @@ class WorkloadPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
-        if item.training.verdict is not Verdict.FAILED:  # of a training, they are lines of logs
+        is_of_logs = item.training.verdict is Verdict.FAILED  # of a training that was not stopped
+        if not is_of_logs or item.training.attempts[-1].stopped is not None:
             problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too

@@ -248,6 +248,7 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
+Switch = Literal["on", "off"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -266,6 +267,7 @@ _EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
 _GOLDEN: ValueKind[GoldenMode] = one_of(
     "check", "record", "refresh", "off", problem="is not a way to use goldens"
 )
+_STOP_EARLY: ValueKind[Switch] = one_of("on", "off")
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
@@ -402,6 +404,9 @@ class Options:
     )
     golden_policy: str = TEXT(
         "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
+    )
+    stop_early: Switch = _STOP_EARLY(
+        "stop-early", "end a training at once when its verdict can only be failed", "on"
     )
     golden_reason: str | None = REASON(
         "golden-reason", "why goldens change, which they record", None

@@ -65,6 +65,24 @@ class RecordedHealth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedStop:
+    """The stop of an attempt that could only fail.
+
+    Attributes:
+        iteration: The last that was trained.
+        last_iteration: The one that the attempt was to reach.
+        saved_s: Estimate of the time that it would have trained on; `saved_gpu_s` times its GPUs.
+        text: For a person.
+    """
+
+    iteration: _Count
+    last_iteration: _Count | None = None
+    saved_s: Real | None = None
+    saved_gpu_s: Real | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedAttempt:
     """An attempt of a workload."""
 
@@ -80,6 +98,7 @@ class RecordedAttempt:
     is_transient: bool = False
     health: RecordedHealth | None = None
     fingerprint: str | None = None
+    stopped: RecordedStop | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +263,7 @@ class RecordedOptions:
 
     golden: str | None = None
     golden_policy: str | None = None
+    stop_early: str | None = None
     lightweight: bool = False
     audit_determinism: bool = False
     rank_timeout: Real | None = None

@@ -55,6 +55,7 @@ OPTIONS = """\
 --run-dir
 --scope
 --signatures
+--stop-early
 --tag
 --tee-ranks
 --tensor-trace

@@ -242,7 +242,7 @@ class Comparer:
             try:
                 units = self._differences(merge.parts(name, pieces, others), name.phase)
             except NotMergedError as error:
-                self._leave_out(name, pieces, str(error))
+                self._leave_out(pieces, str(error))
                 continue
             if is_activation:
                 self._compared_modules.add(name.module)
@@ -251,7 +251,7 @@ class Comparer:
             noises = noise.tensors.get(name) if noise else None
             self._judge(name, pieces, others, units, (noises, usual[name.phase]))
         for name in candidate.tensors.keys() - reference.tensors.keys():
-            self._leave_out(name, candidate.tensors[name], "the reference has no such tensor")
+            self._leave_out(candidate.tensors[name], "the reference has no such tensor")
 
     def _end_step(self, reference: Step) -> None:
         """Remember the parameters for the next step."""
@@ -302,7 +302,7 @@ class Comparer:
             other.module == name.module and other.phase == name.phase for other in candidate.tensors
         )
         if record.parameter is None and (name.phase == "backward" or is_there or name.call):
-            self._leave_out(name, pieces, "the candidate has no such tensor")
+            self._leave_out(pieces, "the candidate has no such tensor")
             return
         one = _divergence(pieces[0], kind="missing")
         position = self._position(name, record.step, record.order)
@@ -321,7 +321,7 @@ class Comparer:
                 position = self._position(name, piece.record.step, piece.record.order)
                 self._found.append((position, _divergence(piece, kind="missing")))
 
-    def _leave_out(self, name: TensorName, pieces: Sequence[Piece], reason: str) -> None:
+    def _leave_out(self, pieces: Sequence[Piece], reason: str) -> None:
         record = pieces[0].record
         self._not_compared.setdefault(
             (record.module, record.tensor, record.phase),

@@ -91,7 +91,9 @@ class RecipeSpec(TypedDict):
     equivalent_to: NotRequired[
         Annotated[_Flags | None, About("MODEL_ARGS of the reference layout, and maybe its gpus.")]
     ]
-    trace_steps: NotRequired[Annotated[Positive | None, About("Steps that are compared with it.")]]
+    trace_steps: NotRequired[
+        Annotated[Positive | None, About("Steps of which tensors are traced.")]
+    ]
 
 
 @open_to_others

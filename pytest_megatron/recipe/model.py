@@ -286,7 +286,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         transient=reader.words("transient"),
         never_transient=reader.words("never_transient"),
         quarantine=reader.quarantine(),
-        equivalence=reader.equivalence(is_own="trace_steps" in row.axes),
+        equivalence=reader.equivalence(),
     )
 
 
@@ -346,18 +346,11 @@ class _SpecReader:
         except QuarantineError as problem:
             raise RecipeError(self.where, f"quarantine: {problem}") from problem
 
-    def equivalence(self, *, is_own: bool) -> Equivalence | None:
-        """Return what the row must be equivalent to, None where it is compared with a golden.
-
-        Args:
-            is_own: Whether the row itself, and not the whole file, has `trace_steps`.
-        """
+    def equivalence(self) -> Equivalence | None:
+        """Return what the row must be equivalent to, None where it is compared with a golden."""
         given = self._value("equivalent_to", dict, "a mapping of MODEL_ARGS")
         num_steps = self.positive("trace_steps")
         if given is None:
-            if is_own:
-                problem = "trace_steps: is read only with equivalent_to; add it, or remove this"
-                raise RecipeError(self.where, problem)
             return None
         if self.spec.get("script") is not None:
             problem = "equivalent_to: the row has a script, which starts its ranks itself, expected"

@@ -150,9 +150,7 @@ class TraceWriter:
 
     def write_record(self, record: TraceRecord) -> None:
         """Write one tensor."""
-        line: dict[str, object] = {
-            name: getattr(record, name) for name in _RECORD_FIELDS if name != "parameter"
-        }
+        line: dict[str, object] = {name: getattr(record, name) for name in _RECORD_FIELDS}
         if record.parameter is not None:
             for name in _PARAMETER_FIELDS:
                 line[name] = getattr(record.parameter, name)
@@ -182,10 +180,13 @@ class TraceWriter:
             self._values.close()
 
     def _write(self, line: Mapping[str, object]) -> None:
-        self._lines.write(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n")
+        self._lines.write(_ENCODER.encode(line) + "\n")
 
 
-_RECORD_FIELDS = tuple(one.name for one in dataclasses.fields(TraceRecord))
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_RECORD_FIELDS = tuple(
+    one.name for one in dataclasses.fields(TraceRecord) if one.name != "parameter"
+)
 _PARAMETER_FIELDS = tuple(one.name for one in dataclasses.fields(ParameterShard))
 
 

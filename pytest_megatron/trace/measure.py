@@ -43,13 +43,32 @@ class Pending:
     hash: torch.Tensor
 
 
-def measure(tensor: torch.Tensor) -> Measurement | Pending:
-    """Measure a tensor; called without gradients and torch's function modes."""
+def flat_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor one after the other, without gradients."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    values = values.contiguous().flatten()
-    return _measure_on_cpu(values) if values.device.type == "cpu" else measure_on_device(values)
+    return values.contiguous().view(-1)
+
+
+def hash_on_cpu(values: torch.Tensor) -> str:
+    """Return the hash of a flat tensor on the CPU."""
+    value = 0
+    for number, chunk in enumerate(_chunks(_words(values))):
+        words = chunk.numpy()
+        value += int(np.add.reduce(words * _multipliers(len(words)))) * _odd(number)
+    return _hex(value)
+
+
+def measure_on_cpu(values: torch.Tensor, digest: str) -> Measurement:
+    """Measure a flat tensor on the CPU, whose hash is known."""
+    squares = total = 0.0
+    for part in _chunks(values):
+        doubles = part.double().numpy()
+        squares += float(np.dot(doubles, doubles))
+        total += float(np.add.reduce(doubles))
+    not_finite = 0 if math.isfinite(squares) else int((~torch.isfinite(values)).sum())
+    return _measurement(len(values), squares, total, not_finite, digest)
 
 
 def resolve(pending: Sequence[Pending]) -> list[Measurement]:
@@ -59,26 +78,13 @@ def resolve(pending: Sequence[Pending]) -> list[Measurement]:
     floats = torch.stack([one.floats for one in pending]).cpu().tolist()
     hashes = torch.stack([one.hash for one in pending]).cpu().tolist()
     return [
-        _measurement(one.num_values, squares, total, int(not_finite), value)
+        _measurement(one.num_values, squares, total, int(not_finite), _hex(value))
         for one, (squares, total, not_finite), value in zip(pending, floats, hashes, strict=True)
     ]
 
 
-def _measure_on_cpu(values: torch.Tensor) -> Measurement:
-    words = _words(values).numpy()
-    squares = total = 0.0
-    not_finite = 0
-    for part in torch.split(values, _CHUNK):
-        doubles = part.double().numpy()
-        squares += float(np.dot(doubles, doubles))
-        total += float(doubles.sum())
-    if not math.isfinite(squares):
-        not_finite = int((~torch.isfinite(values)).sum())
-    value = 0
-    for number, start in enumerate(range(0, len(words), _CHUNK)):
-        chunk = words[start : start + _CHUNK]
-        value += int((chunk * _multipliers(len(chunk))).sum()) * _odd(number)
-    return _measurement(len(values), squares, total, not_finite, value)
+def _chunks(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (values,) if len(values) <= _CHUNK else torch.split(values, _CHUNK)
 
 
 def measure_on_device(values: torch.Tensor) -> Pending:
@@ -98,15 +104,19 @@ def measure_on_device(values: torch.Tensor) -> Pending:
 
 
 def _measurement(
-    num_values: int, squares: float, total: float, not_finite: int, value: int
+    num_values: int, squares: float, total: float, not_finite: int, digest: str
 ) -> Measurement:
     is_finite = math.isfinite(squares) and not not_finite
     return Measurement(
         norm=math.sqrt(squares) if is_finite else None,
         mean=total / num_values if is_finite and num_values else None,
         not_finite=not_finite,
-        hash=f"{value & _MASK:016x}",
+        hash=digest,
     )
+
+
+def _hex(value: int) -> str:
+    return f"{value & _MASK:016x}"
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
@@ -119,6 +129,7 @@ def _words(values: torch.Tensor) -> torch.Tensor:
     return values.view(_WORDS[word])
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _odd(number: int) -> int:
     """Return a fixed odd number of 64 bits for a place."""
     mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK

@@ -18,18 +18,31 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 
-from pytest_megatron.trace import layout, weights
+from pytest_megatron.trace import layout
 from pytest_megatron.trace.files import ParameterShard, Phase, TraceEnd, TraceRecord, TraceWriter
-from pytest_megatron.trace.measure import Measurement, Pending, measure, resolve
+from pytest_megatron.trace.measure import (
+    Measurement,
+    Pending,
+    flat_values,
+    hash_on_cpu,
+    measure_on_cpu,
+    measure_on_device,
+    resolve,
+)
 from pytest_megatron.trace.module_names import named_modules, unwrap
+from pytest_megatron.trace.noise import Noise
 from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.trace.shards import NamedParameter, local_values, named_parameters
+from pytest_megatron.trace.weights import read_weights, write_weights
 
+_WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
+_PLAIN = torch._C.DisableTorchFunction  # no torch function mode of the program, no subclass
+At = tuple[int, int] | None  # offset and bytes of stored values
 _MAX_PENDING = 1 << 14  # records whose measurements wait on a GPU for the end of the step
 
 
@@ -65,13 +78,15 @@ class Recorder:
 
     def __init__(self, settings: TraceSettings) -> None:
         self._settings = settings
+        self._noise = None if settings.noise_seed is None else Noise(settings.noise_seed)
         self._writer: TraceWriter | None = None
         self._is_over = False
         self._undo = contextlib.ExitStack()
         self._models: list[_Model] = []
         self._known: set[int] = set()  # modules that have hooks
         self._watched: dict[int, _Watched] = {}
-        self._pending: list[tuple[TraceRecord, Pending | Measurement]] = []
+        self._pending: list[tuple[Callable[..., TraceRecord], Pending | Measurement]] = []
+        self._measured: dict[tuple[str, torch.dtype, int], tuple[Measurement, At]] = {}
         self._order = 0
         self._step = 1
         self._num_steps = 0  # that are whole
@@ -122,6 +137,7 @@ class Recorder:
         end = TraceEnd(steps=self._num_steps, problem=self._problem())
         self._writer.close(end if is_whole else None)
         self._watched.clear()
+        self._measured.clear()
 
     def _problem(self) -> str | None:
         if not self._models:
@@ -142,16 +158,7 @@ class Recorder:
         assert self._writer is not None
         arrived = iter(resolve([one for _, one in self._pending if isinstance(one, Pending)]))
         for record, found in self._pending:
-            measured = next(arrived) if isinstance(found, Pending) else found
-            self._writer.write_record(
-                dataclasses.replace(
-                    record,
-                    norm=measured.norm,
-                    mean=measured.mean,
-                    hash=measured.hash,
-                    not_finite=measured.not_finite,
-                )
-            )
+            self._write(record, next(arrived) if isinstance(found, Pending) else found)
         self._pending.clear()
         self._writer.flush()
 
@@ -159,6 +166,7 @@ class Recorder:
         self._flush()
         self._num_steps = self._step
         self._watched.clear()
+        self._measured.clear()
         self._updated.clear()
         for model in self._models:
             model.num_calls = 0
@@ -189,13 +197,20 @@ class Recorder:
             parameter = next(inner.parameters(), None)
             device = torch.device("cpu") if parameter is None else parameter.device
             self._writer = self._open(inner, device)
-        self._wrap_megatron_optimizers()
-        with _undisturbed():
-            weights.exchange(inner, self._settings)
+            self._wrap_megatron_optimizers()
+        with torch.no_grad(), _PLAIN():
+            if self._settings.weights_from is not None:
+                read_weights(inner, self._settings.weights_from)
+            if self._settings.weights_to is not None:
+                write_weights(inner, self._settings.weights_to, is_first=not self._models)
+            if self._noise is not None:
+                self._noise.disturb_parameters(inner)
         model = _Model(inner, named_parameters(inner))
         self._known.update(id(one) for one in module.modules())
         self._models.append(model)
         for name, one, _ in named_modules(inner):
+            if type(one).__name__ in _WITHOUT_EFFECT:
+                continue
             before = functools.partial(self._before_module, model, name)
             after = functools.partial(self._after_module, name)
             for hook in (
@@ -205,8 +220,9 @@ class Recorder:
                 self._undo.callback(hook.remove)
         leave = inner.register_forward_hook(self._leave, always_call=True)
         self._undo.callback(leave.remove)
-        for one in model.parameters:
-            self._record_parameter("update", one, one.parameter, None, step=0)
+        with _PLAIN():
+            for one in model.parameters:
+                self._record_parameter("update", one, one.parameter, None, step=0)
         return model
 
     def _leave(self, *_: object) -> None:
@@ -221,44 +237,67 @@ class Recorder:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if module is model.module and torch.is_grad_enabled() and not _is_in_backward():
+        is_model = module is model.module
+        if is_model and torch.is_grad_enabled() and not _is_in_backward():
             if self._updated:
                 self._end_step()
             self._microbatch = model.num_calls
             model.num_calls += 1
+        if self._is_idle():
+            return
         is_part = getattr(module, "pre_process", True) is False
-        for label, tensor in _tensors("input", [*args, kwargs]):
-            is_float = tensor.is_floating_point()
-            if (is_float and not is_part) or (module is model.module and not is_float):
-                self._see(_Place(name, type(module).__name__, label), tensor)
+        with _PLAIN():
+            for label, tensor in _tensors("input", [*args, kwargs]):
+                is_float = tensor.is_floating_point()
+                if (is_float and not is_part) or (is_model and not is_float):
+                    self._see(_Place(name, type(module).__name__, label), tensor)
+
+    def _is_idle(self) -> bool:
+        """Return True if what a module computes now is not recorded."""
+        return (
+            self._is_over
+            or torch.compiler.is_compiling()
+            or (self._microbatch is None and not _is_in_backward())
+        )
 
     def _after_module(
-        self,
-        name: str,
-        module: torch.nn.Module,
-        args: object,
-        kwargs: object,
-        output: object,
+        self, name: str, module: torch.nn.Module, args: object, kwargs: object, output: object
     ) -> object:
-        if torch.compiler.is_compiling():
+        del args, kwargs
+        if self._is_idle():
             return output
+        if self._noise is not None and next(module.children(), None) is None:
+            name_of_call = f"{name}/{self._step}/{self._current_microbatch()}"
+            output = self._disturbed(self._noise, name_of_call, output)
         if getattr(module, "post_process", True) is not False:
-            for label, tensor in _tensors("output", output):
-                self._see(_Place(name, type(module).__name__, label), tensor)
+            with _PLAIN():
+                for label, tensor in _tensors("output", output):
+                    self._see(_Place(name, type(module).__name__, label), tensor)
         return output
+
+    def _disturbed(self, noise: Noise, name: str, output: object) -> object:
+        """Disturb the tensors that a module computed; parameters that it returns stay."""
+        if isinstance(output, torch.Tensor) and not isinstance(output, torch.nn.Parameter):
+            return noise.disturb(output, name) if output.is_floating_point() else output
+        if type(output) in (tuple, list):
+            parts = cast("Sequence[object]", output)
+            return type(output)(
+                self._disturbed(noise, f"{name}.{index}", one) for index, one in enumerate(parts)
+            )
+        return output
+
+    def _current_microbatch(self) -> int:
+        """Return the microbatch that is computed, or computed anew in the backward pass."""
+        if self._microbatch is None or _is_in_backward():
+            return self._backward_microbatch
+        return self._microbatch
 
     def _see(self, place: _Place, tensor: torch.Tensor) -> None:
         """Record a tensor that a module gets or returns, and have its gradient recorded."""
-        if self._is_over:
-            return
-        microbatch = self._microbatch
-        if _is_in_backward():
-            microbatch = self._backward_microbatch
-        elif microbatch is not None:
+        microbatch = self._current_microbatch()
+        if not _is_in_backward():
             self._record("forward", place, tensor, microbatch)
-        if microbatch is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             self._watch(place, tensor, microbatch)
 
     def _watch(self, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
@@ -277,9 +316,10 @@ class Recorder:
         if self._is_over:
             return
         self._backward_microbatch = microbatch
-        measured, at = self._measure(gradient)
-        for place in reversed(places):  # who got the tensor last computes its gradient first
-            self._append("backward", place, gradient, measured, at, microbatch=microbatch)
+        with _PLAIN():
+            measured, at = self._measure(gradient)
+            for place in reversed(places):  # who got the tensor last computes its gradient first
+                self._append("backward", place, gradient, measured, at, microbatch=microbatch)
 
     # Optimizers
 
@@ -289,7 +329,7 @@ class Recorder:
             return
         for kind in _subclasses(found.MegatronOptimizer):
             step = vars(kind).get("step")
-            if step is not None and not hasattr(step, "_is_traced"):
+            if step is not None:
                 kind.step = self._traced(step)
                 self._undo.callback(setattr, kind, "step", step)
 
@@ -304,7 +344,6 @@ class Recorder:
                 self.after_optimizer(optimizer, result)
             return result
 
-        traced._is_traced = True
         return traced
 
     def before_optimizer(self, optimizer: object) -> None:
@@ -317,27 +356,30 @@ class Recorder:
             self._reloaded.add(id(optimizer))
             reload()
         owned = _owned(optimizer)
-        for one in self._parameters_of(optimizer):
-            gradient = getattr(one.parameter, "main_grad", None)
-            gradient = one.parameter.grad if gradient is None else gradient
-            flat = owned.get(id(one.parameter))
-            if gradient is not None and flat != (0, 0):
-                self._record_parameter("gradient", one, gradient, flat)
+        with _PLAIN():
+            for one in self._parameters_of(optimizer):
+                gradient = getattr(one.parameter, "main_grad", None)
+                gradient = one.parameter.grad if gradient is None else gradient
+                flat = owned.get(id(one.parameter))
+                if gradient is not None and flat != (0, 0):
+                    self._record_parameter("gradient", one, gradient, flat)
 
     def after_optimizer(self, optimizer: object, result: object) -> None:
         """Record the parameters after an optimizer's step."""
         self._num_optimizers_inside -= 1
         if self._num_optimizers_inside or self._is_over or not self._models:
             return
-        if isinstance(result, tuple) and len(result) == 3 and result[1] is not None:
-            norm = torch.as_tensor(result[1], dtype=torch.float64)
-            self._record("gradient", _Place("", type(optimizer).__name__, "grad_norm"), norm, 0)
         owned = _owned(optimizer) if _gathers_late(optimizer) else {}
-        for one in self._parameters_of(optimizer):
-            flat = owned.get(id(one.parameter))
-            if flat != (0, 0):
-                self._record_parameter("update", one, one.parameter, flat)
-            self._updated.add(id(one.parameter))
+        with _PLAIN():
+            grad_norm = result[1] if isinstance(result, tuple) else None  # of megatron-core
+            if grad_norm is not None:
+                norm = torch.as_tensor(grad_norm, dtype=torch.float64)
+                self._record("gradient", _Place("", type(optimizer).__name__, "grad_norm"), norm, 0)
+            for one in self._parameters_of(optimizer):
+                flat = owned.get(id(one.parameter))
+                if flat != (0, 0):
+                    self._record_parameter("update", one, one.parameter, flat)
+                self._updated.add(id(one.parameter))
         if all(
             id(one.parameter) in self._updated
             for model in self._models
@@ -369,23 +411,27 @@ class Recorder:
             measured, at = self._measure(values)
             self._append(phase, place, values, measured, at, shard=shard, shape=shape, step=step)
 
-    def _record(
-        self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int
-    ) -> None:
+    def _record(self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
         measured, at = self._measure(tensor)
         self._append(phase, place, tensor, measured, at, microbatch=microbatch)
 
-    def _measure(
-        self, tensor: torch.Tensor
-    ) -> tuple[Measurement | Pending, tuple[int, int] | None]:
+    def _measure(self, tensor: torch.Tensor) -> tuple[Measurement | Pending, At]:
         assert self._writer is not None
-        with _undisturbed():
-            values = local_values(tensor)
-            at = None
-            if self._settings.values == "full":
-                raw = values.contiguous().flatten().cpu().view(torch.uint8).numpy()
-                at = self._writer.write_values(memoryview(raw))
-            return measure(values), at
+        with torch.no_grad():
+            values = flat_values(local_values(tensor))
+            if values.device.type != "cpu":
+                return measure_on_device(values), self._store(values)
+            # Most tensors are recorded several times, as what one module returns and another gets.
+            key = (hash_on_cpu(values), values.dtype, len(values))
+            if key not in self._measured:
+                self._measured[key] = measure_on_cpu(values, key[0]), self._store(values)
+            return self._measured[key]
+
+    def _store(self, values: torch.Tensor) -> At:
+        if self._settings.values != "full":
+            return None
+        assert self._writer is not None
+        return self._writer.write_values(memoryview(values.cpu().view(torch.uint8).numpy()))
 
     def _append(  # noqa: PLR0913 - the fields of a record
         self,
@@ -393,14 +439,15 @@ class Recorder:
         place: _Place,
         tensor: torch.Tensor,
         measured: Measurement | Pending,
-        at: tuple[int, int] | None,
+        at: At,
         *,
         microbatch: int = 0,
         shard: ParameterShard | None = None,
         shape: tuple[int, ...] | None = None,
         step: int | None = None,
     ) -> None:
-        record = TraceRecord(
+        record = functools.partial(
+            TraceRecord,
             order=self._order,
             step=self._step if step is None else step,
             microbatch=microbatch,
@@ -410,28 +457,31 @@ class Recorder:
             tensor=place.tensor,
             shape=tuple(tensor.shape) if shape is None else shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            norm=None,
-            mean=None,
-            hash="",
-            not_finite=0,
             at=at,
             parameter=shard,
         )
         self._order += 1
+        if isinstance(measured, Measurement) and not self._pending:
+            self._write(record, measured)
+            return
         self._pending.append((record, measured))
         if len(self._pending) >= _MAX_PENDING:
             self._flush()
 
+    def _write(self, record: Callable[..., TraceRecord], measured: Measurement) -> None:
+        assert self._writer is not None
+        self._writer.write_record(
+            record(
+                norm=measured.norm,
+                mean=measured.mean,
+                hash=measured.hash,
+                not_finite=measured.not_finite,
+            )
+        )
+
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Compute without gradients, autocast, and what a program puts in the place of functions."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
@@ -477,7 +527,7 @@ def _owned(optimizer: object) -> dict[int, tuple[int, int]]:
 
 
 def _gathers_late(optimizer: object) -> bool:
-    """Return True if the ranks get each other's updated parameters in the next forward pass only."""
+    """Return True if ranks get each other's updated parameters in the next forward pass."""
     return any(
         getattr(getattr(part, "ddp_config", None), "overlap_param_gather", False)
         for part in _parts(optimizer)

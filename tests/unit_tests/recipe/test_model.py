@@ -146,7 +146,6 @@ def test_a_layout_that_is_none_is_an_error_of_its_row(keys: str, message: str) -
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("trace_steps: [3]", "trace_steps: is read only with equivalent_to; add it, or remove"),
         ("script: [run], equivalent_to: [{gpus: 1}]", "equivalent_to: the row has a script"),
         ("equivalent_to: [tp1]", "equivalent_to"),
         ("equivalent_to: {--a: 1}", "equivalent_to"),

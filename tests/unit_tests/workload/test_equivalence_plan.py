@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from check_rows import FILE, case, row
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError, RecipeError
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.recipe.model import Equivalence, Workload
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.checks.check import findings_of, hits_of
-from pytest_megatron.workload.plan.phases import reference_of
+from pytest_megatron.workload.plan.phases import PhaseRole, reference_of
 from pytest_megatron.workload.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
 
 TP, PP, EP = (f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "expert"))
@@ -26,7 +28,7 @@ ALONE = {TP: 1, PP: 1, "--context-parallel-size": 1, "--sequence-parallel": None
 
 
 def equivalent(
-    arguments: dict[str, str | int | bool | None], *, gpus: int | None = None, steps: int = 2
+    arguments: Mapping[str, JsonValue], *, gpus: int | None = None, steps: int = 2
 ) -> Workload:
     """Return a row of 2 x 8 ranks that is compared with a layout."""
     named = Equivalence(arguments=arguments, num_ranks=gpus, num_steps=steps)
@@ -48,7 +50,8 @@ def test_the_reference_its_noise_and_the_row_train_one_after_the_other() -> None
     assert [phase.name for phase in made.phases] == ["reference", "noise", "candidate"]
     assert [phase.world_size for phase in made.phases] == [1, 1, 16]
     assert [phase.num_nodes for phase in made.phases] == [1, 1, 2]
-    assert all(phase.is_traced and phase.last_iteration == 2 for phase in made.phases)
+    assert {phase.role for phase in made.phases} == {PhaseRole.EQUIVALENCE}
+    assert {phase.last_iteration for phase in made.phases} == {2}
     assert words(made, 1) == words(made, 2)
     for number, size in ((1, "1"), (3, "2")):
         found = words(made, number)
@@ -80,7 +83,7 @@ def test_all_phases_start_with_the_weights_of_the_reference() -> None:
     ],
 )
 def test_the_reference_has_the_fewest_ranks_that_its_sizes_need(
-    changes: dict[str, str | int | bool | None], num_ranks: int
+    changes: Mapping[str, JsonValue], num_ranks: int
 ) -> None:
     assert reference_of(row(), case(), Equivalence(arguments=changes)).num_ranks == num_ranks
 

@@ -140,21 +140,34 @@ class Trace:
 
     def each_step(self) -> Iterator[tuple[int, Step]]:
         """Yield the steps in their order; step 0 has the parameters before the first."""
+        # A model chunk records its parameters at its first call, within step 1.
+        yield 0, self._step({rank: self._first(rank) for rank in self._files})
         streams = {
-            rank: itertools.groupby(read_records(path), key=lambda record: record.step)
+            rank: itertools.groupby(
+                (one for one in read_records(path) if one.step), key=lambda record: record.step
+            )
             for rank, path in self._files.items()
         }
-        for number in range(self.steps + 1):
-            step = Step(self)
-            for rank, stream in streams.items():
-                found, records = next(stream, (None, iter(())))
-                if found != number:
+        for number in range(1, self.steps + 1):
+            found = {rank: next(stream, (None, iter(()))) for rank, stream in streams.items()}
+            for rank, (step, _) in found.items():
+                if step != number:
                     raise TraceError(
-                        str(self._files[rank]), f"has no step {number}, its next one is {found}"
+                        str(self._files[rank]),
+                        f"has no step {number}, its next one is {step}; record it again",
                     )
-                for record in records:
-                    step.add(Piece(self, rank, record))
-            yield number, step
+            yield number, self._step({rank: one for rank, (_, one) in found.items()})
+
+    def _first(self, rank: int) -> Iterator[TraceRecord]:
+        early = itertools.takewhile(lambda one: one.step < 2, read_records(self._files[rank]))  # noqa: PLR2004
+        return (one for one in early if not one.step)
+
+    def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> Step:
+        step = Step(self)
+        for rank, found in records.items():
+            for record in found:
+                step.add(Piece(self, rank, record))
+        return step
 
     def read(self, rank: int, record: TraceRecord, shape: tuple[int, ...]) -> Values:
         """Return the values of a record, bfloat16 as float32."""

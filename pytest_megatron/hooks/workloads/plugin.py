@@ -58,6 +58,7 @@ from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
+from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
@@ -283,6 +284,8 @@ class WorkloadPlugin(RecordCarrier):
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
         write_json_atomically(job.dirs.comparison, to_json(judgement.record))
+        if training.audit is not None:
+            write_comparison(job.dirs.determinism, training.audit.comparison)
         if job.is_equivalence:
             shown = judgement.failed or judgement.repeats[-1:]
             shutil.copyfile(shown[0].measured / EQUIVALENCE_FILE, job.dirs.equivalence)

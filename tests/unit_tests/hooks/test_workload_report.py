@@ -189,7 +189,7 @@ def test_a_row_that_differs_shows_the_first_tensor_that_does() -> None:
     )
     assert against == "repeat 1 against the reference:"
     assert block[:-1] == [f"    {line}" for line in as_text(trace).splitlines()]
-    assert block[-1] == "    all of them: /run/item/equivalence.json"
+    assert block[-1] == "    more: /run/item/equivalence.json"
     assert summary_line(trained, judgement, "long") == "0.0 s, tensors disagree"
     record = item_record(trained, judgement, problem="long")
     assert record.fingerprint == "mismatch|reference: decoder.layers.0.mlp, forward"

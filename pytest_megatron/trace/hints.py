@@ -39,19 +39,18 @@ def hint_of(
         return None
     first = divergences[0]
     same = [one for one in divergences if (one.step, one.phase) == (first.step, first.phase)]
-    if first.step == 0:
-        return "the initial weights differ already: they were not loaded, or cut otherwise"
     if first.kind == "not_finite":
         return "values overflow or are divided by zero here"
     match first.phase:
         case "forward":
-            return _of_forward(first, same, reference, candidate)
+            found = _of_forward(first, same, reference, candidate)
         case "backward":
-            return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+            found = _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
         case "gradient":
-            return _of_gradients(same, reference, candidate)
+            found = _of_gradients(same, reference, candidate)
         case "update":
-            return _of_update(same, candidate)
+            found = _of_update(same)
+    return found
 
 
 def _of_forward(
@@ -67,7 +66,7 @@ def _of_forward(
         )
     if not first.module:
         return "the inputs of the model differ: data, labels or position ids"
-    if "dropout" in first.module:
+    if "dropout" in first.module and first.tensor.startswith("output"):
         return "ranks draw other dropout masks than the reference: seeds or the random state"
     return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
 
@@ -102,8 +101,10 @@ def _of_gradients(
     return ratio or _of_ranks(first, candidate)
 
 
-def _of_update(same: Sequence[TensorDivergence], candidate: TraceLayout) -> str:
+def _of_update(same: Sequence[TensorDivergence]) -> str:
     first = same[0]
+    if first.step == 0:
+        return "the initial weights differ already: they were not loaded, or cut otherwise"
     if first.kind == "replicas":
         return (
             f"gradients agree and {name_ranks(first.ranks)} have other parameters after the step:"
@@ -140,7 +141,7 @@ def _of_ratio(one: TensorDivergence, reference: TraceLayout, candidate: TraceLay
 
 def _of_ranks(one: TensorDivergence, candidate: TraceLayout) -> str | None:
     """Return the hint for a difference of some ranks only."""
-    sizes = (getattr(candidate, axis)[1] for axis in ("tp", "pp", "dp", "cp"))
-    if one.ranks and len(one.ranks) < math.prod(sizes):
-        return f"only {name_ranks(one.ranks)} of {math.prod(sizes)} have it: look at their part"
+    num_ranks = math.prod(getattr(candidate, axis)[1] for axis in ("tp", "pp", "dp", "cp"))
+    if one.ranks and len(one.ranks) < num_ranks and candidate.pp[1] == 1:
+        return f"only {name_ranks(one.ranks)} of {num_ranks} differ: look at their part"
     return None

@@ -20,6 +20,7 @@ from pytest_megatron.trace.files import TraceLayout
 from pytest_megatron.trace.pieces import (
     Microbatch,
     Piece,
+    Range,
     Samples,
     Step,
     TensorName,
@@ -27,13 +28,14 @@ from pytest_megatron.trace.pieces import (
     sequence_chunks,
 )
 
-Index: TypeAlias = tuple[slice, ...]
-_Chunks: TypeAlias = Sequence[tuple[slice, slice]]  # of an axis: where in the whole, in the part
+Index: TypeAlias = tuple[Range, ...]
+_Chunks: TypeAlias = Sequence[tuple[Range, Range]]  # of an axis: where in the whole, in the part
 
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)").search
 _PADDED = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)(?:\.weight)?$").search
 # Modules whose batch comes before the sequence; with equal sizes nothing else tells them apart.
 _BATCH_FIRST = frozenset({"Embedding", "VocabParallelEmbedding", "GPTModel", "Float16Module"})
+_BOTH = (True, True)
 _COUNTS = "numbers of tokens are not compared, the rows of the experts are"
 
 
@@ -47,17 +49,25 @@ class Axes:
 
     Attributes:
         order: Places of its own axes in that order; with `tokens`, after splitting the first one.
-        has_sequence: Whether there is one.
-        has_batch: As `has_sequence`.
+        leading: Whether there is a sequence, whether there is a batch.
         tokens: Sequence and batch are one axis, the sequence being the outer one.
         sequence_parts: Number of ranks that share the sequence.
     """
 
     order: tuple[int, ...]
-    has_sequence: bool = False
-    has_batch: bool = False
+    leading: tuple[bool, bool] = (False, False)
     tokens: tuple[int, int] | None = None
     sequence_parts: int = 1
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether one of the axes is the sequence."""
+        return self.leading[0]
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether one of the axes is the batch."""
+        return self.leading[1]
 
     def view(self, values: Values) -> Values:
         """Return the values with their axes in this order."""
@@ -86,17 +96,17 @@ def axes_of(
     for sequence, batch in orders:
         if len(shape) > 1 and shape[sequence] in sizes and shape[batch] == num_samples:
             order = (sequence, batch, *rest)
-            return Axes(order, True, True, None, sizes[shape[sequence]])
+            return Axes(order, _BOTH, None, sizes[shape[sequence]])
     if len(shape) == 4 and first == num_samples and shape[2] in sizes:  # noqa: PLR2004 - scores
-        return Axes((2, 0, 1, 3), True, True, None, sizes[shape[2]])
+        return Axes((2, 0, 1, 3), _BOTH, None, sizes[shape[2]])
     if len(shape) > 1 and first % num_samples == 0 and first // num_samples in sizes:
         local = first // num_samples
         order = tuple(range(len(shape) + 1))
-        return Axes(order, True, True, (local, num_samples), sizes[local])
+        return Axes(order, _BOTH, (local, num_samples), sizes[local])
     if len(shape) > 1 and first == num_samples:
-        return Axes(tuple(range(len(shape))), has_batch=True)
+        return Axes(tuple(range(len(shape))), (False, True))
     if len(shape) > 1 and first in sizes and second == 1:
-        return Axes(tuple(range(len(shape))), True, False, None, sizes[first])
+        return Axes(tuple(range(len(shape))), (True, False), None, sizes[first])
     return Axes(tuple(range(len(shape))))
 
 
@@ -147,7 +157,7 @@ def split_sizes(
     return tuple(found)
 
 
-def axis_chunks(size: int, tp: tuple[int, int], *, is_gated: bool) -> list[tuple[slice, slice]]:
+def axis_chunks(size: int, tp: tuple[int, int], *, is_gated: bool) -> list[tuple[Range, Range]]:
     """Return the parts of a split axis that a rank has: where in the whole, where in its own.
 
     Args:
@@ -166,7 +176,7 @@ def axis_chunks(size: int, tp: tuple[int, int], *, is_gated: bool) -> list[tuple
     ]  # fmt: skip
 
 
-def products(chunks: Iterable[Sequence[tuple[slice, slice]]]) -> Iterator[tuple[Index, Index]]:
+def products(chunks: Iterable[_Chunks]) -> Iterator[tuple[Index, Index]]:
     """Yield the blocks of all axes: where in the whole, where in the local tensor."""
     for block in itertools.product(*chunks):
         yield tuple(to for to, _ in block), tuple(of for _, of in block)
@@ -496,7 +506,7 @@ class _Wholes:
         layout, record = first.layout, first.record
         num_samples = len(self._samples.rows[unit])
         axes = axes_of(record.shape, record.kind, self._samples.length, num_samples, layout)
-        if (axes.has_sequence, axes.has_batch) != (other_axes.has_sequence, other_axes.has_batch):
+        if axes.leading != other_axes.leading:
             raise NotMergedError(
                 f"the axes of {list(record.shape)} and {list(other.record.shape)} do not correspond"
             )
@@ -505,7 +515,7 @@ class _Wholes:
         ):  # fmt: skip
             raise NotMergedError("it is a sum over a sequence, of which each rank has a part")
         view = _view_shape(axes, record.shape)
-        skip = int(axes.has_sequence) + int(axes.has_batch)
+        skip = sum(axes.leading)
         tp, other_tp = layout.tp[1], other.layout.tp[1]
         coordinate = None
         if tp == other_tp:
@@ -545,7 +555,7 @@ class _Wholes:
         if axes.has_sequence:
             shape[0] = self._samples.length
         shape = [size * tp if cut else size for size, cut in zip(shape, split, strict=True)]
-        whole = np.zeros(shape, np.float64 if first.is_float else np.int64)
+        whole: Values = np.zeros(shape, np.float64 if first.is_float else np.int64)
         num_values = 0
         for piece in pieces:
             chunks: list[_Chunks] = []
@@ -675,7 +685,7 @@ def _last(piece: Piece) -> int | None:
 
 
 def _gated_modules(step: Step) -> frozenset[str]:
-    """Return the first linear modules of MLPs whose output has two values for each input of the second."""
+    """Return the first linear modules of MLPs whose output has a value and its gate."""
     widths: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, pieces in step.tensors.items():
         record = pieces[0].record
@@ -708,7 +718,7 @@ def _sequence(samples: Samples, axes: Axes, layout: TraceLayout) -> _Chunks:
 
 def _runs(rows: Sequence[tuple[int, int]]) -> _Chunks:
     """Return pairs of rows as runs of neighbours."""
-    found: list[tuple[slice, slice]] = []
+    found: list[tuple[Range, Range]] = []
     for to, of in rows:
         if found and found[-1][0].stop == to and found[-1][1].stop == of:
             found[-1] = (slice(found[-1][0].start, to + 1), slice(found[-1][1].start, of + 1))

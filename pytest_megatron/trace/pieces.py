@@ -30,7 +30,8 @@ from pytest_megatron.trace.files import (
     read_records,
 )
 
-Values: TypeAlias = "NDArray[np.generic]"
+Range: TypeAlias = "slice[int, int, None]"
+Values: TypeAlias = NDArray[np.float64]  # as they are computed with; read as they were recorded
 
 _DTYPES = {
     "float64": "<f8",
@@ -311,7 +312,7 @@ def _rows(pieces: Mapping[Microbatch, Mapping[int, Piece]], *, is_zigzag: bool) 
 
 def sequence_chunks(
     length: int, cp: tuple[int, int], tp: tuple[int, int], *, is_zigzag: bool
-) -> list[tuple[slice, slice]]:
+) -> list[tuple[Range, Range]]:
     """Return the parts of a sequence that a rank has: where in the whole, where in its own.
 
     Args:

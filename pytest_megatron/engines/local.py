@@ -45,8 +45,8 @@ from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
 from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
-from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.recipe.model import Workload
+from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workload.plan.plan import PhasePlan, Setting
 from pytest_megatron.workload.run.runner import run_attempt, start_here
 

@@ -363,6 +363,8 @@ def summary_line(
             for note in comparison.notes
         ]
         parts += list(dict.fromkeys(notes))
+    if (reason := training.job.why_not_traced) is not None:
+        parts.append(f"not traced: {reason}")
     audited = _audit_record(training)
     parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]

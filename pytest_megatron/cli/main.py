@@ -75,6 +75,7 @@ SUBCOMMANDS = {
     "runs": ("runs:runs", "List and remove the runs that a project keeps."),
     "sbatch": ("slurm:sbatch", "Print the script that runs a workload in Slurm."),
     "schema": ("schema:command", "Print the JSON Schema of a kind of file, or its path."),
+    "trace": ("trace:command", "Compare and print traces of tensors."),
     "triage": ("triage:command", "Find why a run failed, from its logs."),
 }
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one

@@ -63,6 +63,7 @@ class _Prepared:
 @click.option("--repeat", type=click.IntRange(min=1), metavar="I", help="Of a workload, likewise.")
 @click.option("--phase", type=click.IntRange(min=1), metavar="N", help="Only this one.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="On N ranks of one node.")
+@click.option("--trace", "is_traced", is_flag=True, help="Record a trace of its tensors.")
 @click.option("--shell", "is_shell", is_flag=True, help="Open a shell in its environment instead.")
 @click.option("--print", "is_print", is_flag=True, help="Print what would run instead.")
 @click.option(
@@ -79,6 +80,7 @@ def command(  # noqa: PLR0913 - one for each option
     repeat: int | None,
     phase: int | None,
     ranks: int | None,
+    is_traced: bool,
     is_shell: bool,
     is_print: bool,
     is_bisect: bool,
@@ -96,6 +98,7 @@ def command(  # noqa: PLR0913 - one for each option
     wishes = Wishes(
         num_ranks=ranks,
         phase=phase,
+        is_traced=is_traced,
         is_trusted=is_trusted,
         words=tuple(shlex.split(pytest_args)),
     )
@@ -140,6 +143,8 @@ def _prepare(
         raise ReproError(
             str(file), "is not here; run this in the project's checkout, or give --project"
         )
+    if wishes.is_traced and isinstance(chosen.item, RecordedTest):
+        raise ReproError("--trace", f"{chosen.node_id} is a test, which has no trace; drop it")
     plan = _plan_of(chosen)
     there = _num_ranks(chosen.item, plan)
     notes = []

@@ -277,8 +277,8 @@ class _RankForker:
             self._end(message)
 
     def _obstacle(self, args: Sequence[str], env: Mapping[str, str]) -> str:
-        is_script = list(args[:2]) == [sys.executable, "-u"] and len(args) > len(("python", "-u"))
-        if not (is_script and args[2].endswith(".py") and Path(args[2]).is_file()):
+        script = script_in(args) if list(args[:2]) == [sys.executable, "-u"] else ""
+        if not (script.endswith(".py") and Path(script).is_file()):
             return "it is no Python script"
         changed = {
             name
@@ -289,7 +289,7 @@ class _RankForker:
         }
         if changed:
             return f"torch was imported with another {', '.join(sorted(changed))}"
-        if hidden := hidden_modules(Path(args[2])):
+        if hidden := hidden_modules(Path(script)):
             return f"{hidden} beside it hides a library that is loaded"
         return ""
 
@@ -396,7 +396,7 @@ def _fork_ranks(connection: socket.socket, launcher: int) -> None:
 
 
 def _train(message: Message) -> None:
-    """Be a rank: `python -u SCRIPT ...`."""
+    """Be a rank: `python -u SCRIPT ...`, or `python -u -m MODULE SCRIPT ...`."""
     set_environment(cast("dict[str, str]", message["env"]))
     if os.sched_getaffinity(0) != set(cpus := cast("list[int]", message["cpus"])):
         os.sched_setaffinity(0, cpus)
@@ -404,9 +404,15 @@ def _train(message: Message) -> None:
     _reset_signals()
     reseed(has_user_code=False)
     command = cast("list[str]", message["args"])
-    script, path = command[2], str(Path(command[2]).absolute())
     sys.orig_argv[:] = command
+    if command[2] == "-m":
+        sys.argv[:] = command[3:]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, str(Path.cwd()))
+        _as_program(lambda: runpy.run_module(command[3], run_name="__main__", alter_sys=True))
+        return
     sys.argv[:] = command[2:]
+    script, path = command[2], str(Path(command[2]).absolute())
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(script).resolve().parent))
     module = types.ModuleType("__main__")
@@ -421,6 +427,12 @@ def _train(message: Message) -> None:
         exec(code, vars(module))  # noqa: S102 - a program is run
 
     _as_program(run)
+
+
+def script_in(args: Sequence[str]) -> str:
+    """Return the script that a rank runs, by itself or by a module before it; "" without one."""
+    at = 4 if "-m" in args[2:3] else 2
+    return args[at] if at < len(args) else ""
 
 
 def _as_program(run: Callable[[], object]) -> None:

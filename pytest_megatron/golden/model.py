@@ -369,7 +369,18 @@ def to_float32(value: float) -> float:
 Spread: TypeAlias = float | Series
 
 _TEXTS = (
-    *("commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "layout", "policy"),
+    *(
+        "audit",
+        "commit",
+        "config_hash",
+        "date",
+        "driver",
+        "gpu",
+        "host_class",
+        "image",
+        "layout",
+        "policy",
+    ),
     *("precision", "reason", "run", "supersedes"),
 )
 _FLAGS = ("deterministic", "is_dirty")
@@ -403,6 +414,7 @@ class Provenance:
         date: ISO 8601, UTC.
         repeats: Number of runs that the spread was learned from.
         deterministic: True if the repeats agreed bit for bit.
+        audit: Result of the determinism audit of the run, where it had one.
         spread: Metric to its spread over the repeats.
         directions: Metric to `lower_is_better`, `higher_is_better` or `either`.
         layout: How the model was spread over the ranks, as in `tp2 pp2`.
@@ -428,6 +440,7 @@ class Provenance:
     date: str | None = None
     repeats: int | None = None
     deterministic: bool | None = None
+    audit: str | None = None
     spread: Mapping[str, Spread] = field(default_factory=dict)
     directions: Mapping[str, str] = field(default_factory=dict)
     layout: str | None = None
@@ -581,11 +594,13 @@ class RunEnvironment:
         host_class: Machines of one class are as fast as one another.
         image: The container image with its digest.
         versions: Package to its version.
+        is_traced: Whether tensors were recorded, which costs time and memory.
     """
 
     host_class: str | None = None
     image: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    is_traced: bool = False
 
 
 NOWHERE = RunEnvironment()

@@ -75,6 +75,7 @@ class ProvenanceKeys(TypedDict):
     date: NotRequired[str]
     repeats: NotRequired[int]
     deterministic: NotRequired[bool]
+    audit: NotRequired[str]
     spread: NotRequired[dict[str, float | dict[str, float]]]
     directions: NotRequired[dict[str, str]]
     layout: NotRequired[str]

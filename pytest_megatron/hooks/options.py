@@ -247,11 +247,13 @@ GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
+TensorTrace = Literal["off", "hash", "full"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
@@ -265,6 +267,7 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
     "check", "record", "refresh", "off", problem="is not a way to use goldens"
 )
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
+_TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 _WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
@@ -404,6 +407,17 @@ class Options:
         "golden-reason", "why goldens change, which they record", None
     )
     is_plan: bool = FLAG("plan", "print what would run and run nothing", default=False)
+    is_audited: bool = FLAG(
+        "audit-determinism",
+        "train the first steps of each workload twice, and find the first tensor whose bits differ",
+        default=False,
+    )
+    tensor_trace: TensorTrace = _TENSOR_TRACE(
+        "tensor-trace",
+        "record tensors of the first steps of each workload: hash their statistics, full also "
+        "their values",
+        "off",
+    )
     tee_ranks: tuple[int, ...] | None = RANKS(
         "tee-ranks",
         "ranks whose output is copied live to the terminal: numbers with commas, all or none",
@@ -711,6 +725,11 @@ def _refuse_contradictions(options: Options) -> None:
             f"expected 0 to {options.num_nodes - 1}; set --nnodes"
         )
     is_writing = options.is_writing_goldens
+    if is_writing and options.tensor_trace != "off":
+        raise pytest.UsageError(
+            f"--tensor-trace: the first steps of a traced training are slower, and --golden "
+            f"{options.golden} keeps their times; drop one of them"
+        )
     if is_writing and options.is_lightweight:
         raise pytest.UsageError(
             f"--golden {options.golden}: a lightweight run measures nothing to keep; "

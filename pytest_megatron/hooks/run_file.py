@@ -117,6 +117,7 @@ def _options(config: pytest.Config, options: Options) -> RecordedOptions:
         golden=options.golden,
         golden_policy=options.golden_policy,
         lightweight=options.is_lightweight,
+        audit_determinism=options.is_audited,
         rank_timeout=_rank_timeout_s(config, options),
         rank_grace=options.rank_grace_s,
         gang_start=options.gang_start,

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.encode import MOST_BYTES, encode_charts
 from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
+from pytest_megatron.trace.divergences import TensorDivergence
 
 _MOST_TEXTS = 6  # of one chart
 
@@ -52,8 +54,50 @@ def item_page(
             *run.facts,
         ),
         data={"charts": _charts(item.charts, most_bytes)},
+        tree=() if item.trace is None else module_tree(item.trace.divergences),
         again=f"pytest-megatron repro {shlex.quote(run.name)} {words}\npytest -p megatron {words}",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRow:
+    """A module, or several of which each has but the next, with what differs in it.
+
+    Attributes:
+        depth: Of the row in the tree.
+    """
+
+    depth: int
+    name: str
+    divergences: tuple[TensorDivergence, ...]
+
+
+def module_tree(divergences: Sequence[TensorDivergence]) -> tuple[ModuleRow, ...]:
+    """Return divergences by module, parents first, in the order in which modules first differ."""
+    root = _Module()
+    for one in divergences:
+        module = root
+        for part in filter(None, one.module.split(".")):
+            module = module.children.setdefault(part, _Module())
+        module.own.append(one)
+    return tuple(_rows(root, 0, ()))
+
+
+@dataclass(slots=True)
+class _Module:
+    own: list[TensorDivergence] = field(default_factory=list)
+    children: dict[str, _Module] = field(default_factory=dict)
+
+
+def _rows(module: _Module, depth: int, path: tuple[str, ...]) -> Iterator[ModuleRow]:
+    if module.own or len(module.children) != 1:
+        if module.own or path:
+            name = ".".join(path) or "the model"
+            yield ModuleRow(depth=depth, name=name, divergences=tuple(module.own))
+            depth += 1
+        path = ()
+    for name, child in module.children.items():
+        yield from _rows(child, depth, (*path, name))
 
 
 def _charts(charts: Sequence[Chart], most_bytes: int) -> list[JsonValue]:

@@ -12,6 +12,7 @@ from enum import Enum
 
 from pytest_megatron.base.text import name_ranks
 from pytest_megatron.golden.model import Series
+from pytest_megatron.trace.divergences import TraceComparison
 
 # In the order in which an index lists them.
 VERDICTS = ("broken", "failed", "flaky", "skipped", "passed")
@@ -138,6 +139,9 @@ class PageItem:
         triage: Why attempts failed, in words.
         links: Files of the whole item.
         others: Findings without a curve: of gradients, of generated text.
+        trace: How its tensors compare with those of another layout or, in an audit, of the same
+            training; or None.
+        is_audit: Whether it is of an audit.
     """
 
     node_id: str
@@ -154,6 +158,8 @@ class PageItem:
     links: tuple[FileLink, ...] = ()
     notes: tuple[str, ...] = ()
     quarantine: str = ""
+    trace: TraceComparison | None = None
+    is_audit: bool = False
 
     @property
     def findings(self) -> tuple[MetricFinding, ...]:

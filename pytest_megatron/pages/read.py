@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TypeVar
 
-from pytest_megatron.errors import GoldenError, MetricsError, RunError
+from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
 from pytest_megatron.golden.compare.result import RELATIVE, layer_text
 from pytest_megatron.golden.model import Golden, MetricMap
 from pytest_megatron.golden.store import read_golden, read_metrics
@@ -42,6 +42,7 @@ from pytest_megatron.runs.record import (
     read_record,
     read_run,
 )
+from pytest_megatron.trace.divergences import TraceComparison, read_comparison
 
 _MOST_PHASES = 100
 _LOSS = "lm loss"
@@ -149,6 +150,7 @@ class RunReader:
         notes: list[str] = []
         comparison = _record(dirs.comparison, RecordedComparison, notes) or RecordedComparison()
         triage = _record(dirs.triage, RecordedTriage, notes) or RecordedTriage()
+        trace = _trace(dirs, notes)
         findings = tuple(_findings(comparison))
         golden = _golden(dirs, notes)
         attempts = tuple(_attempt(dirs, row) for row in record.attempts)
@@ -168,9 +170,11 @@ class RunReader:
             charts=charts,
             others=tuple(f for f in findings if f.metric not in shown),
             triage=tuple(_triage(triage)),
-            links=_links(dirs.root, ("comparison.json", "triage.json", "golden.json")),
+            links=_links(dirs.root, _ITEM_FILES),
             notes=tuple(notes),
             quarantine=held.reason if held is not None and held.holds else "",
+            trace=trace,
+            is_audit=not dirs.equivalence.is_file(),
         )
 
 
@@ -192,6 +196,17 @@ def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
         return read_golden(dirs.golden)
     except GoldenError as error:
         notes.append(f"the golden is not shown: {error.problem}")
+        return None
+
+
+def _trace(dirs: ItemDirs, notes: list[str]) -> TraceComparison | None:
+    path = next((p for p in (dirs.equivalence, dirs.determinism) if p.is_file()), None)
+    if path is None:
+        return None
+    try:
+        return read_comparison(path)
+    except TraceError as error:
+        notes.append(f"{path.name} is not shown: {error.problem}")
         return None
 
 
@@ -359,9 +374,11 @@ def _reruns(causes: Sequence[str]) -> str:
     return f"passed at rerun {len(causes)}, after {', '.join(causes)}" if causes else ""
 
 
-_NAMES = frozenset(
-    ("comparison.json", "triage.json", "golden.json", "metrics.json", "metrics.jsonl")
+_ITEM_FILES = (
+    *("comparison.json", "equivalence.json", "determinism.json", "triage.json"),
+    "golden.json",
 )
+_NAMES = frozenset((*_ITEM_FILES, "metrics.json", "metrics.jsonl"))
 
 
 def is_worth_showing(path: PurePath) -> bool:

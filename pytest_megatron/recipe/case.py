@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -82,6 +83,39 @@ class ModelArgs:
     def has_any(self, *names: str) -> bool:
         """Return whether one of these arguments is there."""
         return any(name in self._last for name in names)
+
+
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
+PP = "--pipeline-model-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
+# Sizes of older releases that put an encoder on ranks of its own.
+_ENCODERS = ("--encoder-tensor-model-parallel-size", "--encoder-pipeline-model-parallel-size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSizes:
+    """Tensor, pipeline, context, expert and expert-tensor parallel sizes."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks that hold one copy of the model."""
+        return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
+
+
+def sizes_of(arguments: ModelArgs) -> ParallelSizes | None:
+    """Return the sizes; None where one is no number, or an encoder has ranks of its own."""
+    tp, pp, cp, ep = (arguments.size(name) for name in (TP, PP, CP, EP))
+    etp = arguments.size(ETP) if ETP in arguments else tp
+    if not (tp and pp and cp and ep and etp) or arguments.has_any(*_ENCODERS):
+        return None
+    return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
 
 
 # Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
@@ -422,6 +456,16 @@ class WorkloadCase:
         """True if two runs of the case may differ, as the case declares."""
         switches = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")
         return any(self.env.get(name) == "1" for name in switches)
+
+    @property
+    def determinism_claim(self) -> str | None:
+        """The key by which the case declares that its runs are equal bit for bit, or None."""
+        if self.is_nondeterministic:
+            return None
+        if self.argument("--deterministic-mode") == "true":
+            return "--deterministic-mode"
+        is_forbidden = self.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0" if is_forbidden else None
 
     @property
     def is_never_compared(self) -> bool:

@@ -46,6 +46,7 @@ from pytest_megatron.recipe.findings import Finding, Severity, as_error, finding
 from pytest_megatron.recipe.model import Row, Vocabulary, Workload, parse_row
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
+_Flags: TypeAlias = dict[str, object]
 
 
 @closed
@@ -87,6 +88,12 @@ class RecipeSpec(TypedDict):
     transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
     never_transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
     quarantine: NotRequired[QuarantineKeys | None]
+    equivalent_to: NotRequired[
+        Annotated[_Flags | None, About("MODEL_ARGS of the reference layout, and maybe its gpus.")]
+    ]
+    trace_steps: NotRequired[
+        Annotated[Positive | None, About("Steps of which tensors are traced.")]
+    ]
 
 
 @open_to_others
@@ -109,6 +116,8 @@ class RecipeProduct(TypedDict, total=False):
     transient: Annotated[tuple[Texts, ...], MinLen(1)]
     never_transient: Annotated[tuple[Texts, ...], MinLen(1)]
     quarantine: Annotated[tuple[QuarantineKeys, ...], MinLen(1)]
+    equivalent_to: Annotated[tuple[_Flags | None, ...], MinLen(1)]
+    trace_steps: Numbers
 
 
 @closed

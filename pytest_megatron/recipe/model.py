@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.quarantine import Quarantine, QuarantineError, parse_quarantine
 
@@ -94,6 +95,33 @@ def disabled_reason(scope: str) -> str | None:
 _T = TypeVar("_T")
 MAX_SHOWN = 60  # characters of a template in a message
 DEFAULT_NAME = "{test_case}_{environment}_{platforms}"
+DEFAULT_TRACE_STEPS = 2
+_REFERENCE_RANKS = "gpus"  # the key of `equivalent_to` that is no argument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalence:
+    """The layout that must compute the same tensors as a row.
+
+    Attributes:
+        arguments: MODEL_ARGS of the reference that differ from the case's; None leaves one out.
+        num_ranks: Of the reference, over all nodes; None takes the fewest that its sizes allow.
+        num_steps: Steps that are traced and compared.
+    """
+
+    arguments: Mapping[str, JsonValue]
+    num_ranks: int | None = None
+    num_steps: int = DEFAULT_TRACE_STEPS
+
+    @property
+    def text(self) -> str:
+        """What differs from the row, as flags."""
+        ranks = [] if self.num_ranks is None else [counted(self.num_ranks, "rank")]
+        flags = [
+            f"no {name}" if value is None else f"{name} {value}"
+            for name, value in self.arguments.items()
+        ]
+        return ", ".join([*ranks, *flags])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +149,7 @@ class Workload:
             has.
         never_transient: Ids of signatures that do not.
         quarantine: Why its failure does not count for now, or None.
+        equivalence: What it is compared with in place of a golden, or None.
     """
 
     file: Path
@@ -149,6 +178,7 @@ class Workload:
     transient: tuple[str, ...] = ()
     never_transient: tuple[str, ...] = ()
     quarantine: Quarantine | None = None
+    equivalence: Equivalence | None = None
 
     @property
     def where(self) -> str:
@@ -256,6 +286,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         transient=reader.words("transient"),
         never_transient=reader.words("never_transient"),
         quarantine=reader.quarantine(),
+        equivalence=reader.equivalence(),
     )
 
 
@@ -314,6 +345,40 @@ class _SpecReader:
             return parse_quarantine(value)
         except QuarantineError as problem:
             raise RecipeError(self.where, f"quarantine: {problem}") from problem
+
+    def equivalence(self) -> Equivalence | None:
+        """Return what the row must be equivalent to, None where it is compared with a golden."""
+        given = self._value("equivalent_to", dict, "a mapping of MODEL_ARGS")
+        num_steps = self.positive("trace_steps")
+        if given is None:
+            return None
+        if self.spec.get("script") is not None:
+            problem = "equivalent_to: the row has a script, which starts its ranks itself, expected"
+            raise RecipeError(self.where, f"{problem} training_script_path alone; remove one")
+        arguments = {key: value for key, value in given.items() if key != _REFERENCE_RANKS}
+        for key, value in arguments.items():
+            if not key.startswith("--"):
+                raise RecipeError(
+                    self.where,
+                    f"equivalent_to: unknown key {key!r}, expected {_REFERENCE_RANKS} or flags of "
+                    f"MODEL_ARGS such as --tensor-model-parallel-size",
+                )
+            words = value if isinstance(value, list) else [value]
+            if any(isinstance(word, dict | list) for word in words):
+                problem = f"equivalent_to: {key} is {value!r}, expected one value or a list"
+                raise RecipeError(self.where, problem)
+        ranks = given.get(_REFERENCE_RANKS)
+        if _REFERENCE_RANKS in given and (type(ranks) is not int or ranks < 1):
+            raise RecipeError(
+                self.where,
+                f"equivalent_to: {_REFERENCE_RANKS} is {ranks!r}, expected a number of ranks from "
+                f"1 on",
+            )
+        return Equivalence(
+            arguments={key: None if value is False else value for key, value in arguments.items()},
+            num_ranks=ranks if isinstance(ranks, int) else None,
+            num_steps=num_steps or DEFAULT_TRACE_STEPS,
+        )
 
     def name(self) -> str:
         """Return the row's name, filled in."""

@@ -72,6 +72,7 @@ class Wishes:
         num_ranks: None leaves the number that it ran on.
         phase: Of a workload; None runs all.
         checkpoints: What earlier phases of it saved, as a path, or "".
+        is_traced: Whether a trace of its tensors is recorded, of a workload.
         is_trusted: Whether every variable and option of the run may be used.
         words: Arguments for pytest of the user's own.
     """
@@ -79,6 +80,7 @@ class Wishes:
     num_ranks: int | None = None
     phase: int | None = None
     checkpoints: str = ""
+    is_traced: bool = False
     is_trusted: bool = False
     words: tuple[str, ...] = ()
 
@@ -147,6 +149,8 @@ def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> l
     if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
         words.append(f"--golden-policy={policy}")
     words += ["--lightweight"] if options.lightweight else []
+    words += ["--audit-determinism"] if options.audit_determinism else []
+    words += ["--tensor-trace", "hash"] if wishes.is_traced else []
     if options.workload_start in ("fork", "fresh"):
         words += ["--workload-start", options.workload_start]
     return words + [

@@ -4,7 +4,8 @@
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/{golden.json, comparison.json, triage.json, curves.html}
+    <run-dir>/<item>/{golden,comparison,equivalence,determinism,triage}.json
+    <run-dir>/<item>/curves.html
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
 judged.
@@ -23,7 +24,10 @@ RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
 HEALTH_FILE = "health.json"
 COMPARISON_FILE = "comparison.json"
+EQUIVALENCE_FILE = "equivalence.json"
+DETERMINISM_FILE = "determinism.json"
 TRIAGE_FILE = "triage.json"
+TRACE_DIR = "tensor_trace"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
 _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
@@ -63,6 +67,11 @@ class PhaseDirs:
     def flight_dumps(self) -> list[Path]:
         """Return the dumps that are there."""
         return sorted(self.flight.glob(f"{FLIGHT_PREFIX}*"))
+
+    @property
+    def trace(self) -> Path:
+        """Trace of the tensors of each rank, of a phase that is traced."""
+        return self.root / TRACE_DIR
 
     @property
     def metrics_lines(self) -> Path:
@@ -113,6 +122,16 @@ class AttemptDirs:
     def data_cache(self) -> Path:
         """Cache of datasets, unless the recipe names another place."""
         return self.root / "data_cache"
+
+    @property
+    def initial_weights(self) -> Path:
+        """Weights with which the reference of an equivalence began; the other phases read them."""
+        return self.root / "initial_weights"
+
+    @property
+    def equivalence(self) -> Path:
+        """How the traces of the reference and of the row compare."""
+        return self.root / EQUIVALENCE_FILE
 
     @property
     def no_checkpoint(self) -> Path:
@@ -179,6 +198,16 @@ class ItemDirs:
     def golden(self) -> Path:
         """A copy of the golden as it was when the workload started."""
         return self.root / "golden.json"
+
+    @property
+    def equivalence(self) -> Path:
+        """The comparison with another layout: the first that failed, else the last."""
+        return self.root / EQUIVALENCE_FILE
+
+    @property
+    def determinism(self) -> Path:
+        """How a training compares with itself: the first that differs, else the last."""
+        return self.root / DETERMINISM_FILE
 
     @property
     def triage(self) -> Path:

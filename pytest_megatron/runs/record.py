@@ -130,6 +130,22 @@ class RecordedGolden:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedAudit:
+    """Result of a determinism audit.
+
+    Attributes:
+        text: The verdict in a line: the first tensor that differs, or why there was no audit.
+        steps: Steps that were compared, of each training.
+        num_tensors: Tensors that were compared.
+    """
+
+    verdict: Literal["deterministic", "not deterministic", "not audited"]
+    text: str = ""
+    steps: _Count = 0
+    num_tensors: _Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class _RecordedItem:
     """The keys of workloads and tests alike."""
 
@@ -151,6 +167,7 @@ class RecordedWorkload(_RecordedItem):
 
     Attributes:
         compared: None in records of before this key.
+        audit: None where none was asked for.
     """
 
     __pydantic_config__: ClassVar = {"json_schema_extra": {"not": {"required": ["world_size"]}}}
@@ -162,6 +179,7 @@ class RecordedWorkload(_RecordedItem):
     policy: dict[str, AnyJson] | None = None
     not_run_again: str | None = None
     golden: RecordedGolden | None = None
+    audit: RecordedAudit | None = None
     platform: str | None = None
     attempts: tuple[RecordedAttempt, ...] = ()
 
@@ -207,7 +225,9 @@ def _kind(value: RecordedWorkload | RecordedTest | Mapping[str, JsonValue]) -> s
 
 RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind)]
 # Keys that an item has only with a value, as `run-directory.md` has it.
-_ABSENT = frozenset(("compared", "directory", "duration_s", "golden", "platform", "quarantine"))
+_ABSENT = frozenset(
+    ("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +245,7 @@ class RecordedOptions:
     golden: str | None = None
     golden_policy: str | None = None
     lightweight: bool = False
+    audit_determinism: bool = False
     rank_timeout: Real | None = None
     rank_grace: Real | None = None
     gang_start: str | None = None

@@ -165,9 +165,12 @@ def _options(words: Sequence[str], own: Sequence[str]) -> Iterator[tuple[int, st
                 yield index + 1, following
 
 
-# Files that the training saves in its own format; they are neither printed nor uploaded.
+# Tensors and files in a format of the training's own; they are neither printed nor uploaded.
 LEFT_ALONE = frozenset(
-    ("checkpoints", "data_cache", "no_checkpoint", "frozen_checkpoint", "coverage")
+    (
+        *("checkpoints", "data_cache", "no_checkpoint", "frozen_checkpoint", "coverage"),
+        *("tensor_trace", "initial_weights"),
+    )
 )
 _PIECE_BYTES = 16 << 20
 _LONGEST_URL = 512

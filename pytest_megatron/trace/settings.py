@@ -11,12 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.errors import TraceError
 
 VARIABLE = "PYTEST_MEGATRON_TRACE"
-VALUES = ("hash", "full")
+TraceValues: TypeAlias = Literal["hash", "full"]
+VALUES: tuple[TraceValues, ...] = ("hash", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class TraceSettings:
 
     directory: Path
     steps: int = 2
-    values: Literal["hash", "full"] = "hash"
+    values: TraceValues = "hash"
     weights_to: Path | None = None
     weights_from: Path | None = None
     noise_seed: int | None = None

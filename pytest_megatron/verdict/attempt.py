@@ -34,12 +34,14 @@ from pytest_megatron.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.runs.record import RecordedEnd, RecordedFile, RecordedVerdict
+from pytest_megatron.trace.divergences import TraceComparison
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
 from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
-from pytest_megatron.workload.plan.phases import Target
+from pytest_megatron.verdict.audit import Audit
+from pytest_megatron.workload.plan.phases import PhaseRole, Target
 from pytest_megatron.workload.run.rank_failures import (
     RankFailure,
     first_failure,
@@ -160,6 +162,7 @@ class Attempt:
 
     Attributes:
         repeat: Counted from 1, as `number` is.
+        ends: Of the phases, without those of an audit.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
         health: Of its GPUs before and after; None without GPUs.
@@ -167,6 +170,9 @@ class Attempt:
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
+        equivalence: How its traces compare with those of the layout that the row names, or None.
+        audit: Result of its determinism audit, or None.
+        audit_ends: Of the phases of the audit.
         facts: Where and with what it ran; None where that is the controller's machine.
         suspects: The machines that failed under it, where it was theirs.
     """
@@ -181,6 +187,9 @@ class Attempt:
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+    equivalence: TraceComparison | None = None
+    audit: Audit | None = None
+    audit_ends: tuple[PhaseEnd, ...] = ()
     facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
 
@@ -204,7 +213,12 @@ class Attempt:
     @property
     def duration_s(self) -> float:
         """Time of all its phases."""
-        return sum(end.duration_s for end in self.ends)
+        return sum(end.duration_s for end in self.all_ends)
+
+    @property
+    def all_ends(self) -> tuple[PhaseEnd, ...]:
+        """The ends of all phases, in the order in which they ran."""
+        return (*self.audit_ends, *self.ends)
 
 
 def judge_attempt(
@@ -457,6 +471,8 @@ def _when(end: PhaseEnd) -> str:
 
 
 def _phase(end: PhaseEnd) -> str:
+    if end.plan.role is not PhaseRole.TRAINING:
+        return f"in phase {end.plan.name} "
     return f"in {end.plan.name} " if end.plan.number > 1 else ""
 
 

@@ -25,6 +25,7 @@ from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedComparison
 from pytest_megatron.verdict.attempt import Attempt
+from pytest_megatron.verdict.equivalence import REFERENCE, judge_equivalence
 from pytest_megatron.verdict.job import Training
 
 _START_VARIABLE = "THROUGHPUT_START_STEP"
@@ -152,9 +153,9 @@ class RepeatComparison:
     """The comparisons of one repeat.
 
     Attributes:
-        against: `golden`, `first phase` for a resumed training, or `gradients of MODEL_ARGS` for
-            those of another layout.
-        measured: The file, or the directory of the checkpoint, that was judged.
+        against: `golden`, `first phase` for a resumed training, `gradients of MODEL_ARGS` for
+            those of another layout, or `reference` for the layout of `equivalent_to`.
+        measured: The file, or the directory, that was judged.
     """
 
     repeat: int
@@ -163,9 +164,11 @@ class RepeatComparison:
     comparisons: tuple[Comparison, ...]
 
     @property
-    def is_of_gradients(self) -> bool:
-        """True if tensors were compared instead of metrics."""
-        return self.against.startswith("gradients")
+    def compared(self) -> str:
+        """The plural of what was compared: `metrics`, `gradients` or `tensors`."""
+        if self.against == REFERENCE:
+            return "tensors"
+        return "gradients" if self.against.startswith("gradients") else "metrics"
 
     @property
     def failed(self) -> tuple[Comparison, ...]:
@@ -234,6 +237,16 @@ def _within(
     training: Training, attempt: Attempt, policy: ComparisonPolicy
 ) -> list[RepeatComparison]:
     """Compare the phases of an attempt with one another, as its test type asks."""
+    if attempt.equivalence is not None:
+        compared = judge_equivalence(attempt.equivalence, str(attempt.dirs.equivalence))
+        return [
+            RepeatComparison(
+                repeat=attempt.repeat,
+                against=REFERENCE,
+                measured=attempt.dirs.root,
+                comparisons=(compared,),
+            )
+        ]
     case, _ = _case(training)
     if case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
         return [_with_first_phase(training, attempt, policy)]
@@ -272,6 +285,7 @@ def _with_golden(
                 host_class=facts.host.platform_class(training.job.workload.platform),
                 image=facts.image,
                 versions=facts.versions_on(training.job.workload.platform),
+                is_traced=training.job.setting.trace is not None,
             ),
         ),
     )

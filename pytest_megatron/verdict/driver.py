@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.engines.api import Engine, Planned, Submission, SubmissionOutcome, TroubleKind
-from pytest_megatron.errors import MetricsError
+from pytest_megatron.errors import MetricsError, TraceError
 from pytest_megatron.golden.compare.result import Comparison
 from pytest_megatron.golden.model import generation_to_json
 from pytest_megatron.golden.store import write_metrics
@@ -33,12 +33,15 @@ from pytest_megatron.verdict.attempt import (
     judge_attempt,
     judge_generation,
     note_triage,
+    why_it_failed,
 )
+from pytest_megatron.verdict.audit import judge_audit
+from pytest_megatron.verdict.equivalence import compare_traces
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.script import judge_script
-from pytest_megatron.workload.plan.phases import iteration_name
+from pytest_megatron.workload.plan.phases import PhaseRole, iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
 from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener
 
@@ -240,7 +243,8 @@ def _judged(
         repeat=repeat,
         number=number,
         dirs=plan.dirs,
-        ends=outcome.ends,
+        ends=tuple(end for end in outcome.ends if end.plan.role is not PhaseRole.AUDIT),
+        audit_ends=tuple(end for end in outcome.ends if end.plan.role is PhaseRole.AUDIT),
         metrics=(),
         cause=None,
         health=health,
@@ -269,6 +273,10 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
 
 def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     """Read the files of an attempt, and judge them."""
+    if attempt.audit_ends:
+        attempt = _with_audit(attempt, plan, job.table)
+        if attempt.cause is not None:
+            return attempt
     if plan.script is not None and job.case is not None:
         return _judged_script(job, job.case, plan, attempt)
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
@@ -293,7 +301,9 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
     attempt = replace(attempt, metrics=metrics, cause=cause)
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
-    return attempt if cause is not None else _with_gradients(job, attempt)
+    if cause is not None:
+        return attempt
+    return _with_equivalence(job, attempt) if job.is_equivalence else _with_gradients(job, attempt)
 
 
 def _judged_script(
@@ -322,6 +332,18 @@ def _judged_script(
     )
 
 
+def _with_audit(attempt: Attempt, plan: AttemptPlan, table: Table) -> Attempt:
+    """Return an attempt with the result of its audit, or with the cause of the audit's failure."""
+    failed = next((end for end in attempt.audit_ends if not end.is_clean), None)
+    if failed is not None:
+        return replace(attempt, cause=why_it_failed(failed, plan.time_limit_s, table))
+    try:
+        return replace(attempt, audit=judge_audit(attempt.audit_ends))
+    except TraceError as error:
+        text = f"determinism cannot be audited: {error}"
+        return replace(attempt, cause=FailureCause(text=text))
+
+
 def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
     """Return a clean attempt with the comparison of its checkpoints, where it has any."""
     tolerance = job.gradient_tolerance
@@ -343,6 +365,18 @@ def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
         for end, found in zip(attempt.ends[1:], measured, strict=True)
     ]
     return replace(attempt, gradients=tuple(compared))
+
+
+def _with_equivalence(job: WorkloadJob, attempt: Attempt) -> Attempt:
+    """Return a clean attempt with the comparison of its traces."""
+    try:
+        found = compare_traces(sys.executable, attempt.dirs, job.setting.env)
+    except (MetricsError, TraceError) as error:
+        return replace(attempt, cause=FailureCause(text=str(error)))
+    if found.problem is not None:
+        text = f"the traces cannot be compared: {found.problem}"
+        return replace(attempt, cause=FailureCause(text=text))
+    return replace(attempt, equivalence=found)
 
 
 _OOM = "cuda_oom"

@@ -53,8 +53,25 @@ def measure_gradients(
         MetricsError: A checkpoint cannot be read; the text is the last line of its output.
     """
     command = [python, "-m", _PROGRAM, str(reference), *map(str, others)]
+    done = run_comparison(command, env, where=str(reference))
+    if done.returncode:
+        raise MetricsError(
+            str(reference), f"the checkpoints cannot be compared: {last_words(done)}"
+        )
+    found: list[dict[str, JsonValue]] = json.loads(done.stdout)
+    return found
+
+
+def run_comparison(
+    command: Sequence[str], env: Mapping[str, str], *, where: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that compares tensors, without GPUs.
+
+    Raises:
+        MetricsError: It took too long.
+    """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
             env={**env, "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
@@ -63,12 +80,12 @@ def measure_gradients(
             timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise MetricsError(str(reference), f"not compared within {_LIMIT_S:g} s") from error
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise MetricsError(str(reference), f"the checkpoints cannot be compared: {said[-1]}")
-    found: list[dict[str, JsonValue]] = json.loads(done.stdout)
-    return found
+        raise MetricsError(where, f"not compared within {_LIMIT_S:g} s") from error
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of a program's errors, or its exit code where there is none."""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def compare_gradients(

@@ -29,8 +29,10 @@ from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_n
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
 from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
 from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.trace.settings import TraceValues
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
+from pytest_megatron.verdict.audit import Audit
 from pytest_megatron.verdict.gradients import tolerance_of
 from pytest_megatron.verdict.retry import (
     RetryPolicy,
@@ -39,6 +41,7 @@ from pytest_megatron.verdict.retry import (
 from pytest_megatron.verdict.script import is_judged_by_us
 from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workload.checks.rules import CheckFinding
+from pytest_megatron.workload.plan.phases import find_untraceable
 from pytest_megatron.workload.plan.plan import (
     FT_PACKAGE,
     AttemptPlan,
@@ -75,8 +78,8 @@ class WorkloadJob:
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """Metrics that are compared; None for a script that judges itself."""
-        if self.case is None:
+        """Metrics that are compared; None for a script that judges itself, and for traces."""
+        if self.case is None or self.is_equivalence:
             return None
         if self._is_consistency and self.case.metrics is None:
             return DEFAULT_METRICS[:1]
@@ -94,7 +97,23 @@ class WorkloadJob:
     @property
     def is_compared(self) -> bool:
         """True if the case is compared with a golden: not in lightweight mode, for one."""
-        return self._is_judged and not self._is_consistency
+        return self._is_judged and not self._is_consistency and not self.is_equivalence
+
+    @property
+    def is_equivalence(self) -> bool:
+        """True if the row is compared with another layout of itself."""
+        return self.workload.equivalence is not None
+
+    @property
+    def why_not_audited(self) -> str | None:
+        """Why `--audit-determinism` passes it over; None if it is audited, or need not be."""
+        if not self.setting.is_audited:
+            return None
+        if self.is_equivalence:
+            return "it is compared with another layout"
+        if self.replay.phase is not None:
+            return "one phase alone is run"
+        return find_untraceable(self.workload, self.case)
 
     @property
     def gradient_tolerance(self) -> float | None:
@@ -139,6 +158,11 @@ class Training:
     def clean(self) -> tuple[Attempt, ...]:
         """The attempt of each repeat that trained as it should."""
         return tuple(attempt for attempt in self.attempts if attempt.cause is None)
+
+    @property
+    def audit(self) -> Audit | None:
+        """Result of the determinism audit: of the last attempt that had one."""
+        return next((a.audit for a in reversed(self.attempts) if a.audit is not None), None)
 
     @property
     def duration_s(self) -> float:
@@ -211,6 +235,8 @@ class JobOptions:
         env: The controller's environment, with the variables that labels of CI set.
         host: The machine whose GPUs run the jobs; None where it is not known.
         tee_ranks: As in `Setting`.
+        trace: Likewise.
+        is_audited: Likewise.
         max_attempts: As typed; None leaves it to the row.
     """
 
@@ -221,6 +247,8 @@ class JobOptions:
     is_lightweight: bool
     host: Host | None = None
     tee_ranks: tuple[int, ...] | None = (0, 3)
+    trace: TraceValues | None = None
+    is_audited: bool = False
     max_attempts: int | None = None
     backoff_s: float = 0.0
     table: Table = field(default_factory=builtin_table)
@@ -254,6 +282,8 @@ def make_job(
         machine=ScriptMachine() if workload.script is None else look_at_machine(options.env),
         secret_names=options.project.secret_names,
         kept_variables=options.project.kept_variables,
+        trace=options.trace,
+        is_audited=options.is_audited,
     )
     job = WorkloadJob(
         node_id=node_id,
@@ -304,7 +334,8 @@ def _plan(
 ) -> AttemptPlan:
     """Plan one attempt."""
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
-    setting = replace(job.setting, devices=devices)
+    is_audited = job.setting.is_audited and repeat == job.replay.repeat
+    setting = replace(job.setting, devices=devices, is_audited=is_audited)
     plan = plan_attempt(job.workload, job.case, dirs, setting, repeat=repeat)
     return job.replay.cut(plan, job.node_id)
 
@@ -312,12 +343,14 @@ def _plan(
 def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
     """Return the resources of an attempt; a release may take every window it has."""
     segment = workload.spec.get("segment")
+    num_limits = 1 if plan.target is None else len(plan.trainings)
+    num_limits += len(plan.trainings) < len(plan.phases)  # an audit has one of its own
     return Resources(
         platform=workload.platform,
         num_nodes=workload.nodes,
         gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
         ranks_per_node=workload.gpus,
-        time_limit_s=plan.time_limit_s * (1 if plan.target is None else len(plan.phases)),
+        time_limit_s=plan.time_limit_s * num_limits,
         segment=segment if isinstance(segment, int) else None,
     )
 
@@ -339,7 +372,7 @@ def describe_plan(
             before_script=_redacted(redactor, phase.before_script),
             after_script=_redacted(redactor, phase.after_script),
         )
-        for phase in plan.phases
+        for phase in sorted(plan.phases, key=lambda phase: phase.number)
     ]
     case = job.case
     record = RecordedPlan(

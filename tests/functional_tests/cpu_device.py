@@ -136,11 +136,25 @@ def _is_not_about_cpu_rng(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.msg
 
 
+def _aimed_backward(run: TorchFunction) -> TorchFunction:
+    """Open the mode for a backward pass, in which checkpointed layers compute forward again.
+
+    torch closes it while it hands a call to it, and `torch.autograd.backward` is such a call.
+    """
+
+    def backward(*args: object, **kwargs: object) -> object:
+        with AimAtCpu():
+            return run(*args, **kwargs)
+
+    return backward
+
+
 def answers() -> list[tuple[object, str, object]]:
     """Every name that `cpu_device` replaces: its owner, its name, what stands there instead."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     stream = InertStream()
+    run_backward: TorchFunction = vars(torch.autograd)["_engine_run_backward"]
     return [
         (torch.cuda, "get_rng_state", _get_rng_state),
         (torch.cuda.random, "get_rng_state", _get_rng_state),
@@ -160,6 +174,7 @@ def answers() -> list[tuple[object, str, object]]:
         (torch.cuda, "empty_cache", _nothing),
         (torch.cuda.nvtx, "range_push", _nothing),
         (torch.cuda.nvtx, "range_pop", _nothing),
+        (torch.autograd, "_engine_run_backward", _aimed_backward(run_backward)),
     ]
 
 

@@ -36,6 +36,10 @@ class Arguments:
     hidden_size: int = flag(64, "width of the model")
     ffn_hidden_size: int | None = flag(None, "width of the MLP (default: 4 times the hidden size)")
     num_attention_heads: int = flag(4, "attention heads")
+    num_query_groups: int | None = flag(
+        None, "heads of keys and values (default: as many as attention heads)"
+    )
+    swiglu: bool = flag(default=False, text="gate the MLP with SiLU in the place of GELU alone")
     seq_length: int = flag(64, "tokens in a sample")
     max_position_embeddings: int | None = flag(None, "positions (default: the sequence length)")
     position_embedding_type: str = flag(
@@ -97,10 +101,23 @@ class Arguments:
     pipeline_model_parallel_size: int = flag(1, "stages that the layers are cut into")
     context_parallel_size: int = flag(1, "only 1: this program does not cut sequences")
     expert_model_parallel_size: int = flag(1, "data-parallel ranks that share the experts")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share each expert (default: as many as share a layer)"
+    )
     sequence_parallel: bool = flag(default=False, text="cut activations along the sequence too")
     use_distributed_optimizer: bool = flag(
         default=False, text="share the optimizer state among data-parallel ranks"
     )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers per chunk of a pipeline rank (default: one chunk)"
+    )
+    recompute_granularity: str | None = flag(
+        None, "activations computed again in the backward pass", ("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None, "layers that full recomputing concerns", ("uniform", "block")
+    )
+    recompute_num_layers: int | None = flag(None, "layers per unit of full recomputing")
     overlap_grad_reduce: bool = flag(default=False, text="reduce gradients during backward")
     distributed_backend: str = flag(
         "auto", "auto is nccl where there is a GPU", ("nccl", "gloo", "auto")
@@ -130,6 +147,14 @@ class Arguments:
     def parsed_fault(self) -> Fault | None:
         """The fault that `fault` spells."""
         return None if self.fault is None else parse_fault(self.fault)
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Chunks of layers on each pipeline rank; None is one chunk."""
+        layers = self.num_layers_per_virtual_pipeline_stage
+        if layers is None:
+            return None
+        return self.num_layers // (self.pipeline_model_parallel_size * layers)
 
     @property
     def model_parallel_size(self) -> int:
@@ -232,11 +257,7 @@ def _check_layout(arguments: Arguments, world_size: int) -> None:
             f" divide the {world_size} ranks that were started; start a multiple of"
             f" {arguments.model_parallel_size}"
         )
-    if arguments.sequence_parallel and arguments.transformer_impl == "local":
-        raise ValueError(
-            "--sequence-parallel: the local layers cannot do it; use --transformer-impl"
-            " transformer_engine, or drop it"
-        )
+    _check_virtual_stages(arguments)
     if arguments.fp8_format is not None and not (
         arguments.bf16 and arguments.transformer_impl == "transformer_engine"
     ):
@@ -244,6 +265,26 @@ def _check_layout(arguments: Arguments, world_size: int) -> None:
             "--fp8-format: needs --transformer-impl transformer_engine and --bf16; add them, or"
             " drop it"
         )
+
+
+def _check_virtual_stages(arguments: Arguments) -> None:
+    """Check that the layers can be cut into chunks as asked."""
+    layers, name = (
+        arguments.num_layers_per_virtual_pipeline_stage,
+        "--num-layers-per-virtual-pipeline-stage",
+    )
+    if layers is None:
+        return
+    if arguments.pipeline_model_parallel_size == 1:
+        raise ValueError(f"{name}: needs --pipeline-model-parallel-size of at least 2")
+    if arguments.num_layers % (arguments.pipeline_model_parallel_size * layers):
+        raise ValueError(
+            f"{name}: {layers} times --pipeline-model-parallel-size"
+            f" {arguments.pipeline_model_parallel_size} does not divide --num-layers"
+            f" {arguments.num_layers}"
+        )
+    if arguments.save is not None or arguments.load is not None:
+        raise ValueError(f"{name}: this program saves and loads one chunk per rank only; drop it")
 
 
 def _check_experts(arguments: Arguments, world_size: int) -> None:
@@ -280,6 +321,8 @@ def _check_model(arguments: Arguments) -> None:
     for name, value, divisor in (
         ("--num-layers", arguments.num_layers, pipeline),
         ("--num-attention-heads", arguments.num_attention_heads, tensor),
+        ("--num-query-groups", arguments.num_query_groups or tensor, tensor),
+        ("--num-attention-heads", arguments.num_attention_heads, arguments.num_query_groups or 1),
         ("--hidden-size", arguments.hidden_size, arguments.num_attention_heads),
         ("--vocab-size", arguments.vocab_size, tensor),
     ):
@@ -287,6 +330,18 @@ def _check_model(arguments: Arguments) -> None:
             raise ValueError(
                 f"{name}: {value} is not a multiple of {divisor}, as this layout needs"
             )
+    if arguments.sequence_parallel and arguments.seq_length % tensor:
+        raise ValueError(
+            f"--seq-length: {arguments.seq_length} is not a multiple of {tensor}, as"
+            " --sequence-parallel needs"
+        )
+    is_full = arguments.recompute_granularity == "full"
+    for name, given in (
+        ("--recompute-method", arguments.recompute_method),
+        ("--recompute-num-layers", arguments.recompute_num_layers),
+    ):
+        if (given is not None) != is_full:
+            raise ValueError(f"{name}: belongs to --recompute-granularity full, and only to it")
     positions = arguments.max_position_embeddings
     if positions is not None and positions < arguments.seq_length:
         raise ValueError(
@@ -302,6 +357,14 @@ def _check_training(arguments: Arguments, world_size: int) -> None:
         raise ValueError(
             f"--global-batch-size: {arguments.global_batch_size} is not a multiple of {per_step},"
             " the micro batch size times the data parallel size"
+        )
+    stages = arguments.pipeline_model_parallel_size
+    if arguments.num_layers_per_virtual_pipeline_stage is not None and (
+        arguments.global_batch_size // per_step % stages
+    ):
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage: {arguments.global_batch_size // per_step}"
+            f" micro batches of a rank are not a multiple of the {stages} pipeline stages"
         )
     if arguments.lr_warmup_iters >= arguments.train_iters:
         raise ValueError(

@@ -73,7 +73,9 @@ def _start_process_groups(arguments: Arguments, backend: str) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=arguments.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=arguments.expert_model_parallel_size,
+        expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
 

@@ -34,6 +34,11 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +47,20 @@ class Trained:
 
     Attributes:
         bare: The GPT inside `model`, whose weights a checkpoint holds.
-        model: The same, in its wrapper for mixed precision and its gradient buffers.
+        chunks: The parts of the GPT on this rank, in their wrappers for mixed precision and
+            gradient buffers: one, or one for each virtual pipeline stage.
     """
 
     config: TransformerConfig
     bare: GPTModel
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The first chunk, and the only one without virtual pipeline stages."""
+        return self.chunks[0]
 
 
 def build(arguments: Arguments, device: torch.device) -> Trained:
@@ -59,11 +70,33 @@ def build(arguments: Arguments, device: torch.device) -> Trained:
         RuntimeError: Transformer Engine is asked for and not installed.
     """
     config = transformer_config(arguments)
-    bare = build_gpt(arguments, config).to(device)
+    num_stages = arguments.virtual_pipeline_model_parallel_size
+    stages = [None] if num_stages is None else list(range(num_stages))
+    bares = [build_gpt(arguments, config, stage).to(device) for stage in stages]
+    chunks = [wrap(arguments, config, bare) for bare in bares]
+    optimizer = build_optimizer(arguments, chunks)
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if arguments.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    return Trained(
+        config=config,
+        bare=bares[0],
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=build_scheduler(arguments, optimizer),
+    )
+
+
+def wrap(
+    arguments: Arguments, config: TransformerConfig, bare: GPTModel
+) -> DistributedDataParallel:
+    """Draw the weights of a chunk and put it into its wrappers."""
     with torch.no_grad():
         draw_weights(bare, arguments)
     wrapped: MegatronModule = Float16Module(config, bare) if arguments.bf16 else bare
-    model = DistributedDataParallel(
+    return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -72,17 +105,6 @@ def build(arguments: Arguments, device: torch.device) -> Trained:
             check_for_nan_in_grad=arguments.check_for_nan_in_loss_and_grad,
         ),
         wrapped,
-    )
-    optimizer = build_optimizer(arguments, model)
-    config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = model.no_sync if arguments.overlap_grad_reduce else None
-    return Trained(
-        config=config,
-        bare=bare,
-        model=model,
-        optimizer=optimizer,
-        scheduler=build_scheduler(arguments, optimizer),
     )
 
 
@@ -94,13 +116,24 @@ def transformer_config(arguments: Arguments) -> TransformerConfig:
         hidden_size=arguments.hidden_size,
         ffn_hidden_size=arguments.ffn_hidden_size,
         num_attention_heads=arguments.num_attention_heads,
+        num_query_groups=arguments.num_query_groups,
+        gated_linear_unit=arguments.swiglu,
+        activation_func=torch.nn.functional.silu if arguments.swiglu else torch.nn.functional.gelu,
         normalization=arguments.normalization,
         add_bias_linear=not arguments.disable_bias_linear,
         hidden_dropout=arguments.hidden_dropout,
         attention_dropout=arguments.attention_dropout,
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
         pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=arguments.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=arguments.expert_model_parallel_size,
+        # Two stages send to each other both ways at once, which one batch would mix up.
+        overlap_p2p_comm=arguments.num_layers_per_virtual_pipeline_stage is not None,
+        batch_p2p_comm=arguments.num_layers_per_virtual_pipeline_stage is None,
+        recompute_granularity=arguments.recompute_granularity,
+        recompute_method=arguments.recompute_method,
+        recompute_num_layers=arguments.recompute_num_layers,
+        expert_tensor_parallel_size=arguments.expert_tensor_parallel_size,
         sequence_parallel=arguments.sequence_parallel,
         num_moe_experts=arguments.num_experts,
         moe_router_topk=arguments.moe_router_topk,
@@ -122,6 +155,38 @@ def transformer_config(arguments: Arguments) -> TransformerConfig:
     )
 
 
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """torch's norm of a part of each sequence; megatron-core has it from Apex alone."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        mark_as_partial(self, config)
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """The same without mean and bias."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        mark_as_partial(self, config)
+
+
+def mark_as_partial(norm: torch.nn.Module, config: TransformerConfig) -> None:
+    """Let `finalize_model_grads` add up the gradients of `norm` over tensor-parallel ranks."""
+    for weight in norm.parameters():
+        vars(weight)["sequence_parallel"] = config.sequence_parallel
+
+
+def sequence_parallel_spec(layer: ModuleSpec, config: TransformerConfig, num_layers: int) -> object:
+    """Describe a block of local layers whose norms know of sequence parallelism."""
+    parts = layer.submodules
+    assert isinstance(parts, TransformerLayerSubmodules)
+    is_rms = config.normalization == "RMSNorm"
+    norm = SequenceParallelRMSNorm if is_rms else SequenceParallelLayerNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
 def layer_spec(arguments: Arguments) -> ModuleSpec:
     """Choose the modules that a layer is made of.
 
@@ -140,20 +205,27 @@ def layer_spec(arguments: Arguments) -> ModuleSpec:
     return get_gpt_layer_with_transformer_engine_spec(num_experts=arguments.num_experts)
 
 
-def build_gpt(arguments: Arguments, config: TransformerConfig) -> GPTModel:
-    """Build this pipeline stage's part of the GPT; its weights are not yet those of the seed."""
+def build_gpt(
+    arguments: Arguments, config: TransformerConfig, stage: int | None = None
+) -> GPTModel:
+    """Build this (virtual) pipeline stage's part of the GPT, with weights yet to be drawn."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and its
         # router compares it with None.
         moe_utils.te_general_gemm = None
+    spec: object = layer_spec(arguments)
+    if arguments.sequence_parallel and arguments.transformer_impl == "local":
+        num_layers = get_num_layers_to_build(config, stage)
+        spec = sequence_parallel_spec(layer_spec(arguments), config, num_layers)
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(arguments),
+        transformer_layer_spec=spec,
         vocab_size=arguments.vocab_size,
         max_sequence_length=arguments.max_position_embeddings or arguments.seq_length,
         position_embedding_type=arguments.position_embedding_type,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
         share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
     )
 
@@ -201,7 +273,9 @@ def _shards(state: object) -> Iterator[ShardedTensor]:
             yield from _shards(value)
 
 
-def build_optimizer(arguments: Arguments, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(
+    arguments: Arguments, chunks: list[DistributedDataParallel]
+) -> MegatronOptimizer:
     """Build megatron-core's Adam, sharded over data-parallel ranks if asked for."""
     config = OptimizerConfig(
         optimizer="adam",
@@ -217,7 +291,7 @@ def build_optimizer(arguments: Arguments, model: DistributedDataParallel) -> Meg
         use_distributed_optimizer=arguments.use_distributed_optimizer,
         log_num_zeros_in_grad=arguments.log_num_zeros_in_grad,
     )
-    return get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
 def build_scheduler(arguments: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

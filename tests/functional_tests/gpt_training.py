@@ -33,7 +33,8 @@ def train(arguments: Arguments, trained: Trained, device: torch.device, log: Run
     rank, fault = torch.distributed.get_rank(), arguments.parsed_fault
     done = load_checkpoint(arguments.load, trained) if arguments.load else 0
     saved = done
-    trained.model.train()
+    for chunk in trained.chunks:
+        chunk.train()
     window = Window(arguments, done)
     for iteration in range(done + 1, arguments.train_iters + 1):
         misbehave(fault, iteration, rank)
@@ -76,19 +77,22 @@ def train_step(
     """Run one iteration: forward and backward over all microbatches, then the optimizer."""
     start = time.perf_counter()
     learning_rate = trained.optimizer.param_groups[0]["lr"]
-    trained.model.zero_grad_buffer()
+    for chunk in trained.chunks:
+        chunk.zero_grad_buffer()
     trained.optimizer.zero_grad()
     batches = microbatches(arguments, device, iteration)
+    iterators = [iter(batches) for _ in trained.chunks]
     losses = get_forward_backward_func()(
         forward_step_func=functools.partial(forward_step, arguments, iteration),
-        data_iterator=iter(batches),
-        model=[trained.model],
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=trained.chunks,
         num_microbatches=len(batches),
         seq_length=arguments.seq_length,
         micro_batch_size=arguments.micro_batch_size,
         forward_only=False,
     )
-    disturb_gradients(trained.model, arguments.gradient_noise)
+    for chunk in trained.chunks:
+        disturb_gradients(chunk, arguments.gradient_noise)
     is_updated, grad_norm, num_zeros = trained.optimizer.step()
     if is_updated:
         trained.scheduler.step(increment=arguments.global_batch_size)

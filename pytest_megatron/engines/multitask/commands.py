@@ -75,21 +75,23 @@ def begin_phase(
 
 
 def _chosen(mode: LaunchMode, start: Started, members: Mapping[int, Join]) -> list[Join]:
-    """Return the tasks that take part, in the order of ranks."""
+    """Return the tasks that take part, in the order of ranks; those of idle nodes do not."""
     is_native, ranks = mode is LaunchMode.SRUN_NATIVE, start.ranks
     ordered = [members[task] for task in sorted(members)]
     there = Counter(member.host for member in ordered)
+    num_nodes = ranks.num_nodes + ranks.idle_nodes
     wanted = ranks.per_node if is_native else 1
     fits = all(found >= wanted if is_native else found == 1 for found in there.values())
-    if len(there) != ranks.num_nodes or not fits:
+    if len(there) != num_nodes or not fits:
         found = ", ".join(f"{number} on {host}" for host, number in there.items())
         raise LaunchError(
             "srun",
             f"started {counted(len(ordered), 'task')} ({found}), expected {wanted} on each of "
-            f"{counted(ranks.num_nodes, 'node')} in mode {mode.value}; give srun "
-            f"--nodes={ranks.num_nodes} --ntasks-per-node={wanted}",
+            f"{counted(num_nodes, 'node')} in mode {mode.value}; give srun "
+            f"--nodes={num_nodes} --ntasks-per-node={wanted}",
         )
-    return [member for member in ordered if member.local < wanted]
+    hosts = list(there)[: ranks.num_nodes]
+    return [member for member in ordered if member.local < wanted and member.host in hosts]
 
 
 def _check_devices(start: Started, member: Join, own: Mapping[str, str]) -> None:

@@ -287,6 +287,8 @@ def _judge_cost(
     if all(p.observed == p.golden for p in points):
         return replace(answer, rule=ComparisonRule.BITWISE)
     reason = why_not_timed(case.golden, case.surroundings.host_class)
+    if case.surroundings.is_traced:
+        reason = "tensors were traced, which costs time and memory"
     if reason is not None:
         return replace(answer, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
     if isinstance(limits, MemoryLimits):

@@ -142,7 +142,8 @@ class _Linter:
         self.num_bytes = 0
         files = find_recipes(project.recipes)
         loaded = [read_recipe(file, Profile.STRICT, project.vocabulary) for file in files]
-        self._workloads = [workload for one in loaded for workload in one.workloads]
+        rows = [workload for one in loaded for workload in one.workloads]
+        self._workloads = [row for row in rows if row.equivalence is None]
         self._recipe_findings = [_broken_recipe(one.errors) for one in loaded if one.errors]
         self.readers: dict[Path, list[Workload]] = {}
         self._shadowed: dict[Path, Path] = {}

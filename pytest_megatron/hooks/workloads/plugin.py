@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,12 +39,15 @@ from pytest_megatron.hooks.run_file import (
 from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
-from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
+    LiveTerminal,
+    WorkersProgress,
+    folded,
     item_record,
     mismatch,
+    not_deterministic,
     print_plan,
     print_summary,
     show_findings,
@@ -53,9 +57,10 @@ from pytest_megatron.recipe.load import load_recipe, project_words
 from pytest_megatron.recipe.model import Vocabulary, Workload
 from pytest_megatron.recipe.select import Selection, select
 from pytest_megatron.refresh.transaction import recover
-from pytest_megatron.runs.layout import make_own_dir
+from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
+from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
@@ -249,6 +254,8 @@ class WorkloadPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
+        if item.training.verdict is not Verdict.FAILED:  # of a training, they are lines of logs
+            problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 
@@ -274,14 +281,21 @@ class WorkloadPlugin(RecordCarrier):
             MegatronError: The golden cannot be read, or must not be written.
         """
         job = training.job
-        if job.case is None or job.metric_names is None:
+        if job.case is None:
             self._record(item, item_record(training, None))
             return
         golden = self._goldens.read_copy(job)
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
         write_json_atomically(job.dirs.comparison, to_json(judgement.record))
-        problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
+        if training.audit is not None:
+            write_comparison(job.dirs.determinism, training.audit.comparison)
+        if job.is_equivalence:
+            shown = judgement.failed or judgement.repeats[-1:]
+            shutil.copyfile(shown[0].measured / EQUIVALENCE_FILE, job.dirs.equivalence)
+        problems = [mismatch(training, judgement)] if judgement.failed else []
+        problems += filter(None, [not_deterministic(training)])
+        problem = self._session.shorten("\n".join(problems)) if problems else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
         agrees = record.is_expected or (problem is None and not is_wanted)
@@ -361,14 +375,18 @@ class WorkloadPlugin(RecordCarrier):
             verdict = training.verdict if found.problem is None else Verdict.FAILED
         shown = None if found.problem is None else self._session.shorten(found.problem)
         options = self._session.options
-        return item_record(
+        is_uncompared = options.golden == "off" or options.is_lightweight
+        record = item_record(
             training,
             judgement,
             verdict=verdict,
             problem=shown,
             is_expected=found.is_expected,
-            is_uncompared=options.golden == "off" or options.is_lightweight,
+            is_uncompared=is_uncompared and not job.is_equivalence,
         )
+        if job.is_equivalence and options.is_writing_goldens:
+            record = replace(record, summary=f"{record.summary}, has no golden")
+        return record
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
@@ -538,7 +556,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
     """
     options, facts = session.options, session.facts
     num_repeats = _num_repeats(options, workload)
-    if options.is_writing_goldens:
+    if options.is_writing_goldens and workload.equivalence is None:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
     job_options = JobOptions(
         root=session.root,
@@ -548,6 +566,8 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         is_lightweight=options.is_lightweight,
         host=None if session.engine.is_queue else facts.host,
         tee_ranks=options.tee_ranks,
+        trace=None if options.tensor_trace == "off" else options.tensor_trace,
+        is_audited=options.is_audited,
         max_attempts=options.max_attempts,
         backoff_s=options.retry_backoff_s,
         table=session.table,

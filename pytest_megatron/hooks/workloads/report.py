@@ -1,31 +1,253 @@
-"""Report of workloads: terminal while they run, plan, failures, further attempts, record."""
+"""Report of workloads: progress while they run, plan, failures, further attempts, record."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import pytest
 
+from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.text import counted
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.options import CI_LOG_PLUGIN
+from pytest_megatron.hooks.session import NOTE_PREFIX, RunSession
 from pytest_megatron.recipe.case import Evaluation
-from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedAudit,
+    RecordedHealth,
+    RecordedWorkload,
+)
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.trace.divergences import as_text
 from pytest_megatron.verdict.attempt import Attempt, Verdict
 from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
-from pytest_megatron.workload.plan.phases import Frozen, Rewind
+from pytest_megatron.workload.plan.phases import Frozen, PhaseRole, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import AttemptListener
+from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.ci_log import CiLogPlugin
 
 _INDENT = "    "
+_WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
+_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
+_SECOND_MS = 1000
+
+
+def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which pytest captures no output."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return found
+
+
+def can_rewrite(reporter: pytest.TerminalReporter) -> bool:
+    """Return true on a terminal that can replace a line: none of an editor, nor a log of CI."""
+    is_log = os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
+    return bool(reporter.isatty) and not is_log
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
+        """Begin to show.
+
+        Args:
+            config: Of this process.
+            node_id: Of the workload.
+            note: Where a process without a terminal, a worker of pytest-xdist, notes the progress
+                for the one that has it; None shows it here.
+        """
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if note is None else None
+        self._config = config
+        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
+        self._is_tty = reporter is not None and can_rewrite(reporter)
+        self._ci_log: CiLogPlugin | None = config.pluginmanager.get_plugin(CI_LOG_PLUGIN)
+        self._copies_iterations = config.get_verbosity() > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
+        self._note = note
+        self._clock = StepClock()
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+        self._unfold()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown and self._ci_log is not None and self._writer is not None:
+            with uncaptured(self._config):
+                self._ci_log.fold(f"{self._name}: output of ranks")
+            self._has_line = True
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = progress_text(self._name, phase, self._clock.timed(phase, progress))
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() < self._next_line_at:
+            return
+        elif self._note is not None:
+            self._next_line_at = time.monotonic() + _NOTE_EVERY_S
+            with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
+                write_text_atomically(self._note, text)
+        else:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._unfold()
+            self._write([text], None)
+
+    def _unfold(self) -> None:
+        """End the folded section of a log of CI."""
+        if self._ci_log is not None:
+            with uncaptured(self._config):
+                self._ci_log.unfold()
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if self._writer is None or (not lines and not self._is_tty):
+            return
+        with uncaptured(self._config):
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Measures the time of an iteration, for trainings that print none."""
+
+    _phase: int = 0
+    _first: int = 0
+    _at: float = 0.0
+
+    def timed(self, phase: int, progress: Progress) -> Progress:
+        """Return the progress with a time of its iterations, once there are two of them."""
+        if progress.iteration_ms is not None:
+            return progress
+        now = time.monotonic()
+        if phase != self._phase or progress.iteration < self._first:
+            self._phase, self._first, self._at = phase, progress.iteration, now
+        steps = progress.iteration - self._first
+        return (
+            replace(progress, iteration_ms=(now - self._at) / steps * 1000) if steps else progress
+        )
+
+
+class WorkersProgress:
+    """Prints how far the trainings of pytest-xdist's workers are. Lives in their controller."""
+
+    def __init__(
+        self, config: pytest.Config, run_dir: Path, every_s: float = _LINE_EVERY_S
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._every_s = every_s
+        self._is_over = threading.Event()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Print beside the loop, which waits for the workers."""
+        thread = threading.Thread(target=self._print, daemon=True)
+        thread.start()
+        try:
+            return (yield)
+        finally:
+            self._is_over.set()
+            thread.join()
+            for note in self._notes():
+                note.unlink(missing_ok=True)
+
+    def _notes(self) -> list[Path]:
+        return sorted(self._run_dir.glob(f"{NOTE_PREFIX}*"))
+
+    def _print(self) -> None:
+        """Print a line for each training that came further since the last time."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        seen: set[str] = set()
+        while not self._is_over.wait(self._every_s) and reporter is not None:
+            texts = [_text_of(note) for note in self._notes()]
+            new = [text for text in texts if text and text not in seen]
+            seen = set(texts)
+            if new:
+                before = [""] if reporter._tw.width_of_current_line else []
+                reporter._tw.write("\n".join([*before, *new, ""]), flush=True)
+
+
+def _text_of(note: Path) -> str:
+    try:
+        return note.read_text(encoding="utf-8")
+    except OSError:  # the training has ended
+        return ""
+
+
+def rough_time(seconds: float) -> str:
+    """Return a duration in its largest unit."""
+    if seconds >= _HOURS:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
+
+
+def progress_text(name: str, phase: int, progress: Progress) -> str:
+    """Return how far a training is, in words; short, as 80 columns have to do."""
+    of_phase = f", phase {phase}" if phase > 1 else ""
+    parts = [f"{name}{of_phase}: iteration {progress.iteration}/{progress.last}"]
+    if progress.loss is not None:
+        parts.append(f"lm loss {_rounded(progress.loss)}")
+    if progress.iteration_ms is not None:
+        ms = progress.iteration_ms
+        parts.append(f"{ms:.0f} ms a step" if ms < _SECOND_MS else f"{ms / 1000:.1f} s a step")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"{rough_time(left)} left")
+    return ", ".join(parts)
+
+
+def _rounded(loss: str) -> str:
+    try:
+        return f"{float(loss):.4g}"
+    except ValueError:
+        return loss
 
 
 def training_failure(training: Training) -> str:
@@ -49,21 +271,68 @@ def training_failure(training: Training) -> str:
 def mismatch(training: Training, judgement: Judgement) -> str:
     """Return which metrics disagree, where and by how much."""
     job = training.job
-    is_golden = any(not repeat.is_of_gradients for repeat in judgement.failed)
-    what = "metrics" if is_golden else "gradients"
+    compared = {repeat.compared for repeat in judgement.failed}
+    what = "metrics" if "metrics" in compared else min(compared)
     lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
+        if (trace := traces[repeat.repeat]) is not None:
+            lines += [f"{_INDENT}{line}" for line in as_text(trace).splitlines()]
+            lines.append(f"{_INDENT}more: {job.dirs.equivalence}")
+            continue
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
-            layers = render_layers(comparison)
-            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
+            lines += (f"{_INDENT}{_INDENT}{line}" for line in render_layers(comparison))
         if len(repeat.failed) > _MAX_SHOWN:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join(lines)
+
+
+def folded(problem: str) -> str:
+    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
+    headline, *details = problem.splitlines()
+    lines = [headline]
+    for line in details:
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
+        for number, part in enumerate(parts):
+            lines += textwrap.wrap(
+                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
+                _WIDTH,
+                initial_indent=f"{indent}{_INDENT}" if number else indent,
+                subsequent_indent=f"{indent}{_INDENT}",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace("\0", " ")
+
+
+def not_deterministic(training: Training) -> str | None:
+    """Return why an audited training does not pass; None if it does.
+
+    A training that differs from itself passes where its case does not claim otherwise.
+    """
+    job, audit = training.job, training.audit
+    if audit is None or audit.is_deterministic or job.case is None:
+        return None
+    if (claim := job.case.determinism_claim) is None:
+        return None
+    lines = [
+        f"{job.node_id}: {audit.headline}",
+        *(f"{_INDENT}{line}" for line in audit.block.splitlines()),
+        f"{_INDENT}the case claims to be deterministic, by {claim} in {job.case.path}",
+    ]
+    return "\n".join(lines)
+
+
+def _audit_record(training: Training) -> RecordedAudit | None:
+    if (reason := training.job.why_not_audited) is not None:
+        return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
+    return None if training.audit is None else training.audit.record
 
 
 def _in_short(judgement: Judgement) -> str:
@@ -87,6 +356,8 @@ def summary_line(
     if problem is not None:
         parts.append(_why_in_short(training, judgement))
     elif judgement is not None:
+        layout = training.job.workload.equivalence
+        parts += [] if layout is None else [f"equivalent to {layout.text}"]
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
@@ -94,6 +365,8 @@ def summary_line(
             for note in comparison.notes
         ]
         parts += list(dict.fromkeys(notes))
+    audited = _audit_record(training)
+    parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)
 
@@ -105,16 +378,21 @@ def _why_in_short(training: Training, judgement: Judgement | None) -> str:
     is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
     if is_to_fail and judgement is not None and not judgement.failed:
         return "passed, but was expected to fail"
-    what = "metrics" if training.job.gradient_tolerance is None else "gradients"
-    return f"{what} disagree"
+    if judgement is not None and judgement.failed:
+        return f"{judgement.failed[0].compared} disagree"
+    if training.audit is not None and not_deterministic(training) is not None:
+        return training.audit.headline
+    return "metrics disagree"
 
 
 def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
     redactor = job.redactor(plan)
+    layout = job.workload.equivalence
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
+        *([] if layout is None else [f"  equivalent to: {layout.text}"]),
         f"  ranks: {plan.world_size} on {job.workload.platform}",
         f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
         f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
@@ -122,12 +400,14 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     ]
     if job.gradient_tolerance is not None:
         lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
-    phases = plan.phases if plan.target is None else plan.phases[:1]
-    for phase in phases:
-        lines += _phase_lines(redactor, phase)
+    is_over = False
+    for phase in plan.phases:
+        is_training = phase.role is PhaseRole.TRAINING
+        lines += [] if is_over and is_training else _phase_lines(redactor, phase)
+        is_over = is_over or (is_training and plan.target is not None)
     if plan.target is not None:
         lines.append(
-            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
+            f"  again from its checkpoint, in up to {len(plan.trainings)} windows, "
             f"until iteration {plan.target.iteration} is saved"
         )
     if plan.script is not None:
@@ -143,6 +423,8 @@ def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
         case Frozen():
             where = phase.origin.checkpoints
             lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None if phase.role is not PhaseRole.TRAINING:
+            lines.append(f"  {phase.name}, {counted(phase.world_size, 'rank')}:")
         case None:
             lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
         case _:
@@ -211,6 +493,7 @@ def item_record(
         policy=None if compared is None else compared.policy.as_json(),
         not_run_again=training.stopped,
         fingerprint=_fingerprint(training, judgement) if problem is not None else None,
+        audit=_audit_record(training),
         platform=training.job.workload.platform,
         attempts=tuple(_attempt_record(attempt) for attempt in training.attempts),
     )
@@ -227,6 +510,8 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
         return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
     names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
+    if not names and not_deterministic(training) is not None:
+        return "not deterministic"
     return f"mismatch|{', '.join(names)}" if names else "not as expected"
 
 
@@ -239,8 +524,8 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         attempt=attempt.number,
         directory=str(attempt.dirs.root),
         duration_s=round(attempt.duration_s, 3),
-        exit_codes=tuple(end.returncode for end in attempt.ends),
-        num_left=sum(end.num_left for end in attempt.ends),
+        exit_codes=tuple(end.returncode for end in attempt.all_ends),
+        num_left=sum(end.num_left for end in attempt.all_ends),
         cause=None if cause is None else cause.text,
         root_rank=None if cause is None else cause.rank,
         signature=None if signature is None else signature.id,

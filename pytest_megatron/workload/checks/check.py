@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from pytest_megatron.errors import CaseError
+from pytest_megatron.errors import CaseError, MegatronError
 from pytest_megatron.recipe.case import WorkloadCase, case_path, read_case
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.model import Workload
@@ -17,6 +17,7 @@ from pytest_megatron.workload.checks.rules import (
     check_rules,
     finding_of,
 )
+from pytest_megatron.workload.plan.phases import reference_of
 
 
 def hits_of(
@@ -70,9 +71,27 @@ def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[Finding, ...
         if path not in cases:
             cases[path] = _read(path)
         case = cases[path]
-        for finding in findings_of(hits_of(workload, case, {}) if case is not None else ()):
+        if case is None:
+            continue
+        if problem := _why_not_equivalent(workload, case):
+            found[problem] = None
+        for finding in findings_of(hits_of(workload, case, {})):
             found[_for_lint(finding, path)] = None
     return tuple(found)
+
+
+def _why_not_equivalent(workload: Workload, case: WorkloadCase) -> Finding | None:
+    """Return why a row cannot be compared with the layout that it names, None if it can."""
+    if workload.equivalence is None:
+        return None
+    try:
+        reference_of(workload, case, workload.equivalence)
+    except MegatronError as error:
+        message = error.problem if error.where == workload.where else str(error)
+        return Finding(
+            file=workload.file, line=workload.line, rule="equivalent-to", message=message
+        )
+    return None
 
 
 def _read(path: Path) -> WorkloadCase | None:
@@ -83,9 +102,9 @@ def _read(path: Path) -> WorkloadCase | None:
 
 
 def _for_lint(finding: CheckFinding, path: Path) -> Finding:
-    line = (finding.where or "").removeprefix(f"{path}:")
+    file, _, line = (finding.where or "").rpartition(":")
     return Finding(
-        file=path,
+        file=Path(file) if line.isdecimal() else path,
         line=int(line) if line.isdecimal() else None,
         rule=finding.rule.id,
         message=f"{finding.found}: {finding.wrong}; {finding.mend}",

@@ -12,20 +12,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pytest_megatron.errors import MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.case import CaseMode, Evaluation, ModelArgs, WorkloadCase
-from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.case import (
+    CP,
+    EP,
+    ETP,
+    PP,
+    TP,
+    CaseMode,
+    Evaluation,
+    ModelArgs,
+    ParallelSizes,
+    WorkloadCase,
+    sizes_of,
+)
+from pytest_megatron.recipe.model import Equivalence, Workload
 from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workload.plan.phases import reference_of
 from pytest_megatron.workload.plan.plan import (
     CONNECTIONS_VARIABLE,
-    CP,
     EXPERT_OVERLAP,
     FSDP,
     MOST_CONNECTIONS,
-    TP,
     Connections,
     connections_of,
 )
@@ -86,6 +98,8 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
     """Yield what a row starts; nothing of a case that is expected to fail."""
     if case.evaluation is Evaluation.XPASS:
         return
+    if workload.equivalence is not None:
+        yield from _reference_start(workload, case, workload.equivalence)
     script = workload.script
     if script is not None and (_DRIVER not in script or _OWN_RANKS in script):
         return  # it starts something else, or on other ranks
@@ -102,6 +116,26 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
                 env_lines=case.env_lines,
                 scripts=f"{script or ''}\n{case.before_script or ''}",
             )
+
+
+def _reference_start(
+    workload: Workload, case: WorkloadCase, equivalence: Equivalence
+) -> Iterator[CheckedStart]:
+    """Yield the start of the layout that a row is compared with; its arguments are the row's."""
+    try:
+        reference = reference_of(workload, case, equivalence)
+    except MegatronError:
+        return  # planning reports it, and lint
+    yield CheckedStart(
+        file=workload.file,
+        arguments=ModelArgs(replace(a, line=workload.line) for a in reference.arguments),
+        nodes=1,
+        ranks_per_node=reference.num_ranks,
+        platform=workload.platform,
+        mode=case.mode,
+        env=case.env,
+        scripts=case.before_script or "",
+    )
 
 
 def check_connections(start: CheckedStart, env: Mapping[str, str]) -> Iterator[RuleMatch]:
@@ -133,36 +167,6 @@ def check_connections(start: CheckedStart, env: Mapping[str, str]) -> Iterator[R
         yield RuleMatch(
             "connections-overlap", where, option=EXPERT_OVERLAP, platform=start.platform
         )
-
-
-__all__ = ["CP", "EP", "ETP", "PP", "TP", "ParallelSizes", "product_text", "sizes_of"]
-
-
-PP = "--pipeline-model-parallel-size"
-EP = "--expert-model-parallel-size"
-ETP = "--expert-tensor-parallel-size"
-# Sizes of older releases that put an encoder on ranks of its own.
-_ENCODERS = ("--encoder-tensor-model-parallel-size", "--encoder-pipeline-model-parallel-size")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSizes:
-    """Tensor, pipeline, context, expert and expert-tensor parallel sizes."""
-
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-
-
-def sizes_of(arguments: ModelArgs) -> ParallelSizes | None:
-    """Return the sizes; None where one is no number, or an encoder has ranks of its own."""
-    tp, pp, cp, ep = (arguments.size(name) for name in (TP, PP, CP, EP))
-    etp = arguments.size(ETP) if ETP in arguments else tp
-    if not (tp and pp and cp and ep and etp) or arguments.has_any(*_ENCODERS):
-        return None
-    return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
 
 
 def product_text(sizes: Mapping[str, int]) -> str:

@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.recipe.case import CaseMode, ModelArgs
+from pytest_megatron.recipe.case import CaseMode, ModelArgs, ParallelSizes, sizes_of
 from pytest_megatron.workload.checks.layout import (
     CheckedStart,
-    ParallelSizes,
     Stages,
     product_text,
-    sizes_of,
     stages_of,
 )
 from pytest_megatron.workload.checks.rules import RuleMatch

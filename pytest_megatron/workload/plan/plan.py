@@ -20,21 +20,27 @@ from pathlib import Path
 
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.recipe.case import Launcher, ModelArgs, TestType, WorkloadCase
+from pytest_megatron.recipe.case import CP, TP, Launcher, ModelArgs, TestType, WorkloadCase
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
+from pytest_megatron.trace.settings import TraceSettings, TraceValues
 from pytest_megatron.workload.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
+    PhaseRole,
     PhaseStart,
     Rewind,
     Target,
+    audits_of,
     command_words,
+    find_untraceable,
     require_iteration,
     require_path,
     require_program,
     starts_of,
     target_of,
+    trace_steps_of,
 )
 from pytest_megatron.workload.plan.script import (
     ScriptFiles,
@@ -47,7 +53,6 @@ from pytest_megatron.workload.plan.script import (
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32
 FIRST_WITHOUT_RULE = 10  # Blackwell
-TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 FSDP = ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2")
 EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
 
@@ -101,6 +106,7 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
 _NO_PYTHON = "--no-python"
+TRACER = ("-m", "pytest_megatron.trace.run")  # runs the script behind it
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -118,6 +124,7 @@ class Ranks:
         per_node: Ranks of a node.
         tee_ranks: Ranks over all nodes whose output is copied live; None is all of them.
         logs: Directory of their logs.
+        idle_nodes: Nodes of the job, the last ones, on which none of them runs.
     """
 
     starter: Launcher
@@ -125,11 +132,17 @@ class Ranks:
     per_node: int
     tee_ranks: tuple[int, ...] | None
     logs: Path
+    idle_nodes: int = 0
 
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""
         return self.num_nodes * self.per_node
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the job has one node, so that a launcher needs no other to meet."""
+        return self.num_nodes + self.idle_nodes == 1
 
     @property
     def copied(self) -> str:
@@ -151,6 +164,13 @@ class Started:
     program: tuple[str, ...]
 
     @property
+    def script(self) -> str | None:
+        """The Python script that the ranks run; None of a command."""
+        is_traced = self.program[: len(TRACER)] == TRACER
+        words = self.program[len(TRACER) :] if is_traced else self.program
+        return None if words[0] == _NO_PYTHON else words[0]
+
+    @property
     def rank_words(self) -> tuple[str, ...]:
         """Command of one rank, as torch.distributed.run would start it."""
         if self.program[0] == _NO_PYTHON:
@@ -166,7 +186,7 @@ class Started:
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
         )
         launcher = (self.python, "-m", _MODULES[ranks.starter])
-        if ranks.num_nodes == 1:
+        if ranks.is_alone:
             return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
         return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
 
@@ -219,7 +239,7 @@ def start_words(start: Started) -> tuple[str, ...]:
     nodes are as many launchers on this machine, under `node_agents.py`.
     """
     ranks = start.ranks
-    if ranks.num_nodes == 1:
+    if ranks.is_alone:
         return start.launcher_words
     sizes = (str(ranks.num_nodes), str(ranks.per_node), ranks.copied)
     return (start.python, "-I", str(NODE_AGENTS), *sizes, *start.launcher_words)
@@ -227,7 +247,7 @@ def start_words(start: Started) -> tuple[str, ...]:
 
 def _log_dir(ranks: Ranks) -> Path:
     """Return the directory for the launcher's logs; of several nodes, `node_agents.py` fills in."""
-    return ranks.logs if ranks.num_nodes == 1 else ranks.logs / "node{node}"
+    return ranks.logs if ranks.is_alone else ranks.logs / "node{node}"
 
 
 def _tee_words(ranks: Ranks) -> list[str]:
@@ -282,6 +302,7 @@ class PhasePlan:
         before_script: Shell text to run before the training, or None; likewise `after_script`.
         is_script: Whether a recipe's script runs instead of a launcher.
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
+        role: Why it is started.
     """
 
     number: int
@@ -300,6 +321,7 @@ class PhasePlan:
     after_script: str | None = None
     is_script: bool = False
     start: Started | None = None
+    role: PhaseRole = PhaseRole.TRAINING
 
     @property
     def resumes_after(self) -> int | None:
@@ -315,7 +337,8 @@ class AttemptPlan:
         phases: In order; of a release, every window that it may take.
         cwd: Working directory of every phase: the project's root.
         world_size: The most ranks that a phase has.
-        time_limit_s: For all phases together; of a release, for each window.
+        time_limit_s: For all phases together, without those of an audit, which have as much; of a
+            release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
         script_files: What that needs beside itself.
@@ -332,6 +355,11 @@ class AttemptPlan:
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
+    @property
+    def trainings(self) -> tuple[PhasePlan, ...]:
+        """The phases that are no audit."""
+        return tuple(phase for phase in self.phases if phase.role is not PhaseRole.AUDIT)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -347,6 +375,8 @@ class Setting:
         machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
         kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
+        trace: What to record of each training's tensors, where that is possible; None is nothing.
+        is_audited: Whether the first steps of each training are compared with themselves, likewise.
     """
 
     root: Path
@@ -359,6 +389,8 @@ class Setting:
     machine: ScriptMachine = field(default_factory=ScriptMachine)
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
+    trace: TraceValues | None = None
+    is_audited: bool = False
 
 
 def plan_attempt(
@@ -387,7 +419,14 @@ def plan_attempt(
     assert case is not None
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
-    phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
+    audits: tuple[PhaseStart, ...] = ()
+    if find_untraceable(workload, case) is None and workload.equivalence is None:
+        starts = tuple(_traced(workload, dirs, setting, start) for start in starts)
+        if setting.is_audited:
+            audits = audits_of(workload, case, dirs, setting.root, first=len(starts) + 1)
+    phases = tuple(
+        _plan_phase(workload, case, dirs, setting, start, repeat) for start in (*audits, *starts)
+    )
     return AttemptPlan(
         phases=phases,
         dirs=dirs,
@@ -398,6 +437,45 @@ def plan_attempt(
     )
 
 
+def _traced(
+    workload: Workload, dirs: AttemptDirs, setting: Setting, start: PhaseStart
+) -> PhaseStart:
+    """Return a start with the trace that the user asks for."""
+    if setting.trace is None:
+        return start
+    directory, steps = dirs.phase(start.number).trace, trace_steps_of(workload)
+    trace = TraceSettings(directory=directory, steps=steps, values=setting.trace)
+    return replace(start, trace=trace)
+
+
+def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
+    """Return a phase whose ranks record traces.
+
+    Args:
+        phase: As it was planned.
+        settings: Value of `PYTEST_MEGATRON_TRACE` for this phase.
+
+    Raises:
+        LaunchError: It runs a recipe's script or a command, so that no tracer can be put before it.
+    """
+    if phase.start is None or phase.start.script is None:
+        found = "a script" if phase.start is None else f"the command {phase.start.program[1]!r}"
+        raise LaunchError(
+            phase.name,
+            f"runs {found}, expected a training_script_path that ends in .py, since traces are "
+            f"recorded in such a program alone",
+        )
+    start = replace(phase.start, program=(*TRACER, *phase.start.program))
+    own = {TRACE_VARIABLE: settings}
+    return replace(
+        phase,
+        start=start,
+        argv=start_words(start),
+        env={**phase.env, **own},
+        own_env={**phase.own_env, **own},
+    )
+
+
 def require_inputs(plan: AttemptPlan) -> None:
     """Check that the program and every frozen checkpoint of a plan are there, before anything runs.
 
@@ -405,8 +483,9 @@ def require_inputs(plan: AttemptPlan) -> None:
         LaunchError: One is missing, or would not be loaded.
     """
     for phase in plan.phases:
-        if phase.start is not None and phase.before_script is None:
-            require_program(plan.cwd, phase.start.program[0])
+        script = None if phase.start is None else phase.start.script
+        if script is not None and phase.before_script is None:
+            require_program(plan.cwd, script)
         if isinstance(phase.origin, Frozen):
             require_iteration(phase.origin)
         for path in phase.frozen_paths:
@@ -438,7 +517,7 @@ def _plan_phase(
             "has neither `script` nor `training_script_path`, expected one of them; "
             "name the training program in the recipe's spec",
         )
-    num_ranks = _num_ranks(workload, case, start)
+    num_nodes, num_ranks = _shape_of(workload, case, start)
     phase = dirs.phase(start.number)
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
@@ -453,14 +532,15 @@ def _plan_phase(
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
         starter=starter_of(case, asked, has_ft_launcher=setting.has_ft_launcher),
-        num_nodes=workload.nodes,
+        num_nodes=num_nodes,
         per_node=num_ranks,
         tee_ranks=setting.tee_ranks,
         logs=phase.logs,
+        idle_nodes=workload.nodes - num_nodes,
     )
     words = command_words(start.arguments, env, file=str(case.path))
     launch = started(setting.python, ranks, program, words)
-    return PhasePlan(
+    planned = PhasePlan(
         number=start.number,
         name=start.name,
         argv=start_words(launch),
@@ -470,17 +550,19 @@ def _plan_phase(
         dirs=phase,
         origin=start.origin,
         last_iteration=start.last_iteration,
-        world_size=workload.nodes * num_ranks,
-        num_nodes=workload.nodes,
+        world_size=ranks.world_size,
+        num_nodes=num_nodes,
         saves=start.saves,
         frozen_paths=_frozen_paths(case, start, env, setting.root),
         before_script=case.before_script,
         after_script=case.after_script,
+        role=start.role,
     )
+    return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
 
-def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int:
-    """Return the ranks on a node: the row's, or those of the case for this start.
+def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tuple[int, int]:
+    """Return the nodes and the ranks on each: those of the start, of the case or of the row.
 
     Raises:
         RecipeError: There would be none.
@@ -492,6 +574,9 @@ def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int
             f"gpus is {workload.gpus}, expected at least 1: it is the number of ranks on a node, "
             f"on the platform cpu too",
         )
+    if start.num_ranks is not None:
+        num_nodes = -(-start.num_ranks // workload.gpus)
+        return num_nodes, start.num_ranks // num_nodes
     own = start.variant.num_ranks
     if own is not None and own > workload.gpus:
         raise CaseError(
@@ -499,7 +584,7 @@ def _num_ranks(workload: Workload, case: WorkloadCase, start: PhaseStart) -> int
             f"MODEL_ENV_VARS.{start.variant.key}.GPUS_PER_NODE is {own}, and the row has gpus "
             f"{workload.gpus} ({workload.where}), expected no more than that; raise gpus",
         )
-    return workload.gpus if own is None else own
+    return workload.nodes, workload.gpus if own is None else own
 
 
 def _frozen_paths(
@@ -526,6 +611,7 @@ def _variables(
     repeat: int,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
+    is_alike = start.saves is not None or start.role is not PhaseRole.TRAINING
     found = {
         "CHECKPOINT_LOAD_PATH": start.load,
         "CHECKPOINT_SAVE_PATH": str(start.save),
@@ -534,7 +620,7 @@ def _variables(
         "LOG_DIR": str(phase.logs),
         "OUTPUT_PATH": str(phase.root),
         "REPEAT": str(repeat),
-        "RUN_NUMBER": str(start.number if start.saves is None else start.variant.number),
+        "RUN_NUMBER": str(start.variant.number if is_alike else start.number),
         "TENSORBOARD_PATH": str(phase.tensorboard),
         "PYTEST_MEGATRON_METRICS": str(phase.metrics_lines),
         "PYTHONFAULTHANDLER": "1",  # a crash or a hang leaves Python stacks in stderr.log
@@ -650,6 +736,12 @@ class Replay:
         if self.phase is None:
             return plan
         chosen = tuple(phase for phase in plan.phases if phase.number == self.phase)
+        if chosen and chosen[0].role is not PhaseRole.TRAINING:
+            raise LaunchError(
+                PHASE,
+                f"is {self.phase}, and the phases of {node_id} are compared with one another; "
+                f"expected all of them; unset it, or drop --phase",
+            )
         if not chosen:
             raise LaunchError(
                 PHASE,

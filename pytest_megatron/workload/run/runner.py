@@ -22,6 +22,7 @@ from pytest_megatron.process.guarded import (
 )
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workload.plan.phases import (
+    PhaseRole,
     Target,
     find_no_checkpoint,
     find_not_saved,
@@ -346,7 +347,8 @@ def run_attempt(
             ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
             break
         _prepare(plan, phase)
-        if plan.target is not None:
+        is_first = phase.role is PhaseRole.TRAINING and ends and not _is_training(ends[-1])
+        if plan.target is not None or is_first:
             deadline = time.monotonic() + plan.time_limit_s
         end = _run_phase(plan, phase, listener, deadline, start)
         ends.append(_look_at_checkpoints(end, ends, plan))
@@ -356,6 +358,10 @@ def run_attempt(
     return tuple(ends)
 
 
+def _is_training(end: PhaseEnd) -> bool:
+    return end.plan.role is PhaseRole.TRAINING
+
+
 def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: AttemptPlan) -> PhaseEnd:
     """Return how a phase ended once it is known what it saved."""
     if not end.is_clean:
@@ -363,12 +369,12 @@ def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: Attemp
     saves, last, target = end.plan.saves, end.plan.last_iteration, plan.target
     if saves is not None and last is not None and (problem := find_not_saved(saves, last)):
         return replace(end, end=End.NO_CHECKPOINT, problem=problem)
-    if target is None:
+    if target is None or not _is_training(end):
         return end
     saved = saved_iteration(target.checkpoints)
     end = replace(end, saved=saved)
     was_at = before[-1].saved or 0 if before else 0
-    num_left = len(plan.phases) - end.plan.number
+    num_left = max(phase.number for phase in plan.trainings) - end.plan.number
     if saved is None:
         problem = f"{target.checkpoints} has no checkpoint for the next window to resume from"
     elif saved >= target.iteration:

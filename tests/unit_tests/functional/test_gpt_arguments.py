@@ -42,7 +42,7 @@ def test_flags_have_megatrons_names_and_bare_booleans() -> None:
     "argv",
     [
         pytest.param(["--num-layer", "4"], id="abbreviation"),
-        pytest.param(["--swiglu"], id="flag-this-program-lacks"),
+        pytest.param(["--squared-relu"], id="flag-this-program-lacks"),
         pytest.param(["--bf16", "true"], id="value-for-a-bare-flag"),
         pytest.param(["--tensor-model-parallel-size", "2"], id="layout-larger-than-the-world"),
     ],
@@ -66,10 +66,46 @@ def test_a_wrong_command_line_ends_with_code_2(argv: list[str]) -> None:
             id="world",
         ),
         pytest.param(
-            Arguments(sequence_parallel=True, tensor_model_parallel_size=2),
+            Arguments(sequence_parallel=True, tensor_model_parallel_size=2, seq_length=63),
             2,
-            "--sequence-parallel: the local layers cannot do it",
+            "--seq-length: 63 is not a multiple of 2",
             id="sequence-parallel",
+        ),
+        pytest.param(
+            Arguments(num_layers=4, num_layers_per_virtual_pipeline_stage=2),
+            1,
+            "needs --pipeline-model-parallel-size of at least 2",
+            id="virtual-stages-of-no-pipeline",
+        ),
+        pytest.param(
+            Arguments(
+                num_layers=6,
+                pipeline_model_parallel_size=2,
+                num_layers_per_virtual_pipeline_stage=2,
+            ),
+            2,
+            "2 times --pipeline-model-parallel-size 2 does not divide --num-layers 6",
+            id="virtual-stages",
+        ),
+        pytest.param(
+            Arguments(
+                num_layers=4,
+                pipeline_model_parallel_size=2,
+                num_layers_per_virtual_pipeline_stage=1,
+                global_batch_size=2,
+            ),
+            2,
+            "1 micro batches of a rank are not a multiple of the 2 pipeline stages",
+            id="virtual-stages-batches",
+        ),
+        pytest.param(
+            Arguments(recompute_method="uniform"), 1, "belongs to --recompute", id="recompute"
+        ),
+        pytest.param(
+            Arguments(num_query_groups=2, tensor_model_parallel_size=4),
+            4,
+            "--num-query-groups: 2 is not a multiple of 4",
+            id="query-groups",
         ),
         pytest.param(
             Arguments(num_layers=3, pipeline_model_parallel_size=2),

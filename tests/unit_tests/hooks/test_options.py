@@ -16,6 +16,7 @@ OPTIONS = """\
 --allow-dirty
 --allow-empty
 --attach
+--audit-determinism
 --bucket
 --cadence
 --ci-event
@@ -56,6 +57,7 @@ OPTIONS = """\
 --signatures
 --tag
 --tee-ranks
+--tensor-trace
 --test-case
 --workload-start
 """

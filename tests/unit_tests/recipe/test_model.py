@@ -7,7 +7,7 @@ import pytest
 from recipe_texts import HEAD, read
 
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.recipe.model import Workload
+from pytest_megatron.recipe.model import Equivalence, Workload
 
 TEXT = """\
 type: basic
@@ -107,3 +107,52 @@ def test_compat_reports_rows_that_it_can_expand_but_not_use(
 ) -> None:
     (error,) = read(TEXT.replace(old, new), "compat").errors
     assert str(error).startswith(message)
+
+
+PRODUCT = """\
+products:
+  - test_case: [a]
+    products:
+      - {environment: [dev], scope: [mr], equivalent_to: [KEYS], trace_steps: [3]}
+"""
+
+
+def test_a_row_names_the_layout_that_it_must_agree_with() -> None:
+    keys = "{--tensor-model-parallel-size: 1, --bf16: false, --load: null, gpus: 2}"
+    equivalence = only(PRODUCT.replace("KEYS", keys)).equivalence
+    assert equivalence == Equivalence(
+        arguments={"--tensor-model-parallel-size": 1, "--bf16": None, "--load": None},
+        num_ranks=2,
+        num_steps=3,
+    )
+    assert equivalence.text == "2 ranks, --tensor-model-parallel-size 1, no --bf16, no --load"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("{tp: 1}", "equivalent_to: unknown key 'tp', expected gpus or flags of MODEL_ARGS"),
+        ("{gpus: 0}", "equivalent_to: gpus is 0, expected a number of ranks from 1 on"),
+        ("{gpus: true}", "equivalent_to: gpus is True, expected a number of ranks from 1 on"),
+        ("{--a: {b: 1}}", "equivalent_to: --a is {'b': 1}, expected one value or a list"),
+    ],
+)
+def test_a_layout_that_is_none_is_an_error_of_its_row(keys: str, message: str) -> None:
+    (finding,) = read(PRODUCT.replace("KEYS", keys)).findings
+    assert (finding.where, finding.rule) == ("r.yaml:11", "row")
+    assert finding.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("script: [run], equivalent_to: [{gpus: 1}]", "equivalent_to: the row has a script"),
+        ("equivalent_to: [tp1]", "equivalent_to"),
+        ("equivalent_to: {--a: 1}", "equivalent_to"),
+        ("trace_steps: [0], equivalent_to: [{gpus: 1}]", "trace_steps"),
+    ],
+)
+def test_keys_that_mean_nothing_are_one_error(keys: str, message: str) -> None:
+    (finding,) = read(PRODUCT.replace("equivalent_to: [KEYS], trace_steps: [3]", keys)).findings
+    assert finding.where == "r.yaml:11"
+    assert message in finding.message

@@ -61,6 +61,12 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
 
+def test_a_workload_is_traced_where_asked_and_audited_where_it_was(tmp_path: Path) -> None:
+    chosen = chosen_of(tmp_path, a_row(), options={"audit_determinism": True})
+    words = made(chosen, Wishes(is_traced=True)).argv
+    assert words[-4:] == ("--audit-determinism", "--tensor-trace", "hash", ROW)
+
+
 def test_a_repeat_keeps_its_number_as_its_seed(tmp_path: Path) -> None:
     attempt: JsonValue = {"repeat": 3, "attempt": 1}
     again = made(chosen_of(tmp_path, a_row(attempts=[attempt])))

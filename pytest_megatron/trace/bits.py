@@ -1,0 +1,336 @@
+"""Comparison of two traces of one layout, bit by bit: each rank with itself.
+
+Reads both files of a rank as streams and parses only lines that differ, so that memory is bounded
+and equal traces cost little. Must not import torch: the controller and the command compare.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from pytest_megatron.base.schema import Count, SchemaError, parse
+from pytest_megatron.base.text import counted, name_ranks
+from pytest_megatron.errors import TraceError
+from pytest_megatron.trace.divergences import (
+    MOST_DIVERGENCES,
+    PHASES,
+    DivergenceKind,
+    Phase,
+    TensorDivergence,
+    TraceComparison,
+)
+from pytest_megatron.trace.files import TraceLayout, rank_files, read_end, read_header
+
+_MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
+_STEP = re.compile(rb'"step": ?(\d+)')
+_LAYER = re.compile(r"layers\.(\d+)")
+_SIZES = ("tp", "pp", "dp", "cp", "ep", "etp")
+
+_Key: TypeAlias = tuple[int, int, str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """The part of a line that is compared."""
+
+    order: Count
+    step: Count
+    microbatch: Count
+    phase: Phase
+    module: str
+    tensor: str
+    shape: tuple[Count, ...]
+    dtype: str
+    norm: float | None
+    hash: str
+    not_finite: Count
+
+    @property
+    def key(self) -> _Key:
+        """The same in two traces of one training."""
+        return self.step, self.microbatch, self.phase, self.module, self.tensor
+
+    def place(self, layout: TraceLayout) -> tuple[int, int, int, int]:
+        """Return a place before those of all tensors that are computed from this one.
+
+        Each rank counts its own records. Stages of a pipeline run one after the other, forward and
+        backward; with virtual stages a rank has several of them, and the layer counts.
+        """
+        stage = 0
+        if self.phase in ("forward", "backward"):
+            stage = layout.pp[0] if layout.vpp == 1 else _depth(self.module)
+            stage = stage if self.phase == "forward" else -stage
+        return self.step, PHASES.index(self.phase), stage, self.order
+
+
+_Waiting: TypeAlias = dict[_Key, deque[_Record]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecordDifference:
+    """A record that the traces do not have alike."""
+
+    rank: int
+    record: _Record
+    place: tuple[int, int, int, int]
+    kind: DivergenceKind
+    norm_ratio: float | None = None
+
+
+@dataclass(slots=True)
+class _Count:
+    """Numbers of records, of all ranks."""
+
+    compared: int = 0
+    different: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankFiles:
+    """The files of one rank: the reference's and the candidate's.
+
+    Attributes:
+        is_cut: Whether it has no end.
+        last_step: The last one that is compared; None compares all.
+    """
+
+    paths: tuple[Path, Path]
+    is_cut: tuple[bool, bool]
+    last_step: int | None
+
+
+def compare_bits(reference: Path, candidate: Path) -> TraceComparison:
+    """Compare the traces in two directories.
+
+    Of traces with different numbers of steps, the steps that both have are compared; of one that
+    is cut off, all up to there.
+
+    Raises:
+        TraceError: A trace cannot be read or is of no training, or they have different layouts; or
+            one is cut off, and no difference is before.
+    """
+    ours, theirs = rank_files(reference), rank_files(candidate)
+    layouts = _layouts(ours)
+    _require_layouts(candidate, layouts, _layouts(theirs))
+    ends = {path: read_end(path) for path in (*ours.values(), *theirs.values())}
+    for path, end in ends.items():
+        if end is not None and end.problem is not None:
+            raise TraceError(str(path), f"cannot be compared: {end.problem}")
+    steps = {end.steps for end in ends.values() if end is not None}
+    count = _Count()
+    found = (
+        one
+        for rank, path in ours.items()
+        for one in _differences(
+            _RankFiles(
+                paths=(path, theirs[rank]),
+                is_cut=(ends[path] is None, ends[theirs[rank]] is None),
+                last_step=min(steps) if len(steps) > 1 else None,
+            ),
+            rank,
+            layouts[rank],
+            count,
+        )
+    )
+    first = heapq.nsmallest(MOST_DIVERGENCES, found, key=lambda one: one.place)
+    cut = next((path for path, end in ends.items() if end is None), None)
+    if not first and cut is not None:
+        raise TraceError(
+            str(cut),
+            "is cut off, and there is no difference before; expected an end in its last line; see "
+            "the log of the rank",
+        )
+    divergences = tuple(_merged(first))
+    return TraceComparison(
+        verdict="different" if divergences else "equal",
+        steps=min(steps, default=0),
+        num_compared=count.compared,
+        hint=_hint(divergences[0]) if divergences else None,
+        divergences=divergences,
+        num_divergences=count.different,
+    )
+
+
+def headline(one: TensorDivergence) -> str:
+    """Return `forward of decoder.layers.1.mlp.linear_fc2 output.0, step 1, rank 1`."""
+    name = one.parameter or f"{one.module or 'the model'} {one.tensor}"
+    ranks = name_ranks(one.ranks)
+    if not one.step:
+        return f"initial value of {name}, {ranks}"
+    return f"{one.phase} of {name}, step {one.step}, {ranks}"
+
+
+def _layouts(files: dict[int, Path]) -> dict[int, TraceLayout]:
+    return {rank: read_header(path).layout for rank, path in files.items()}
+
+
+def _require_layouts(
+    candidate: Path, ours: dict[int, TraceLayout], theirs: dict[int, TraceLayout]
+) -> None:
+    if ours == theirs:
+        return
+    raise TraceError(
+        str(candidate),
+        f"is of {_shown(theirs)}, expected {_shown(ours)} as in the reference: bits are compared "
+        f"rank by rank; to compare layouts, write a recipe row with equivalent_to",
+    )
+
+
+def _shown(layouts: dict[int, TraceLayout]) -> str:
+    """Return `4 ranks, tp2 pp2`."""
+    one = layouts[min(layouts)]
+    sizes = [f"{name}{size}" for name in _SIZES if (size := getattr(one, name)[1]) > 1]
+    sizes += [f"vpp{one.vpp}"] if one.vpp > 1 else []
+    sizes += ["sequence parallel"] if one.sequence_parallel else []
+    return f"{counted(len(layouts), 'rank')}, {' '.join(sizes) or 'nothing split'}"
+
+
+def _differences(
+    of: _RankFiles, rank: int, layout: TraceLayout, count: _Count
+) -> Iterator[_RecordDifference]:
+    """Yield what differs in the traces of one rank."""
+    for ours, theirs in _pairs(of, count):
+        ratio = None
+        if ours is None or theirs is None:
+            kind: DivergenceKind | None = "missing" if theirs is None else "extra"
+        else:
+            count.compared += 1
+            kind = _kind_of(ours, theirs)
+            ratio = theirs.norm / ours.norm if theirs.norm and ours.norm else None
+        if kind is None:
+            continue
+        record = cast("_Record", ours or theirs)
+        count.different += 1
+        yield _RecordDifference(
+            rank=rank, record=record, place=record.place(layout), kind=kind, norm_ratio=ratio
+        )
+
+
+def _pairs(of: _RankFiles, count: _Count) -> Iterator[tuple[_Record | None, _Record | None]]:
+    """Yield both records of each tensor whose lines differ, and those of one trace alone.
+
+    A record that the other trace does not have at this place waits for it, so that records of one
+    trace alone, or in another order, hide no others.
+    """
+    waiting: tuple[_Waiting, _Waiting] = ({}, {})
+    for pair in itertools.zip_longest(*(_lines(path, of.last_step) for path in of.paths)):
+        if any(line is None and cut for line, cut in zip(pair, of.is_cut, strict=True)):
+            return
+        if pair[0] == pair[1]:
+            count.compared += 1
+            continue
+        for side, line in enumerate(pair):
+            if line is not None:
+                yield from _matched(_parsed(line, of.paths[side]), side, waiting)
+        for side, left in enumerate(waiting):
+            if len(left) > _MOST_WAITING:
+                yield from (_alone(one, side) for one in left.pop(next(iter(left))))
+    for side, left in enumerate(waiting):
+        yield from (_alone(one, side) for records in left.values() for one in records)
+
+
+def _matched(
+    record: _Record, side: int, waiting: tuple[_Waiting, _Waiting]
+) -> Iterator[tuple[_Record, _Record]]:
+    """Yield a record with the other trace's; where that is still to come, have it wait."""
+    others = waiting[1 - side].get(record.key)
+    if others is None:
+        waiting[side].setdefault(record.key, deque()).append(record)
+        return
+    other = others.popleft()
+    if not others:
+        del waiting[1 - side][record.key]
+    yield (other, record) if side else (record, other)
+
+
+def _alone(record: _Record, side: int) -> tuple[_Record | None, _Record | None]:
+    return (None, record) if side else (record, None)
+
+
+def _lines(path: Path, last_step: int | None) -> Iterator[bytes]:
+    """Yield the lines of records up to a step; None is all of them."""
+    with path.open("rb") as file:
+        file.readline()  # the header
+        for line in file:
+            if line.startswith(b'{"end"') or not line.endswith(b"\n"):
+                return
+            found = None if last_step is None else _STEP.search(line)
+            if found is not None and int(found[1]) > cast("int", last_step):
+                return
+            yield line
+
+
+def _parsed(line: bytes, path: Path) -> _Record:
+    try:
+        return parse(_Record, line)
+    except SchemaError as error:
+        problem = error.problems[0].in_output
+        raise TraceError(str(path), f"{problem}; record the trace again") from None
+
+
+def _kind_of(reference: _Record, candidate: _Record) -> DivergenceKind | None:
+    """Return how two records of one tensor differ; None where their bits are the same.
+
+    Norms are no bits: on a GPU their sums may differ in the last digit.
+    """
+    if (reference.shape, reference.dtype) != (candidate.shape, candidate.dtype):
+        return "shape"
+    if reference.hash == candidate.hash:
+        return None
+    return "not_finite" if candidate.not_finite and not reference.not_finite else "bits"
+
+
+def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
+    """Yield one divergence for each tensor, with all ranks that have it."""
+    ranks: dict[tuple[object, ...], list[int]] = {}
+    first: dict[tuple[object, ...], _RecordDifference] = {}
+    for one in found:
+        ranks.setdefault((one.record.key, one.kind), []).append(one.rank)
+        first.setdefault((one.record.key, one.kind), one)
+    for key, one in first.items():
+        record = one.record
+        is_parameter = record.phase in ("gradient", "update")
+        yield TensorDivergence(
+            order=record.order,
+            step=record.step,
+            microbatch=record.microbatch,
+            phase=record.phase,
+            module=record.module,
+            tensor=record.tensor,
+            parameter=".".join(filter(None, (record.module, record.tensor)))
+            if is_parameter
+            else None,
+            ranks=tuple(sorted(ranks[key])),
+            kind=one.kind,
+            norm_ratio=one.norm_ratio,
+        )
+
+
+def _hint(first: TensorDivergence) -> str | None:
+    """Return what is known from the first divergence alone."""
+    if first.kind in ("missing", "extra"):
+        return "the model, or what it calls, is not the same"
+    if not first.step:
+        return (
+            "the weights differ before the first step: a seed, a checkpoint, or how they are made"
+        )
+    if first.phase == "forward" and first.tensor.startswith("input"):
+        if not first.module:
+            return "the data differ, or their order: this is what the model is called with"
+        return "it is made before this module is called, outside of the modules that are traced"
+    return None
+
+
+def _depth(module: str) -> int:
+    """Return the place of a module in the model: embeddings, layers, what follows them."""
+    if (found := _LAYER.search(module)) is not None:
+        return 1 + int(found[1])
+    return 0 if module.startswith("embedding") else sys.maxsize

@@ -1,0 +1,71 @@
+"""Compares the traces of a row with those of the layout that its `equivalent_to` names.
+
+The traces hold every tensor, so they are compared in a process of its own, which has torch; what
+it found is a file. Weights and values of equal traces are removed, since they are large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Mapping
+
+from pytest_megatron.base.text import counted
+from pytest_megatron.errors import MetricsError
+from pytest_megatron.golden.compare.result import Comparison, ComparisonRule
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.trace.divergences import TraceComparison, as_text, read_comparison
+from pytest_megatron.verdict.gradients import last_words, run_comparison
+
+REFERENCE = "reference"
+_PROGRAM = "pytest_megatron.trace.compare"
+_ALL = "all tensors"
+
+
+def compare_traces(python: str, dirs: AttemptDirs, env: Mapping[str, str]) -> TraceComparison:
+    """Return how the candidate of an attempt compares with its reference.
+
+    Raises:
+        MetricsError: The program left no result; the text is the last line of its output.
+        TraceError: Its result cannot be read.
+    """
+    reference, noise, candidate = (str(dirs.phase(number).trace) for number in (1, 2, 3))
+    command = [python, "-m", _PROGRAM, reference, candidate, "--noise", noise]
+    command += ["--output", str(dirs.equivalence)]
+    done = run_comparison(command, env, where=reference)
+    if not dirs.equivalence.is_file():
+        raise MetricsError(reference, f"the traces cannot be compared: {last_words(done)}")
+    found = read_comparison(dirs.equivalence)
+    if found.verdict == "equal":
+        _remove_values(dirs)
+    return found
+
+
+def _remove_values(dirs: AttemptDirs) -> None:
+    """Remove the tensors themselves; the records of the traces stay."""
+    shutil.rmtree(dirs.initial_weights, ignore_errors=True)
+    for values in dirs.root.glob("phase_*/tensor_trace/*.bin"):
+        with contextlib.suppress(OSError):
+            values.unlink()
+
+
+def judge_equivalence(found: TraceComparison, where: str) -> Comparison:
+    """Return the verdict on a comparison of traces; its metric is the first tensor that differs."""
+    metric = _ALL
+    if found.divergences:
+        first = found.divergences[0]
+        name = first.parameter or first.module or "the model"
+        metric = f"{name}, {first.phase}"
+    passed = found.verdict == "equal" and found.num_compared > 0
+    note = f"{counted(found.num_compared, 'tensor')} of {counted(found.steps, 'step')} agree"
+    if found.not_compared:
+        note += f" ({len(found.not_compared)} not compared)"
+    first_lines = itertools.takewhile(lambda line: line != "then:", as_text(found).splitlines())
+    return Comparison(
+        metric=metric,
+        passed=passed,
+        rule=ComparisonRule.EQUIVALENCE,
+        golden_path=where,
+        notes=(note,) if passed else tuple(line.strip() for line in first_lines),
+    )

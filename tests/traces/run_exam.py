@@ -1,0 +1,306 @@
+"""Examines the comparison of layouts: finds planted bugs, leaves clean pairs of layouts alone.
+
+    python tests/traces/run_exam.py [--part tuned|held-out|all] [--sample] [--only NAME,...]
+    python tests/traces/run_exam.py --prove
+
+Each case is a row with `equivalent_to` in the recipe of a scratch project, and a session of pytest
+trains and judges them all as a user's would; then each item's `equivalence.json` is marked. Exits
+with 1 if a bug was missed or a clean pair was found to differ. `--prove` shows without the
+comparison that each bug changes its training and that each clean pair trains (exam_proofs.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "functional_tests")]
+
+from bugs import BUGS  # noqa: E402 # they are found from any directory
+from exam_cases import BF16, Bug, Layout, Value  # noqa: E402
+from held_out_bugs import BUGS as HELD_OUT_BUGS  # noqa: E402
+from held_out_layouts import LAYOUTS as HELD_OUT_LAYOUTS  # noqa: E402
+from layouts import LAYOUTS  # noqa: E402
+
+# Of CI: each takes seconds, and each phase of a step is where one of them is found.
+SAMPLE = (
+    "row-parallel-unreduced",
+    "column-dgrad-unreduced",
+    "dp-grads-unreduced",
+    "gpt-tp2-pp2",
+)
+STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row of the exam.
+
+    Attributes:
+        name: Of its test case.
+        bug: Planted in the candidate; None in a clean pair.
+    """
+
+    name: str
+    pair: Layout
+    dtype: str
+    bug: Bug | None
+    is_held_out: bool
+
+    @property
+    def extra(self) -> dict[str, Value]:
+        """What MODEL_ARGS of both sides have beyond the pair's."""
+        return dict(BF16) if self.bug is not None and self.dtype == "bf16" else {}
+
+    @property
+    def candidate(self) -> dict[str, Value]:
+        """MODEL_ARGS of the candidate, with the bug."""
+        planted = "none" if self.bug is None else self.bug.name
+        return {**self.pair.candidate_arguments, **self.extra, "--exam-bug": planted}
+
+    @property
+    def equivalent_to(self) -> dict[str, Value]:
+        """Where the reference differs."""
+        reference = {**self.pair.reference_arguments, **self.extra, "--exam-bug": "none"}
+        named = {
+            name: reference.get(name)
+            for name in {**self.candidate, **reference}
+            if reference.get(name) != self.candidate.get(name)
+        }
+        return {**named, "gpus": self.pair.reference_ranks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What the product made of a row.
+
+    Attributes:
+        verdict: Of `equivalence.json`; `missing` where there is none.
+        first: The first divergence in words.
+        is_right: It names the bug rightly.
+        step: Of the first divergence.
+    """
+
+    name: str
+    dtype: str
+    is_bug: bool
+    is_held_out: bool
+    verdict: str
+    first: str
+    is_right: bool
+    step: int | None
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether a bug was found, or a clean pair was found to be equal."""
+        return self.verdict == ("different" if self.is_bug else "equal")
+
+
+def main() -> int:
+    """Ask the questions that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--part", choices=("tuned", "held-out", "all"), default="all")
+    parser.add_argument("--sample", action="store_true", help="the few that CI asks")
+    parser.add_argument("--only", default="", help="names, with commas between them")
+    parser.add_argument("--kind", choices=("bugs", "layouts", "all"), default="all")
+    parser.add_argument("--jobs", default="2", help="-n of the session")
+    parser.add_argument("--json", type=Path, help="file for the marks")
+    parser.add_argument("--keep", type=Path, help="directory for the scratch project")
+    parser.add_argument("--prove", action="store_true", help="prove bugs and layouts instead")
+    asked = parser.parse_args()
+    names = set(SAMPLE if asked.sample else filter(None, asked.only.split(",")))
+    questions = [
+        one
+        for one in all_questions()
+        if (not names or names & {one.name, one.pair.name})
+        and asked.part in ("all", "held-out" if one.is_held_out else "tuned")
+        and asked.kind in ("all", "layouts" if one.bug is None else "bugs")
+    ]
+    if asked.prove:
+        return prove(questions)
+    with tempfile.TemporaryDirectory() as scratch:
+        root = asked.keep or Path(scratch)
+        start = time.monotonic()
+        marks = ask(questions, root, asked.jobs)
+        print("\n".join(table(marks)))
+        print(f"{len(marks)} rows in {time.monotonic() - start:.0f} s")
+        if asked.json is not None:
+            asked.json.write_text(json.dumps([asdict(mark) for mark in marks], indent=1) + "\n")
+    return 0 if all(mark.is_passed for mark in marks) else 1
+
+
+def all_questions() -> list[Question]:
+    """Make the rows: each bug in each of its dtypes, and each clean pair."""
+    questions = []
+    for is_held_out, bugs, pairs in (
+        (False, BUGS, LAYOUTS),
+        (True, HELD_OUT_BUGS, HELD_OUT_LAYOUTS),
+    ):
+        questions += [
+            Question(
+                name=f"{bug.name}-{dtype}",
+                pair=bug.pair,
+                dtype=dtype,
+                bug=bug,
+                is_held_out=is_held_out,
+            )
+            for bug in bugs
+            for dtype in bug.dtypes
+        ]
+        questions += [
+            Question(
+                name=pair.name,
+                pair=pair,
+                dtype="bf16" if pair.is_bf16 else "fp32",
+                bug=None,
+                is_held_out=is_held_out,
+            )
+            for pair in pairs
+        ]
+    return questions
+
+
+def ask(questions: Sequence[Question], root: Path, jobs: str) -> list[Mark]:
+    """Run a session on a scratch project of these rows and mark what it wrote."""
+    write_project(questions, root)
+    words = [sys.executable, "-m", "pytest", "-p", "megatron", "recipes", "--platform", "cpu"]
+    words += ["-n", jobs] if len(questions) > 1 else []
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (root / "session.txt").open("w") as said:
+        subprocess.run(words, cwd=root, env=env, stdout=said, stderr=said, check=False)
+    return [mark(question, root) for question in questions]
+
+
+def write_project(questions: Sequence[Question], root: Path) -> None:
+    """Write the scratch project: its program, its cases and its recipe."""
+    (root / "recipes").mkdir(parents=True, exist_ok=True)
+    (root / "pytest.ini").write_text("[pytest]\n")
+    program = root / "buggy_train.py"
+    program.unlink(missing_ok=True)
+    program.symlink_to(HERE / "buggy_train.py")
+    for question in questions:
+        case = root / "tests/functional_tests/test_cases/exam" / question.name
+        case.mkdir(parents=True, exist_ok=True)
+        config = {"MODEL_ARGS": question.candidate, "TEST_TYPE": "regular"}
+        (case / "model_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    recipe = {
+        "type": "basic",
+        "format_version": 1,
+        "maintainers": ["pytest-megatron"],
+        "loggers": ["stdout"],
+        "spec": {
+            "name": "{test_case}_{environment}_{platforms}",
+            "model": "exam",
+            "nodes": 1,
+            "gpus": 1,
+            "n_repeat": 1,
+            "time_limit": 600,
+            "platforms": "cpu",
+            "training_script_path": "buggy_train.py",
+        },
+        "products": [
+            {
+                "test_case": [question.name],
+                "products": [
+                    {
+                        "environment": ["dev"],
+                        "scope": ["nightly"],
+                        "platforms": ["cpu"],
+                        "gpus": [question.pair.ranks],
+                        "equivalent_to": [question.equivalent_to],
+                        "trace_steps": [STEPS],
+                    }
+                ],
+            }
+            for question in questions
+        ],
+    }
+    (root / "recipes" / "exam.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+
+
+def mark(question: Question, root: Path) -> Mark:
+    """Read what the last session made of a row."""
+    items = root / ".pytest_megatron" / "runs" / "latest"
+    files = sorted(items.glob(f"exam-{question.name}-dev-*/**/equivalence.json"))
+    found = json.loads(files[-1].read_text()) if files else {"verdict": "missing"}
+    first = next(iter(found.get("divergences", [])), None)
+    bug = question.bug
+    return Mark(
+        name=question.name,
+        dtype=question.dtype,
+        is_bug=bug is not None,
+        is_held_out=question.is_held_out,
+        verdict=found["verdict"],
+        first=str(found.get("problem") or "") if first is None else in_words(first),
+        is_right=bug is not None
+        and first is not None
+        and any(
+            one.is_right(first["phase"], first["module"], first["tensor"]) for one in bug.answers
+        ),
+        step=None if first is None else first["step"],
+    )
+
+
+def in_words(first: dict[str, Value]) -> str:
+    """Name a first divergence on one line."""
+    keys = ("step", "microbatch", "phase", "module", "tensor", "ranks", "kind")
+    size = f"error {first['error']:.1e}, limit {first['limit']:.1e}"
+    return " ".join(str(first[key]) for key in keys) + f" ({size})"
+
+
+def table(marks: Sequence[Mark]) -> Iterable[str]:
+    """Word the marks: the sums, by part and dtype, then what went wrong."""
+    yield "| part | dtype | found / bugs | right module | in step 1 | false alarms / clean |"
+    yield "|---|---|---|---|---|---|"
+    for part, is_held_out in (("tuned", False), ("held out", True)):
+        for dtype in ("fp32", "bf16"):
+            of = [one for one in marks if (one.is_held_out, one.dtype) == (is_held_out, dtype)]
+            bugs = [one for one in of if one.is_bug]
+            found = [one for one in bugs if one.is_passed]
+            clean = [one for one in of if not one.is_bug]
+            alarms = [one for one in clean if not one.is_passed]
+            right = sum(one.is_right for one in found)
+            early = sum(one.step == 1 for one in found)
+            if of:
+                yield (
+                    f"| {part} | {dtype} | {len(found)} / {len(bugs)} | {right} | {early}"
+                    f" | {len(alarms)} / {len(clean)} |"
+                )
+    for one in marks:
+        word = "ok" if one.is_passed else "MISSED" if one.is_bug else "FALSE ALARM"
+        if one.is_bug and one.is_passed and not one.is_right:
+            word = "wrong module"
+        yield f"{word}: {one.name}: {one.verdict} {one.first}"
+
+
+def prove(questions: Sequence[Question]) -> int:
+    """Show that the bugs are real and that the clean pairs train."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from exam_proofs import Trainings, in_a_line, prove_bug, try_layout
+
+    trainings, is_all_real = Trainings(), True
+    for one in questions:
+        if one.bug is None:
+            said = try_layout(one.pair, trainings)
+            is_real = not said.startswith("does not train")
+        else:
+            proof = prove_bug(one.bug, one.dtype, trainings)
+            said, is_real = in_a_line(proof), proof.is_real
+        is_all_real &= is_real
+        print(f"{'real' if is_real else 'NOT REAL'}: {one.name}: {said}", flush=True)
+    return 0 if is_all_real else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

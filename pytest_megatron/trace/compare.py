@@ -426,7 +426,7 @@ class Comparer:
         return None, ()
 
     def _replica_limit(self, piece: Piece) -> float:
-        """Return the largest disagreement of ranks that hold the same; reductions make bits equal."""
+        """Return the largest disagreement of ranks that hold the same, which get equal bits."""
         own = EPSILONS.get(piece.record.dtype, 0.0)
         if piece.record.phase == "update":
             return _ROUNDED * own

@@ -64,7 +64,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compare(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
     def run(*directories: str | Path) -> tuple[int, TraceComparison, str]:
         output = tmp_path / "equivalence.json"
-        code = main([*(str(traces / one) for one in directories), "--output", str(output)])
+        names = [one if one == "--noise" else str(traces / one) for one in directories]
+        code = main([*names, "--output", str(output)])
         return code, read_comparison(output), capsys.readouterr().out
 
     return run
@@ -108,6 +109,18 @@ def test_other_data_is_one_clear_error(compare: Compare) -> None:
     assert "4 of 4 samples in step 1 that the reference has not" in (found.problem or "")
 
 
+def test_noise_of_another_layout_is_one_clear_error(compare: Compare, traces: Path) -> None:
+    code, found, _ = compare("reference", "tp2", "--noise", traces / "tp2")
+    assert (code, found.verdict) == (2, "unusable")
+    assert "expected a second run of it" in (found.problem or "")
+
+
+def _with_foreign_line(trace: Path) -> None:
+    lines = (trace / "rank_0.jsonl").read_text().splitlines()
+    lines[5] = '{"loss": 1}'
+    (trace / "rank_0.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def _without_end(trace: Path) -> None:
     lines = trace / "rank_1.jsonl"
     lines.write_text("\n".join(lines.read_text().splitlines()[:-1]) + "\n")
@@ -138,6 +151,7 @@ def _foreign(trace: Path) -> None:
         pytest.param(_without_values, "is cut off after 1000 bytes", id="values"),
         pytest.param(_without_rank, "has no trace of rank 1 of 2", id="rank"),
         pytest.param(_with_hashes_only, "has hashes only", id="hashes"),
+        pytest.param(_with_foreign_line, "has a line that is no tensor", id="line"),
         pytest.param(_foreign, "is no header of a trace", id="foreign"),
         pytest.param(shutil.rmtree, "holds no trace", id="nothing"),
     ],

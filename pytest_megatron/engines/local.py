@@ -386,7 +386,7 @@ def script_of(phase: PhasePlan) -> Path:
     """
     if phase.start is None or phase.start.ranks.starter is not Launcher.TORCHRUN:
         raise NotForkedError("torch.distributed.run does not start it")
-    if phase.num_nodes > 1:
+    if not phase.start.ranks.is_alone:
         raise NotForkedError("it has several nodes")
     if phase.start.script is None:
         raise NotForkedError("it is no Python script")

@@ -32,17 +32,17 @@ from pytest_megatron.trace.divergences import (
     TensorDivergence,
     TraceComparison,
     as_text,
+    hint_of,
     write_comparison,
 )
-from pytest_megatron.trace.hints import hint_of
-from pytest_megatron.trace.merge import Merge, NotMergedError, Part, is_expert, sorted_rows
+from pytest_megatron.trace.merge import HeldPart, Merge, NotMergedError, is_expert, sorted_rows
 from pytest_megatron.trace.pieces import (
     EPSILONS,
     Piece,
     Samples,
-    Step,
     TensorName,
     Trace,
+    TracedStep,
     Values,
     read_samples,
 )
@@ -51,9 +51,9 @@ _EXIT_CODES = {"equal": 0, "different": 1, "unusable": 2}
 _CHUNK_VALUES = 1 << 22  # that are held in double precision at once
 
 # An error counts beyond this multiple of the noise; docs/reference/traces.md has the experiment.
-_FACTOR = 8.0
+_FACTOR = 6.0
 # The least limit, in units of the precision that the run computes in.
-_LEAST_LIMIT = 8.0
+_LEAST_LIMIT = 4.0
 _ROUNDED = 1.0  # of a parameter, in units of its precision
 _DRIFT = 4.0  # times the relative error that parameters may have from the steps before
 # An error is relative to the tensor's norm, or to this part of the norm that is usual in the phase:
@@ -78,12 +78,12 @@ class _Difference:
     other_squares: float = 0.0
     error_squares: float = 0.0
     num_values: int = 0
-    parts: dict[tuple[object, ...], Part] = field(default_factory=dict)
+    parts: dict[tuple[object, ...], HeldPart] = field(default_factory=dict)
     ranks: dict[tuple[int, ...], float] = field(default_factory=dict)
     disagreement: float = 0.0  # squares, the largest of all
     disagreeing: set[int] = field(default_factory=set)
 
-    def add(self, part: Part, scale: float) -> None:
+    def add(self, part: HeldPart, scale: float) -> None:
         """Add what a rank holds; its values are divided by `scale`."""
         known = self.parts.get(part.region)
         if known is not None and known.digest == part.digest and part.digest is not None:
@@ -151,8 +151,8 @@ class Comparer:
         self._scale: float | None = None  # of the candidate's gradients of activations
         self._level = 0.0  # part of the tokens that a router sent elsewhere, up to here
         self._epsilons = (0.0, 0.0)
-        self._before: Step | None = None  # the reference's last step
-        self._current: Step | None = None
+        self._before: TracedStep | None = None  # the reference's last step
+        self._current: TracedStep | None = None
         self._lost: set[int] = set()  # micro-batches of this step that the candidate has not whole
         # Norms of what rounding may change: gradients of this step, parameters by the last one.
         self._of_gradients: dict[TensorName, float] = {}
@@ -216,7 +216,7 @@ class Comparer:
     # Steps
 
     def _compare_step(
-        self, number: int, reference: Step, candidate: Step, noise: Step | None
+        self, number: int, reference: TracedStep, candidate: TracedStep, noise: TracedStep | None
     ) -> None:
         samples = self._samples(number, reference, candidate) if number else None
         if number and not self._epsilons[0]:
@@ -242,7 +242,7 @@ class Comparer:
             try:
                 units = self._differences(merge.parts(name, pieces, others), name.phase)
             except NotMergedError as error:
-                self._leave_out(name, pieces, str(error))
+                self._leave_out(pieces, str(error))
                 continue
             if is_activation:
                 self._compared_modules.add(name.module)
@@ -251,9 +251,9 @@ class Comparer:
             noises = noise.tensors.get(name) if noise else None
             self._judge(name, pieces, others, units, (noises, usual[name.phase]))
         for name in candidate.tensors.keys() - reference.tensors.keys():
-            self._leave_out(name, candidate.tensors[name], "the reference has no such tensor")
+            self._leave_out(candidate.tensors[name], "the reference has no such tensor")
 
-    def _end_step(self, reference: Step) -> None:
+    def _end_step(self, reference: TracedStep) -> None:
         """Remember the parameters for the next step."""
         self._before = reference
         squares = sum(
@@ -266,7 +266,7 @@ class Comparer:
         self._drift = math.sqrt(drift / squares) if squares else 0.0
 
     def _samples(
-        self, number: int, reference: Step, candidate: Step
+        self, number: int, reference: TracedStep, candidate: TracedStep
     ) -> tuple[Samples, Samples] | None:
         """Match the samples of both.
 
@@ -295,14 +295,14 @@ class Comparer:
             self._found.append(((number, -1), one))
         return of_reference, of_candidate
 
-    def _miss(self, name: TensorName, pieces: Sequence[Piece], candidate: Step) -> None:
+    def _miss(self, name: TensorName, pieces: Sequence[Piece], candidate: TracedStep) -> None:
         """Note a tensor that the candidate has not; a difference if it must have it."""
         record = pieces[0].record
         is_there = any(
             other.module == name.module and other.phase == name.phase for other in candidate.tensors
         )
         if record.parameter is None and (name.phase == "backward" or is_there or name.call):
-            self._leave_out(name, pieces, "the candidate has no such tensor")
+            self._leave_out(pieces, "the candidate has no such tensor")
             return
         one = _divergence(pieces[0], kind="missing")
         position = self._position(name, record.step, record.order)
@@ -321,7 +321,7 @@ class Comparer:
                 position = self._position(name, piece.record.step, piece.record.order)
                 self._found.append((position, _divergence(piece, kind="missing")))
 
-    def _leave_out(self, name: TensorName, pieces: Sequence[Piece], reason: str) -> None:
+    def _leave_out(self, pieces: Sequence[Piece], reason: str) -> None:
         record = pieces[0].record
         self._not_compared.setdefault(
             (record.module, record.tensor, record.phase),
@@ -332,7 +332,7 @@ class Comparer:
 
     # Tensors
 
-    def _differences(self, parts: Iterable[Part], phase: Phase) -> list[_Difference]:
+    def _differences(self, parts: Iterable[HeldPart], phase: Phase) -> list[_Difference]:
         """Return the differences of a tensor, one for each micro-batch of the reference."""
         units: dict[tuple[object, ...], _Difference] = {}
         for part in parts:
@@ -344,7 +344,7 @@ class Comparer:
             unit.add(part, scale)
         return list(units.values())
 
-    def _scale_of(self, part: Part) -> float:
+    def _scale_of(self, part: HeldPart) -> float:
         """Return what the candidate's gradients of activations are multiplied with.
 
         Programs that average losses over a rank's micro-batches have gradients that are larger by
@@ -419,14 +419,18 @@ class Comparer:
         largest = max(unit.ranks.values(), default=0.0)
         # Of ranks whose parts are as large, those that are as far off as the farthest.
         ranks = {rank for ranks, one in unit.ranks.items() if one > largest / 16 for rank in ranks}
-        epsilon = EPSILONS.get(others[0].record.dtype, 0.0)
-        if math.sqrt(unit.disagreement) > _REPLICA_LIMIT * epsilon and (
-            error > limit or unit.disagreement**0.5 > limit
-        ):
+        if math.sqrt(unit.disagreement) > self._replica_limit(others[0]):
             return "replicas", tuple(sorted(unit.disagreeing))
         if error > limit or math.isnan(error):
             return "value", tuple(sorted(ranks))
         return None, ()
+
+    def _replica_limit(self, piece: Piece) -> float:
+        """Return the largest disagreement of ranks that hold the same; reductions make bits equal."""
+        own = EPSILONS.get(piece.record.dtype, 0.0)
+        if piece.record.phase == "update":
+            return _ROUNDED * own
+        return _REPLICA_LIMIT * max(own, self._epsilons[1] if own else 0.0)
 
     def _limit(
         self,
@@ -473,7 +477,7 @@ class Comparer:
         shares = [4.0]
         if error and self._current is not None:
             shares = [
-                float(np.square(np.minimum(2.0, error / np.maximum(np.abs(values), 1e-150))).mean())
+                _undetermined(values, error)
                 for piece in self._current.tensors[of_gradient]
                 if (values := np.asarray(piece.values(), np.float64)).size
             ]
@@ -494,9 +498,10 @@ class Comparer:
 
     def _position(self, name: TensorName, step: int, order: int) -> tuple[float, ...]:
         """Return the place of a tensor in the reference's execution, over all its ranks."""
-        phase = PHASES.index(name.phase)
         if self._reference.layout.pp[1] == 1:
-            return (step, phase, order)
+            return (step, order)
+        # Orders of pipeline stages cannot be compared: each layer comes after those before it.
+        phase = PHASES.index(name.phase)
         layer = _LAYER(name.module)
         depth = -1.0 if "embedding" in name.module else math.inf
         depth = float(layer[1]) if layer else depth
@@ -522,7 +527,7 @@ def _divergence(piece: Piece, *, kind: DivergenceKind, **values: object) -> Tens
     )
 
 
-def _size(part: Part) -> int:
+def _size(part: HeldPart) -> int:
     return sum(expected.size for expected, _ in part.pairs)
 
 
@@ -537,6 +542,15 @@ def _relative(error_squares: float, squares: float, num_values: int, usual: floa
 def _root_mean_square(pieces: Sequence[Piece]) -> float:
     squares = math.fsum((one.record.norm or 0.0) ** 2 for one in pieces)
     return math.sqrt(squares / max(1, sum(one.num_values for one in pieces)))
+
+
+def _undetermined(gradient: Values, error: float) -> float:
+    """Return the mean square of what Adam may make of an error of a gradient, in steps.
+
+    A gradient of exactly 0, as of a token that does not occur, is 0 in all layouts.
+    """
+    sizes = np.abs(gradient[gradient != 0])
+    return float(np.square(np.minimum(2.0, error / sizes)).sum()) / gradient.size
 
 
 def _largest_change(before: Piece | None, after: Piece) -> float:
@@ -572,7 +586,7 @@ def _rank_key(piece: Piece) -> tuple[object, ...]:
     return (piece.rank, piece.record.microbatch, place)
 
 
-def _usual(step: Step) -> dict[str, float]:
+def _usual(step: TracedStep) -> dict[str, float]:
     """Return the median of the tensors' root mean squares, of each phase."""
     found: dict[str, list[float]] = defaultdict(list)
     for name, pieces in step.tensors.items():
@@ -583,7 +597,7 @@ def _usual(step: Step) -> dict[str, float]:
     return defaultdict(float, {phase: statistics.median(all_) for phase, all_ in found.items()})
 
 
-def _epsilon(step: Step) -> float:
+def _epsilon(step: TracedStep) -> float:
     """Return the coarsest precision of what modules compute."""
     return max(
         (

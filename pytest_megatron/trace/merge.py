@@ -22,8 +22,8 @@ from pytest_megatron.trace.pieces import (
     Piece,
     Range,
     Samples,
-    Step,
     TensorName,
+    TracedStep,
     Values,
     sequence_chunks,
 )
@@ -183,7 +183,7 @@ def products(chunks: Iterable[_Chunks]) -> Iterator[tuple[Index, Index]]:
 
 
 @dataclass(slots=True)
-class Part:
+class HeldPart:
     """What one rank holds of a whole tensor, beside what it should hold.
 
     Attributes:
@@ -215,7 +215,7 @@ class Merge:
     """
 
     def __init__(
-        self, reference: Step, candidate: Step, samples: tuple[Samples, Samples] | None
+        self, reference: TracedStep, candidate: TracedStep, samples: tuple[Samples, Samples] | None
     ) -> None:
         self._layouts = (reference.trace.layout, candidate.trace.layout)
         self._samples = samples
@@ -226,7 +226,7 @@ class Merge:
 
     def parts(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """Yield what the candidate's ranks hold of a tensor.
 
         Raises:
@@ -244,7 +244,9 @@ class Merge:
 
     # Parameters
 
-    def _parameter(self, reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+    def _parameter(
+        self, reference: Sequence[Piece], candidate: Sequence[Piece]
+    ) -> Iterator[HeldPart]:
         whole, order = self._whole_parameter(reference)
         for piece in candidate:
             chunks = self._parameter_chunks(piece)
@@ -253,7 +255,7 @@ class Merge:
             if len(chunks) != whole.ndim:
                 raise NotMergedError("the numbers of axes differ")
             blocks = [
-                block for block in map(_Block.clipped, products(chunks), itertools.repeat(whole))
+                block for block in map(_Overlap.clipped, products(chunks), itertools.repeat(whole))
                 if block is not None
             ]  # fmt: skip
             if shard.flat is None:
@@ -269,7 +271,7 @@ class Merge:
                 mask = is_there.reshape(-1)[owned]
                 pairs = [(expected.reshape(-1)[owned][mask], piece.values()[mask])]
             region = (*(_key(one.whole) for one in blocks), shard.flat)
-            yield Part(
+            yield HeldPart(
                 (), 0, order, (piece.rank,), region, pairs, whole.size, piece.record.hash
             )  # fmt: skip
 
@@ -319,7 +321,7 @@ class Merge:
 
     def _activation(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         if self._samples is None:
             raise NotMergedError("the model has no input whose samples could be matched")
         wholes = _Wholes(self._samples[0], name, reference, self._gated)
@@ -376,7 +378,7 @@ class Merge:
         axes: Axes,
         view: Values,
         rows: tuple[Microbatch, list[tuple[int, int]]],
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """Yield what a rank holds of one of the reference's micro-batches."""
         assert self._samples is not None
         unit, runs = rows
@@ -394,7 +396,7 @@ class Merge:
             else:
                 chunks.append([(slice(0, size), slice(0, size))])
         blocks = [
-            one for one in map(_Block.clipped, products(chunks), itertools.repeat(whole.values))
+            one for one in map(_Overlap.clipped, products(chunks), itertools.repeat(whole.values))
             if one is not None
         ]  # fmt: skip
         num_whole = whole.values.size
@@ -402,7 +404,7 @@ class Merge:
             sample_axis = int(axes.has_sequence)
             known = [one in self._samples[1].places for one in self._samples[0].rows[unit]]
             num_whole = num_whole // whole.values.shape[sample_axis] * sum(known)
-        yield Part(
+        yield HeldPart(
             unit=(unit, whole.coordinate),
             microbatch=unit[1],
             order=whole.order,
@@ -417,7 +419,7 @@ class Merge:
 
     def _experts(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """Yield the rows of an expert in a step, each column sorted: they have no order."""
         if not name.tensor.endswith(".0") and len(reference[0].record.shape) > 1:
             raise NotMergedError(_COUNTS)
@@ -440,7 +442,7 @@ class Merge:
         if rows[0].shape[1:] != rows[1].shape[1:]:
             raise NotMergedError("the experts' rows have other sizes")
         first = reference[0].record
-        yield Part(
+        yield HeldPart(
             unit=(),
             microbatch=first.microbatch,
             order=min(piece.record.order for piece in reference),
@@ -453,12 +455,12 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Overlap:
     whole: Index
     local: Index
 
     @classmethod
-    def clipped(cls, block: tuple[Index, Index], whole: Values) -> _Block | None:
+    def clipped(cls, block: tuple[Index, Index], whole: Values) -> _Overlap | None:
         """Return a block without what is beyond the whole, as padding of a vocabulary is."""
         to, of = [], []
         for target, source, size in zip(*block, whole.shape, strict=True):
@@ -576,11 +578,11 @@ class _Wholes:
         return _Whole(whole, split, coordinate, order)
 
 
-def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[HeldPart]:
     """Yield a number that each rank has, as the norm of all gradients."""
     first = reference[0]
     for piece in candidate:
-        yield Part(
+        yield HeldPart(
             unit=(),
             microbatch=0,
             order=first.record.order,
@@ -592,7 +594,7 @@ def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Ite
         )
 
 
-def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[HeldPart]:
     """Yield the tensors of ranks that correspond one to one."""
     found = {(one.rank, one.record.microbatch): one for one in reference}
     for piece in candidate:
@@ -606,7 +608,7 @@ def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Pa
                     f"shapes {list(expected.shape)} and {list(actual.shape)} differ"
                 )
             expected, actual = sorted_rows(_as_rows(expected), _as_rows(actual))
-        yield Part(
+        yield HeldPart(
             unit=(piece.rank, piece.record.microbatch),
             microbatch=piece.record.microbatch,
             order=other.record.order,
@@ -684,7 +686,7 @@ def _last(piece: Piece) -> int | None:
     return piece.record.shape[-1] if len(piece.record.shape) > 1 else None
 
 
-def _gated_modules(step: Step) -> frozenset[str]:
+def _gated_modules(step: TracedStep) -> frozenset[str]:
     """Return the first linear modules of MLPs whose output has a value and its gate."""
     widths: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, pieces in step.tensors.items():

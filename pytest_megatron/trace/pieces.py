@@ -139,7 +139,7 @@ class Trace:
         """The layout; its indices are those of the first rank."""
         return self.headers[min(self.headers)].layout
 
-    def each_step(self) -> Iterator[tuple[int, Step]]:
+    def each_step(self) -> Iterator[tuple[int, TracedStep]]:
         """Yield the steps in their order; step 0 has the parameters before the first."""
         # A model chunk records its parameters at its first call, within step 1.
         yield 0, self._step({rank: self._first(rank) for rank in self._files})
@@ -163,8 +163,8 @@ class Trace:
         early = itertools.takewhile(lambda one: one.step < 2, read_records(self._files[rank]))  # noqa: PLR2004
         return (one for one in early if not one.step)
 
-    def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> Step:
-        step = Step(self)
+    def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> TracedStep:
+        step = TracedStep(self)
         for rank, found in records.items():
             for record in found:
                 step.add(Piece(self, rank, record))
@@ -206,7 +206,7 @@ def _header(path: Path) -> TraceHeader:
         raise TraceError(str(path), f"is no trace: {error}") from error
 
 
-class Step:
+class TracedStep:
     """What all ranks recorded in one step."""
 
     def __init__(self, trace: Trace) -> None:
@@ -258,7 +258,7 @@ class Samples:
             self.places.update((one, (microbatch, row)) for row, one in enumerate(rows))
 
 
-def read_samples(step: Step, known: Samples | None = None) -> Samples | None:
+def read_samples(step: TracedStep, known: Samples | None = None) -> Samples | None:
     """Return the samples of a step by the first integer input of the model, or its first input.
 
     Args:

@@ -139,7 +139,9 @@ class PageItem:
         triage: Why attempts failed, in words.
         links: Files of the whole item.
         others: Findings without a curve: of gradients, of generated text.
-        trace: How its tensors compare with those of another layout, or None.
+        trace: How its tensors compare with those of another layout or, in an audit, of the same
+            training; or None.
+        is_audit: Whether it is of an audit.
     """
 
     node_id: str
@@ -157,6 +159,7 @@ class PageItem:
     notes: tuple[str, ...] = ()
     quarantine: str = ""
     trace: TraceComparison | None = None
+    is_audit: bool = False
 
     @property
     def findings(self) -> tuple[MetricFinding, ...]:

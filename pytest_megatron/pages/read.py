@@ -174,6 +174,7 @@ class RunReader:
             notes=tuple(notes),
             quarantine=held.reason if held is not None and held.holds else "",
             trace=trace,
+            is_audit=not dirs.equivalence.is_file(),
         )
 
 
@@ -199,12 +200,13 @@ def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
 
 
 def _trace(dirs: ItemDirs, notes: list[str]) -> TraceComparison | None:
-    if not dirs.equivalence.is_file():
+    path = next((p for p in (dirs.equivalence, dirs.determinism) if p.is_file()), None)
+    if path is None:
         return None
     try:
-        return read_comparison(dirs.equivalence)
+        return read_comparison(path)
     except TraceError as error:
-        notes.append(f"{dirs.equivalence.name} is not shown: {error.problem}")
+        notes.append(f"{path.name} is not shown: {error.problem}")
         return None
 
 
@@ -372,7 +374,10 @@ def _reruns(causes: Sequence[str]) -> str:
     return f"passed at rerun {len(causes)}, after {', '.join(causes)}" if causes else ""
 
 
-_ITEM_FILES = ("comparison.json", "equivalence.json", "triage.json", "golden.json")
+_ITEM_FILES = (
+    *("comparison.json", "equivalence.json", "determinism.json", "triage.json"),
+    "golden.json",
+)
 _NAMES = frozenset((*_ITEM_FILES, "metrics.json", "metrics.jsonl"))
 
 

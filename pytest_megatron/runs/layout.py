@@ -4,7 +4,8 @@
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/{golden.json, comparison.json, equivalence.json, triage.json, curves.html}
+    <run-dir>/<item>/{golden,comparison,equivalence,determinism,triage}.json
+    <run-dir>/<item>/curves.html
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
 judged.
@@ -24,6 +25,7 @@ PLAN_FILE = "plan.json"
 HEALTH_FILE = "health.json"
 COMPARISON_FILE = "comparison.json"
 EQUIVALENCE_FILE = "equivalence.json"
+DETERMINISM_FILE = "determinism.json"
 TRIAGE_FILE = "triage.json"
 TRACE_DIR = "tensor_trace"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
@@ -70,11 +72,6 @@ class PhaseDirs:
     def trace(self) -> Path:
         """Trace of the tensors of each rank, of a phase that is traced."""
         return self.root / TRACE_DIR
-
-    @property
-    def determinism(self) -> Path:
-        """How the trace compares with that of the same training before it, in an audit."""
-        return self.root / "determinism.json"
 
     @property
     def metrics_lines(self) -> Path:
@@ -206,6 +203,11 @@ class ItemDirs:
     def equivalence(self) -> Path:
         """The comparison with another layout: the first that failed, else the last."""
         return self.root / EQUIVALENCE_FILE
+
+    @property
+    def determinism(self) -> Path:
+        """How a training compares with itself: the first that differs, else the last."""
+        return self.root / DETERMINISM_FILE
 
     @property
     def triage(self) -> Path:

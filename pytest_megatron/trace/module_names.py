@@ -24,12 +24,14 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
         module = next(iter(children.values()))
 
 
-def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, int]]:
+def named_modules(
+    model: torch.nn.Module, prefix: str
+) -> Iterator[tuple[str, torch.nn.Module, int]]:
     """Yield each module of a model without wrappers, its global name, its first expert's number.
 
     That number is 0 outside a mixture of experts.
     """
-    yield from _walk("", unwrap(model), 0, set())
+    yield from _walk(prefix, unwrap(model), 0, set())
 
 
 def parameter_name(name: str, first_expert: int) -> str:

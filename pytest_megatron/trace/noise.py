@@ -21,9 +21,9 @@ class Noise:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def disturb_parameters(self, model: torch.nn.Module) -> None:
+    def disturb_parameters(self, model: torch.nn.Module, prefix: str) -> None:
         """Disturb all floating tensors that a checkpoint of the model holds."""
-        for local in local_tensors(model):
+        for local in local_tensors(model, prefix):
             values = local_values(local.values)
             if values.is_floating_point():
                 parts = local.cut(values)

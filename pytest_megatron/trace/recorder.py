@@ -17,9 +17,9 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -43,7 +43,17 @@ from pytest_megatron.trace.weights import read_weights, write_weights
 _WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
 _PLAIN = torch._C.DisableTorchFunction  # no torch function mode of the program, no subclass
 At = tuple[int, int] | None  # offset and bytes of stored values
+_ON_ITS_WAY = Measurement(norm=None, mean=None, not_finite=0, hash="")
+_RANGES = "_get_model_param_range_map"  # of megatron-core's distributed optimizer
+_MAX_CALLS = 1 << 12  # of a model without a step: the optimizer is of a kind that is not known
 _MAX_PENDING = 1 << 14  # records whose measurements wait on a GPU for the end of the step
+
+
+class _Step(Protocol):
+    """The `step` of an optimizer's class."""
+
+    def __call__(self, optimizer: object, *args: object, **kwargs: object) -> object:
+        """Update the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +76,17 @@ class _Watched:
 
 @dataclass(slots=True)
 class _Model:
-    """A module that is called while no other runs, without its wrappers."""
+    """A module that is called while no other runs, without its wrappers.
 
+    Attributes:
+        name: "" is the model; other modules have their class's name.
+        num_calls: In this step.
+    """
+
+    name: str
     module: torch.nn.Module
     parameters: list[NamedParameter]
-    num_calls: int = 0  # in this step
+    num_calls: int = 0
 
 
 class Recorder:
@@ -85,7 +101,7 @@ class Recorder:
         self._models: list[_Model] = []
         self._known: set[int] = set()  # modules that have hooks
         self._watched: dict[int, _Watched] = {}
-        self._pending: list[tuple[Callable[..., TraceRecord], Pending | Measurement]] = []
+        self._pending: list[tuple[TraceRecord, Pending | Measurement]] = []
         self._measured: dict[tuple[str, torch.dtype, int], tuple[Measurement, At]] = {}
         self._order = 0
         self._step = 1
@@ -139,6 +155,29 @@ class Recorder:
         self._watched.clear()
         self._measured.clear()
 
+    def attach(self, model: torch.nn.Module, optimizer: object) -> None:
+        """Adopt a model before its first call, and an optimizer of a kind that is not known."""
+        if not self._is_over and id(model) not in self._known:
+            self._adopt(model)
+        kind = type(optimizer)
+        is_known = isinstance(optimizer, torch.optim.Optimizer) or any(
+            one.__name__ == "MegatronOptimizer" for one in kind.__mro__
+        )
+        step = getattr(kind, "step", None)
+        if step is not None and not is_known:
+            vars(optimizer)["step"] = functools.partial(self._traced(step), optimizer)
+            self._undo.callback(vars(optimizer).pop, "step")
+
+    def step(self) -> None:
+        """End a step, unless its last optimizer did."""
+        if self._is_over or not any(model.num_calls for model in self._models):
+            return
+        if not self._updated:
+            self.before_optimizer(None)
+            self.after_optimizer(None, None)
+        if self._updated:
+            self._end_step()
+
     def _problem(self) -> str | None:
         if not self._models:
             return "the program called no torch.nn.Module with gradients"
@@ -158,7 +197,16 @@ class Recorder:
         assert self._writer is not None
         arrived = iter(resolve([one for _, one in self._pending if isinstance(one, Pending)]))
         for record, found in self._pending:
-            self._write(record, next(arrived) if isinstance(found, Pending) else found)
+            measured = next(arrived) if isinstance(found, Pending) else found
+            self._writer.write_record(
+                dataclasses.replace(
+                    record,
+                    norm=measured.norm,
+                    mean=measured.mean,
+                    hash=measured.hash,
+                    not_finite=measured.not_finite,
+                )
+            )
         self._pending.clear()
         self._writer.flush()
 
@@ -186,13 +234,14 @@ class Recorder:
             or _is_in_backward()
         ):
             return
-        model = self.adopt(module)
+        model = self._adopt(module)
         if model.module is module:  # its own hook comes too late for this call
-            self._before_module(model, "", module, args, {})
+            self._before_module(model, model.name, module, args, {})
 
-    def adopt(self, module: torch.nn.Module) -> _Model:
+    def _adopt(self, module: torch.nn.Module) -> _Model:
         """Give the modules of a model their hooks, and the model its initial weights."""
         inner = unwrap(module)
+        name = self._name_of(inner)
         if self._writer is None:
             parameter = next(inner.parameters(), None)
             device = torch.device("cpu") if parameter is None else parameter.device
@@ -200,19 +249,19 @@ class Recorder:
             self._wrap_megatron_optimizers()
         with torch.no_grad(), _PLAIN():
             if self._settings.weights_from is not None:
-                read_weights(inner, self._settings.weights_from)
+                read_weights(inner, name, self._settings.weights_from)
             if self._settings.weights_to is not None:
-                write_weights(inner, self._settings.weights_to, is_first=not self._models)
+                write_weights(inner, name, self._settings.weights_to, is_first=not self._models)
             if self._noise is not None:
-                self._noise.disturb_parameters(inner)
-        model = _Model(inner, named_parameters(inner))
+                self._noise.disturb_parameters(inner, name)
+        model = _Model(name, inner, named_parameters(inner, name))
         self._known.update(id(one) for one in module.modules())
         self._models.append(model)
-        for name, one, _ in named_modules(inner):
+        for module_name, one, _ in named_modules(inner, name):
             if type(one).__name__ in _WITHOUT_EFFECT:
                 continue
-            before = functools.partial(self._before_module, model, name)
-            after = functools.partial(self._after_module, name)
+            before = functools.partial(self._before_module, model, module_name)
+            after = functools.partial(self._after_module, module_name)
             for hook in (
                 one.register_forward_pre_hook(before, with_kwargs=True),
                 one.register_forward_hook(after, with_kwargs=True),
@@ -221,9 +270,20 @@ class Recorder:
         leave = inner.register_forward_hook(self._leave, always_call=True)
         self._undo.callback(leave.remove)
         with _PLAIN():
-            for one in model.parameters:
-                self._record_parameter("update", one, one.parameter, None, step=0)
+            for named in model.parameters:
+                self._record_parameter("update", named, named.parameter, None, step=0)
         return model
+
+    def _name_of(self, model: torch.nn.Module) -> str:
+        """Return "" for the model and its chunks; a loss or a second model has its class's name."""
+        names = [one.name for one in self._models]
+        is_chunk = hasattr(model, "pre_process")  # of a pipeline stage of megatron-core
+        is_first = "" not in names and next(model.parameters(), None) is not None
+        if is_chunk or is_first:
+            return ""
+        kind = type(model).__name__
+        number = sum(name.rstrip("0123456789") == kind for name in names)
+        return f"{kind}{number + 1}" if number else kind
 
     def _leave(self, *_: object) -> None:
         if not _is_in_backward():
@@ -243,6 +303,8 @@ class Recorder:
                 self._end_step()
             self._microbatch = model.num_calls
             model.num_calls += 1
+            if model.num_calls > _MAX_CALLS:
+                self.stop()
         if self._is_idle():
             return
         is_part = getattr(module, "pre_process", True) is False
@@ -279,11 +341,11 @@ class Recorder:
         """Disturb the tensors that a module computed; parameters that it returns stay."""
         if isinstance(output, torch.Tensor) and not isinstance(output, torch.nn.Parameter):
             return noise.disturb(output, name) if output.is_floating_point() else output
-        if type(output) in (tuple, list):
-            parts = cast("Sequence[object]", output)
-            return type(output)(
-                self._disturbed(noise, f"{name}.{index}", one) for index, one in enumerate(parts)
-            )
+        if type(output) is tuple or type(output) is list:
+            parts = [
+                self._disturbed(noise, f"{name}.{index}", one) for index, one in enumerate(output)
+            ]
+            return type(output)(parts)
         return output
 
     def _current_microbatch(self) -> int:
@@ -308,7 +370,9 @@ class Recorder:
             return
         places = [place]
         self._watched[id(tensor)] = _Watched(weakref.ref(tensor), tensor._version, places)
-        tensor.register_hook(functools.partial(self._on_gradient, places, microbatch))
+        tensor.register_hook(  # type: ignore[no-untyped-call] # torch's stub lacks it
+            functools.partial(self._on_gradient, places, microbatch)
+        )
 
     def _on_gradient(
         self, places: Sequence[_Place], microbatch: int, gradient: torch.Tensor
@@ -330,10 +394,10 @@ class Recorder:
         for kind in _subclasses(found.MegatronOptimizer):
             step = vars(kind).get("step")
             if step is not None:
-                kind.step = self._traced(step)
+                type.__setattr__(kind, "step", self._traced(step))
                 self._undo.callback(setattr, kind, "step", step)
 
-    def _traced(self, step: Callable[..., object]) -> Callable[..., object]:
+    def _traced(self, step: _Step) -> _Step:
         @functools.wraps(step)
         def traced(optimizer: object, *args: object, **kwargs: object) -> object:
             result = None
@@ -344,7 +408,7 @@ class Recorder:
                 self.after_optimizer(optimizer, result)
             return result
 
-        return traced
+        return cast("_Step", traced)
 
     def before_optimizer(self, optimizer: object) -> None:
         """Record the gradients that an optimizer gets; inside another's step nothing."""
@@ -371,9 +435,8 @@ class Recorder:
             return
         owned = _owned(optimizer) if _gathers_late(optimizer) else {}
         with _PLAIN():
-            grad_norm = result[1] if isinstance(result, tuple) else None  # of megatron-core
-            if grad_norm is not None:
-                norm = torch.as_tensor(grad_norm, dtype=torch.float64)
+            if isinstance(result, tuple) and len(result) > 1 and result[1] is not None:
+                norm = torch.as_tensor(result[1], dtype=torch.float64)  # megatron-core's answer
                 self._record("gradient", _Place("", type(optimizer).__name__, "grad_norm"), norm, 0)
             for one in self._parameters_of(optimizer):
                 flat = owned.get(id(one.parameter))
@@ -431,7 +494,7 @@ class Recorder:
         if self._settings.values != "full":
             return None
         assert self._writer is not None
-        return self._writer.write_values(memoryview(values.cpu().view(torch.uint8).numpy()))
+        return self._writer.write_values(values.cpu().view(torch.uint8).numpy().data)
 
     def _append(  # noqa: PLR0913 - the fields of a record
         self,
@@ -446,8 +509,9 @@ class Recorder:
         shape: tuple[int, ...] | None = None,
         step: int | None = None,
     ) -> None:
-        record = functools.partial(
-            TraceRecord,
+        assert self._writer is not None
+        arrived = measured if isinstance(measured, Measurement) else _ON_ITS_WAY
+        record = TraceRecord(
             order=self._order,
             step=self._step if step is None else step,
             microbatch=microbatch,
@@ -457,27 +521,20 @@ class Recorder:
             tensor=place.tensor,
             shape=tuple(tensor.shape) if shape is None else shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
+            norm=arrived.norm,
+            mean=arrived.mean,
+            hash=arrived.hash,
+            not_finite=arrived.not_finite,
             at=at,
             parameter=shard,
         )
         self._order += 1
-        if isinstance(measured, Measurement) and not self._pending:
-            self._write(record, measured)
+        if arrived is measured and not self._pending:
+            self._writer.write_record(record)
             return
         self._pending.append((record, measured))
         if len(self._pending) >= _MAX_PENDING:
             self._flush()
-
-    def _write(self, record: Callable[..., TraceRecord], measured: Measurement) -> None:
-        assert self._writer is not None
-        self._writer.write_record(
-            record(
-                norm=measured.norm,
-                mean=measured.mean,
-                hash=measured.hash,
-                not_finite=measured.not_finite,
-            )
-        )
 
 
 def _is_in_backward() -> bool:
@@ -505,13 +562,12 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(one)
 
 
-def _parts(optimizer: object) -> Iterator[object]:
-    """Yield a megatron-core optimizer, or those that it is made of."""
+def _parts(optimizer: object) -> list[object]:
+    """Return a megatron-core optimizer, or those that it is made of."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
-        yield optimizer
-    for one in chained or ():
-        yield from _parts(one)
+        return [optimizer]
+    return [part for one in chained for part in _parts(one)]
 
 
 def _owned(optimizer: object) -> dict[int, tuple[int, int]]:
@@ -521,7 +577,7 @@ def _owned(optimizer: object) -> dict[int, tuple[int, int]]:
         for buffer in getattr(part, "buffers", ()):
             found.update({id(parameter): (0, 0) for parameter in buffer.params})
         for parameter in getattr(part, "model_param_gbuf_map", ()):
-            held = part._get_model_param_range_map(parameter)["param"]
+            held = getattr(part, _RANGES)(parameter)["param"]
             found[id(parameter)] = (held.start, held.end)
     return found
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.trace.settings import read_settings
+from pytest_megatron.trace import start
 
 _USAGE = "usage: python -m pytest_megatron.trace.run {PROGRAM | -m MODULE} [ARGUMENT ...]"
 
@@ -25,14 +25,10 @@ def main() -> None:
     argv = sys.argv[2 if is_module else 1 :]
     if not argv or (argv[0].startswith("-") and not is_module):
         raise SystemExit(_USAGE)
-    settings = read_settings()
-    if settings is None:
+    recorder = start()
+    if recorder is None:
         _run(argv, is_module=is_module)
         return
-    from pytest_megatron.trace.recorder import Recorder
-
-    recorder = Recorder(settings)
-    recorder.start()
     is_whole = False
     try:
         _run(argv, is_module=is_module)

@@ -109,11 +109,11 @@ class NamedParameter:
         )
 
 
-def named_parameters(model: torch.nn.Module) -> list[NamedParameter]:
+def named_parameters(model: torch.nn.Module, prefix: str) -> list[NamedParameter]:
     """Return the parameters of a model in order, each once."""
-    places = {_address(one.values): one for one in local_tensors(model)}
+    places = {_address(one.values): one for one in local_tensors(model, prefix)}
     found: dict[int, NamedParameter] = {}
-    for module_name, module, first_expert in named_modules(model):
+    for module_name, module, first_expert in named_modules(model, prefix):
         for local_name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in found:
                 continue
@@ -134,14 +134,14 @@ def named_parameters(model: torch.nn.Module) -> list[NamedParameter]:
     return list(found.values())
 
 
-def local_tensors(model: torch.nn.Module) -> list[LocalTensor]:
+def local_tensors(model: torch.nn.Module, prefix: str) -> list[LocalTensor]:
     """Return what a checkpoint would hold of this model: parameters and persistent buffers."""
     inner = unwrap(model)
     sharded_state_dict = getattr(inner, "sharded_state_dict", None)
     if sharded_state_dict is not None:
-        return list(_of_entries(sharded_state_dict()))
+        return list(_of_entries(sharded_state_dict(prefix=prefix and f"{prefix}.")))
     return [
-        _plain(name, value)
+        _plain(f"{prefix}.{name}" if prefix else name, value)
         for name, value in inner.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor)
     ]

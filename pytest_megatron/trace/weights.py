@@ -23,21 +23,24 @@ from pytest_megatron.trace.layout import rank_and_size
 from pytest_megatron.trace.shards import Shard, local_tensors, local_values
 
 
-def write_weights(model: torch.nn.Module, directory: Path, *, is_first: bool) -> None:
+def write_weights(model: torch.nn.Module, prefix: str, directory: Path, *, is_first: bool) -> None:
     """Write the model's parameters and buffers that no other rank writes.
 
     Args:
         model: The model, or a chunk of it.
+        prefix: Its name; "" is the only model.
         directory: Gets the files of this rank.
         is_first: The files begin with this model, else they go on with it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rank, _ = rank_and_size()
     with (
-        (directory / f"rank_{rank}.jsonl").open("w" if is_first else "a", encoding="utf-8") as lines,
+        (directory / f"rank_{rank}.jsonl").open(
+            "w" if is_first else "a", encoding="utf-8"
+        ) as lines,
         (directory / f"rank_{rank}.bin").open("wb" if is_first else "ab") as values,
     ):
-        for local in local_tensors(model):
+        for local in local_tensors(model, prefix):
             for shard in local.cut(local_values(local.values)):
                 if not shard.is_main:
                     continue
@@ -50,18 +53,18 @@ def write_weights(model: torch.nn.Module, directory: Path, *, is_first: bool) ->
                     "global_offset": list(shard.global_offset),
                     "start": values.tell(),
                 }
-                values.write(memoryview(raw))
+                values.write(raw.data)
                 lines.write(json.dumps(line) + "\n")
 
 
-def read_weights(model: torch.nn.Module, directory: Path) -> None:
+def read_weights(model: torch.nn.Module, prefix: str, directory: Path) -> None:
     """Replace the model's parameters and buffers by those of the run that wrote `directory`.
 
     Raises:
         TraceError: The directory has no weights, or not those that this model needs.
     """
     stored = _Stored(directory)
-    for local in local_tensors(model):
+    for local in local_tensors(model, prefix):
         values = local_values(local.values)
         parts = [stored.read(shard) for shard in local.cut(values)]
         values.copy_(local.merge(parts))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pytest_megatron.base.text import counted
 from pytest_megatron.runs.record import RecordedAudit
 from pytest_megatron.trace.bits import compare_bits, headline
-from pytest_megatron.trace.divergences import TraceComparison, as_text, write_comparison
+from pytest_megatron.trace.divergences import TraceComparison, as_text
 from pytest_megatron.workload.run.runner import PhaseEnd
 
 
@@ -57,18 +57,15 @@ class Audit:
 
 
 def judge_audit(ends: Sequence[PhaseEnd]) -> Audit:
-    """Compare pairs of phases that trained the same; write each comparison beside the second.
+    """Compare pairs of phases that trained the same.
 
     Raises:
         TraceError: A trace cannot be read, or is of no training.
-        OSError: A comparison cannot be written.
     """
     names, found = [], []
     for first, second in zip(ends[::2], ends[1::2], strict=True):
-        comparison = compare_bits(first.plan.dirs.trace, second.plan.dirs.trace)
-        write_comparison(second.plan.dirs.determinism, comparison)
+        found.append(compare_bits(first.plan.dirs.trace, second.plan.dirs.trace))
         names.append(second.plan.name.partition(" of ")[2])
-        found.append(comparison)
     at = next((i for i, one in enumerate(found) if one.verdict != "equal"), -1)
     num_tensors = sum(one.num_compared for one in found)
     return Audit(comparison=found[at], training=names[at], num_tensors=num_tensors)

@@ -1,9 +1,27 @@
-"""Clean pairs of the exam that are kept apart from work on the comparison.
-"""
+"""Clean pairs of the exam that are kept apart from work on the comparison."""
 
 from __future__ import annotations
 
-from exam_cases import (ALL_TO_ALL, BF16, EP2, FOUR_LAYERS, LLAMA, MOE, ONE_RANK_EXPERTS, PP2, SELECTIVE, SHARDED, SP, SWIGLU, TP2, TP4, UNIFORM, UNTIED, VIRTUAL, layout)
+from exam_cases import (
+    ALL_TO_ALL,
+    BF16,
+    EP2,
+    FOUR_LAYERS,
+    LLAMA,
+    MOE,
+    ONE_RANK_EXPERTS,
+    PP2,
+    SELECTIVE,
+    SHARDED,
+    SP,
+    SWIGLU,
+    TP2,
+    TP4,
+    UNIFORM,
+    UNTIED,
+    VIRTUAL,
+    layout,
+)
 
 LAYOUTS = (
     layout("gpt-tp4", 4, TP4),
@@ -16,7 +34,12 @@ LAYOUTS = (
     layout("gpt-recompute-full", 1, UNIFORM),
     layout("gpt-recompute-selective", 1, SELECTIVE),
     layout("gpt-untied-pp2", 2, PP2, common=[UNTIED]),
-    layout("gpt-rms-no-bias-tp2", 2, TP2, common=[{"--normalization": "RMSNorm", "--disable-bias-linear": True}]),
+    layout(
+        "gpt-rms-no-bias-tp2",
+        2,
+        TP2,
+        common=[{"--normalization": "RMSNorm", "--disable-bias-linear": True}],
+    ),
     layout("gpt-pp2-against-tp2", 2, PP2, reference=[TP2], reference_ranks=2),
     layout("llama-tp2", 2, TP2, common=[LLAMA]),
     layout("llama-tp2-sp", 2, TP2, SP, common=[LLAMA]),

@@ -6,7 +6,25 @@ false alarm.
 
 from __future__ import annotations
 
-from exam_cases import (ALL_TO_ALL, BF16, DROPOUT, EP2, FOUR_LAYERS, LLAMA, MOE, PP2, PP4, SHARDED, SP, TP2, TP4, UNIFORM, UNTIED, VIRTUAL, layout)
+from exam_cases import (
+    ALL_TO_ALL,
+    BF16,
+    DROPOUT,
+    EP2,
+    FOUR_LAYERS,
+    LLAMA,
+    MOE,
+    PP2,
+    PP4,
+    SHARDED,
+    SP,
+    TP2,
+    TP4,
+    UNIFORM,
+    UNTIED,
+    VIRTUAL,
+    layout,
+)
 
 LAYOUTS = (
     layout("gpt-tp2", 2, TP2),
@@ -32,7 +50,13 @@ LAYOUTS = (
     layout("bf16-gpt-tp2-sp", 2, TP2, SP, common=[BF16]),
     layout("bf16-gpt-dp2-sharded", 2, SHARDED, common=[BF16]),
     layout("bf16-gpt-recompute", 1, UNIFORM, common=[BF16]),
-    layout("bf16-gpt-micro-1x8", 1, {"--micro-batch-size": 1}, common=[BF16], reference=[{"--micro-batch-size": 8}]),
+    layout(
+        "bf16-gpt-micro-1x8",
+        1,
+        {"--micro-batch-size": 1},
+        common=[BF16],
+        reference=[{"--micro-batch-size": 8}],
+    ),
     layout("bf16-llama-tp2", 2, TP2, common=[BF16, LLAMA]),
     layout("bf16-moe-tp2-sp", 2, TP2, SP, common=[BF16, MOE]),
     layout("bf16-moe-ep2-tp2", 4, EP2, TP2, SP, common=[BF16, MOE]),

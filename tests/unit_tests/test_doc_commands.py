@@ -111,7 +111,9 @@ def test_no_command_is_in_a_block_of_another_kind(page: Path) -> None:
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_a_block_that_is_run_elsewhere_is_there(page: Path) -> None:
     for block in blocks(page):
-        if block.page:
+        if block.page.endswith(".py"):
+            assert f'"{name_of(page)}"' in (ROOT / block.page).read_text(encoding="utf-8")
+        elif block.page:
             assert ROOT / block.page in pages()
             there = [c for other in blocks(ROOT / block.page) for c in other.commands]
             for command in block.commands:

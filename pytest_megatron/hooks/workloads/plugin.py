@@ -39,10 +39,12 @@ from pytest_megatron.hooks.run_file import (
 from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
-from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
+    LiveTerminal,
+    WorkersProgress,
+    folded,
     item_record,
     mismatch,
     not_deterministic,
@@ -58,6 +60,7 @@ from pytest_megatron.refresh.transaction import recover
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
+from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
@@ -251,6 +254,8 @@ class WorkloadPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
+        if item.training.verdict is not Verdict.FAILED:  # of a training, they are lines of logs
+            problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 
@@ -283,6 +288,8 @@ class WorkloadPlugin(RecordCarrier):
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
         write_json_atomically(job.dirs.comparison, to_json(judgement.record))
+        if training.audit is not None:
+            write_comparison(job.dirs.determinism, training.audit.comparison)
         if job.is_equivalence:
             shown = judgement.failed or judgement.repeats[-1:]
             shutil.copyfile(shown[0].measured / EQUIVALENCE_FILE, job.dirs.equivalence)

@@ -9,6 +9,7 @@ from pytest_megatron.golden.model import MetricMap, series_of
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import read_golden
 from pytest_megatron.hooks.workloads.report import (
+    folded,
     item_record,
     mismatch,
     not_deterministic,
@@ -103,6 +104,30 @@ def test_a_known_cause_comes_with_advice_and_what_was_tried_before() -> None:
     ]
 
 
+def test_a_mismatch_is_readable_in_80_columns() -> None:
+    headline = (
+        "lm loss is off at step 7: trained to the end, but its metrics disagree, and no golden"
+    )
+    file = "    measured: .pytest_megatron/runs/20261121-044344-4100/tiny-a-dev-cpu/metrics.json"
+    shown = folded(
+        f"{headline}\n"
+        "    lm loss, step 7: observed 5.534, golden 5.5395, off by 9.9e-04 relative, tolerance "
+        "allows 1.0e-04; 1 of 9 steps outside, 0 may be; golden_values/gpt/a/golden_values.json\n"
+        "        passed: presence 9 of 9 steps, step 1 0.0e+00 of 1.0e-04, mean 1.1e-4 of 3.0e-4\n"
+        f"{file}"
+    )
+    assert shown.splitlines() == [
+        headline,
+        "    lm loss, step 7: observed 5.534, golden 5.5395, off by 9.9e-04 relative,",
+        "        tolerance allows 1.0e-04",
+        "        1 of 9 steps outside, 0 may be",
+        "        golden_values/gpt/a/golden_values.json",
+        "        passed: presence 9 of 9 steps, step 1 0.0e+00 of 1.0e-04,",
+        "            mean 1.1e-4 of 3.0e-4",
+        file,
+    ]
+
+
 def test_a_summary_has_time_loss_and_what_was_odd() -> None:
     assert summary_line(training(NO_PORT, None), None) == (
         "0.0 s, lm loss 6.1340 -> 5.2340 in 10 iterations, attempt 1 failed: port_in_use"
@@ -189,7 +214,7 @@ def test_a_row_that_differs_shows_the_first_tensor_that_does() -> None:
     )
     assert against == "repeat 1 against the reference:"
     assert block[:-1] == [f"    {line}" for line in as_text(trace).splitlines()]
-    assert block[-1] == "    all of them: /run/item/equivalence.json"
+    assert block[-1] == "    more: /run/item/equivalence.json"
     assert summary_line(trained, judgement, "long") == "0.0 s, tensors disagree"
     record = item_record(trained, judgement, problem="long")
     assert record.fingerprint == "mismatch|reference: decoder.layers.0.mlp, forward"
@@ -260,6 +285,10 @@ def test_a_row_that_cannot_be_audited_says_why(tmp_path: Path) -> None:
         verdict="not audited", text="not audited: MODE is inference"
     )
     assert record.summary.endswith("in 10 iterations, not audited: MODE is inference")
+    job = replace(trained.job, setting=replace(SETTING, trace="hash"))
+    assert summary_line(replace(trained, job=job, attempts=unaudited), None).endswith(
+        "in 10 iterations, not traced: MODE is inference"
+    )
 
 
 @pytest.mark.parametrize(

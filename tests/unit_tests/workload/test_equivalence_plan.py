@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from check_rows import FILE, case, row
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError, RecipeError
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.recipe.model import Equivalence, Workload
@@ -26,7 +28,7 @@ ALONE = {TP: 1, PP: 1, "--context-parallel-size": 1, "--sequence-parallel": None
 
 
 def equivalent(
-    arguments: dict[str, str | int | bool | None], *, gpus: int | None = None, steps: int = 2
+    arguments: Mapping[str, JsonValue], *, gpus: int | None = None, steps: int = 2
 ) -> Workload:
     """Return a row of 2 x 8 ranks that is compared with a layout."""
     named = Equivalence(arguments=arguments, num_ranks=gpus, num_steps=steps)
@@ -81,7 +83,7 @@ def test_all_phases_start_with_the_weights_of_the_reference() -> None:
     ],
 )
 def test_the_reference_has_the_fewest_ranks_that_its_sizes_need(
-    changes: dict[str, str | int | bool | None], num_ranks: int
+    changes: Mapping[str, JsonValue], num_ranks: int
 ) -> None:
     assert reference_of(row(), case(), Equivalence(arguments=changes)).num_ranks == num_ranks
 

@@ -220,7 +220,7 @@ class Merge:
         self._layouts = (reference.trace.layout, candidate.trace.layout)
         self._samples = samples
         self._gated = _gated_modules(reference)
-        self.is_same_layout = _sizes(self._layouts[0]) == _sizes(self._layouts[1]) and (
+        self.is_same_layout = is_same_layout(*self._layouts) and (
             samples is None or samples[0].rows == samples[1].rows
         )
 
@@ -736,6 +736,11 @@ def _key(index: Index) -> tuple[object, ...]:
 def _sizes(layout: TraceLayout) -> tuple[object, ...]:
     sizes = [getattr(layout, axis)[1] for axis in ("tp", "pp", "dp", "cp", "ep", "etp", "edp")]
     return (*sizes, layout.vpp, layout.sequence_parallel)
+
+
+def is_same_layout(one: TraceLayout, other: TraceLayout) -> bool:
+    """Return whether the sizes of two layouts are equal."""
+    return _sizes(one) == _sizes(other)
 
 
 def _sequence_parts(layout: TraceLayout) -> int:

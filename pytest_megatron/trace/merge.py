@@ -524,7 +524,10 @@ class _Wholes:
             split = (False,) * (len(view) - skip)
             if view[skip:] != other_shape[skip:]:
                 raise NotMergedError(f"sizes {list(view)} and {list(other_shape)} differ")
-            coordinate = other.layout.tp[0] if tp > 1 else None
+            is_shared = (
+                axes.sequence_parts > layout.cp[1] or other_axes.sequence_parts > other.layout.cp[1]
+            )
+            coordinate = other.layout.tp[0] if tp > 1 and not is_shared else None
         else:
             split = split_sizes(
                 view[skip:], other_shape[skip:], (tp, other_tp), may_be_padded=self._may_be_padded

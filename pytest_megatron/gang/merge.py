@@ -580,9 +580,11 @@ def _logs(
     end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
 ) -> list[tuple[str, str]]:
     """Return problems of dead ranks, and the paths of logs."""
-    blocks = [
-        (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
-    ]
+    groups: dict[str, list[int]] = {}
+    for rank in struck.values():
+        if "\n" in rank.problem:
+            groups.setdefault(rank.problem, []).append(rank.rank)
+    blocks = [(name_ranks(ranks), problem) for problem, ranks in groups.items()]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
     if files and end.reason is not Reason.NOT_COLLECTED:

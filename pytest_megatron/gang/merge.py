@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
@@ -322,6 +322,29 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         stop = merged[-1].stop
         merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
     return tuple(merged)
+
+
+def merge_left(end: RunEnd) -> dict[str, str]:
+    """Return what a test left behind in its ranks -> its kind; equal parts of ranks once."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank in end.ranks:
+        for left in () if rank.done is None else rank.done.left:
+            kind, text = cast("list[str]", left)
+            found.setdefault((text, kind), []).append(rank.rank)
+    is_single = len(end.ranks) == 1
+    return {
+        text if is_single or kind == "working-directory" else f"{text} on {name_ranks(ranks)}": kind
+        for (text, kind), ranks in found.items()
+    }
+
+
+def fail_for_left(merged: Sequence[Merged], left: Collection[str]) -> tuple[Merged, ...]:
+    """Return the reports of a test that passed with a teardown that fails for what it left."""
+    *others, last = merged
+    message = f"the test left behind: {'; '.join(left)}"
+    if any(m.outcome == "failed" for m in merged):
+        return tuple(merged)
+    return (*others, replace(last, outcome="failed", message=message, base=None))
 
 
 def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:

@@ -247,6 +247,7 @@ GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
+AuditMode = Literal["off", "report", "fail"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -265,6 +266,7 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
     "check", "record", "refresh", "off", problem="is not a way to use goldens"
 )
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
+_AUDIT: ValueKind[AuditMode] = one_of("off", "report", "fail")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 _WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
@@ -439,6 +441,11 @@ class Options:
         "",
         "Slurm's",
         metavar="HOST:PORT",
+    )
+    audit: AuditMode = _AUDIT(
+        "audit",
+        "what distributed tests leave behind in their ranks: report names it, fail fails the test",
+        "report",
     )
     rank_timeout_s: float = SECONDS(
         "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0

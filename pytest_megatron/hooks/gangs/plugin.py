@@ -38,7 +38,7 @@ from pytest_megatron.hooks.gangs.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.hooks.gangs.results import add_way_back
+from pytest_megatron.hooks.gangs.results import LEFT, add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
@@ -230,7 +230,7 @@ class GangPlugin(RecordCarrier):
             pool,
             specs=self._specs,
             limits=self._limits,
-            num_reruns=self._options.num_transient_reruns,
+            options=self._options,
             is_by_hand=self._run.is_worker or getattr(session.config.option, "stepwise", False),
         )
         pool.open(session)
@@ -418,6 +418,7 @@ class GangPlugin(RecordCarrier):
             report.sections += notes_on_hang(item)
         add_way_back(report, self._run)
         if call.when == "teardown":
+            report.user_properties += [(LEFT, text) for text in execution.left]
             history = self._open_dispatcher.history[item]
             put_record(report, test_record(execution.merged, self._specs[item], history))
             self._stop_if_repeated(item, execution.ended.internal_error)

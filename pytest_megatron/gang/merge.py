@@ -324,16 +324,19 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
+_FILES = "working-directory"  # a kind of what tests leave that all ranks see
+
+
 def merge_left(end: RunEnd) -> dict[str, str]:
-    """Return what a test left behind in its ranks -> its kind; equal parts of ranks once."""
+    """Return what a test left behind in its ranks -> its kind; ranks are named if not all did."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank in end.ranks:
         for left in () if rank.done is None else rank.done.left:
             kind, text = cast("list[str]", left)
             found.setdefault((text, kind), []).append(rank.rank)
-    is_single = len(end.ranks) == 1
+    are_some = {key: len(ranks) < len(end.ranks) for key, ranks in found.items()}
     return {
-        text if is_single or kind == "working-directory" else f"{text} on {name_ranks(ranks)}": kind
+        f"{text} on {name_ranks(ranks)}" if are_some[text, kind] and kind != _FILES else text: kind
         for (text, kind), ranks in found.items()
     }
 

@@ -49,10 +49,7 @@ _THREAD_S = 0.2  # for threads that were asked to end
 _TICK_S = 0.005
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _get_handler = signal.getsignal
-_SIGNALS = tuple(
-    (number, signal.Signals(number).name if number in set(signal.Signals) else str(number))
-    for number in sorted(signal.valid_signals())
-)
+_SIGNALS = tuple((s, s.name) for s in signal.Signals if s < signal.SIGRTMIN)
 # Libraries keep one thread, or process, from its first use on.
 _THREADS_OF_LIBRARIES = ("tqdm", "torch._inductor", "pytest_megatron", "pytest_timeout", "debugpy")
 _PROCESSES_OF_LIBRARIES = ("resource_tracker", "forkserver", "compile_worker", "debugpy")

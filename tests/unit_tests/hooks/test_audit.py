@@ -102,15 +102,15 @@ def test_a_leak_fails_its_test_where_that_is_asked_for(suite: Suite) -> None:
         "test_uses_it_last": "PASSED ERROR",
         "test_of_its_own_processes": "PASSED",
     }, run.stdout
-    assert "\nthe test left behind: environment: LEFT set on ranks 0-1\n" in run.stdout
-    text = "1 thread (of-a-fixture), of fixture leaky on ranks 0-1"
+    assert "\nthe test left behind: environment: LEFT set\n" in run.stdout
+    text = "1 thread (of-a-fixture), of fixture leaky"
     assert f"\nthe test left behind: {text}\n" in run.stdout
-    assert found(run)["test_fails"] == "environment: ALSO set on ranks 0-1"
+    assert found(run)["test_fails"] == "environment: ALSO set"
     assert "secret" not in run.stdout
     left = {
         c.name.partition("::")[2]: dict(c.properties).get("megatron.left") for c in suite.junit()
     }
-    assert left["test_sets"] == "environment: LEFT set on ranks 0-1"
+    assert left["test_sets"] == "environment: LEFT set"
     assert left["test_leaves_nothing"] is None
 
 
@@ -120,7 +120,7 @@ def test_leaks_are_named_in_workers_and_in_ranks_that_collect(
 ) -> None:
     suite.write(conftest=READS_RANK, test_settings=SETTINGS)
     run = suite.run("--ranks=2", *more, "-k", "sets or leaves")
-    named = "test_settings.py::test_sets (environment: LEFT set on ranks 0-1)"
+    named = "test_settings.py::test_sets (environment: LEFT set)"
     assert f"1 of 2 tests left something behind in their ranks: {named}\n" in run.stdout, run.stdout
     run = suite.run("--ranks=2", *more, "-k", "sets or leaves", "--audit=off")
     assert "audit" not in run.stdout

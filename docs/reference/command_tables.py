@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from generated_page import write_tables
 
 from pytest_megatron.cli.main import group
 
 PAGE = Path(__file__).parent / "command-options.md"
-BEGIN, END = "<!-- tables: command_tables.py -->", "<!-- end of tables -->"
 
 
 def tables() -> str:
@@ -76,9 +76,7 @@ def _text(option: click.Option) -> str:
 
 def main() -> None:
     """Replace the tables of the page."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n{tables()}\n\n{END}{tail}", encoding="utf-8")
+    write_tables(PAGE, __file__, tables())
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from generated_page import write_tables
+
 from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import rules
 from pytest_megatron.workload.checks.rules import CheckRule, check_rules
 
 PAGE = Path(__file__).parent / "doctor.md"
 CHECKS = Path(__file__).parent / "checks.md"
-BEGIN, END = "<!-- tables: doctor_tables.py -->", "<!-- end of tables -->"
 
 
 def tables() -> str:
@@ -77,10 +78,8 @@ def _packages() -> Iterator[str]:
 
 def main() -> None:
     """Replace the tables of both pages."""
-    for page, made in ((PAGE, tables()), (CHECKS, check_tables())):
-        head, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        tail = rest.partition(END)[2]
-        page.write_text(f"{head}{BEGIN}\n{made}\n\n{END}{tail}", encoding="utf-8")
+    write_tables(PAGE, __file__, tables())
+    write_tables(CHECKS, __file__, check_tables())
 
 
 if __name__ == "__main__":

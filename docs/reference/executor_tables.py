@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from generated_page import write_tables
+
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.engines.config_file import json_schema
 
 PAGE = Path(__file__).parent / "executor-config.md"
-BEGIN, END = "<!-- tables: executor_tables.py -->", "<!-- end of tables -->"
 _TYPES = {
     "array": "list",
     "boolean": "true, false",
@@ -80,9 +81,7 @@ def _default(value: JsonValue) -> str:
 
 def main() -> None:
     """Replace the tables of the page."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n{tables()}\n\n{END}{tail}", encoding="utf-8")
+    write_tables(PAGE, __file__, tables())
 
 
 if __name__ == "__main__":

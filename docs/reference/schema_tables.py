@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from generated_page import write_tables
+
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli.schema import SCHEMAS, schema_path
 
 PAGE = Path(__file__).parent / "schemas.md"
-BEGIN, END = "<!-- tables: schema_tables.py -->", "<!-- end of tables -->"
 _TYPES = {
     "boolean": "true, false",
     "integer": "whole number",
@@ -117,9 +118,7 @@ def _text(value: _Schema) -> str:
 
 def main() -> None:
     """Replace the tables of the page."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    tail = rest.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n{tables()}\n\n{END}{tail}", encoding="utf-8")
+    write_tables(PAGE, __file__, tables())
 
 
 if __name__ == "__main__":

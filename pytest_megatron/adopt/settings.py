@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 
 from pytest_megatron.adopt.find import FoundClass, Inventory
 from pytest_megatron.adopt.launch import LaunchedTests, is_test_path
-from pytest_megatron.base.files import JsonValue, parse_json, read_text, write_texts_together
+from pytest_megatron.base.files import JsonValue, read_text, write_texts_together
 from pytest_megatron.base.project import ProjectConfig, ask_git
 from pytest_megatron.ci.table import load_table
 from pytest_megatron.ci.workflow import GITHUB_FILE, github_workflow
+from pytest_megatron.doctor.probes.packages import read_direct_url
 from pytest_megatron.errors import AdoptError
 from pytest_megatron.recipe.load import BUILT_IN_WORDS
 
@@ -252,12 +253,7 @@ def installed_source() -> str | None:
 
 def source_of(direct_url: str | None) -> str | None:
     """Return the requirement of a `direct_url.json`; None for what a runner may not reach."""
-    # Source: PyPA specifications, Recording the Direct URL Origin of installed distributions.
-    try:
-        value = parse_json(direct_url or "null")
-    except ValueError:
-        return None
-    found = value if isinstance(value, dict) else {}
+    found = read_direct_url(direct_url)
     url, vcs = found.get("url"), found.get("vcs_info")
     if not isinstance(url, str) or not url.startswith("https://") or "@" in urlsplit(url).netloc:
         return None

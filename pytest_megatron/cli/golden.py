@@ -199,8 +199,7 @@ def _versions(words: Sequence[str]) -> dict[str, str]:
 
 
 def _lines(comparison: Comparison) -> tuple[str, ...]:
-    layers = render_layers(comparison)
-    return (render(comparison),) if layers is None else (render(comparison), f"    {layers}")
+    return (render(comparison), *(f"    {line}" for line in render_layers(comparison)))
 
 
 def _place_of(golden: Path) -> ComparedWorkload | None:

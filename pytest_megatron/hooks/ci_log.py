@@ -17,8 +17,8 @@ import pytest
 from _pytest._code.code import ExceptionRepr, ReprEntry
 
 from pytest_megatron.base.text import plain, workflow_command
+from pytest_megatron.hooks.options import CI_LOG_PLUGIN
 
-_NAME = "megatron-ci-log"
 _MOST_CHARS = 4000  # of an annotation
 # Long parts of a failure, which follow what they explain.
 _FOLDED = re.compile(r"stack of |failure of ranks? |Captured |collectives, by |rank \d+$").match
@@ -219,14 +219,8 @@ class CiLogPlugin:
         return str(found.relative_to(workspace) if is_below else path)
 
 
-def ci_log_of(config: pytest.Config) -> CiLogPlugin | None:
-    """Return the role of a session that writes to the log of a CI system."""
-    plugin: CiLogPlugin | None = config.pluginmanager.get_plugin(_NAME)
-    return plugin
-
-
 def register_ci_log(config: pytest.Config) -> None:
     """Write as the CI system reads it, where one runs this session, once."""
     log = log_of(os.environ)
-    if log is not None and ci_log_of(config) is None:
-        config.pluginmanager.register(CiLogPlugin(config, log), _NAME)
+    if log is not None and not config.pluginmanager.has_plugin(CI_LOG_PLUGIN):
+        config.pluginmanager.register(CiLogPlugin(config, log), CI_LOG_PLUGIN)

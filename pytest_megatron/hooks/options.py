@@ -253,6 +253,7 @@ MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")

@@ -7,7 +7,7 @@ and the working directory last from command to command. Comments of HTML, for th
     <!-- needs: Slurm -->                 runs only where this is: one of NEEDS, or `8 GPUs`
     <!-- exits: 0, 1 -->                  the exit code of each command; 0 is the default
     <!-- answers: a, q -->                typed at a terminal, one at each of PROMPTS
-    <!-- as in: docs/tutorials/x.md -->   that page has the same commands, and is run
+    <!-- as in: docs/tutorials/x.md -->   that page has the same commands, and is run; or a test has
     <!-- insert into train.py after: for step in ... -->   before a block that is part of a file
     <!-- only shown -->                   before a block that is no file
 
@@ -89,7 +89,8 @@ _NOISE = (
     (re.compile(r"/[\w./+-]*\w"), "/PATH"),
     (re.compile(r"\b\d+\.\d+(?: s\b|s\b)"), "TIME"),
     (re.compile(r"\b\d+\.\d+\.\d+[\w.+]*"), "VERSION"),
-    (re.compile(r"(?<![\w.])(?=[0-9a-f]*\d)[0-9a-f]{4,}\b|0x[0-9a-f]+"), "ID"),
+    # One in a thousand commits has an id without a digit.
+    (re.compile(r"(?<![\w.])(?:(?=[0-9a-f]*\d)[0-9a-f]{4,}|[0-9a-f]{7,})\b|0x[0-9a-f]+"), "ID"),
     (re.compile(r"([=_-])\1{2,}"), r"\1\1\1"),
     (re.compile(r"\s+"), " "),
     (re.compile(r"\[ "), "["),
@@ -114,7 +115,7 @@ class Block:
     Attributes:
         line: Of the page, from 1.
         needs: What it cannot be run without, or "".
-        page: Another one that has the same commands, or "".
+        page: Another one, or a test, that has the same commands, or "".
         answers: Typed at the prompts of its commands.
     """
 

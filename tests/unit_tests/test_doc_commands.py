@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from labs import DockerLab, SlurmLab
-from literate import ROOT, Block, Pages, missing, pages, steps_of
+from literate import ROOT, Block, Pages, is_as_shown, missing, pages, steps_of
 
 from pytest_megatron.cli.main import group
 
@@ -111,7 +111,9 @@ def test_no_command_is_in_a_block_of_another_kind(page: Path) -> None:
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_a_block_that_is_run_elsewhere_is_there(page: Path) -> None:
     for block in blocks(page):
-        if block.page:
+        if block.page.endswith(".py"):
+            assert f'"{name_of(page)}"' in (ROOT / block.page).read_text(encoding="utf-8")
+        elif block.page:
             assert ROOT / block.page in pages()
             there = [c for other in blocks(ROOT / block.page) for c in other.commands]
             for command in block.commands:
@@ -218,6 +220,19 @@ def test_a_page_that_is_wrong_is_found_wrong(
 ) -> None:
     page = written(tmp_path, PAGE.replace(was, is_now))
     assert problem in "\n".join(Pages(tmp_path / "runs").problems(page))
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("[main 1a2b3c4] Train", "[main fadeface] Train"),  # a commit's id, without a digit
+        ("at 3.9 s", "at 12.4 s"),
+        ("see /tmp/a/b.log", "see /home/c.log"),
+    ],
+)
+def test_what_differs_between_runs_is_not_compared(shown: str, printed: str) -> None:
+    assert is_as_shown(shown, printed)
+    assert not is_as_shown(shown, f"{printed} again")
 
 
 def test_a_comment_that_means_nothing_is_refused() -> None:

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_name
 
-from pytest_megatron.base.files import parse_json
+from pytest_megatron.base.files import JsonValue, parse_json
 from pytest_megatron.doctor.compat import Compiled
 from pytest_megatron.doctor.facts import Extension, Package, Shadow
 
@@ -142,13 +142,19 @@ def _package(distribution: importlib.metadata.Distribution, path: Path) -> Packa
     )
 
 
-def _editable(text: str | None) -> Path | None:
-    """Return the checkout that a package is installed from, None where its files were copied."""
+def read_direct_url(text: str | None) -> dict[str, JsonValue]:
+    """Return the content of a `direct_url.json`; empty if there is none, or it is no mapping."""
+    # Source: PyPA specifications, Recording the Direct URL Origin of installed distributions.
     try:
         value = parse_json(text or "null")
     except ValueError:
-        return None
-    found = value if isinstance(value, dict) else {}
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _editable(text: str | None) -> Path | None:
+    """Return the checkout that a package is installed from, None where its files were copied."""
+    found = read_direct_url(text)
     url, directory = found.get("url"), found.get("dir_info")
     is_editable = isinstance(directory, dict) and bool(directory.get("editable"))
     return Path(unquote(urlsplit(url).path)) if is_editable and isinstance(url, str) else None

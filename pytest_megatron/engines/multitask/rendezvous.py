@@ -18,7 +18,7 @@ from typing import Self
 
 from pytest_megatron.engines.api import EngineError, TroubleKind
 from pytest_megatron.engines.multitask.coordinator import Peers
-from pytest_megatron.engines.multitask.messages import Join, decode, encode
+from pytest_megatron.engines.multitask.messages import Join, decode
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, Listener, WrongKeyError, connect, listen_on
 from pytest_megatron.gang.topology import slurm_address
@@ -170,11 +170,6 @@ def call(
             )
         time.sleep(_PAUSE_S)
     raise AssertionError("counting never ends")
-
-
-def say_here(channel: Channel, here: Join) -> None:
-    """Say who calls."""
-    channel.send_frame(encode(here))
 
 
 def find_addresses(host: str) -> Iterator[str]:

@@ -239,18 +239,17 @@ def render(comparison: Comparison) -> str:
     return "; ".join([*parts, comparison.golden_path])
 
 
-def render_layers(comparison: Comparison) -> str | None:
-    """Return one line on the layers, with measured values and limits.
+def render_layers(comparison: Comparison) -> list[str]:
+    """Return a line on the layers that failed and one on the others, with measured values.
 
-    None without layers, and where run and golden are equal.
+    Without layers, and where run and golden are equal, there are no lines.
     """
-    if not comparison.layers or comparison.rule is ComparisonRule.BITWISE:
-        return None
-    failed = [layer.text for layer in comparison.layers if not layer.passed]
-    passed = [layer.text for layer in comparison.layers if layer.passed]
-    parts = [f"failed: {', '.join(failed)}"] if failed else []
-    parts += [f"passed: {', '.join(passed)}"] if passed else []
-    return "; ".join(parts)
+    if comparison.rule is ComparisonRule.BITWISE:
+        return []
+    texts: dict[str, list[str]] = {"failed": [], "passed": []}
+    for layer in comparison.layers:
+        texts["passed" if layer.passed else "failed"].append(layer.text)
+    return [f"{word}: {', '.join(found)}" for word, found in texts.items() if found]
 
 
 def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[str, JsonValue]:

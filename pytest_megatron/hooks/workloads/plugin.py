@@ -38,10 +38,12 @@ from pytest_megatron.hooks.run_file import (
 from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
 from pytest_megatron.hooks.workloads.goldens import GoldenWriter
 from pytest_megatron.hooks.workloads.items import WorkloadItem
-from pytest_megatron.hooks.workloads.progress import LiveTerminal, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import register_queue
 from pytest_megatron.hooks.workloads.report import (
     ItemRetries,
+    LiveTerminal,
+    WorkersProgress,
+    folded,
     item_record,
     mismatch,
     print_plan,
@@ -249,6 +251,8 @@ class WorkloadPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
+        if item.training.verdict is not Verdict.FAILED:  # of a training, they are lines of logs
+            problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 

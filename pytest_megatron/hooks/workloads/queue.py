@@ -19,15 +19,15 @@ from pytest_megatron.hooks.options import LOCAL, has_workers
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
 from pytest_megatron.hooks.workloads.items import WorkloadItem, runner_of
-from pytest_megatron.hooks.workloads.progress import (
+from pytest_megatron.hooks.workloads.report import (
+    ItemRetries,
     StepClock,
     can_rewrite,
-    is_due,
     progress_text,
-    queue_text,
+    rough_time,
+    show_findings,
     uncaptured,
 )
-from pytest_megatron.hooks.workloads.report import ItemRetries, show_findings
 from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.verdict.job import Training, WorkloadJob
@@ -40,6 +40,8 @@ from pytest_megatron.verdict.scheduler import (
 from pytest_megatron.workload.run.runner import Progress, parse_progress
 
 _ERASE_ROW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
+_LEAST_SHARE = 0.05  # below it, what is left is a guess
+_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
 _MOST_SHOWN = 8  # trainings that run at once; a screen has 24 rows
 
 
@@ -341,3 +343,41 @@ def register_queue(config: pytest.Config, session: RunSession) -> None:
 def _is_skipped(item: WorkloadItem) -> bool:
     """Return true if marks skip an item: pytest then never runs its setup."""
     return evaluate_skip_marks(item) is not None
+
+
+def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
+    """Return whether a line is worth printing where none can be replaced: in the log of CI.
+
+    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
+
+    Args:
+        since_s: Since the last line.
+        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
+        has_new_detail: Whether the engine's detail or a training's progress is new.
+    """
+    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
+    return since_s >= limit_s
+
+
+def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
+    """Return the line.
+
+    Args:
+        engine: Name of the engine.
+        standing: How far it is.
+        elapsed_s: Since the workloads were submitted.
+    """
+    counts = [
+        f"{standing.num_ended} of {standing.num_works} ended",
+        f"{standing.num_running} running",
+        f"{standing.num_waiting} waiting",
+    ]
+    if standing.num_held:
+        counts.append(f"{standing.num_held} to be submitted")
+    parts = [", ".join(counts)]
+    if standing.detail:
+        parts.append(standing.detail)
+    share = standing.share_done
+    if share is not None and _LEAST_SHARE <= share < 1:
+        parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
+    return f"{engine}: {'; '.join(parts)}"

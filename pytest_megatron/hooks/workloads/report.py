@@ -1,17 +1,26 @@
-"""Report of workloads: terminal while they run, plan, failures, further attempts, record."""
+"""Report of workloads: progress while they run, plan, failures, further attempts, record."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import pytest
 
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
-from pytest_megatron.hooks.session import RunSession
+from pytest_megatron.hooks.options import CI_LOG_PLUGIN
+from pytest_megatron.hooks.session import NOTE_PREFIX, RunSession
 from pytest_megatron.recipe.case import Evaluation
 from pytest_megatron.runs.record import RecordedAttempt, RecordedHealth, RecordedWorkload
 from pytest_megatron.runs.redact import Redactor
@@ -22,10 +31,216 @@ from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.workload.plan.phases import Frozen, Rewind
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import AttemptListener
+from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.ci_log import CiLogPlugin
 
 _INDENT = "    "
+_WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
+_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
+_SECOND_MS = 1000
+
+
+def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which pytest captures no output."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return found
+
+
+def can_rewrite(reporter: pytest.TerminalReporter) -> bool:
+    """Return true on a terminal that can replace a line: none of an editor, nor a log of CI."""
+    is_log = os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
+    return bool(reporter.isatty) and not is_log
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
+        """Begin to show.
+
+        Args:
+            config: Of this process.
+            node_id: Of the workload.
+            note: Where a process without a terminal, a worker of pytest-xdist, notes the progress
+                for the one that has it; None shows it here.
+        """
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if note is None else None
+        self._config = config
+        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
+        self._is_tty = reporter is not None and can_rewrite(reporter)
+        self._ci_log: CiLogPlugin | None = config.pluginmanager.get_plugin(CI_LOG_PLUGIN)
+        self._copies_iterations = config.get_verbosity() > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
+        self._note = note
+        self._clock = StepClock()
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+        self._unfold()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown and self._ci_log is not None and self._writer is not None:
+            with uncaptured(self._config):
+                self._ci_log.fold(f"{self._name}: output of ranks")
+            self._has_line = True
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: int, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = progress_text(self._name, phase, self._clock.timed(phase, progress))
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() < self._next_line_at:
+            return
+        elif self._note is not None:
+            self._next_line_at = time.monotonic() + _NOTE_EVERY_S
+            with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
+                write_text_atomically(self._note, text)
+        else:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._unfold()
+            self._write([text], None)
+
+    def _unfold(self) -> None:
+        """End the folded section of a log of CI."""
+        if self._ci_log is not None:
+            with uncaptured(self._config):
+                self._ci_log.unfold()
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if self._writer is None or (not lines and not self._is_tty):
+            return
+        with uncaptured(self._config):
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Measures the time of an iteration, for trainings that print none."""
+
+    _phase: int = 0
+    _first: int = 0
+    _at: float = 0.0
+
+    def timed(self, phase: int, progress: Progress) -> Progress:
+        """Return the progress with a time of its iterations, once there are two of them."""
+        if progress.iteration_ms is not None:
+            return progress
+        now = time.monotonic()
+        if phase != self._phase or progress.iteration < self._first:
+            self._phase, self._first, self._at = phase, progress.iteration, now
+        steps = progress.iteration - self._first
+        return (
+            replace(progress, iteration_ms=(now - self._at) / steps * 1000) if steps else progress
+        )
+
+
+class WorkersProgress:
+    """Prints how far the trainings of pytest-xdist's workers are. Lives in their controller."""
+
+    def __init__(
+        self, config: pytest.Config, run_dir: Path, every_s: float = _LINE_EVERY_S
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._every_s = every_s
+        self._is_over = threading.Event()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Print beside the loop, which waits for the workers."""
+        thread = threading.Thread(target=self._print, daemon=True)
+        thread.start()
+        try:
+            return (yield)
+        finally:
+            self._is_over.set()
+            thread.join()
+            for note in self._notes():
+                note.unlink(missing_ok=True)
+
+    def _notes(self) -> list[Path]:
+        return sorted(self._run_dir.glob(f"{NOTE_PREFIX}*"))
+
+    def _print(self) -> None:
+        """Print a line for each training that came further since the last time."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        seen: set[str] = set()
+        while not self._is_over.wait(self._every_s) and reporter is not None:
+            texts = [_text_of(note) for note in self._notes()]
+            new = [text for text in texts if text and text not in seen]
+            seen = set(texts)
+            if new:
+                before = [""] if reporter._tw.width_of_current_line else []
+                reporter._tw.write("\n".join([*before, *new, ""]), flush=True)
+
+
+def _text_of(note: Path) -> str:
+    try:
+        return note.read_text(encoding="utf-8")
+    except OSError:  # the training has ended
+        return ""
+
+
+def rough_time(seconds: float) -> str:
+    """Return a duration in its largest unit."""
+    if seconds >= _HOURS:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
+
+
+def progress_text(name: str, phase: int, progress: Progress) -> str:
+    """Return how far a training is, in words; short, as 80 columns have to do."""
+    of_phase = f", phase {phase}" if phase > 1 else ""
+    parts = [f"{name}{of_phase}: iteration {progress.iteration}/{progress.last}"]
+    if progress.loss is not None:
+        parts.append(f"lm loss {_rounded(progress.loss)}")
+    if progress.iteration_ms is not None:
+        ms = progress.iteration_ms
+        parts.append(f"{ms:.0f} ms a step" if ms < _SECOND_MS else f"{ms / 1000:.1f} s a step")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"{rough_time(left)} left")
+    return ", ".join(parts)
+
+
+def _rounded(loss: str) -> str:
+    try:
+        return f"{float(loss):.4g}"
+    except ValueError:
+        return loss
 
 
 def training_failure(training: Training) -> str:
@@ -57,13 +272,31 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
-            layers = render_layers(comparison)
-            lines += [] if layers is None else [f"{_INDENT}{_INDENT}{layers}"]
+            lines += (f"{_INDENT}{_INDENT}{line}" for line in render_layers(comparison))
         if len(repeat.failed) > _MAX_SHOWN:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join(lines)
+
+
+def folded(problem: str) -> str:
+    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
+    headline, *details = problem.splitlines()
+    lines = [headline]
+    for line in details:
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
+        for number, part in enumerate(parts):
+            lines += textwrap.wrap(
+                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
+                _WIDTH,
+                initial_indent=f"{indent}{_INDENT}" if number else indent,
+                subsequent_indent=f"{indent}{_INDENT}",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _in_short(judgement: Judgement) -> str:

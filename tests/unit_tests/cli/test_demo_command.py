@@ -8,12 +8,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from literate import ROOT, Block, missing, steps_of
+
 SURROUNDINGS = {
     "GIT_AUTHOR_NAME": "A hook",
     "PYTEST_ADDOPTS": "--collect-only",
     "SLURM_JOB_ID": "7",
     "SLURM_NNODES": "4",
     "SLURM_STEP_NUM_NODES": "4",
+    "COLUMNS": "80",
 }
 FILES = [
     ".gitignore",
@@ -80,6 +83,16 @@ def test_a_demo_shows_a_hang_and_a_workload_that_equals_the_golden_it_recorded(
     assert git(demo, "ls-files").splitlines() == sorted([*FILES, golden])
     assert "user" not in (demo / ".git/config").read_text()
     assert git(outer, "rev-list", "--all") == ""
+    printed = done.stdout.replace("a demo", "pytest-megatron-demo").replace("%20", "-")
+    assert missing(shown_in("README.md"), printed) is None
+
+
+def shown_in(page: str) -> tuple[str, ...]:
+    """Return the output of the demo that a page shows."""
+    steps = steps_of((ROOT / page).read_text(encoding="utf-8"))
+    commands = (command for step in steps if isinstance(step, Block) for command in step.commands)
+    (output,) = (each.output for each in commands if each.text == "pytest-megatron demo")
+    return output
 
 
 def test_a_demo_that_is_not_run_is_a_committed_project(tmp_path: Path) -> None:

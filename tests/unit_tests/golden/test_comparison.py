@@ -149,15 +149,16 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
     ]
 
 
-def test_the_layers_read_as_one_line_what_failed_first() -> None:
+def test_the_layers_are_two_lines_what_failed_first() -> None:
     layers = (
         Layer(rule=ComparisonRule.PRESENCE, passed=True, measured=50.0, limit=50.0, unit="steps"),
         Layer(rule=ComparisonRule.OUTLIER, passed=False, measured=0.2, limit=0.01, place="step 7"),
     )
-    assert render_layers(failed(ComparisonRule.OUTLIER, layers=layers)) == (
-        "failed: outlier 2.0e-01 of 1.0e-02 (step 7); passed: presence 50 of 50 steps"
-    )
-    assert render_layers(failed(ComparisonRule.OUTLIER)) is None
+    assert render_layers(failed(ComparisonRule.OUTLIER, layers=layers)) == [
+        "failed: outlier 2.0e-01 of 1.0e-02 (step 7)",
+        "passed: presence 50 of 50 steps",
+    ]
+    assert render_layers(failed(ComparisonRule.OUTLIER)) == []
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
-    return project.run("recipes", "-n", "3", "--junitxml", "junit.xml")
+    return project.run("recipes", "-n", "2", "--junitxml", "junit.xml")
 
 
 def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:

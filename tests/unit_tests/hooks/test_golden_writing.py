@@ -339,7 +339,7 @@ def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
     project.add("hang", "hang@2:1")
     commit(project)
     process = project.start("recipes", "--golden", "refresh")
-    wait_until((tmp_path / "state" / "hang.up").exists, "the hang")
+    wait_until(project.state("hang").with_suffix(".up").exists, "the hang")
     send(process, signal.SIGINT, to_group=True)
     output, _ = process.communicate()
     assert process.returncode == pytest.ExitCode.INTERRUPTED

@@ -20,7 +20,7 @@ def hanging(tmp_path: Path) -> tuple[Project, subprocess.Popen[str]]:
     project.row("third", script=["touch third"], write_golden=False)
     process = project.start("recipes")
     wait_until((tmp_path / "run" / "run.json").exists, "the first workload")
-    wait_until((tmp_path / "state" / "hang.up").exists, "the hang")
+    wait_until(project.state("hang").with_suffix(".up").exists, "the hang")
     return project, process
 
 
@@ -88,7 +88,7 @@ def test_nohup_holds_when_the_terminal_is_lost(tmp_path: Path) -> None:
         process = project.start("recipes")
     finally:
         signal.signal(signal.SIGHUP, before)
-    wait_until((tmp_path / "state" / "waits.up").exists, "the hang")
+    wait_until(project.state("waits").with_suffix(".up").exists, "the hang")
     send(process, signal.SIGHUP, to_group=False)
     send(process, signal.SIGTERM, to_group=False)
     output, _ = process.communicate()

@@ -13,8 +13,8 @@ from _pytest._io import TerminalWriter
 from tiny_project import wait_until
 
 from pytest_megatron.hooks.session import NOTE_PREFIX
-from pytest_megatron.hooks.workloads.progress import LiveTerminal, StepClock, WorkersProgress
 from pytest_megatron.hooks.workloads.queue import QueueTerminal
+from pytest_megatron.hooks.workloads.report import LiveTerminal, StepClock, WorkersProgress
 from pytest_megatron.verdict.scheduler import QueueProgress
 from pytest_megatron.workload.run.runner import Progress, parse_progress
 

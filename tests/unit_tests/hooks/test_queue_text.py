@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from pytest_megatron.hooks.workloads.progress import is_due, queue_text
+from pytest_megatron.hooks.workloads.queue import is_due, queue_text
 from pytest_megatron.verdict.scheduler import QueueProgress
 
 STANDING = QueueProgress(

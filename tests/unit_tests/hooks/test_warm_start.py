@@ -15,8 +15,8 @@ import pytest
 from tiny_project import Project, Run, wait_until
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.engines.local import obstacle_of, uses_megatron
 from pytest_megatron.engines.warm_process import replace_popen
-from pytest_megatron.engines.warm_start import obstacle_of, uses_megatron
 
 MIRROR = Path(__file__).parents[1] / "guests" / "mirror.py"
 HEAD = "from __future__ import annotations\n"
@@ -139,7 +139,7 @@ def test_a_killed_session_leaves_nothing_that_was_forked(tmp_path: Path) -> None
     project = Project(root=tmp_path, has_torch=True)
     project.add("hang", "hang@2:1", "spawn@1:1")
     process = project.start("recipes", "--workload-start", "fork")
-    wait_until((tmp_path / "state" / "hang.up").exists, "the hang")
+    wait_until(project.state("hang").with_suffix(".up").exists, "the hang")
     log = phase_of(project, "run", "hang") / "launcher.log"
     assert "not forked" not in log.read_text()
     process.kill()

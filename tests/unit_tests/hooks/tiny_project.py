@@ -202,9 +202,12 @@ class Project:
         return cases / "gpt" / case / "model_config.yaml"
 
     def state(self, case: str) -> Path:
-        """The file that outlives an attempt."""
+        """The file that outlives an attempt: one for all cases where they share a warm process.
+
+        An environment has a process of its own, and each imports torch.
+        """
         (self.root / "state").mkdir(exist_ok=True)
-        return self.root / "state" / case
+        return self.root / "state" / ("all" if self.has_torch else case)
 
     def command(self, *arguments: str, run_dir: str) -> list[str]:
         ours = ["-p", "megatron", "--run-dir", run_dir] if run_dir else ["-p", "megatron"]

@@ -52,7 +52,6 @@ def time_per_test(directory: Path, audit: str) -> float:
 
 def time_of_a_look(num_looks: int = 500) -> float:
     """Return the median time of a look that finds nothing, in seconds."""
-    import megatron.core.models.gpt.gpt_model  # noqa: PLC0415 - only has to be loaded
     import torch.distributed as dist  # noqa: PLC0415
 
     from pytest_megatron.gang.rank.audit import Audit  # noqa: PLC0415

@@ -29,7 +29,7 @@ from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.run_file import RunFile, record_on
 from pytest_megatron.hooks.session import RunSession, write_line
-from pytest_megatron.runs.record import RecordedTest
+from pytest_megatron.runs.record import RecordedTest, ran_nowhere
 from pytest_megatron.runs.reproduce import reproduce_line
 
 NAME = "megatron-gangs-results"
@@ -53,6 +53,7 @@ class GangResults:
         self._records: dict[str, RecordedTest] = {}
         self._left: dict[str, list[str]] = {}
         self._config: pytest.Config | None = None
+        self._ran: list[tuple[str, str | None]] = []
         self._next_at = 0.0
 
     @pytest.hookimpl(tryfirst=True)
@@ -81,9 +82,17 @@ class GangResults:
             lines.append(unused_nodes_line(num_unused))
         return lines
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Note tests that an option leaves out."""
+        self._ran += [(item.nodeid, "deselected") for item in items]
+
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the record of a test; an error that follows makes it a failure."""
+        is_skip = report.skipped and isinstance(report.longrepr, tuple)
+        if is_skip or report.when == "call":
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ") if is_skip else None
+            self._ran.append((report.nodeid, reason))
         if left := [str(text) for name, text in report.user_properties if name == LEFT]:
             self._left[report.nodeid] = left
             if self._config is not None and self._config.getoption("verbose", 0) > 0:
@@ -110,6 +119,8 @@ class GangResults:
         """List tests that passed at a rerun, and gangs that were replaced."""
         lines = flaky_lines(self._records)
         replaced = replaced_line(self._records.values())
+        if terminalreporter.verbosity > 0:
+            lines += _nowhere_lines(self._ran)
         if self._left:
             lines.append(_audit_line(self._left, len(self._records)))
         if replaced is not None:
@@ -120,6 +131,15 @@ class GangResults:
             terminalreporter.section("distributed tests", sep="-")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def _nowhere_lines(ran: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return the lines on tests that ran at no world size."""
+    return [
+        f"megatron: {counted(len(found), 'test')} ran nowhere: "
+        f"{reason}: {listed(found, _MOST_LEAKERS)}"
+        for reason, found in ran_nowhere(ran).items()
+    ]
 
 
 def _audit_line(left: Mapping[str, Sequence[str]], num_tests: int) -> str:

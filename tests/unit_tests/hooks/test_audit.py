@@ -143,3 +143,29 @@ def test_a_mark_that_allows_something_unknown_is_a_usage_error(suite: Suite) -> 
     problem = "mark audit: allow=['sockets'] is given, expected a list of groups, cuda-memory, "
     assert f"test_marks.py::test_is_wrong: {problem}" in run.stdout + run.stderr
     assert suite.run("--ranks=2", "-k", "of_a_project").returncode == 0
+
+
+def test_tests_that_ran_at_no_size_are_listed_by_reason(suite: Suite) -> None:
+    suite.write(
+        test_sizes="""
+            import pytest
+
+            @pytest.mark.world_size(1, 2)
+            def test_of_two(world_size):
+                if world_size == 1:
+                    pytest.skip("needs 2 ranks")
+
+            @pytest.mark.world_size(1, 2)
+            def test_of_four():
+                pytest.skip("needs 4 ranks")
+
+            def test_other():
+                pass
+        """
+    )
+    run = suite.run("-v", "--ranks=2", "--device=cpu", "-k", "not other")
+    assert (
+        "\nmegatron: 1 test ran nowhere: needs 4 ranks: test_sizes.py::test_of_four\n" in run.stdout
+    )
+    assert "\nmegatron: 1 test ran nowhere: deselected: test_sizes.py::test_other\n" in run.stdout
+    assert run.stdout.count("ran nowhere") == 2

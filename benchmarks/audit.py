@@ -52,12 +52,13 @@ def time_per_test(directory: Path, audit: str) -> float:
 
 def time_of_a_look(num_looks: int = 500) -> float:
     """Return the median time of a look that finds nothing, in seconds."""
-    import torch.distributed as dist  # noqa: PLC0415
+    from torch._C._distributed_c10d import HashStore  # noqa: PLC0415
+    from torch.distributed import init_process_group  # noqa: PLC0415
 
     from pytest_megatron.gang.rank.audit import Audit  # noqa: PLC0415
     from pytest_megatron.gang.rank.process_state import StateKeeper  # noqa: PLC0415
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     keeper = StateKeeper(1, lambda: None, Audit())
     keeper.find_leaks()
     times = []

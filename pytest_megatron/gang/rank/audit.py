@@ -101,17 +101,17 @@ _MEGATRON = "megatron."
 _OF_A_SETTING = ("torch.Storage",)  # which follows the default dtype
 
 
-class _Group(Protocol):
+class _HeldGroup(Protocol):
     """Interface of a process group."""
 
     def size(self) -> int: ...
 
 
-class _World(Protocol):
+class _GroupRegistry(Protocol):
     """Interface of the groups that torch has."""
 
-    default_pg: _Group | None
-    pg_names: Mapping[_Group, str]
+    default_pg: _HeldGroup | None
+    pg_names: Mapping[_HeldGroup, str]
     group_count: int
 
 
@@ -343,9 +343,9 @@ class Audit:
         return self._files
 
 
-def _world() -> _World | None:
+def _world() -> _GroupRegistry | None:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    return cast("_World | None", getattr(c10d, "_world", None))
+    return cast("_GroupRegistry | None", getattr(c10d, "_world", None))
 
 
 def _descriptors() -> list[str]:

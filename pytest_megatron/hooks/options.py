@@ -249,6 +249,7 @@ GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
 Switch = Literal["on", "off"]
+AuditMode = Literal["off", "report", "fail"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -270,6 +271,7 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
 _STOP_EARLY: ValueKind[Switch] = one_of("on", "off")
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
+_AUDIT: ValueKind[AuditMode] = one_of("off", "report", "fail")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 _WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
@@ -458,6 +460,11 @@ class Options:
         "",
         "Slurm's",
         metavar="HOST:PORT",
+    )
+    audit: AuditMode = _AUDIT(
+        "audit",
+        "what distributed tests leave behind in their ranks: report names it, fail fails the test",
+        "report",
     )
     rank_timeout_s: float = SECONDS(
         "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0

@@ -16,6 +16,7 @@ OPTIONS = """\
 --allow-dirty
 --allow-empty
 --attach
+--audit
 --audit-determinism
 --bucket
 --cadence

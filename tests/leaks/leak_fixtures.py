@@ -1,4 +1,4 @@
-"""Fixtures of the suites of leaking tests; see `tests/unit_tests/hooks/test_audit.py`."""
+"""Fixtures of the suites of leaking tests; see `tests/unit_tests/hooks/test_named_leaks.py`."""
 
 from __future__ import annotations
 

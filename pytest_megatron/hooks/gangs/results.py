@@ -89,10 +89,10 @@ class GangResults:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the record of a test; an error that follows makes it a failure."""
-        is_skip = report.skipped and isinstance(report.longrepr, tuple)
-        if is_skip or report.when == "call":
-            reason = str(report.longrepr[2]).removeprefix("Skipped: ") if is_skip else None
-            self._ran.append((report.nodeid, reason))
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._ran.append((report.nodeid, report.longrepr[2].removeprefix("Skipped: ")))
+        elif report.when == "call":
+            self._ran.append((report.nodeid, None))
         if left := [str(text) for name, text in report.user_properties if name == LEFT]:
             self._left[report.nodeid] = left
             if self._config is not None and self._config.getoption("verbose", 0) > 0:

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -22,6 +23,7 @@ class Scaled(torch.nn.Linear):
 
     factor = 1.0
 
+    @override
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return super().forward(values) * self.factor
 
@@ -34,6 +36,7 @@ class TwoLayers(torch.nn.Module):
         self.first = torch.nn.Linear(8, 8)
         self.second = Scaled(8, 1)
 
+    @override
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.second(torch.tanh(self.first(values)))
         return found

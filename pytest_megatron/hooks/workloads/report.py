@@ -291,6 +291,25 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     return "\n".join(lines)
 
 
+def folded(problem: str) -> str:
+    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
+    headline, *details = problem.splitlines()
+    lines = [headline]
+    for line in details:
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
+        for number, part in enumerate(parts):
+            lines += textwrap.wrap(
+                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
+                _WIDTH,
+                initial_indent=f"{indent}{_INDENT}" if number else indent,
+                subsequent_indent=f"{indent}{_INDENT}",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace("\0", " ")
+
+
 def not_deterministic(training: Training) -> str | None:
     """Return why an audited training does not pass; None if it does.
 
@@ -313,25 +332,6 @@ def _audit_record(training: Training) -> RecordedAudit | None:
     if (reason := training.job.why_not_audited) is not None:
         return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
     return None if training.audit is None else training.audit.record
-
-
-def folded(problem: str) -> str:
-    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
-    headline, *details = problem.splitlines()
-    lines = [headline]
-    for line in details:
-        indent = " " * (len(line) - len(line.lstrip()))
-        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
-        for number, part in enumerate(parts):
-            lines += textwrap.wrap(
-                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
-                _WIDTH,
-                initial_indent=f"{indent}{_INDENT}" if number else indent,
-                subsequent_indent=f"{indent}{_INDENT}",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines).replace("\0", " ")
 
 
 def _in_short(judgement: Judgement) -> str:

@@ -35,7 +35,14 @@ from pytest_megatron.trace.divergences import (
     hint_of,
     write_comparison,
 )
-from pytest_megatron.trace.merge import HeldPart, Merge, NotMergedError, is_expert, sorted_rows
+from pytest_megatron.trace.merge import (
+    HeldPart,
+    Merge,
+    NotMergedError,
+    is_expert,
+    is_same_layout,
+    sorted_rows,
+)
 from pytest_megatron.trace.pieces import (
     EPSILONS,
     Piece,
@@ -172,6 +179,11 @@ class Comparer:
             raise TraceError(
                 str(min(traces, key=lambda trace: trace.steps).directory),
                 "has no whole step, expected at least one; see the log of its ranks",
+            )
+        if self._noise and not is_same_layout(self._reference.layout, self._noise.layout):
+            raise TraceError(
+                str(self._noise.directory),
+                "has another layout than the reference, expected a second run of it",
             )
         noises = self._noise.each_step() if self._noise else iter(())
         for (number, reference), (_, candidate) in zip(
@@ -426,7 +438,7 @@ class Comparer:
         return None, ()
 
     def _replica_limit(self, piece: Piece) -> float:
-        """Return the largest disagreement of ranks that hold the same; reductions make bits equal."""
+        """Return the largest disagreement of ranks that hold the same, which get equal bits."""
         own = EPSILONS.get(piece.record.dtype, 0.0)
         if piece.record.phase == "update":
             return _ROUNDED * own
@@ -622,7 +634,10 @@ def compare(reference: Path, candidate: Path, noise: Path | None) -> TraceCompar
         traces = [Trace(one) for one in (reference, candidate)]
         return Comparer(traces[0], traces[1], Trace(noise) if noise else None).compare()
     except TraceError as error:
-        return TraceComparison(verdict="unusable", problem=str(error))
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: cannot be read: {error.strerror}"
+    return TraceComparison(verdict="unusable", problem=problem)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

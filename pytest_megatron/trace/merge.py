@@ -220,7 +220,7 @@ class Merge:
         self._layouts = (reference.trace.layout, candidate.trace.layout)
         self._samples = samples
         self._gated = _gated_modules(reference)
-        self.is_same_layout = _sizes(self._layouts[0]) == _sizes(self._layouts[1]) and (
+        self.is_same_layout = is_same_layout(*self._layouts) and (
             samples is None or samples[0].rows == samples[1].rows
         )
 
@@ -524,7 +524,10 @@ class _Wholes:
             split = (False,) * (len(view) - skip)
             if view[skip:] != other_shape[skip:]:
                 raise NotMergedError(f"sizes {list(view)} and {list(other_shape)} differ")
-            coordinate = other.layout.tp[0] if tp > 1 else None
+            is_shared = (
+                axes.sequence_parts > layout.cp[1] or other_axes.sequence_parts > other.layout.cp[1]
+            )
+            coordinate = other.layout.tp[0] if tp > 1 and not is_shared else None
         else:
             split = split_sizes(
                 view[skip:], other_shape[skip:], (tp, other_tp), may_be_padded=self._may_be_padded
@@ -736,6 +739,11 @@ def _key(index: Index) -> tuple[object, ...]:
 def _sizes(layout: TraceLayout) -> tuple[object, ...]:
     sizes = [getattr(layout, axis)[1] for axis in ("tp", "pp", "dp", "cp", "ep", "etp", "edp")]
     return (*sizes, layout.vpp, layout.sequence_parallel)
+
+
+def is_same_layout(one: TraceLayout, other: TraceLayout) -> bool:
+    """Return whether the sizes of two layouts are equal."""
+    return _sizes(one) == _sizes(other)
 
 
 def _sequence_parts(layout: TraceLayout) -> int:

@@ -145,7 +145,7 @@ class Trace:
         yield 0, self._step({rank: self._first(rank) for rank in self._files})
         streams = {
             rank: itertools.groupby(
-                (one for one in read_records(path) if one.step), key=lambda record: record.step
+                (one for one in _records(path) if one.step), key=lambda record: record.step
             )
             for rank, path in self._files.items()
         }
@@ -160,7 +160,7 @@ class Trace:
             yield number, self._step({rank: one for rank, (_, one) in found.items()})
 
     def _first(self, rank: int) -> Iterator[TraceRecord]:
-        early = itertools.takewhile(lambda one: one.step < 2, read_records(self._files[rank]))  # noqa: PLR2004
+        early = itertools.takewhile(lambda one: one.step < 2, _records(self._files[rank]))  # noqa: PLR2004
         return (one for one in early if not one.step)
 
     def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> TracedStep:
@@ -197,6 +197,13 @@ class Trace:
             return np.memmap(file, np.uint8, "r")
         except (OSError, ValueError) as error:
             raise TraceError(str(file), f"cannot be read: {error}") from error
+
+
+def _records(path: Path) -> Iterator[TraceRecord]:
+    try:
+        yield from read_records(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise TraceError(str(path), f"has a line that is no tensor: {error}") from error
 
 
 def _header(path: Path) -> TraceHeader:

@@ -279,8 +279,7 @@ def mismatch(training: Training, judgement: Judgement) -> str:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
         if (trace := traces[repeat.repeat]) is not None:
-            lines += [f"{_INDENT}{line}" for line in as_text(trace).splitlines()]
-            lines.append(f"{_INDENT}more: {job.dirs.equivalence}")
+            lines += [*as_text(trace).splitlines(), f"more: {job.dirs.equivalence}"]
             continue
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
@@ -290,6 +289,25 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join(lines)
+
+
+def folded(problem: str) -> str:
+    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
+    headline, *details = problem.splitlines()
+    lines = [headline]
+    for line in details:
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
+        for number, part in enumerate(parts):
+            lines += textwrap.wrap(
+                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
+                _WIDTH,
+                initial_indent=f"{indent}{_INDENT}" if number else indent,
+                subsequent_indent=f"{indent}{_INDENT}",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace("\0", " ")
 
 
 def not_deterministic(training: Training) -> str | None:
@@ -314,25 +332,6 @@ def _audit_record(training: Training) -> RecordedAudit | None:
     if (reason := training.job.why_not_audited) is not None:
         return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
     return None if training.audit is None else training.audit.record
-
-
-def folded(problem: str) -> str:
-    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
-    headline, *details = problem.splitlines()
-    lines = [headline]
-    for line in details:
-        indent = " " * (len(line) - len(line.lstrip()))
-        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
-        for number, part in enumerate(parts):
-            lines += textwrap.wrap(
-                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
-                _WIDTH,
-                initial_indent=f"{indent}{_INDENT}" if number else indent,
-                subsequent_indent=f"{indent}{_INDENT}",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines).replace("\0", " ")
 
 
 def _in_short(judgement: Judgement) -> str:

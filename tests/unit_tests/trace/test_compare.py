@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from pytest_megatron.trace.compare import main
 from pytest_megatron.trace.divergences import TraceComparison, read_comparison
-from pytest_megatron.trace.settings import VARIABLE, TraceSettings
 
 pytest.importorskip("megatron.core")
 
 _TESTS = Path(__file__).parents[2]
-_PROGRAM = _TESTS / "traces/buggy_train.py"
+_GUEST = _TESTS / "unit_tests/guests/traced_trainings.py"
 _ARGUMENTS = (
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2"),
     *("--seq-length", "8", "--vocab-size", "32", "--micro-batch-size", "2"),
@@ -28,67 +29,46 @@ _ARGUMENTS = (
 _TP2 = ("--tensor-model-parallel-size", "2")
 
 
-def _start(directory: Path, world_size: int, *arguments: str) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = TraceSettings(directory=directory, steps=1, values="full")
-    command = [sys.executable, "-m", "pytest_megatron.trace.run", str(_PROGRAM)]
-    ranks = []
-    for rank in range(world_size):
-        env = {**os.environ, VARIABLE: settings.to_json(), "OMP_NUM_THREADS": "1"}
-        if world_size > 1:
-            env |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        ranks.append(
-            subprocess.Popen(
-                [*command, *_ARGUMENTS, *arguments],
-                env=env,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-        )
-    return ranks
+class Compare(Protocol):
+    def __call__(self, *directories: str | Path) -> tuple[int, TraceComparison, str]: ...
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("traces")
-    ranks = [
-        *_start(root / "reference", 1),
-        *_start(root / "tp2", 2, *_TP2),
-        *_start(root / "bug", 2, *_TP2, "--exam-bug", "row-parallel-unreduced"),
-        *_start(root / "other_data", 1, "--seed", "5"),
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=240)
-            assert rank.returncode == 0, errors.decode()[-2000:]
-        yield root
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    trainings = []
+    for name, world_size, *arguments in (
+        ("reference", 1),
+        ("tp2", 2, *_TP2),
+        ("bug", 2, *_TP2, "--exam-bug", "row-parallel-unreduced"),
+        ("other_data", 1, "--seed", "5"),
+    ):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        trainings.append([str(root / str(name)), world_size, port, *_ARGUMENTS, *arguments])
+    path = os.pathsep.join((str(_TESTS / "functional_tests"), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, str(_GUEST), json.dumps(trainings)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return root
 
 
 @pytest.fixture
-def compare(
-    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, TraceComparison, str]]:
+def compare(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
     def run(*directories: str | Path) -> tuple[int, TraceComparison, str]:
         output = tmp_path / "equivalence.json"
-        code = main([*(str(traces / one) for one in directories), "--output", str(output)])
+        names = [one if one == "--noise" else str(traces / one) for one in directories]
+        code = main([*names, "--output", str(output)])
         return code, read_comparison(output), capsys.readouterr().out
 
     return run
-
-
-Compare = Callable[..., tuple[int, TraceComparison, str]]
 
 
 def test_layouts_that_train_the_same_are_equal(compare: Compare) -> None:
@@ -129,6 +109,18 @@ def test_other_data_is_one_clear_error(compare: Compare) -> None:
     assert "4 of 4 samples in step 1 that the reference has not" in (found.problem or "")
 
 
+def test_noise_of_another_layout_is_one_clear_error(compare: Compare, traces: Path) -> None:
+    code, found, _ = compare("reference", "tp2", "--noise", traces / "tp2")
+    assert (code, found.verdict) == (2, "unusable")
+    assert "expected a second run of it" in (found.problem or "")
+
+
+def _with_foreign_line(trace: Path) -> None:
+    lines = (trace / "rank_0.jsonl").read_text().splitlines()
+    lines[5] = '{"loss": 1}'
+    (trace / "rank_0.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def _without_end(trace: Path) -> None:
     lines = trace / "rank_1.jsonl"
     lines.write_text("\n".join(lines.read_text().splitlines()[:-1]) + "\n")
@@ -159,6 +151,7 @@ def _foreign(trace: Path) -> None:
         pytest.param(_without_values, "is cut off after 1000 bytes", id="values"),
         pytest.param(_without_rank, "has no trace of rank 1 of 2", id="rank"),
         pytest.param(_with_hashes_only, "has hashes only", id="hashes"),
+        pytest.param(_with_foreign_line, "has a line that is no tensor", id="line"),
         pytest.param(_foreign, "is no header of a trace", id="foreign"),
         pytest.param(shutil.rmtree, "holds no trace", id="nothing"),
     ],

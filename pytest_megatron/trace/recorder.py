@@ -34,10 +34,15 @@ from pytest_megatron.trace.measure import (
     measure_on_device,
     resolve,
 )
-from pytest_megatron.trace.module_names import named_modules, unwrap
 from pytest_megatron.trace.noise import Noise
 from pytest_megatron.trace.settings import TraceSettings
-from pytest_megatron.trace.shards import NamedParameter, local_values, named_parameters
+from pytest_megatron.trace.shards import (
+    NamedParameter,
+    local_values,
+    named_modules,
+    named_parameters,
+    unwrap,
+)
 from pytest_megatron.trace.weights import read_weights, write_weights
 
 _WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
@@ -366,7 +371,8 @@ class Recorder:
         place = dataclasses.replace(place, tensor=f"grad_{place.tensor}")
         known = self._watched.get(id(tensor))
         if known and known.tensor() is tensor and known.version == tensor._version:
-            known.places.append(place)
+            if place not in known.places:  # a recomputed module gets the same tensor again
+                known.places.append(place)
             return
         places = [place]
         self._watched[id(tensor)] = _Watched(weakref.ref(tensor), tensor._version, places)
@@ -558,7 +564,8 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _subclasses(kind: type) -> Iterator[type]:
     yield kind
-    for one in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for one in below:
         yield from _subclasses(one)
 
 

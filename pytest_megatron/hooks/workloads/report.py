@@ -278,8 +278,7 @@ def mismatch(training: Training, judgement: Judgement) -> str:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
         if (trace := traces.get(repeat.repeat)) is not None:
-            lines += [f"{_INDENT}{line}" for line in as_text(trace).splitlines()]
-            lines.append(f"{_INDENT}more: {job.dirs.equivalence}")
+            lines += [*as_text(trace).splitlines(), f"more: {job.dirs.equivalence}"]
             continue
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")

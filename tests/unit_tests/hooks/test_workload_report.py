@@ -213,8 +213,8 @@ def test_a_row_that_differs_shows_the_first_tensor_that_does() -> None:
         "trained to the end, but its tensors disagree"
     )
     assert against == "repeat 1 against the reference:"
-    assert block[:-1] == [f"    {line}" for line in as_text(trace).splitlines()]
-    assert block[-1] == "    more: /run/item/equivalence.json"
+    assert block == [*as_text(trace).splitlines(), "more: /run/item/equivalence.json"]
+    assert max(map(len, folded("\n".join(block)).splitlines())) <= 80
     assert summary_line(trained, judgement, "long") == "0.0 s, tensors disagree"
     record = item_record(trained, judgement, problem="long")
     assert record.fingerprint == "mismatch|reference: decoder.layers.0.mlp, forward"

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import TraceError
+from pytest_megatron.trace.settings import VARIABLE, TraceSettings, read_settings
+
+
+def test_settings_pass_through_the_variable() -> None:
+    settings = TraceSettings(
+        directory=Path("a"), steps=3, values="full", weights_from=Path("w"), noise_seed=0
+    )
+    assert read_settings({VARIABLE: settings.to_json()}) == settings
+
+
+def test_without_the_variable_there_are_none() -> None:
+    assert read_settings({}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "'{' is not a JSON object; unset it"),
+        ("{}", "directory is None, expected a path"),
+        ('{"directory": "a", "steps": 0}', "steps is 0, expected a whole number from 1"),
+        ('{"directory": "a", "steps": true}', "steps is True, expected a whole number from 1"),
+        ('{"directory": "a", "values": "all"}', "values is 'all', expected hash or full"),
+        ('{"directory": "a", "noise_seed": "1"}', "noise_seed is '1', expected a whole number"),
+        ('{"directory": "a", "step": 1}', "unknown key 'step', expected some of directory"),
+    ],
+)
+def test_a_wrong_value_is_named(text: str, problem: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        TraceSettings.from_json(text)
+    assert str(caught.value).startswith(f"{VARIABLE}: {problem}")

@@ -328,8 +328,9 @@ def mark(question: Question, file: Path) -> Mark:
 def in_words(first: dict[str, Value]) -> str:
     """Name a first divergence on one line."""
     keys = ("step", "microbatch", "phase", "module", "tensor", "ranks", "kind")
-    size = f"error {first['error']:.1e}, limit {first['limit']:.1e}"
-    return " ".join(str(first[key]) for key in keys) + f" ({size})"
+    sizes = {name: first[name] for name in ("error", "limit")}
+    words = [f"{name} {size:.1e}" for name, size in sizes.items() if isinstance(size, float)]
+    return " ".join(str(first[key]) for key in keys) + f" ({', '.join(words)})"
 
 
 def table(marks: Sequence[Mark]) -> Iterable[str]:

@@ -7,14 +7,9 @@ gradient's norm or a parameter at least `FACTOR` times as far as the noise does.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import os
-import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +21,7 @@ import gpt_model
 import torch
 import train_gpt
 from exam_cases import BF16, Bug, Function, Layout, Value, after, wrap
+from exam_forks import run_ranks, words_of
 from megatron.core.distributed import DistributedDataParallel
 
 FACTOR = 10
@@ -109,59 +105,23 @@ class Trainings:
         return self._done[key]
 
 
-def words_of(arguments: Mapping[str, Value]) -> list[str]:
-    """Spell MODEL_ARGS on a command line."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if value is True:
-            words.append(name)
-        elif value is not None and value is not False:
-            words += [name, str(value)]
-    return words
-
-
 def train(words: list[str], ranks: int, bug: str) -> Ranks | str:
     """Fork the ranks of one training and wait for them."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as directory:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-        free.close()
-        children = [
-            _fork(words, (rank, ranks), port, bug, Path(directory)) for rank in range(ranks)
-        ]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            logs = [Path(directory, f"{rank}.txt").read_text() for rank in range(ranks)]
-            return max((log.strip().splitlines() or ["no word"])[-1] for log in logs)
-        loaded = [torch.load(Path(directory, f"{rank}.pt")) for rank in range(ranks)]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+
+        def act(rank: int) -> None:
+            sys.argv = ["train_gpt.py", *words]
+            _train_rank(bug, directory / f"{rank}.pt")
+
+        problem = run_ranks(ranks, act, directory)
+        if problem:
+            return problem
+        loaded = [torch.load(directory / f"{rank}.pt") for rank in range(ranks)]
         return [
             Trained(losses=one["losses"], norms=one["norms"], weights=one["weights"])
             for one in loaded
         ]
-
-
-def _fork(words: list[str], place: tuple[int, int], port: int, bug: str, directory: Path) -> int:
-    """Start one rank; gives its process id."""
-    child = os.fork()
-    if child:
-        return child
-    rank, size = place
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
-    sys.argv = ["train_gpt.py", *words]
-    said, code = io.StringIO(), 1
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            _train_rank(bug, directory / f"{rank}.pt")
-            code = 0
-        finally:
-            (directory / f"{rank}.txt").write_text(f"{said.getvalue()}\n{traceback.format_exc()}")
-            os._exit(code)
 
 
 def _train_rank(bug: str, target: Path) -> None:

@@ -1,12 +1,15 @@
 """Examines the comparison of layouts: finds planted bugs, leaves clean pairs of layouts alone.
 
     python tests/traces/run_exam.py [--part tuned|held-out|all] [--sample] [--only NAME,...]
+    python tests/traces/run_exam.py --forked [...]
     python tests/traces/run_exam.py --prove
 
 Each case is a row with `equivalent_to` in the recipe of a scratch project, and a session of pytest
 trains and judges them all as a user's would; then each item's `equivalence.json` is marked. Exits
-with 1 if a bug was missed or a clean pair was found to differ. `--prove` shows without the
-comparison that each bug changes its training and that each clean pair trains (exam_proofs.py).
+with 1 if a bug was missed or a clean pair was found to differ. `--forked` records and compares the
+same without a session, in ranks that are forked off this process, which takes 2 s of CPU time a
+row. `--prove` shows without the comparison that each bug changes its training and that each clean
+pair trains (exam_proofs.py).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,20 +29,33 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).resolve().parent
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: threads of many ranks would spin
 sys.path[:0] = [str(HERE), str(HERE.parent / "functional_tests")]
 
 from bugs import BUGS  # noqa: E402 # they are found from any directory
 from exam_cases import BF16, Bug, Layout, Value  # noqa: E402
+from exam_forks import run_ranks, words_of  # noqa: E402
 from held_out_bugs import BUGS as HELD_OUT_BUGS  # noqa: E402
 from held_out_layouts import LAYOUTS as HELD_OUT_LAYOUTS  # noqa: E402
 from layouts import LAYOUTS  # noqa: E402
 
-# Of CI: each takes seconds, and each phase of a step is where one of them is found.
+from pytest_megatron.trace import compare, run  # noqa: E402
+from pytest_megatron.trace.settings import VARIABLE  # noqa: E402
+
+# Of CI: quick ones, with something to find in each phase, and none of those held out.
 SAMPLE = (
-    "row-parallel-unreduced",
-    "column-dgrad-unreduced",
-    "dp-grads-unreduced",
-    "gpt-tp2-pp2",
+    "row-parallel-unreduced-fp32",
+    "gated-halves-swapped-fp32",
+    "wrong-expert-offset-fp32",
+    "column-dgrad-unreduced-fp32",
+    "sequence-dgrad-unsummed-fp32",
+    "dp-sum-for-mean-fp32",
+    "dp-grads-unreduced-fp32",
+    "main-params-stale-one-rank-bf16",
+    "gpt-dp2-sharded",
+    "llama-pp2",
+    "gpt-tp2",
+    "bf16-gpt-tp2-sp",
 )
 STEPS = 2
 
@@ -117,6 +134,7 @@ def main() -> int:
     parser.add_argument("--jobs", default="2", help="-n of the session")
     parser.add_argument("--json", type=Path, help="file for the marks")
     parser.add_argument("--keep", type=Path, help="directory for the scratch project")
+    parser.add_argument("--forked", action="store_true", help="without a session of pytest")
     parser.add_argument("--prove", action="store_true", help="prove bugs and layouts instead")
     asked = parser.parse_args()
     names = set(SAMPLE if asked.sample else filter(None, asked.only.split(",")))
@@ -132,7 +150,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         root = asked.keep or Path(scratch)
         start = time.monotonic()
-        marks = ask(questions, root, asked.jobs)
+        way = ask_forked if asked.forked else ask
+        marks = way(questions, root, asked.jobs)
         print("\n".join(table(marks)))
         print(f"{len(marks)} rows in {time.monotonic() - start:.0f} s")
         if asked.json is not None:
@@ -176,11 +195,66 @@ def ask(questions: Sequence[Question], root: Path, jobs: str) -> list[Mark]:
     write_project(questions, root)
     words = [sys.executable, "-m", "pytest", "-p", "megatron", "recipes", "--platform", "cpu"]
     words += ["-n", jobs] if len(questions) > 1 else []
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it; every process compiles anew
     with (root / "session.txt").open("w") as said:
         subprocess.run(words, cwd=root, env=env, stdout=said, stderr=said, check=False)
-    return [mark(question, root) for question in questions]
+    items = root / ".pytest_megatron" / "runs" / "latest"
+    found = [
+        sorted(items.glob(f"exam-{question.name}-dev-*/**/equivalence.json"))
+        for question in questions
+    ]
+    return [
+        mark(question, files[-1] if files else root / "equivalence.json")
+        for question, files in zip(questions, found, strict=True)
+    ]
+
+
+def ask_forked(questions: Sequence[Question], root: Path, _: str) -> list[Mark]:
+    """Record and compare each row in ranks that are forked off this process."""
+    return [_ask_one(question, root / question.name) for question in questions]
+
+
+def _ask_one(question: Question, root: Path) -> Mark:
+    """Record the three phases of a row as its session does, then compare them."""
+    candidate, reference = question.candidate, {**question.candidate, **question.equivalent_to}
+    del reference["gpus"]
+    weights = root / "weights"
+    phases = (
+        ("reference", reference, question.pair.reference_ranks, {"weights_to": weights}),
+        (
+            "noise",
+            reference,
+            question.pair.reference_ranks,
+            {"weights_from": weights, "noise_seed": 1},
+        ),
+        ("candidate", candidate, question.pair.ranks, {"weights_from": weights}),
+    )
+    output = root / "equivalence.json"
+    for name, arguments, ranks, given in phases:
+        directory = root / name
+        directory.mkdir(parents=True)
+        trace = {"directory": directory, "steps": STEPS, "values": "full", **given}
+
+        def train(_: int, arguments: dict[str, Value] = arguments, trace: object = trace) -> None:
+            os.environ[VARIABLE] = json.dumps(trace, default=str)
+            words = [*words_of(arguments), "--exit-interval", str(STEPS)]
+            sys.argv = ["run.py", str(HERE / "buggy_train.py"), *words]
+            run.main()
+
+        problem = run_ranks(ranks, train, directory)
+        if problem:
+            output.write_text(json.dumps({"verdict": "missing", "problem": f"{name}: {problem}"}))
+            return mark(question, output)
+    words = [str(root / name) for name in ("reference", "candidate", "--noise", "noise")]
+    words[2] = "--noise"
+
+    def judge(_: int) -> None:
+        compare.main([*words, "--output", str(output)])
+
+    run_ranks(1, judge, root)
+    shutil.rmtree(root / "weights", ignore_errors=True)
+    return mark(question, output)
 
 
 def write_project(questions: Sequence[Question], root: Path) -> None:
@@ -230,11 +304,9 @@ def write_project(questions: Sequence[Question], root: Path) -> None:
     (root / "recipes" / "exam.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
 
 
-def mark(question: Question, root: Path) -> Mark:
-    """Read what the last session made of a row."""
-    items = root / ".pytest_megatron" / "runs" / "latest"
-    files = sorted(items.glob(f"exam-{question.name}-dev-*/**/equivalence.json"))
-    found = json.loads(files[-1].read_text()) if files else {"verdict": "missing"}
+def mark(question: Question, file: Path) -> Mark:
+    """Read what was made of a row."""
+    found = json.loads(file.read_text()) if file.exists() else {"verdict": "missing"}
     first = next(iter(found.get("divergences", [])), None)
     bug = question.bug
     return Mark(
@@ -256,8 +328,9 @@ def mark(question: Question, root: Path) -> Mark:
 def in_words(first: dict[str, Value]) -> str:
     """Name a first divergence on one line."""
     keys = ("step", "microbatch", "phase", "module", "tensor", "ranks", "kind")
-    size = f"error {first['error']:.1e}, limit {first['limit']:.1e}"
-    return " ".join(str(first[key]) for key in keys) + f" ({size})"
+    sizes = {name: first[name] for name in ("error", "limit")}
+    words = [f"{name} {size:.1e}" for name, size in sizes.items() if isinstance(size, float)]
+    return " ".join(str(first[key]) for key in keys) + f" ({', '.join(words)})"
 
 
 def table(marks: Sequence[Mark]) -> Iterable[str]:
@@ -287,7 +360,6 @@ def table(marks: Sequence[Mark]) -> Iterable[str]:
 
 def prove(questions: Sequence[Question]) -> int:
     """Show that the bugs are real and that the clean pairs train."""
-    os.environ["OMP_NUM_THREADS"] = "1"
     from exam_proofs import Trainings, in_a_line, prove_bug, try_layout
 
     trainings, is_all_real = Trainings(), True

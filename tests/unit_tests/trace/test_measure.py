@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from pytest_megatron.trace.measure import (  # noqa: E402 - torch may be missing
-    Measurement,
+from pytest_megatron.trace.measure import (
+    TensorMeasurement,
     flat_values,
     hash_on_cpu,
     measure_on_cpu,
@@ -14,7 +13,7 @@ from pytest_megatron.trace.measure import (  # noqa: E402 - torch may be missing
 )
 
 
-def measured(tensor: torch.Tensor) -> Measurement:
+def measured(tensor: torch.Tensor) -> TensorMeasurement:
     values = flat_values(tensor)
     return measure_on_cpu(values, hash_on_cpu(values))
 

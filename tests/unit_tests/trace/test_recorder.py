@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
-
-from torch.utils.checkpoint import checkpoint  # noqa: E402 - torch may be missing
-
-from pytest_megatron.errors import TraceError  # noqa: E402
-from pytest_megatron.trace.files import (  # noqa: E402
+from pytest_megatron.errors import TraceError
+from pytest_megatron.trace.files import (
     TraceEnd,
     TraceRecord,
     read_end,
@@ -19,8 +17,8 @@ from pytest_megatron.trace.files import (  # noqa: E402
     read_records,
     read_values,
 )
-from pytest_megatron.trace.recorder import Recorder  # noqa: E402
-from pytest_megatron.trace.settings import TraceSettings  # noqa: E402
+from pytest_megatron.trace.recorder import Recorder
+from pytest_megatron.trace.settings import TraceSettings
 
 
 class Block(torch.nn.Module):

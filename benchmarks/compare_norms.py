@@ -102,7 +102,7 @@ def score(runs: Sequence[Run], repeats: int, metrics: Sequence[str], draws: int)
     return " / ".join(f"{100 * statistics.fmean(found):.1f}" for found in refused.values())
 
 
-def golden_of(repeats: Sequence[MetricMap]) -> Golden:
+def golden_of(repeats: Sequence[MetricMap], *, is_deterministic: bool = False) -> Golden:
     """Make a golden; of one run there is no provenance."""
     metrics = combine(repeats, ())
     if len(repeats) == 1:
@@ -112,7 +112,7 @@ def golden_of(repeats: Sequence[MetricMap]) -> Golden:
         versions=HERE.versions,
         precision="bf16",
         repeats=len(repeats),
-        deterministic=False,
+        deterministic=is_deterministic,
         spread=spread_of(repeats, metrics),
     )
     return Golden(path="golden", metrics=metrics, provenance=provenance)

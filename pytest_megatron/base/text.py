@@ -58,6 +58,16 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"
 
 
+_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
+
+
+def rough_time(seconds: float) -> str:
+    """Return a duration in its largest unit."""
+    if seconds >= _HOURS:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
+
+
 def listed(texts: Sequence[str], most: int) -> str:
     """Return `a, b and 3 more`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""

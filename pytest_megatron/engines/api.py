@@ -19,7 +19,7 @@ from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
-from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd
+from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd, StopEarly
 
 GROUP = "pytest_megatron.engines"  # of entry points
 
@@ -76,6 +76,8 @@ class Submission:
         avoid_gpus: UUIDs of GPUs that failed under one; to be taken last.
         delay_s: Pause before it may be submitted.
         listener: Sees lines and progress, where the engine can show them live.
+        stop_early: For `run_attempt`, where the engine runs it in this process; None to let every
+            attempt train to its end.
     """
 
     key: str
@@ -87,6 +89,7 @@ class Submission:
     avoid_gpus: frozenset[str] = frozenset()
     delay_s: float = 0.0
     listener: AttemptListener
+    stop_early: StopEarly | None = None
 
 
 class TroubleKind(Enum):

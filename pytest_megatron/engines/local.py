@@ -174,7 +174,9 @@ class LocalEngine(LeasingEngine):
             return start_here(phase, cwd, forked)
 
         return SubmissionOutcome(
-            ends=run_attempt(planned.plan, planned.description, order.listener, start)
+            ends=run_attempt(
+                planned.plan, planned.description, order.listener, start, order.stop_early
+            )
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 SKIPPED = "skipped "  # prefix of the problem of a collector that skipped
+_NO_SUCH_TEST = "collected no such test"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,10 @@ class CollectionDifference:
     missing: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+
+    def is_total(self, num_tests: int) -> bool:
+        """Return whether the rank lacks all tests of a session, without a reason for any."""
+        return 1 < num_tests == len(self.missing) and {*self.missing.values()} == {_NO_SUCH_TEST}
 
 
 def digest_of(node_ids: Iterable[str]) -> str:
@@ -57,7 +62,7 @@ def last_line(problem: str) -> str:
 
 
 def _why(cause: str | None, problems: Mapping[str, str]) -> str:
-    return "collected no such test" if cause is None else last_line(problems[cause])
+    return _NO_SUCH_TEST if cause is None else last_line(problems[cause])
 
 
 def _cause(node_id: str, problems: Mapping[str, str]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
@@ -324,6 +324,32 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     return tuple(merged)
 
 
+_FILES = "working-directory"  # a kind of what tests leave that all ranks see
+
+
+def merge_left(end: RunEnd) -> dict[str, str]:
+    """Return what a test left behind in its ranks -> its kind; ranks are named if not all did."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank in end.ranks:
+        for left in () if rank.done is None else rank.done.left:
+            kind, text = cast("list[str]", left)
+            found.setdefault((text, kind), []).append(rank.rank)
+    are_some = {key: len(ranks) < len(end.ranks) for key, ranks in found.items()}
+    return {
+        f"{text} on {name_ranks(ranks)}" if are_some[text, kind] and kind != _FILES else text: kind
+        for (text, kind), ranks in found.items()
+    }
+
+
+def fail_for_left(merged: Sequence[Merged], left: Collection[str]) -> tuple[Merged, ...]:
+    """Return the reports of a test that passed with a teardown that fails for what it left."""
+    *others, last = merged
+    message = f"the test left behind: {'; '.join(left)}"
+    if any(m.outcome == "failed" for m in merged):
+        return tuple(merged)
+    return (*others, replace(last, outcome="failed", message=message, base=None))
+
+
 def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
     """Return the report of a teardown that failed after the test was reported.
 
@@ -580,9 +606,11 @@ def _logs(
     end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
 ) -> list[tuple[str, str]]:
     """Return problems of dead ranks, and the paths of logs."""
-    blocks = [
-        (f"rank {rank.rank}", rank.problem) for rank in struck.values() if "\n" in rank.problem
-    ]
+    groups: dict[str, list[int]] = {}
+    for rank in struck.values():
+        if "\n" in rank.problem:
+            groups.setdefault(rank.problem, []).append(rank.rank)
+    blocks = [(name_ranks(ranks), problem) for problem, ranks in groups.items()]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
     if files and end.reason is not Reason.NOT_COLLECTED:

@@ -88,6 +88,11 @@ class RunEnd:
     duration_s: float
     is_kept: bool
 
+    @property
+    def internal_error(self) -> str:
+        """Traceback of an error of pytest itself in a rank, or ""."""
+        return next((r.problem for r in self.ranks if r.done is None and "\n" in r.problem), "")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRuns:

@@ -150,7 +150,13 @@ def model_parallel(process_group: object) -> Generator[ModelParallel]:
     del process_group  # only has to exist
     with _needed("megatron-core", "model_parallel"):
         from megatron.core import parallel_state
+        from torch.distributed import destroy_process_group, distributed_c10d
 
+    before = list(distributed_c10d._world.pg_map)
     yield ModelParallel()
     with contextlib.suppress(AssertionError):
         parallel_state.destroy_model_parallel()
+    # Which forgets its groups, and destroys none of them before megatron-core 0.19.
+    for group in reversed(list(distributed_c10d._world.pg_map)):
+        if group not in before:
+            destroy_process_group(group)

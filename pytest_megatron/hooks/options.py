@@ -248,6 +248,8 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
+Switch = Literal["on", "off"]
+AuditMode = Literal["off", "report", "fail"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -266,8 +268,10 @@ _EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
 _GOLDEN: ValueKind[GoldenMode] = one_of(
     "check", "record", "refresh", "off", problem="is not a way to use goldens"
 )
+_STOP_EARLY: ValueKind[Switch] = one_of("on", "off")
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
+_AUDIT: ValueKind[AuditMode] = one_of("off", "report", "fail")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 _WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
@@ -403,6 +407,9 @@ class Options:
     golden_policy: str = TEXT(
         "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
     )
+    stop_early: Switch = _STOP_EARLY(
+        "stop-early", "end a training at once when its verdict can only be failed", "on"
+    )
     golden_reason: str | None = REASON(
         "golden-reason", "why goldens change, which they record", None
     )
@@ -453,6 +460,11 @@ class Options:
         "",
         "Slurm's",
         metavar="HOST:PORT",
+    )
+    audit: AuditMode = _AUDIT(
+        "audit",
+        "what distributed tests leave behind in their ranks: report names it, fail fails the test",
+        "report",
     )
     rank_timeout_s: float = SECONDS(
         "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0

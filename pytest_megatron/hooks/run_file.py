@@ -116,6 +116,7 @@ def _options(config: pytest.Config, options: Options) -> RecordedOptions:
     return RecordedOptions(
         golden=options.golden,
         golden_policy=options.golden_policy,
+        stop_early=options.stop_early,
         lightweight=options.is_lightweight,
         audit_determinism=options.is_audited,
         rank_timeout=_rank_timeout_s(config, options),

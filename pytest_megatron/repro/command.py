@@ -151,6 +151,7 @@ def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> l
     words += ["--lightweight"] if options.lightweight else []
     words += ["--audit-determinism"] if options.audit_determinism else []
     words += ["--tensor-trace", "hash"] if wishes.is_traced else []
+    words += ["--stop-early", "off"] if options.stop_early == "off" else []
     if options.workload_start in ("fork", "fresh"):
         words += ["--workload-start", options.workload_start]
     return words + [

@@ -10,7 +10,7 @@ An artifact is untrusted: its texts are data. Nothing here follows a path that t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
@@ -65,6 +65,24 @@ class RecordedHealth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedStop:
+    """The stop of an attempt that could only fail.
+
+    Attributes:
+        iteration: The last that was trained.
+        last_iteration: The one that the attempt was to reach.
+        saved_s: Estimate of the time that it would have trained on; `saved_gpu_s` times its GPUs.
+        text: For a person.
+    """
+
+    iteration: _Count
+    last_iteration: _Count | None = None
+    saved_s: Real | None = None
+    saved_gpu_s: Real | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedAttempt:
     """An attempt of a workload."""
 
@@ -80,6 +98,7 @@ class RecordedAttempt:
     is_transient: bool = False
     health: RecordedHealth | None = None
     fingerprint: str | None = None
+    stopped: RecordedStop | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +249,30 @@ _ABSENT = frozenset(
 )
 
 
+_SIZE = re.compile(r"\[world\d+\]$|(?<=\[)world\d+-|-world\d+(?=[]-])")  # of a node id
+
+
+def ran_nowhere(tests: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
+    """Return reasons -> tests that were skipped or deselected wherever they could run.
+
+    Args:
+        tests: Node id, of any world size, and the reason why it did not run, None if it ran.
+    """
+    reasons: dict[str, str] = {}
+    have_run: set[str] = set()
+    for node_id, reason in tests:
+        test = _SIZE.sub("", node_id)
+        if reason is None:
+            have_run.add(test)
+        else:
+            reasons.setdefault(test, reason)
+    found: dict[str, list[str]] = {}
+    for test, reason in reasons.items():
+        if test not in have_run:
+            found.setdefault(reason, []).append(test)
+    return dict(sorted(found.items(), key=lambda row: -len(row[1])))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedPatch:
     """The changes of a tree beside its commit."""
@@ -244,6 +287,7 @@ class RecordedOptions:
 
     golden: str | None = None
     golden_policy: str | None = None
+    stop_early: str | None = None
     lightweight: bool = False
     audit_determinism: bool = False
     rank_timeout: Real | None = None

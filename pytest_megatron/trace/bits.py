@@ -148,6 +148,8 @@ def compare_bits(reference: Path, candidate: Path) -> TraceComparison:
             "is cut off, and there is no difference before; expected an end in its last line; see "
             "the log of the rank",
         )
+    if not first and not count.compared:
+        raise TraceError(str(candidate), "holds no tensors, so nothing is compared")
     divergences = tuple(_merged(first))
     return TraceComparison(
         verdict="different" if divergences else "equal",

@@ -28,20 +28,28 @@ from pytest_megatron.trace.divergences import (
     PHASES,
     DivergenceKind,
     NotCompared,
+    Phase,
     TensorDivergence,
     TraceComparison,
     as_text,
+    hint_of,
     write_comparison,
 )
-from pytest_megatron.trace.hints import hint_of
-from pytest_megatron.trace.merge import Merge, NotMergedError, Part, is_expert, sorted_rows
+from pytest_megatron.trace.merge import (
+    HeldPart,
+    Merge,
+    NotMergedError,
+    is_expert,
+    is_same_layout,
+    sorted_rows,
+)
 from pytest_megatron.trace.pieces import (
     EPSILONS,
     Piece,
     Samples,
-    Step,
     TensorName,
     Trace,
+    TracedStep,
     Values,
     read_samples,
 )
@@ -50,16 +58,16 @@ _EXIT_CODES = {"equal": 0, "different": 1, "unusable": 2}
 _CHUNK_VALUES = 1 << 22  # that are held in double precision at once
 
 # An error counts beyond this multiple of the noise; docs/reference/traces.md has the experiment.
-_FACTOR = 8.0
+_FACTOR = 6.0
 # The least limit, in units of the precision that the run computes in.
-_LEAST_LIMIT = 8.0
+_LEAST_LIMIT = 4.0
 _ROUNDED = 1.0  # of a parameter, in units of its precision
 _DRIFT = 4.0  # times the relative error that parameters may have from the steps before
 # An error is relative to the tensor's norm, or to this part of the norm that is usual in the phase:
 # rounding is all that is left of a gradient that is zero on paper.
 _LEAST_PART = 0.01
 _REPLICA_LIMIT = 8.0  # of ranks that hold the same part, in units of the tensor's precision
-# Part of a micro-batch's tokens that a router may send elsewhere, as two experts are level for them.
+# Part of a micro-batch's tokens that a router may send elsewhere: two experts are level for them.
 _MOST_LEVEL = {"float64": 0.0, "float32": 0.01, "float16": 0.04, "bfloat16": 0.08}
 _LEVEL_EFFECT = 2.0
 _LEAST_MODULES = 0.5  # part of the reference's modules that has to be compared
@@ -77,12 +85,12 @@ class _Difference:
     other_squares: float = 0.0
     error_squares: float = 0.0
     num_values: int = 0
-    parts: dict[tuple[object, ...], Part] = field(default_factory=dict)
+    parts: dict[tuple[object, ...], HeldPart] = field(default_factory=dict)
     ranks: dict[tuple[int, ...], float] = field(default_factory=dict)
     disagreement: float = 0.0  # squares, the largest of all
     disagreeing: set[int] = field(default_factory=set)
 
-    def add(self, part: Part, scale: float) -> None:
+    def add(self, part: HeldPart, scale: float) -> None:
         """Add what a rank holds; its values are divided by `scale`."""
         known = self.parts.get(part.region)
         if known is not None and known.digest == part.digest and part.digest is not None:
@@ -134,15 +142,6 @@ class _Sums:
             self.num_values += a.size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Judged:
-    """One whole tensor with its limit."""
-
-    divergence: TensorDivergence
-    position: tuple[float, ...]
-    differs: bool
-
-
 class Comparer:
     """Compares the steps of two traces."""
 
@@ -151,7 +150,7 @@ class Comparer:
         self._candidate = candidate
         self._noise = noise
         self._not_compared: dict[tuple[str, str, str], NotCompared] = {}
-        self._found: list[_Judged] = []
+        self._found: list[tuple[tuple[float, ...], TensorDivergence]] = []  # and their places
         self._num_compared = 0
         self._modules: set[str] = set()
         self._compared_modules: set[str] = set()
@@ -159,8 +158,9 @@ class Comparer:
         self._scale: float | None = None  # of the candidate's gradients of activations
         self._level = 0.0  # part of the tokens that a router sent elsewhere, up to here
         self._epsilons = (0.0, 0.0)
-        self._before: Step | None = None  # the reference's last step
-        self._current: Step | None = None
+        self._before: TracedStep | None = None  # the reference's last step
+        self._current: TracedStep | None = None
+        self._lost: set[int] = set()  # micro-batches of this step that the candidate has not whole
         # Norms of what rounding may change: gradients of this step, parameters by the last one.
         self._of_gradients: dict[TensorName, float] = {}
         self._of_parameters: dict[TensorName, float] = {}
@@ -180,6 +180,11 @@ class Comparer:
                 str(min(traces, key=lambda trace: trace.steps).directory),
                 "has no whole step, expected at least one; see the log of its ranks",
             )
+        if self._noise and not is_same_layout(self._reference.layout, self._noise.layout):
+            raise TraceError(
+                str(self._noise.directory),
+                "has another layout than the reference, expected a second run of it",
+            )
         noises = self._noise.each_step() if self._noise else iter(())
         for (number, reference), (_, candidate) in zip(
             self._reference.each_step(), self._candidate.each_step(), strict=False
@@ -189,8 +194,7 @@ class Comparer:
                 self._compare_step(number, reference, candidate, noise)
                 self._end_step(reference)
         self._check_coverage()
-        found = sorted((one for one in self._found if one.differs), key=lambda one: one.position)
-        divergences = [one.divergence for one in found]
+        divergences = [one for _, one in sorted(self._found, key=lambda pair: pair[0])]
         layouts = (self._reference.layout, self._candidate.layout)
         return TraceComparison(
             verdict="different" if divergences else "equal",
@@ -224,7 +228,7 @@ class Comparer:
     # Steps
 
     def _compare_step(
-        self, number: int, reference: Step, candidate: Step, noise: Step | None
+        self, number: int, reference: TracedStep, candidate: TracedStep, noise: TracedStep | None
     ) -> None:
         samples = self._samples(number, reference, candidate) if number else None
         if number and not self._epsilons[0]:
@@ -248,19 +252,20 @@ class Comparer:
                     " not finite; a reference must train without them",
                 )
             try:
-                units = self._differences(name, merge.parts(name, pieces, others), usual)
+                units = self._differences(merge.parts(name, pieces, others), name.phase)
             except NotMergedError as error:
-                self._leave_out(name, pieces, str(error))
+                self._leave_out(pieces, str(error))
                 continue
             if is_activation:
                 self._compared_modules.add(name.module)
+                self._miss_microbatches(name, pieces, units)
             self._num_gradients += name.phase == "gradient" and bool(pieces[0].record.parameter)
             noises = noise.tensors.get(name) if noise else None
             self._judge(name, pieces, others, units, (noises, usual[name.phase]))
         for name in candidate.tensors.keys() - reference.tensors.keys():
-            self._leave_out(name, candidate.tensors[name], "the reference has no such tensor")
+            self._leave_out(candidate.tensors[name], "the reference has no such tensor")
 
-    def _end_step(self, reference: Step) -> None:
+    def _end_step(self, reference: TracedStep) -> None:
         """Remember the parameters for the next step."""
         self._before = reference
         squares = sum(
@@ -273,7 +278,7 @@ class Comparer:
         self._drift = math.sqrt(drift / squares) if squares else 0.0
 
     def _samples(
-        self, number: int, reference: Step, candidate: Step
+        self, number: int, reference: TracedStep, candidate: TracedStep
     ) -> tuple[Samples, Samples] | None:
         """Match the samples of both.
 
@@ -293,28 +298,42 @@ class Comparer:
                 " seed and global batch size",
             )
         lost = of_reference.places.keys() - of_candidate.places.keys()
-        for microbatch in sorted({of_reference.places[one][0][1] for one in lost}):
+        self._lost = {of_reference.places[one][0][1] for one in lost}
+        for microbatch in sorted(self._lost):
             one = TensorDivergence(
                 order=0, step=number, microbatch=microbatch, phase="forward", module="",
                 tensor="samples", kind="missing",
             )  # fmt: skip
-            self._found.append(_Judged(divergence=one, position=(number, -1), differs=True))
+            self._found.append(((number, -1), one))
         return of_reference, of_candidate
 
-    def _miss(self, name: TensorName, pieces: Sequence[Piece], candidate: Step) -> None:
+    def _miss(self, name: TensorName, pieces: Sequence[Piece], candidate: TracedStep) -> None:
         """Note a tensor that the candidate has not; a difference if it must have it."""
         record = pieces[0].record
         is_there = any(
             other.module == name.module and other.phase == name.phase for other in candidate.tensors
         )
         if record.parameter is None and (name.phase == "backward" or is_there or name.call):
-            self._leave_out(name, pieces, "the candidate has no such tensor")
+            self._leave_out(pieces, "the candidate has no such tensor")
             return
         one = _divergence(pieces[0], kind="missing")
         position = self._position(name, record.step, record.order)
-        self._found.append(_Judged(divergence=one, position=position, differs=True))
+        self._found.append((position, one))
 
-    def _leave_out(self, name: TensorName, pieces: Sequence[Piece], reason: str) -> None:
+    def _miss_microbatches(
+        self, name: TensorName, pieces: Sequence[Piece], units: Sequence[_Difference]
+    ) -> None:
+        """Note micro-batches of the reference that no rank of the candidate has for a tensor."""
+        if is_expert(name.module) or len({piece.record.hash for piece in pieces}) == 1:
+            return
+        found = {unit.microbatch for unit in units} | self._lost
+        for piece in pieces:
+            if piece.record.microbatch not in found:
+                found.add(piece.record.microbatch)
+                position = self._position(name, piece.record.step, piece.record.order)
+                self._found.append((position, _divergence(piece, kind="missing")))
+
+    def _leave_out(self, pieces: Sequence[Piece], reason: str) -> None:
         record = pieces[0].record
         self._not_compared.setdefault(
             (record.module, record.tensor, record.phase),
@@ -325,13 +344,11 @@ class Comparer:
 
     # Tensors
 
-    def _differences(
-        self, name: TensorName, parts: Iterable[Part], usual: dict[str, float]
-    ) -> list[_Difference]:
+    def _differences(self, parts: Iterable[HeldPart], phase: Phase) -> list[_Difference]:
         """Return the differences of a tensor, one for each micro-batch of the reference."""
         units: dict[tuple[object, ...], _Difference] = {}
         for part in parts:
-            scale = self._scale_of(part) if name.phase == "backward" else 1.0
+            scale = self._scale_of(part) if phase == "backward" else 1.0
             unit = units.setdefault(
                 part.unit,
                 _Difference(order=part.order, microbatch=part.microbatch, num_whole=part.num_whole),
@@ -339,7 +356,7 @@ class Comparer:
             unit.add(part, scale)
         return list(units.values())
 
-    def _scale_of(self, part: Part) -> float:
+    def _scale_of(self, part: HeldPart) -> float:
         """Return what the candidate's gradients of activations are multiplied with.
 
         Programs that average losses over a rank's micro-batches have gradients that are larger by
@@ -375,7 +392,7 @@ class Comparer:
         for unit in units:
             error = _relative(unit.error_squares, unit.squares, unit.num_values, usual)
             kind, ranks = self._kind(unit, error, limit, others)
-            if kind is not None and self._is_level(name, pieces[0], unit, error):
+            if kind is not None and self._is_level(name, error):
                 level = max(level, error**2)
                 kind = None
             self._num_compared += 1
@@ -399,7 +416,7 @@ class Comparer:
                 limit=limit,
             )
             position = self._position(name, one.step, unit.order)
-            self._found.append(_Judged(divergence=one, position=position, differs=True))
+            self._found.append((position, one))
         self._level = max(self._level, level)
 
     def _kind(
@@ -414,14 +431,18 @@ class Comparer:
         largest = max(unit.ranks.values(), default=0.0)
         # Of ranks whose parts are as large, those that are as far off as the farthest.
         ranks = {rank for ranks, one in unit.ranks.items() if one > largest / 16 for rank in ranks}
-        epsilon = EPSILONS.get(others[0].record.dtype, 0.0)
-        if math.sqrt(unit.disagreement) > _REPLICA_LIMIT * epsilon and (
-            error > limit or unit.disagreement**0.5 > limit
-        ):
+        if math.sqrt(unit.disagreement) > self._replica_limit(others[0]):
             return "replicas", tuple(sorted(unit.disagreeing))
         if error > limit or math.isnan(error):
             return "value", tuple(sorted(ranks))
         return None, ()
+
+    def _replica_limit(self, piece: Piece) -> float:
+        """Return the largest disagreement of ranks that hold the same, which get equal bits."""
+        own = EPSILONS.get(piece.record.dtype, 0.0)
+        if piece.record.phase == "update":
+            return _ROUNDED * own
+        return _REPLICA_LIMIT * max(own, self._epsilons[1] if own else 0.0)
 
     def _limit(
         self,
@@ -468,7 +489,7 @@ class Comparer:
         shares = [4.0]
         if error and self._current is not None:
             shares = [
-                float(np.square(np.minimum(2.0, error / np.maximum(np.abs(values), 1e-150))).mean())
+                _undetermined(values, error)
                 for piece in self._current.tensors[of_gradient]
                 if (values := np.asarray(piece.values(), np.float64)).size
             ]
@@ -479,20 +500,20 @@ class Comparer:
         self._of_parameters[name] = allowed
         return allowed / norm if norm else math.inf
 
-    def _is_level(self, name: TensorName, piece: Piece, unit: _Difference, error: float) -> bool:
+    def _is_level(self, name: TensorName, error: float) -> bool:
         """Return whether a router chose otherwise for a few tokens only."""
         if not name.module.endswith("router") or name.phase != "forward":
             return False
         precision = max(self._epsilons)
         most = next(share for kind, share in _MOST_LEVEL.items() if EPSILONS[kind] >= precision)
-        del piece, unit
         return error**2 / 2 <= most
 
     def _position(self, name: TensorName, step: int, order: int) -> tuple[float, ...]:
         """Return the place of a tensor in the reference's execution, over all its ranks."""
-        phase = PHASES.index(name.phase)
         if self._reference.layout.pp[1] == 1:
-            return (step, phase, order)
+            return (step, order)
+        # Orders of pipeline stages cannot be compared: each layer comes after those before it.
+        phase = PHASES.index(name.phase)
         layer = _LAYER(name.module)
         depth = -1.0 if "embedding" in name.module else math.inf
         depth = float(layer[1]) if layer else depth
@@ -518,7 +539,7 @@ def _divergence(piece: Piece, *, kind: DivergenceKind, **values: object) -> Tens
     )
 
 
-def _size(part: Part) -> int:
+def _size(part: HeldPart) -> int:
     return sum(expected.size for expected, _ in part.pairs)
 
 
@@ -533,6 +554,15 @@ def _relative(error_squares: float, squares: float, num_values: int, usual: floa
 def _root_mean_square(pieces: Sequence[Piece]) -> float:
     squares = math.fsum((one.record.norm or 0.0) ** 2 for one in pieces)
     return math.sqrt(squares / max(1, sum(one.num_values for one in pieces)))
+
+
+def _undetermined(gradient: Values, error: float) -> float:
+    """Return the mean square of what Adam may make of an error of a gradient, in steps.
+
+    A gradient of exactly 0, as of a token that does not occur, is 0 in all layouts.
+    """
+    sizes = np.abs(gradient[gradient != 0])
+    return float(np.square(np.minimum(2.0, error / sizes)).sum()) / gradient.size
 
 
 def _largest_change(before: Piece | None, after: Piece) -> float:
@@ -568,7 +598,7 @@ def _rank_key(piece: Piece) -> tuple[object, ...]:
     return (piece.rank, piece.record.microbatch, place)
 
 
-def _usual(step: Step) -> dict[str, float]:
+def _usual(step: TracedStep) -> dict[str, float]:
     """Return the median of the tensors' root mean squares, of each phase."""
     found: dict[str, list[float]] = defaultdict(list)
     for name, pieces in step.tensors.items():
@@ -579,7 +609,7 @@ def _usual(step: Step) -> dict[str, float]:
     return defaultdict(float, {phase: statistics.median(all_) for phase, all_ in found.items()})
 
 
-def _epsilon(step: Step) -> float:
+def _epsilon(step: TracedStep) -> float:
     """Return the coarsest precision of what modules compute."""
     return max(
         (
@@ -604,7 +634,10 @@ def compare(reference: Path, candidate: Path, noise: Path | None) -> TraceCompar
         traces = [Trace(one) for one in (reference, candidate)]
         return Comparer(traces[0], traces[1], Trace(noise) if noise else None).compare()
     except TraceError as error:
-        return TraceComparison(verdict="unusable", problem=str(error))
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: cannot be read: {error.strerror}"
+    return TraceComparison(verdict="unusable", problem=problem)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,20 +20,22 @@ from pytest_megatron.trace.files import TraceLayout
 from pytest_megatron.trace.pieces import (
     Microbatch,
     Piece,
+    Range,
     Samples,
-    Step,
     TensorName,
+    TracedStep,
     Values,
     sequence_chunks,
 )
 
-Index: TypeAlias = tuple[slice, ...]
-_Chunks: TypeAlias = Sequence[tuple[slice, slice]]  # of an axis: where in the whole, in the part
+Index: TypeAlias = tuple[Range, ...]
+_Chunks: TypeAlias = Sequence[tuple[Range, Range]]  # of an axis: where in the whole, in the part
 
 _EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)").search
 _PADDED = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)(?:\.weight)?$").search
 # Modules whose batch comes before the sequence; with equal sizes nothing else tells them apart.
 _BATCH_FIRST = frozenset({"Embedding", "VocabParallelEmbedding", "GPTModel", "Float16Module"})
+_BOTH = (True, True)
 _COUNTS = "numbers of tokens are not compared, the rows of the experts are"
 
 
@@ -47,17 +49,25 @@ class Axes:
 
     Attributes:
         order: Places of its own axes in that order; with `tokens`, after splitting the first one.
-        has_sequence: Whether there is one.
-        has_batch: As `has_sequence`.
+        leading: Whether there is a sequence, whether there is a batch.
         tokens: Sequence and batch are one axis, the sequence being the outer one.
         sequence_parts: Number of ranks that share the sequence.
     """
 
     order: tuple[int, ...]
-    has_sequence: bool = False
-    has_batch: bool = False
+    leading: tuple[bool, bool] = (False, False)
     tokens: tuple[int, int] | None = None
     sequence_parts: int = 1
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether one of the axes is the sequence."""
+        return self.leading[0]
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether one of the axes is the batch."""
+        return self.leading[1]
 
     def view(self, values: Values) -> Values:
         """Return the values with their axes in this order."""
@@ -86,17 +96,17 @@ def axes_of(
     for sequence, batch in orders:
         if len(shape) > 1 and shape[sequence] in sizes and shape[batch] == num_samples:
             order = (sequence, batch, *rest)
-            return Axes(order, True, True, None, sizes[shape[sequence]])
+            return Axes(order, _BOTH, None, sizes[shape[sequence]])
     if len(shape) == 4 and first == num_samples and shape[2] in sizes:  # noqa: PLR2004 - scores
-        return Axes((2, 0, 1, 3), True, True, None, sizes[shape[2]])
+        return Axes((2, 0, 1, 3), _BOTH, None, sizes[shape[2]])
     if len(shape) > 1 and first % num_samples == 0 and first // num_samples in sizes:
         local = first // num_samples
         order = tuple(range(len(shape) + 1))
-        return Axes(order, True, True, (local, num_samples), sizes[local])
+        return Axes(order, _BOTH, (local, num_samples), sizes[local])
     if len(shape) > 1 and first == num_samples:
-        return Axes(tuple(range(len(shape))), has_batch=True)
+        return Axes(tuple(range(len(shape))), (False, True))
     if len(shape) > 1 and first in sizes and second == 1:
-        return Axes(tuple(range(len(shape))), True, False, None, sizes[first])
+        return Axes(tuple(range(len(shape))), (True, False), None, sizes[first])
     return Axes(tuple(range(len(shape))))
 
 
@@ -147,7 +157,7 @@ def split_sizes(
     return tuple(found)
 
 
-def axis_chunks(size: int, tp: tuple[int, int], *, is_gated: bool) -> list[tuple[slice, slice]]:
+def axis_chunks(size: int, tp: tuple[int, int], *, is_gated: bool) -> list[tuple[Range, Range]]:
     """Return the parts of a split axis that a rank has: where in the whole, where in its own.
 
     Args:
@@ -166,14 +176,14 @@ def axis_chunks(size: int, tp: tuple[int, int], *, is_gated: bool) -> list[tuple
     ]  # fmt: skip
 
 
-def products(chunks: Iterable[Sequence[tuple[slice, slice]]]) -> Iterator[tuple[Index, Index]]:
+def products(chunks: Iterable[_Chunks]) -> Iterator[tuple[Index, Index]]:
     """Yield the blocks of all axes: where in the whole, where in the local tensor."""
     for block in itertools.product(*chunks):
         yield tuple(to for to, _ in block), tuple(of for _, of in block)
 
 
 @dataclass(slots=True)
-class Part:
+class HeldPart:
     """What one rank holds of a whole tensor, beside what it should hold.
 
     Attributes:
@@ -205,18 +215,18 @@ class Merge:
     """
 
     def __init__(
-        self, reference: Step, candidate: Step, samples: tuple[Samples, Samples] | None
+        self, reference: TracedStep, candidate: TracedStep, samples: tuple[Samples, Samples] | None
     ) -> None:
         self._layouts = (reference.trace.layout, candidate.trace.layout)
         self._samples = samples
         self._gated = _gated_modules(reference)
-        self.is_same_layout = _sizes(self._layouts[0]) == _sizes(self._layouts[1]) and (
+        self.is_same_layout = is_same_layout(*self._layouts) and (
             samples is None or samples[0].rows == samples[1].rows
         )
 
     def parts(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """Yield what the candidate's ranks hold of a tensor.
 
         Raises:
@@ -234,7 +244,9 @@ class Merge:
 
     # Parameters
 
-    def _parameter(self, reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+    def _parameter(
+        self, reference: Sequence[Piece], candidate: Sequence[Piece]
+    ) -> Iterator[HeldPart]:
         whole, order = self._whole_parameter(reference)
         for piece in candidate:
             chunks = self._parameter_chunks(piece)
@@ -243,7 +255,7 @@ class Merge:
             if len(chunks) != whole.ndim:
                 raise NotMergedError("the numbers of axes differ")
             blocks = [
-                block for block in map(_Block.clipped, products(chunks), itertools.repeat(whole))
+                block for block in map(_Overlap.clipped, products(chunks), itertools.repeat(whole))
                 if block is not None
             ]  # fmt: skip
             if shard.flat is None:
@@ -259,7 +271,7 @@ class Merge:
                 mask = is_there.reshape(-1)[owned]
                 pairs = [(expected.reshape(-1)[owned][mask], piece.values()[mask])]
             region = (*(_key(one.whole) for one in blocks), shard.flat)
-            yield Part(
+            yield HeldPart(
                 (), 0, order, (piece.rank,), region, pairs, whole.size, piece.record.hash
             )  # fmt: skip
 
@@ -309,7 +321,7 @@ class Merge:
 
     def _activation(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         if self._samples is None:
             raise NotMergedError("the model has no input whose samples could be matched")
         wholes = _Wholes(self._samples[0], name, reference, self._gated)
@@ -366,7 +378,7 @@ class Merge:
         axes: Axes,
         view: Values,
         rows: tuple[Microbatch, list[tuple[int, int]]],
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """Yield what a rank holds of one of the reference's micro-batches."""
         assert self._samples is not None
         unit, runs = rows
@@ -384,7 +396,7 @@ class Merge:
             else:
                 chunks.append([(slice(0, size), slice(0, size))])
         blocks = [
-            one for one in map(_Block.clipped, products(chunks), itertools.repeat(whole.values))
+            one for one in map(_Overlap.clipped, products(chunks), itertools.repeat(whole.values))
             if one is not None
         ]  # fmt: skip
         num_whole = whole.values.size
@@ -392,7 +404,7 @@ class Merge:
             sample_axis = int(axes.has_sequence)
             known = [one in self._samples[1].places for one in self._samples[0].rows[unit]]
             num_whole = num_whole // whole.values.shape[sample_axis] * sum(known)
-        yield Part(
+        yield HeldPart(
             unit=(unit, whole.coordinate),
             microbatch=unit[1],
             order=whole.order,
@@ -407,7 +419,7 @@ class Merge:
 
     def _experts(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """Yield the rows of an expert in a step, each column sorted: they have no order."""
         if not name.tensor.endswith(".0") and len(reference[0].record.shape) > 1:
             raise NotMergedError(_COUNTS)
@@ -430,7 +442,7 @@ class Merge:
         if rows[0].shape[1:] != rows[1].shape[1:]:
             raise NotMergedError("the experts' rows have other sizes")
         first = reference[0].record
-        yield Part(
+        yield HeldPart(
             unit=(),
             microbatch=first.microbatch,
             order=min(piece.record.order for piece in reference),
@@ -443,12 +455,12 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Overlap:
     whole: Index
     local: Index
 
     @classmethod
-    def clipped(cls, block: tuple[Index, Index], whole: Values) -> _Block | None:
+    def clipped(cls, block: tuple[Index, Index], whole: Values) -> _Overlap | None:
         """Return a block without what is beyond the whole, as padding of a vocabulary is."""
         to, of = [], []
         for target, source, size in zip(*block, whole.shape, strict=True):
@@ -496,7 +508,7 @@ class _Wholes:
         layout, record = first.layout, first.record
         num_samples = len(self._samples.rows[unit])
         axes = axes_of(record.shape, record.kind, self._samples.length, num_samples, layout)
-        if (axes.has_sequence, axes.has_batch) != (other_axes.has_sequence, other_axes.has_batch):
+        if axes.leading != other_axes.leading:
             raise NotMergedError(
                 f"the axes of {list(record.shape)} and {list(other.record.shape)} do not correspond"
             )
@@ -505,14 +517,17 @@ class _Wholes:
         ):  # fmt: skip
             raise NotMergedError("it is a sum over a sequence, of which each rank has a part")
         view = _view_shape(axes, record.shape)
-        skip = int(axes.has_sequence) + int(axes.has_batch)
+        skip = sum(axes.leading)
         tp, other_tp = layout.tp[1], other.layout.tp[1]
         coordinate = None
         if tp == other_tp:
             split = (False,) * (len(view) - skip)
             if view[skip:] != other_shape[skip:]:
                 raise NotMergedError(f"sizes {list(view)} and {list(other_shape)} differ")
-            coordinate = other.layout.tp[0] if tp > 1 else None
+            is_shared = (
+                axes.sequence_parts > layout.cp[1] or other_axes.sequence_parts > other.layout.cp[1]
+            )
+            coordinate = other.layout.tp[0] if tp > 1 and not is_shared else None
         else:
             split = split_sizes(
                 view[skip:], other_shape[skip:], (tp, other_tp), may_be_padded=self._may_be_padded
@@ -545,7 +560,7 @@ class _Wholes:
         if axes.has_sequence:
             shape[0] = self._samples.length
         shape = [size * tp if cut else size for size, cut in zip(shape, split, strict=True)]
-        whole = np.zeros(shape, np.float64 if first.is_float else np.int64)
+        whole: Values = np.zeros(shape, np.float64 if first.is_float else np.int64)
         num_values = 0
         for piece in pieces:
             chunks: list[_Chunks] = []
@@ -566,11 +581,11 @@ class _Wholes:
         return _Whole(whole, split, coordinate, order)
 
 
-def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[HeldPart]:
     """Yield a number that each rank has, as the norm of all gradients."""
     first = reference[0]
     for piece in candidate:
-        yield Part(
+        yield HeldPart(
             unit=(),
             microbatch=0,
             order=first.record.order,
@@ -582,7 +597,7 @@ def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Ite
         )
 
 
-def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Part]:
+def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[HeldPart]:
     """Yield the tensors of ranks that correspond one to one."""
     found = {(one.rank, one.record.microbatch): one for one in reference}
     for piece in candidate:
@@ -596,7 +611,7 @@ def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[Pa
                     f"shapes {list(expected.shape)} and {list(actual.shape)} differ"
                 )
             expected, actual = sorted_rows(_as_rows(expected), _as_rows(actual))
-        yield Part(
+        yield HeldPart(
             unit=(piece.rank, piece.record.microbatch),
             microbatch=piece.record.microbatch,
             order=other.record.order,
@@ -674,8 +689,8 @@ def _last(piece: Piece) -> int | None:
     return piece.record.shape[-1] if len(piece.record.shape) > 1 else None
 
 
-def _gated_modules(step: Step) -> frozenset[str]:
-    """Return the first linear modules of MLPs whose output has two values for each input of the second."""
+def _gated_modules(step: TracedStep) -> frozenset[str]:
+    """Return the first linear modules of MLPs whose output has a value and its gate."""
     widths: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, pieces in step.tensors.items():
         record = pieces[0].record
@@ -708,7 +723,7 @@ def _sequence(samples: Samples, axes: Axes, layout: TraceLayout) -> _Chunks:
 
 def _runs(rows: Sequence[tuple[int, int]]) -> _Chunks:
     """Return pairs of rows as runs of neighbours."""
-    found: list[tuple[slice, slice]] = []
+    found: list[tuple[Range, Range]] = []
     for to, of in rows:
         if found and found[-1][0].stop == to and found[-1][1].stop == of:
             found[-1] = (slice(found[-1][0].start, to + 1), slice(found[-1][1].start, of + 1))
@@ -724,6 +739,11 @@ def _key(index: Index) -> tuple[object, ...]:
 def _sizes(layout: TraceLayout) -> tuple[object, ...]:
     sizes = [getattr(layout, axis)[1] for axis in ("tp", "pp", "dp", "cp", "ep", "etp", "edp")]
     return (*sizes, layout.vpp, layout.sequence_parallel)
+
+
+def is_same_layout(one: TraceLayout, other: TraceLayout) -> bool:
+    """Return whether the sizes of two layouts are equal."""
+    return _sizes(one) == _sizes(other)
 
 
 def _sequence_parts(layout: TraceLayout) -> int:

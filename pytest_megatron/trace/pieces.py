@@ -30,7 +30,8 @@ from pytest_megatron.trace.files import (
     read_records,
 )
 
-Values: TypeAlias = "NDArray[np.generic]"
+Range: TypeAlias = "slice[int, int, None]"
+Values: TypeAlias = NDArray[np.float64]  # as they are computed with; read as they were recorded
 
 _DTYPES = {
     "float64": "<f8",
@@ -138,13 +139,13 @@ class Trace:
         """The layout; its indices are those of the first rank."""
         return self.headers[min(self.headers)].layout
 
-    def each_step(self) -> Iterator[tuple[int, Step]]:
+    def each_step(self) -> Iterator[tuple[int, TracedStep]]:
         """Yield the steps in their order; step 0 has the parameters before the first."""
         # A model chunk records its parameters at its first call, within step 1.
         yield 0, self._step({rank: self._first(rank) for rank in self._files})
         streams = {
             rank: itertools.groupby(
-                (one for one in read_records(path) if one.step), key=lambda record: record.step
+                (one for one in _records(path) if one.step), key=lambda record: record.step
             )
             for rank, path in self._files.items()
         }
@@ -159,11 +160,11 @@ class Trace:
             yield number, self._step({rank: one for rank, (_, one) in found.items()})
 
     def _first(self, rank: int) -> Iterator[TraceRecord]:
-        early = itertools.takewhile(lambda one: one.step < 2, read_records(self._files[rank]))  # noqa: PLR2004
+        early = itertools.takewhile(lambda one: one.step < 2, _records(self._files[rank]))  # noqa: PLR2004
         return (one for one in early if not one.step)
 
-    def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> Step:
-        step = Step(self)
+    def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> TracedStep:
+        step = TracedStep(self)
         for rank, found in records.items():
             for record in found:
                 step.add(Piece(self, rank, record))
@@ -198,6 +199,13 @@ class Trace:
             raise TraceError(str(file), f"cannot be read: {error}") from error
 
 
+def _records(path: Path) -> Iterator[TraceRecord]:
+    try:
+        yield from read_records(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise TraceError(str(path), f"has a line that is no tensor: {error}") from error
+
+
 def _header(path: Path) -> TraceHeader:
     try:
         return read_header(path)
@@ -205,7 +213,7 @@ def _header(path: Path) -> TraceHeader:
         raise TraceError(str(path), f"is no trace: {error}") from error
 
 
-class Step:
+class TracedStep:
     """What all ranks recorded in one step."""
 
     def __init__(self, trace: Trace) -> None:
@@ -257,7 +265,7 @@ class Samples:
             self.places.update((one, (microbatch, row)) for row, one in enumerate(rows))
 
 
-def read_samples(step: Step, known: Samples | None = None) -> Samples | None:
+def read_samples(step: TracedStep, known: Samples | None = None) -> Samples | None:
     """Return the samples of a step by the first integer input of the model, or its first input.
 
     Args:
@@ -311,7 +319,7 @@ def _rows(pieces: Mapping[Microbatch, Mapping[int, Piece]], *, is_zigzag: bool) 
 
 def sequence_chunks(
     length: int, cp: tuple[int, int], tp: tuple[int, int], *, is_zigzag: bool
-) -> list[tuple[slice, slice]]:
+) -> list[tuple[Range, Range]]:
     """Return the parts of a sequence that a rank has: where in the whole, where in its own.
 
     Args:

@@ -38,6 +38,7 @@ class LaunchEnd(Enum):
     EXITED = "exited"
     TIME_LIMIT = "time limit"
     HUNG_COLLECTIVE = "hung collective"
+    STOPPED = "stopped early"  # since what it measured could only fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

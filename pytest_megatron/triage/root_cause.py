@@ -20,6 +20,7 @@ from pytest_megatron.triage.signatures import LineRole, Signature, Table
 
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
 _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
+_ENDED_BY_US = (LaunchEnd.TIME_LIMIT, LaunchEnd.HUNG_COLLECTIVE, LaunchEnd.STOPPED)
 _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
 
 
@@ -52,7 +53,7 @@ class _CauseCandidate:
 def find_root(story: RankLog, table: Table) -> Root | None:
     """Return what a failure began with; None if nothing failed."""
     candidates = [c for rank in story.ranks.values() if (c := _candidate(rank, table)) is not None]
-    if story.unit.known.ended in (LaunchEnd.TIME_LIMIT, LaunchEnd.HUNG_COLLECTIVE):
+    if story.unit.known.ended in _ENDED_BY_US:
         candidates = [c for c in candidates if _is_own(c)]
     root = _first(candidates, story)
     if root is not None and (odd := odd_by_fingerprint(story)):
@@ -61,8 +62,8 @@ def find_root(story: RankLog, table: Table) -> Root | None:
     explained = _explained(story, root)
     if explained is not None:
         return explained
-    if root is not None:
-        return root
+    if root is not None or story.unit.known.ended is LaunchEnd.STOPPED:
+        return root or _line(story)
     if story.unit.known.ended is LaunchEnd.TIME_LIMIT:
         return _time_limit(story, table)
     launcher = _candidate(story.launcher, table)

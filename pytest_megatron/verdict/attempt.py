@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.base.files import JsonValue, read_json, write_json_atomically
-from pytest_megatron.base.text import describe_exit
+from pytest_megatron.base.text import describe_exit, rough_time
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.golden.build import series_of_generation
 from pytest_megatron.golden.compare.result import Comparison
@@ -54,6 +54,7 @@ _ENDED = {
     End.EXITED: LaunchEnd.EXITED,
     End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
     End.HUNG_COLLECTIVE: LaunchEnd.HUNG_COLLECTIVE,
+    End.STOPPED: LaunchEnd.STOPPED,
 }
 
 
@@ -157,6 +158,36 @@ class FailureCause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedEarly:
+    """An attempt that was ended since it could only fail.
+
+    Attributes:
+        iteration: The last one that it measured.
+        last_iteration: The one that it was to reach; None where that is not known.
+        saved_s: Estimate of the time that it would have trained on, or None.
+        num_gpus: That it had; 0 on the CPU.
+        compared: As `RepeatComparison.against` has it, and the metrics that disagree; empty where a
+            loss is not finite.
+    """
+
+    iteration: int
+    last_iteration: int | None
+    saved_s: float | None
+    num_gpus: int
+    compared: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The time that it saved, for a person."""
+        if self.saved_s is None:
+            return "stopped early"
+        saved = rough_time(self.saved_s * (self.num_gpus or 1))
+        return (
+            f"stopped early: saved about {saved.replace(' ', ' GPU-') if self.num_gpus else saved}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One execution of a workload.
 
@@ -175,6 +206,7 @@ class Attempt:
         audit_ends: Of the phases of the audit.
         facts: Where and with what it ran; None where that is the controller's machine.
         suspects: The machines that failed under it, where it was theirs.
+        stopped: Of one that was stopped since it could only fail; it has a cause as well.
     """
 
     repeat: int
@@ -192,6 +224,7 @@ class Attempt:
     audit_ends: tuple[PhaseEnd, ...] = ()
     facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
+    stopped: StoppedEarly | None = None
 
     @property
     def series(self) -> MetricMap:
@@ -243,6 +276,9 @@ def judge_attempt(
     measured: list[MetricMap] = []
     resumes_after = None
     for end in ends:
+        if end.end is End.STOPPED:
+            with contextlib.suppress(MetricsError):  # it was read while the phase ran
+                measured.append(measured_in(end.plan.dirs, is_rl=is_rl))
         if not end.is_clean:
             return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
@@ -254,13 +290,11 @@ def judge_attempt(
                 f"looked in {end.plan.dirs.root}"
             )
         try:
-            metrics = _measured(end.plan.dirs)
+            metrics = measured_in(end.plan.dirs, is_rl=is_rl)
         except MetricsError as error:
             return tuple(measured), FailureCause(
                 text=f"the training ended with exit code 0, but {error}"
             )
-        if is_rl:
-            metrics = with_one_loss_name(metrics)
         measured.append(metrics)
         last = end.plan.last_iteration
         if target is not None and end is ends[-1]:
@@ -282,6 +316,8 @@ def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
     Where a window went on beyond its last checkpoint, the next one trained those steps again;
     its values count, since the training went on from them.
     """
+    if len(windows) == 1:
+        return windows[0]
     joined: dict[str, dict[int, Value]] = {}
     for window in windows:
         for name, series in window.items():
@@ -294,15 +330,20 @@ def _has_metrics(dirs: PhaseDirs) -> bool:
     return dirs.metrics_lines.exists() or bool(find_event_files(dirs.tensorboard))
 
 
-def _measured(dirs: PhaseDirs) -> MetricMap:
-    """Return what a phase wrote: JSON lines where it wrote any, else TensorBoard files."""
+def measured_in(dirs: PhaseDirs, *, is_rl: bool) -> MetricMap:
+    """Return what a phase wrote so far: JSON lines where it wrote any, else TensorBoard files.
+
+    Raises:
+        MetricsError: It wrote nothing, or it cannot be read.
+    """
     lines = dirs.metrics_lines
-    return read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
+    metrics = read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
+    return with_one_loss_name(metrics) if is_rl else metrics
 
 
 def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
     """Say what is wrong with what a training measured: missing, ended early, not finite."""
-    return _incomplete(metrics, names, last) or _non_finite(metrics, names)
+    return _incomplete(metrics, names, last) or find_non_finite(metrics, names)
 
 
 def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
@@ -331,8 +372,8 @@ def _not_resumed(metrics: MetricMap, names: Sequence[str], after: int | None) ->
     )
 
 
-def _non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
-    """Say where a metric is not a number."""
+def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
+    """Return the text for a loss that is not finite, None without one."""
     for name in names:
         for step, value in metrics[name].items():
             if not is_finite(value) and is_loss(name):
@@ -354,13 +395,16 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
         case End.NO_CHECKPOINT | End.NOT_DONE:
             text = f"{_phase(end)}the training ended with exit code 0, but {end.problem}"
             return FailureCause(text=text)
+        case End.STOPPED:
+            when = "early" if end.progress is None else when
+            return FailureCause(text=f"stopped {when}: {end.problem}; see {dirs.launcher_log}")
         case End.SCRIPT:
             return _why_a_script_failed(end)
         case End.TIME_LIMIT:
             where = _where_ranks_were(read_failures(dirs))
             text = f"time limit of {time_limit_s:g} s reached {when}{where}; see {dirs.logs}"
             found = diagnose_phase(end, table)
-            return FailureCause(text=text, signature=_signature(found), diagnosis=found)
+            return FailureCause(text=text, signature=signature_of(found), diagnosis=found)
         case End.HUNG_COLLECTIVE:
             where = _where_ranks_were(read_failures(dirs))
             return _why_it_hung(end, where, when, diagnose_phase(end, table))
@@ -381,12 +425,12 @@ def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) 
     return FailureCause(
         text=f"a collective did not finish {when}: {text}",
         rank=rank,
-        signature=_signature(found),
+        signature=signature_of(found),
         diagnosis=found,
     )
 
 
-def _signature(found: Diagnosis | None) -> Signature | None:
+def signature_of(found: Diagnosis | None) -> Signature | None:
     """Return the row that a failure is known as, None where that has no meaning."""
     return found.row if found is not None and is_named(found.row) else None
 
@@ -410,7 +454,7 @@ def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Failure
         return FailureCause(
             text=f"{who} {_ended(end.returncode)}{silence}{full}; see {dirs.launcher_log}",
             evidence=said,
-            signature=_signature(found),
+            signature=signature_of(found),
             diagnosis=found,
         )
     what = _what_it_did(first, found)
@@ -419,7 +463,7 @@ def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> Failure
         text=f"rank {first.rank} of {end.plan.world_size} {what} {when}{full}; see {log}",
         evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
         rank=first.rank,
-        signature=_signature(found),
+        signature=signature_of(found),
         diagnosis=found,
     )
 

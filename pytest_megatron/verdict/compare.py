@@ -199,6 +199,16 @@ class Judgement:
         return tuple(repeat for repeat in self.repeats if repeat.failed)
 
     @property
+    def in_short(self) -> str:
+        """The metric that disagrees and where, for a line that ends at the terminal's width."""
+        first, *others = [c for repeat in self.failed for c in repeat.failed]
+        num_more = len({comparison.metric for comparison in others} - {first.metric})
+        where = (
+            "" if first.first is None or first.summary is not None else f" at {first.first.where}"
+        )
+        return f"{first.metric} is off{where}" + (f" (and {num_more} more)" if num_more else "")
+
+    @property
     def record(self) -> RecordedComparison:
         """The content of `comparison.json`."""
         rows: JsonValue = [
@@ -215,7 +225,7 @@ class Judgement:
 def judge(
     training: Training, golden: Golden | None, policy: ComparisonPolicy, facts: SessionFacts
 ) -> Judgement:
-    """Compare every clean repeat of a training.
+    """Compare every clean repeat of a training; of one that was stopped, take what it showed.
 
     Args:
         training: With a case; a script judges itself.
@@ -230,7 +240,21 @@ def judge(
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
+    found += _of_stopped(training.attempts[-1])
     return Judgement(repeats=tuple(found), policy=policy)
+
+
+def _of_stopped(attempt: Attempt) -> list[RepeatComparison]:
+    """Return what an attempt disagrees in that was stopped for it; none follows such a one."""
+    return [
+        RepeatComparison(
+            repeat=attempt.repeat,
+            against=against,
+            measured=attempt.whole_path if against == GOLDEN else attempt.dirs.phase(2).metrics,
+            comparisons=comparisons,
+        )
+        for against, comparisons in (() if attempt.stopped is None else attempt.stopped.compared)
+    ]
 
 
 def _within(
@@ -249,6 +273,8 @@ def _within(
         ]
     case, _ = _case(training)
     if case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
+        if len(attempt.metrics) == 1:  # it is not over yet
+            return []
         return [_with_first_phase(training, attempt, policy)]
     names = [end.plan.name for end in attempt.ends]
     return [

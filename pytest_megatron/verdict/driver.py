@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
@@ -36,6 +37,7 @@ from pytest_megatron.verdict.attempt import (
     why_it_failed,
 )
 from pytest_megatron.verdict.audit import judge_audit
+from pytest_megatron.verdict.early_stop import EarlyStop
 from pytest_megatron.verdict.equivalence import compare_traces
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
@@ -43,7 +45,7 @@ from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.verdict.script import judge_script
 from pytest_megatron.workload.plan.phases import PhaseRole, iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener
+from pytest_megatron.workload.run.runner import AttemptListener, End, ForwardingListener
 
 
 class Retries(Protocol):
@@ -78,6 +80,7 @@ def train(
     listener: AttemptListener,
     retries: Retries,
     engine: Engine,
+    early_stop: EarlyStop | None = None,
 ) -> Training:
     """Run one job, its repeats one after the other up to the first that is not clean.
 
@@ -87,13 +90,14 @@ def train(
         listener: Sees lines and progress.
         retries: Asked before every further attempt.
         engine: Where it runs.
+        early_stop: Ends attempts that can only fail; None lets all train to their end.
 
     Raises:
         MegatronError: It cannot be planned or started; nothing is left running.
         KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
     found: list[RepeatEnd] = []
-    for repeat in begin(checked, facts, listener, retries):
+    for repeat in begin(checked, facts, listener, retries, early_stop):
         found.append(_drive(repeat, engine))
         if found[-1].attempts[-1].cause is not None:
             break
@@ -101,7 +105,11 @@ def train(
 
 
 def begin(
-    checked: CheckedJob, facts: SessionFacts, listener: AttemptListener, retries: Retries
+    checked: CheckedJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    retries: Retries,
+    early_stop: EarlyStop | None = None,
 ) -> tuple[Repeat, ...]:
     """Return the repeats of a job; nothing of them has run yet.
 
@@ -111,7 +119,7 @@ def begin(
     checked.require_runnable()
     first = checked.job.replay.repeat
     return tuple(
-        _repeat(checked, facts, listener, retries, repeat=repeat)
+        _repeat(checked, facts, listener, retries, early_stop, repeat=repeat)
         for repeat in range(first, first + checked.job.num_repeats)
     )
 
@@ -156,6 +164,7 @@ def _repeat(
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
+    early_stop: EarlyStop | None,
     *,
     repeat: int,
 ) -> Repeat:
@@ -167,11 +176,16 @@ def _repeat(
     while True:
         plan = checked.plan_of(repeat=repeat, number=len(outcomes) + 1)
         order = _order(checked, plan, facts, listener, outcomes, repeat=repeat)
-        outcome = yield replace(order, delay_s=pause_s)
+        stop = None if early_stop is None else partial(early_stop.find_failure, plan)
+        outcome = yield replace(order, delay_s=pause_s, stop_early=stop)
         outcomes.append(outcome)
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
-        attempts.append(_judged(job, plan, outcome, repeat=repeat, number=len(outcomes)))
+        judged = _judged(job, plan, outcome, repeat=repeat, number=len(outcomes))
+        is_stopped = bool(outcome.ends) and outcome.ends[-1].end is End.STOPPED
+        if early_stop is not None and is_stopped and outcome.trouble is None:
+            judged = early_stop.account(plan, judged)
+        attempts.append(judged)
         step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
         if isinstance(step, StopRetrying):
             return RepeatEnd(attempts=tuple(attempts), stopped=step.reason)

@@ -105,6 +105,13 @@ class WorkloadJob:
         return self.workload.equivalence is not None
 
     @property
+    def why_not_traced(self) -> str | None:
+        """Why `--tensor-trace` passes it over; None if it is traced, or need not be."""
+        if self.setting.trace is None or self.is_equivalence:
+            return None
+        return find_untraceable(self.workload, self.case)
+
+    @property
     def why_not_audited(self) -> str | None:
         """Why `--audit-determinism` passes it over; None if it is audited, or need not be."""
         if not self.setting.is_audited:

@@ -5,22 +5,19 @@ Sources: ML is NVIDIA/Megatron-LM on GitHub; TTrace is arXiv 2506.09280.
 
 from __future__ import annotations
 
-import gpt_training
 import torch
 from exam_cases import (
+    DROPOUT,
     EP2,
-    FOUR_LAYERS,
     LLAMA,
     MOE,
     PP2,
-    SELECTIVE,
     SHARDED,
     SP,
     SWIGLU,
     TP2,
     UNIFORM,
     UNTIED,
-    DROPOUT,
     Bug,
     Function,
     after,
@@ -30,16 +27,16 @@ from exam_cases import (
     skip,
     wrap,
 )
-from gpt_arguments import Arguments
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.transformer import MegatronModule as Untyped
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 def dp_sum_for_mean() -> None:
-    def unscale(model: DistributedDataParallel, *_: object, **__: object) -> None:
+    def unscale(model: DistributedDataParallel, *_: Untyped, **__: Untyped) -> None:
         for buffer in model.buffers:
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = 1.0
@@ -48,7 +45,7 @@ def dp_sum_for_mean() -> None:
 
 
 def rope_base_second_stage() -> None:
-    def use_default(model: GPTModel, *_: object, **__: object) -> None:
+    def use_default(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         if parallel_state.get_pipeline_model_parallel_rank() == 1:
             model.rotary_pos_emb.inv_freq *= 0.5
 
@@ -69,7 +66,7 @@ def last_microbatch_dropped() -> None:
     calls = [0]
 
     def make(original: Function) -> Function:
-        def backward(*args: object, **kwargs: object) -> object:
+        def backward(*args: Untyped, **kwargs: Untyped) -> Untyped:
             calls[0] += 1
             return original(*args, **kwargs) if calls[0] % 2 else [None]
 
@@ -80,10 +77,10 @@ def last_microbatch_dropped() -> None:
 
 def sequence_scatter_swapped() -> None:
     def make(original: Function) -> Function:
-        def swapped(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        def swapped(tensor: torch.Tensor, *args: Untyped, **kwargs: Untyped) -> Untyped:
             return original(torch.cat(tensor.chunk(2)[::-1]), *args, **kwargs)
 
-        return swapped  # type: ignore[return-value] # its first argument is a tensor
+        return swapped
 
     wrap(core("tensor_parallel"), "scatter_to_sequence_parallel_region", make)
 
@@ -93,7 +90,7 @@ def dp_grads_unreduced() -> None:
 
 
 def wrong_expert_offset() -> None:
-    def shift(layer: torch.nn.Module, *_: object, **__: object) -> None:
+    def shift(layer: Untyped, *_: Untyped, **__: Untyped) -> None:
         others = 1 - parallel_state.get_expert_model_parallel_rank()
         first = others * layer.num_local_experts
         indices = layer.token_dispatcher.local_expert_indices
@@ -104,7 +101,7 @@ def wrong_expert_offset() -> None:
 
 def main_params_stale_one_rank() -> None:
     def make(original: Function) -> Function:
-        def copy(*args: object) -> object:
+        def copy(*args: Untyped) -> Untyped:
             is_stale = parallel_state.get_tensor_model_parallel_rank() == 1
             return None if is_stale else original(*args)
 
@@ -123,7 +120,7 @@ def stale_grads() -> None:
     calls = [0]
 
     def make(original: Function) -> Function:
-        def zero(*args: object) -> object:
+        def zero(*args: Untyped) -> Untyped:
             calls[0] += 1
             if calls[0] == 1:
                 return original(*args)
@@ -140,12 +137,12 @@ def stale_grads() -> None:
 
 
 def gated_halves_swapped() -> None:
-    def swap(model: GPTModel, *_: object, **__: object) -> None:
+    def swap(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             return
 
         def make(original: Function) -> Function:
-            def swapped(*args: object) -> object:
+            def swapped(*args: Untyped) -> Untyped:
                 output, bias = original(*args)
                 return torch.cat(output.chunk(2, dim=-1)[::-1], dim=-1), bias
 
@@ -157,7 +154,7 @@ def gated_halves_swapped() -> None:
 
 
 def tp_over_dp_group() -> None:
-    def use_other(model: GPTModel, *_: object, **__: object) -> None:
+    def use_other(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         group = parallel_state.get_data_parallel_group()
         model.decoder.layers[0].mlp.linear_fc2.tp_group = group
 
@@ -165,11 +162,11 @@ def tp_over_dp_group() -> None:
 
 
 def column_dgrad_unreduced() -> None:
-    def forget(model: GPTModel, *_: object, **__: object) -> None:
+    def forget(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         layer = model.decoder.layers[1].mlp.linear_fc1
 
         def make(original: Function) -> Function:
-            def forward(*args: object, **kwargs: object) -> object:
+            def forward(*args: Untyped, **kwargs: Untyped) -> Untyped:
                 return original(*args, **{**kwargs, "allreduce_dgrad": False})
 
             return forward
@@ -180,7 +177,7 @@ def column_dgrad_unreduced() -> None:
 
 
 def row_parallel_unreduced() -> None:
-    def keep_local(model: GPTModel, *_: object, **__: object) -> None:
+    def keep_local(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         model.decoder.layers[1].self_attention.linear_proj.explicit_expert_comm = True
 
     after(GPTModel, "__init__", keep_local)
@@ -188,7 +185,7 @@ def row_parallel_unreduced() -> None:
 
 def qkv_not_interleaved() -> None:
     def make(original: Function) -> Function:
-        def split(*args: object, **kwargs: object) -> object:
+        def split(*args: Untyped, **kwargs: Untyped) -> Untyped:
             mixed = torch.stack(original(*args, **kwargs), dim=3)  # s, b, heads, 3, width
             size, batch, heads, _, width = mixed.shape
             blocks = mixed.reshape(size, batch, 3, heads, width).unbind(2)
@@ -200,7 +197,7 @@ def qkv_not_interleaved() -> None:
 
 
 def router_grads_unsynced() -> None:
-    def unmark(router: torch.nn.Module, *_: object, **__: object) -> None:
+    def unmark(router: Untyped, *_: Untyped, **__: Untyped) -> None:
         router.weight.sequence_parallel = False
 
     after(core("transformer.moe.router").TopKRouter, "__init__", unmark)
@@ -210,7 +207,7 @@ def tied_grads_wrong_shards() -> None:
     """Each stage cuts its shared embedding elsewhere, then the cuts are added."""
 
     def make(original: Function) -> Function:
-        def build(self: object, config: object, ddp: object, module: torch.nn.Module) -> None:
+        def build(self: Untyped, config: Untyped, ddp: Untyped, module: Untyped) -> None:
             marked = [one for one in module.parameters() if getattr(one, "shared_embedding", False)]
             for one in marked:
                 one.shared_embedding = False
@@ -218,14 +215,14 @@ def tied_grads_wrong_shards() -> None:
             for one in marked:
                 one.shared_embedding = True
 
-        return build  # type: ignore[return-value] # a constructor
+        return build
 
     wrap(DistributedDataParallel, "__init__", make)
 
 
 def untied_embedding_not_updated() -> None:
     def make(original: Function) -> Function:
-        def step(*args: object) -> object:
+        def step(*args: Untyped) -> Untyped:
             weights = [
                 weight
                 for chunk in args[0].model_chunks
@@ -246,13 +243,13 @@ def untied_embedding_not_updated() -> None:
 
 def bias_times_tp() -> None:
     def make(original: Function) -> Function:
-        def forward(*args: object) -> object:
+        def forward(*args: Untyped) -> Untyped:
             output, bias = original(*args)
             return output, bias * parallel_state.get_tensor_model_parallel_world_size()
 
         return forward
 
-    def change(model: GPTModel, *_: object, **__: object) -> None:
+    def change(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         wrap(model.decoder.layers[0].mlp.linear_fc2, "forward", make)
 
     after(GPTModel, "__init__", change)
@@ -262,8 +259,8 @@ def sequence_dgrad_unsummed() -> None:
     """Each rank keeps its own gradient of its part of the sequence, twice as large."""
 
     def scatter(
-        output: torch.Tensor, source: torch.Tensor, *, group: object, **_: object
-    ) -> object:
+        output: torch.Tensor, source: torch.Tensor, *, group: Untyped, **_: Untyped
+    ) -> Untyped:
         rank = torch.distributed.get_rank(group)
         output.copy_(source.chunk(2)[rank] * 2)
         return Done()

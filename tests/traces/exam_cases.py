@@ -14,10 +14,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from typing_extensions import TypeIs
+from megatron.core.transformer import MegatronModule as Untyped  # whatever has no types
 
 Value = str | int | float | bool | None
 Plant = Callable[[], None]
+
+
+class Function(Protocol):
+    """Any function."""
+
+    def __call__(self, *args: Untyped, **kwargs: Untyped) -> Untyped:
+        """Do what it does."""
+        ...
+
 
 TINY: Mapping[str, Value] = {
     "--num-layers": 2,
@@ -181,41 +190,26 @@ def is_held_out(name: str, names: Iterable[str]) -> bool:
     return name in ordered[: (len(ordered) + 1) // 2]
 
 
-class Function(Protocol):
-    """Any function."""
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Do what it does."""
-        ...
-
-
-def is_function(value: object) -> TypeIs[Function]:
-    """Whether a value is a function."""
-    return callable(value)
-
-
-def wrap(owner: object, name: str, make: Callable[[Function], Function]) -> None:
+def wrap(owner: Untyped, name: str, make: Callable[[Function], Function]) -> None:
     """Replace a function of a module or a class by what `make` makes of it."""
-    original = getattr(owner, name)
-    assert is_function(original)
-    setattr(owner, name, make(original))
+    setattr(owner, name, make(getattr(owner, name)))
 
 
-def skip(owner: object, name: str) -> None:
+def skip(owner: Untyped, name: str) -> None:
     """Replace a function by one that does nothing."""
     wrap(owner, name, lambda _: lambda *_args, **_kwargs: None)
 
 
-def core(name: str) -> object:
+def core(name: str) -> Untyped:
     """Import a module of megatron-core; a package may export a function of its name."""
     return importlib.import_module(f"megatron.core.{name}")
 
 
-def after(owner: object, name: str, then: Callable[..., object]) -> None:
+def after(owner: Untyped, name: str, then: Function) -> None:
     """Call `then` with the arguments of each call of a function, after it."""
 
     def make(original: Function) -> Function:
-        def both(*args: object, **kwargs: object) -> object:
+        def both(*args: Untyped, **kwargs: Untyped) -> Untyped:
             result = original(*args, **kwargs)
             then(*args, **kwargs)
             return result

@@ -26,7 +26,6 @@ import gpt_model
 import torch
 import train_gpt
 from exam_cases import BF16, Bug, Function, Layout, Value, after, wrap
-from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 
 FACTOR = 10
@@ -135,7 +134,10 @@ def train(words: list[str], ranks: int, bug: str) -> Ranks | str:
             logs = [Path(directory, f"{rank}.txt").read_text() for rank in range(ranks)]
             return max((log.strip().splitlines() or ["no word"])[-1] for log in logs)
         loaded = [torch.load(Path(directory, f"{rank}.pt")) for rank in range(ranks)]
-        return [Trained(**one) for one in loaded]
+        return [
+            Trained(losses=one["losses"], norms=one["norms"], weights=one["weights"])
+            for one in loaded
+        ]
 
 
 def _fork(words: list[str], place: tuple[int, int], port: int, bug: str, directory: Path) -> int:
@@ -157,10 +159,9 @@ def _fork(words: list[str], place: tuple[int, int], port: int, bug: str, directo
         try:
             _train_rank(bug, directory / f"{rank}.pt")
             code = 0
-        except BaseException:
-            traceback.print_exc()
-    (directory / f"{rank}.txt").write_text(said.getvalue())
-    os._exit(code)
+        finally:
+            (directory / f"{rank}.txt").write_text(f"{said.getvalue()}\n{traceback.format_exc()}")
+            os._exit(code)
 
 
 def _train_rank(bug: str, target: Path) -> None:
@@ -247,7 +248,7 @@ def in_a_line(proof: Proof) -> str:
 
 
 def try_layout(pair: Layout, trainings: Trainings) -> str:
-    """Train both sides of a clean pair; gives how far apart their losses are, or what went wrong."""
+    """Train both sides of a clean pair; gives how far apart they are, or what went wrong."""
     one = trainings.train(pair.reference_arguments, pair.reference_ranks)
     other = trainings.train(pair.candidate_arguments, pair.ranks)
     if isinstance(one, str) or isinstance(other, str):

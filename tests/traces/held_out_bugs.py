@@ -38,6 +38,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer import MegatronModule as Untyped
 from megatron.core.transformer import TransformerLayer
 
 
@@ -45,7 +46,7 @@ def shard_remainder_skipped() -> None:
     """The last data-parallel rank does not update its last shard."""
 
     def make(original: Function) -> Function:
-        def step(*args: object) -> object:
+        def step(*args: Untyped) -> Untyped:
             optimizer = args[0]
             if not isinstance(optimizer, DistributedOptimizer):
                 return original(*args)
@@ -66,7 +67,7 @@ def shard_remainder_skipped() -> None:
 
 def decay_on_norms() -> None:
     def make(original: Function) -> Function:
-        def build(*args: object, **kwargs: object) -> object:
+        def build(*args: Untyped, **kwargs: Untyped) -> Untyped:
             optimizer = original(*args, **kwargs)
             for group in optimizer.param_groups:
                 group["wd_mult"] = 1.0
@@ -83,7 +84,7 @@ def stale_microbatch_input() -> None:
     def make(original: Function) -> Function:
         kept: list[torch.Tensor] = []
 
-        def set_input(*args: object) -> object:
+        def set_input(*args: Untyped) -> Untyped:
             model, tensors = args
             tensor = tensors[0] if isinstance(tensors, list) else tensors
             if tensor is None:
@@ -99,7 +100,7 @@ def stale_microbatch_input() -> None:
 
 def same_rng_over_tp() -> None:
     def make(original: Function) -> Function:
-        def seed(*args: object, **kwargs: object) -> object:
+        def seed(*args: Untyped, **kwargs: Untyped) -> Untyped:
             return original(*args, **{**kwargs, "tp_rank": 0})
 
         return seed
@@ -117,7 +118,7 @@ def clip_norm_counts_replicas() -> None:
 
 def shared_grad_dropped() -> None:
     def make(original: Function) -> Function:
-        def weight(*args: object) -> object:
+        def weight(*args: Untyped) -> Untyped:
             return original(*args).detach()
 
         return weight
@@ -126,7 +127,7 @@ def shared_grad_dropped() -> None:
 
 
 def experts_restored_wrong() -> None:
-    def confuse(dispatcher: object, *_: object, **__: object) -> None:
+    def confuse(dispatcher: Untyped, *_: Untyped, **__: Untyped) -> None:
         dispatcher.restore_output_by_local_experts = dispatcher.sort_input_by_local_experts
 
     dispatchers = core("transformer.moe.token_dispatcher")
@@ -134,7 +135,7 @@ def experts_restored_wrong() -> None:
 
 
 def vocab_mask_off_by_one() -> None:
-    def shrink(embedding: VocabParallelEmbedding, *_: object, **__: object) -> None:
+    def shrink(embedding: VocabParallelEmbedding, *_: Untyped, **__: Untyped) -> None:
         embedding.vocab_end_index -= 1
 
     after(VocabParallelEmbedding, "__init__", shrink)
@@ -148,17 +149,17 @@ def wrong_offset_virtual_stage() -> None:
 def wrong_stage_division() -> None:
     """The second stage starts one layer too early."""
 
-    def shift(original: Function, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def shift(original: Function, args: tuple[Untyped, ...], kwargs: dict[str, Untyped]) -> Untyped:
         return max(0, original(*args, **kwargs) - 1)
 
     _with_offset(shift)
 
 
-def _with_offset(change: object) -> None:
+def _with_offset(change: Untyped) -> None:
     """Change the number of a stage's first layer wherever megatron-core asks for it."""
     original = core("transformer.transformer_layer").get_transformer_layer_offset
 
-    def offset(config: object, vp_stage: object = None, pp_rank: object = None) -> object:
+    def offset(config: Untyped, vp_stage: Untyped = None, pp_rank: Untyped = None) -> Untyped:
         return change(original, (config,), {"vp_stage": vp_stage, "pp_rank": pp_rank})
 
     for module in ("transformer.transformer_layer", "transformer.transformer_block"):
@@ -170,17 +171,17 @@ def clip_skips_replicas() -> None:
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate as counts
 
     def make(original: Function) -> Function:
-        def clip(parameters: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        def clip(parameters: list[torch.Tensor], *args: Untyped, **kwargs: Untyped) -> Untyped:
             return original([one for one in parameters if counts(one)], *args, **kwargs)
 
-        return clip  # type: ignore[return-value] # its first argument is a list
+        return clip
 
     wrap(core("optimizer.optimizer"), "clip_grad_by_total_norm_fp32", make)
 
 
 def expert_grads_over_dense_group() -> None:
     def make(original: Function) -> Function:
-        def build(self: object, config: object, ddp: object, module: torch.nn.Module) -> None:
+        def build(self: Untyped, config: Untyped, ddp: Untyped, module: Untyped) -> None:
             experts = [one for one in module.parameters() if not getattr(one, "allreduce", True)]
             for one in experts:
                 one.allreduce = True
@@ -188,7 +189,7 @@ def expert_grads_over_dense_group() -> None:
             for one in experts:
                 one.allreduce = False
 
-        return build  # type: ignore[return-value] # a constructor
+        return build
 
     wrap(DistributedDataParallel, "__init__", make)
 
@@ -202,7 +203,7 @@ def recompute_first_input() -> None:
     first: list[torch.Tensor] = []
 
     def make(original: Function) -> Function:
-        def forward(*args: object, **kwargs: object) -> object:
+        def forward(*args: Untyped, **kwargs: Untyped) -> Untyped:
             if args[0].layer_number == 1:
                 first[:] = [kwargs["hidden_states"]]
             return original(*args, **{**kwargs, "hidden_states": first[0]})
@@ -213,7 +214,7 @@ def recompute_first_input() -> None:
 
 
 def expert_grads_unscaled() -> None:
-    def unscale(model: DistributedDataParallel, *_: object, **__: object) -> None:
+    def unscale(model: DistributedDataParallel, *_: Untyped, **__: Untyped) -> None:
         for buffer in model.expert_parallel_buffers:
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = 1.0
@@ -223,27 +224,27 @@ def expert_grads_unscaled() -> None:
 
 def recompute_rolled_input() -> None:
     def make(original: Function) -> Function:
-        def detach(inputs: tuple[torch.Tensor, ...]) -> object:
+        def detach(inputs: tuple[torch.Tensor, ...]) -> Untyped:
             return original((inputs[0].roll(1, 0), *inputs[1:]))
 
-        return detach  # type: ignore[return-value] # its argument is a tuple
+        return detach
 
     wrap(core("tensor_parallel.random"), "detach_variable", make)
 
 
 def loss_over_microbatches_twice() -> None:
     def make(original: Function) -> Function:
-        def loss_of(arguments: Arguments, *args: object) -> object:
+        def loss_of(arguments: Arguments, *args: Untyped) -> Untyped:
             loss, reported = original(arguments, *args)
             return loss / (arguments.global_batch_size // arguments.micro_batch_size), reported
 
-        return loss_of  # type: ignore[return-value] # its first argument is the flags
+        return loss_of
 
     wrap(gpt_training, "loss_of", make)
 
 
 def loss_of_gathered_logits() -> None:
-    def gather(model: GPTModel, *_: object, **__: object) -> None:
+    def gather(model: GPTModel, *_: Untyped, **__: Untyped) -> None:
         model.output_layer.gather_output = True
 
     after(GPTModel, "__init__", gather)
@@ -251,10 +252,10 @@ def loss_of_gathered_logits() -> None:
 
 def virtual_chunk_without_optimizer() -> None:
     def make(original: Function) -> Function:
-        def build(config: object, chunks: list[object], **kwargs: object) -> object:
+        def build(config: Untyped, chunks: list[Untyped], **kwargs: Untyped) -> Untyped:
             return original(config, chunks[:1], **kwargs)
 
-        return build  # type: ignore[return-value] # its second argument is a list
+        return build
 
     wrap(gpt_model, "get_megatron_optimizer", make)
 

@@ -177,6 +177,7 @@ def ask(questions: Sequence[Question], root: Path, jobs: str) -> list[Mark]:
     words = [sys.executable, "-m", "pytest", "-p", "megatron", "recipes", "--platform", "cpu"]
     words += ["-n", jobs] if len(questions) > 1 else []
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it; every process compiles anew
     with (root / "session.txt").open("w") as said:
         subprocess.run(words, cwd=root, env=env, stdout=said, stderr=said, check=False)
     return [mark(question, root) for question in questions]

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.summary.model import JobItem, JobRun
+from pytest_megatron.runs.record import ran_nowhere
 
 SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
@@ -94,6 +95,14 @@ class CiSummary:
         """Items that passed when they were run again, and those whose failure does not count."""
         return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
 
+    @property
+    def nowhere(self) -> dict[str, list[str]]:
+        """Reasons -> tests that were skipped in every job and at every world size."""
+        return ran_nowhere(
+            (item.node_id, item.skip_reason or "no reason" if item.verdict == SKIPPED else None)
+            for item in self.items
+        )
+
     def slowest(self, number: int) -> tuple[JobItem, ...]:
         """Return the items that took longest."""
         ran = [item for item in self.items if item.duration_s >= SHORT_S]
@@ -116,6 +125,7 @@ class CiSummary:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "jobs": [job.as_json() for job in self.jobs],
+            "nowhere": {reason: list(tests) for reason, tests in self.nowhere.items()},
             "failures": [
                 {
                     **first.as_json(),

@@ -73,6 +73,7 @@ class JobItem:
         is_compared: Whether a workload was compared with its golden; None where that is not known.
         is_lightweight: Whether it ran shortened.
         policy: Under which it was compared, as a plan has it; None where that is not known.
+        skip_reason: Reason why it was skipped, as far as JUnit XML has it.
     """
 
     node_id: str
@@ -88,6 +89,7 @@ class JobItem:
     is_compared: bool | None = None
     is_lightweight: bool = False
     policy: Mapping[str, object] | None = None
+    skip_reason: str = ""
 
     @property
     def is_bad(self) -> bool:

@@ -245,6 +245,8 @@ def _add_cases(book: _JobCollector, job: str) -> None:
             item = book.items[node_id]
             if cause is not None and item.verdict in ("passed", "flaky"):
                 book.items[node_id] = replace(item, verdict=case.outcome, cause=cause)
+            elif case.outcome == item.verdict == "skipped":
+                book.items[node_id] = replace(item, skip_reason=case.message)
         else:
             book.items[case.node_id] = JobItem(
                 node_id=case.node_id,
@@ -253,6 +255,7 @@ def _add_cases(book: _JobCollector, job: str) -> None:
                 duration_s=case.duration_s,
                 cause=cause,
                 reproduce=shlex.join(["pytest", case.node_id]),
+                skip_reason=case.message if case.outcome == "skipped" else "",
             )
 
 

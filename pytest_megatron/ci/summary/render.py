@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.base.templates import render, render_macro
-from pytest_megatron.base.text import counted, plain
+from pytest_megatron.base.text import counted, listed, plain
 from pytest_megatron.ci.summary.junit import JUnitCase, Suite, address, join
 from pytest_megatron.ci.summary.merge import CiSummary
 from pytest_megatron.ci.summary.model import JobItem, JobRun
@@ -46,6 +46,12 @@ def as_text(summary: CiSummary) -> str:
     if summary.flaky:
         lines = (f"{_INDENT}{item.node_id}: {item.how_flaky}" for item in summary.flaky)
         blocks.append("\n".join(["flaky", *lines]))
+    if summary.nowhere:
+        lines = (
+            f"{_INDENT}{counted(len(tests), 'test')}: {reason}: {listed(tests, _MOST_ALSO)}"
+            for reason, tests in summary.nowhere.items()
+        )
+        blocks.append("\n".join(["ran nowhere", *lines]))
     slow = summary.slowest(_MOST_SLOW)
     if slow:
         lines = (f"{_INDENT}{item.duration_s:8.1f} s  {item.node_id} ({item.job})" for item in slow)

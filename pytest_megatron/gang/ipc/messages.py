@@ -211,6 +211,7 @@ class Done:
         printed_late: The same from the teardown on.
         late: Report of a failed teardown of the fixtures of the test before, or None.
         is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
+        left: `[kind, text]` of each thing that the test left behind.
     """
 
     run: int
@@ -225,6 +226,7 @@ class Done:
     printed_late: str = ""
     late: JsonValue = None
     is_clean: bool = False
+    left: tuple[JsonValue, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +303,7 @@ class RankConfig:
         coverage_file: Its data file.
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
+        is_audited: Whether it reports what tests leave behind.
     """
 
     gang: int
@@ -316,6 +319,7 @@ class RankConfig:
     coverage_file: str = ""
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
+    is_audited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from pytest_megatron.gang.forkserver.fork_safety import THREADS, reseed, thread_name
 from pytest_megatron.gang.forkserver.server import STACK_SIGNAL
@@ -31,6 +31,7 @@ HARMLESS_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _RECORDED_COLLECTIVES = "2000"
+_MemoryStats: TypeAlias = Mapping[str, Mapping[str, Mapping[str, int]]]
 RandomState: TypeAlias = tuple[object, ...]
 _threads: set[str] = set()  # threads of this process at the last check
 _device: str | None = None
@@ -162,12 +163,14 @@ class _Cuda:
 
     Attributes:
         variables: Of the module `torch.cuda`.
+        bindings: Of the module `torch._C`.
         synchronize: Waits for the current device; `torch.cuda.synchronize` calls functions that
             tests patch.
         run_kernel: Runs a kernel and waits for its result.
     """
 
     variables: Mapping[str, object]
+    bindings: Mapping[str, object]
     synchronize: Callable[[], None]
     run_kernel: Callable[[], object]
 
@@ -186,6 +189,7 @@ def _bind_cuda() -> _Cuda | None:
             zeros = torch.zeros
             _cuda = _Cuda(
                 variables=vars(cuda),
+                bindings=vars(vars(torch)["_C"]),
                 synchronize=synchronize,
                 run_kernel=lambda: zeros(1, device="cuda").add_(1).item(),
             )
@@ -197,6 +201,26 @@ def synchronize() -> None:
     cuda = _bind_cuda()
     if cuda is not None and cuda.is_initialized:
         cuda.synchronize()
+
+
+def cuda_memory() -> dict[str, int]:
+    """Return the bytes of the current GPU that torch's allocator has given out and reserved."""
+    cuda = _bind_cuda()
+    if cuda is None or not cuda.is_initialized:
+        return {}
+    device_of = cast("Callable[[], int]", cuda.bindings["_cuda_getDevice"])
+    stats_of = cast("Callable[[int], _MemoryStats]", cuda.bindings["_cuda_memoryStats"])
+    stats = stats_of(device_of())
+    kinds = {"cuda-memory": "allocated_bytes", "reserved": "reserved_bytes"}
+    return {kind: int(stats[name]["all"]["current"]) for kind, name in kinds.items()}
+
+
+def free_cublas() -> None:
+    """Free the workspaces of cuBLAS, which torch allocates with its first product."""
+    cuda = _bind_cuda()
+    clear = None if cuda is None else cuda.bindings.get("_cuda_clearCublasWorkspaces")
+    if callable(clear):
+        clear()
 
 
 def find_poison() -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from pytest_megatron.gang.originals import os
+from pytest_megatron.gang.rank.audit import SETTINGS, Audit, Held, Key, Leak, is_connection
 from pytest_megatron.gang.rank.collectives import DefaultGroup, default_group
 
 _VARIABLES = (
@@ -30,8 +31,9 @@ _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open"
 _environ = os.environ
 _raw = {name: name.encode() for name in _VARIABLES}
 _environb = os.environb  # half as long to read
-# Name -> value; variables have their own names, and None if they are not set.
-State: TypeAlias = dict[str, object]
+# Name -> value; variables have their own names, and None if they are not set. Keys of the audit are
+# pairs.
+State: TypeAlias = dict[str | Key, object]
 
 
 def look() -> State:
@@ -55,28 +57,52 @@ class StateKeeper:
     Attributes:
         world_size: Of the gang.
         temp: Returns the directory in which tests make theirs.
+        audit: Probes of what else tests leave, which is reported and not restored; None without.
     """
 
     world_size: int
     temp: Callable[[], Path | None]
-    _expected: State = field(default_factory=look)
+    audit: Audit | None = None
+    _expected: State = field(default_factory=dict)
+    _initial: State = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)
     _replaced: dict[Hashable, State] = field(default_factory=dict)
+    _makers: dict[str | Key, str] = field(default_factory=dict)
 
-    def accept(self, fixture: Hashable, before: State) -> None:
+    def __post_init__(self) -> None:
+        self._expected, self._sizes = self.look()
+        self._initial = dict(self._expected)
+
+    def look(self) -> tuple[State, dict[str, int]]:
+        """Return the state of this process, and bytes of memory that it has, by kind."""
+        if self.audit is None:
+            return look(), {}
+        state = look()
+        state.update(self.audit.look())
+        return state, self.audit.sizes()
+
+    def accept(self, fixture: Hashable, name: str, before: tuple[State, Mapping[str, int]]) -> None:
         """Expect from now on the changes of a fixture with a wider scope than a test.
 
         Args:
             fixture: The fixture, which was just set up.
+            name: Its name.
             before: The state before its set-up.
         """
-        changed = {name: value for name, value in look().items() if value != before[name]}
+        state, sizes = self.look()
+        changed = _differences(state, before[0])
         if changed:
-            self._replaced[fixture] = {name: self._expected[name] for name in changed}
-            self._expected.update(changed)
+            self._replaced[fixture] = {key: self._expected.get(key) for key in changed}
+            _update(self._expected, changed)
+            for key in changed:
+                self._makers.setdefault(key, name)
+        for kind, size in sizes.items():
+            grown = size - before[1].get(kind, size)
+            self._sizes[kind] = self._sizes.get(kind, size - grown) + grown
 
     def release(self, fixture: Hashable) -> None:
         """Expect the state before such a fixture again, as it is torn down."""
-        self._expected.update(self._replaced.pop(fixture, {}))
+        _update(self._expected, self._replaced.pop(fixture, {}))
 
     def restore(self) -> tuple[list[str], str]:
         """Restore the state that the test has changed.
@@ -89,18 +115,56 @@ class StateKeeper:
         state, expected = look(), self._expected
         wrong_group = self._judge_group(state, expected)
         expected[_GROUP] = state[_GROUP]
-        found = []
-        if state != expected:
-            found = [
-                _put_back(name, state[name], wanted)
-                for name, wanted in expected.items()
-                if state[name] != wanted
-            ]
+        found = [
+            _put_back(str(name), value, expected[name])
+            for name, value in state.items()
+            if value != expected[name]
+        ]
         temp = self.temp()
         if temp is not None and not _exists(temp):
             os.makedirs(temp, mode=0o700, exist_ok=True)
             found.append("it removed the directory for temporary files, which was made again")
         return found, wrong_group
+
+    def find_leaks(self) -> list[Leak]:
+        """Return what the test left behind beside the restored state, and expect it from now on."""
+        audit = self.audit
+        if audit is None:
+            return []
+        held = audit.look()
+        sizes = audit.sizes()
+        suspects = self._new(held)
+        leaks = audit.find_size_leaks(self._sizes, sizes)
+        is_connecting = audit.is_connecting()
+        if suspects or leaks:
+            audit.settle({key[0] for key in suspects} | {leak.kind for leak in leaks})
+            held, sizes = audit.look(), audit.sizes()
+            found = self._new(held)
+            if is_connecting:
+                found = [key for key in found if not is_connection(key)]
+            leaks = audit.describe(
+                (key, held.get(key), self._expected.get(key), self._makers.get(key, ""))
+                for key in found
+            ) + audit.find_size_leaks(self._sizes, sizes)
+        self._expected = {k: v for k, v in self._expected.items() if isinstance(k, str)}
+        self._expected.update(held)
+        self._sizes = sizes
+        return leaks
+
+    def _new(self, held: Held) -> list[Key]:
+        """Return what is held and was not, and settings that changed and not back."""
+        expected, initial = self._expected, self._initial
+        new = [key for key, value in held.items() if expected.get(key) != value]
+        if new:  # a library that the test has loaded brings its settings
+            initial |= {k: held[k] for k in new if k[0] == "torch" and k not in initial}
+        lost = [
+            key
+            for key in expected.keys() - held.keys()
+            if not isinstance(key, str) and key[0] in SETTINGS
+        ]
+        return [
+            key for key in new + lost if key[0] not in SETTINGS or held.get(key) != initial.get(key)
+        ]
 
     def _judge_group(self, state: State, expected: State) -> str:
         group = cast("DefaultGroup | None", state[_GROUP])
@@ -109,6 +173,21 @@ class StateKeeper:
             return ""
         wanted = wanted or DefaultGroup(size=self.world_size, backend="any backend")
         return f"it left a default process group of {group} in the place of {wanted}"
+
+
+def _differences(state: State, before: State) -> State:
+    """Return values that differ; None for those that are gone."""
+    changed = {key: value for key, value in state.items() if before.get(key) != value}
+    return changed | dict.fromkeys(before.keys() - state.keys())
+
+
+def _update(state: State, changes: State) -> None:
+    """Change values; a pair with None is removed."""
+    for key, value in changes.items():
+        if value is None and not isinstance(key, str):
+            state.pop(key, None)
+        else:
+            state[key] = value
 
 
 def _put_back(name: str, value: object, wanted: object) -> str:

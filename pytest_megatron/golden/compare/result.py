@@ -14,7 +14,15 @@ from enum import Enum
 from itertools import groupby
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.model import Series, Value, is_finite, step_interval, to_float32
+from pytest_megatron.golden.model import (
+    MetricMap,
+    Series,
+    Value,
+    is_finite,
+    series_of,
+    step_interval,
+    to_float32,
+)
 
 RELATIVE = "relative"
 
@@ -60,6 +68,11 @@ class ComparisonRule(Enum):
     # megatron, beside `exact`.
     APPROXIMATE = "approximate"
     UNKNOWN = "unknown metric"
+
+
+_FAULTS_OF_GOLDEN = frozenset(
+    {ComparisonRule.NO_GOLDEN, ComparisonRule.GOLDEN_UNUSABLE, ComparisonRule.UNKNOWN}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +239,11 @@ class Comparison:
         """True if the values were compared, not only their presence."""
         return self.rule is not ComparisonRule.NOT_JUDGED
 
+    @property
+    def is_golden_to_blame(self) -> bool:
+        """True if it failed whatever the run measured."""
+        return not self.passed and self.rule in _FAULTS_OF_GOLDEN
+
 
 def render(comparison: Comparison) -> str:
     """Return one line of text: observed and allowed values, the deviation and the file."""
@@ -378,11 +396,16 @@ _NUM_DECIMALS = 5  # Megatron-LM's extraction, and so its goldens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One step at which golden and run both have a finite number."""
+    """One step at which golden and run both have a finite number.
+
+    Attributes:
+        is_pending: The run is not over and has yet to measure it; `observed` is the golden's.
+    """
 
     step: int
     observed: float
     golden: float
+    is_pending: bool = False
 
     @property
     def signed(self) -> float:
@@ -410,19 +433,48 @@ def align(golden: Series, observed: Series) -> tuple[Series, Series]:
     return golden, observed
 
 
+def continued_like(golden: MetricMap, observed: MetricMap) -> MetricMap:
+    """Return a run that is not over, continued with the golden's values: the best that can come.
+
+    A comparison with that golden which fails for it fails whatever the run measures from now on,
+    since layers that values to come could mend are left out. Steps that are missing in between may
+    come late.
+    """
+    ahead = {name: _continued(series, observed.get(name)) for name, series in golden.items()}
+    return {**observed, **ahead}
+
+
+def _continued(golden: Series, observed: Series | None) -> Series:
+    measured = {} if observed is None else dict(observed.items())
+    ahead = {
+        step: value
+        for step, value in golden.items()
+        if step not in measured and (isinstance(value, str) or math.isfinite(value))
+    }
+    is_full = (observed or golden).is_full_precision
+    whole = series_of({**measured, **ahead}, is_full_precision=is_full)
+    return replace(whole, pending=frozenset(ahead))
+
+
 def shared_points(golden: Series, observed: Series) -> list[Point]:
     """Return the steps at which both have a finite number, ascending."""
     at = dict(observed.items())
     return [
-        Point(step=step, observed=o, golden=g)
+        Point(step=step, observed=o, golden=g, is_pending=step in observed.pending)
         for step, g in golden.items()
         if isinstance(g, float) and isinstance(o := at.get(step), float)
         if math.isfinite(g) and math.isfinite(o)
     ]
 
 
-def measure(points: list[Point]) -> Deviation:
-    """Return the largest and the mean deviation over `points`."""
+def has_pending(points: Iterable[Point]) -> bool:
+    """Return True if values to come may still change a number made of `points`."""
+    return any(point.is_pending for point in points)
+
+
+def measure(points: Iterable[Point]) -> Deviation:
+    """Return the largest and the mean deviation over `points` that were measured."""
+    points = [point for point in points if not point.is_pending]
     if not points:
         return Deviation()
     worst = max(points, key=lambda p: abs(relative(p.observed, p.golden)))

@@ -13,7 +13,14 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN, Run
-from pytest_megatron.gang.merge import Merged, merge, merge_late, reported
+from pytest_megatron.gang.merge import (
+    Merged,
+    fail_for_left,
+    merge,
+    merge_late,
+    merge_left,
+    reported,
+)
 from pytest_megatron.gang.rank.logs import file_size, read_piece
 from pytest_megatron.gang.record import Executed
 from pytest_megatron.gang.schedule import Schedule
@@ -24,6 +31,7 @@ from pytest_megatron.gpu.host import is_awaited
 from pytest_megatron.hooks.gangs.gang_pool import GangPool, has_left
 from pytest_megatron.hooks.gangs.reports import merge_problem
 from pytest_megatron.hooks.markers import PhaseLimits, num_reruns_of
+from pytest_megatron.hooks.options import Options
 from pytest_megatron.triage.signatures import Signature
 
 _NUM_LAST_LINES = 40  # room for a traceback, or the stacks of an aborted process
@@ -39,6 +47,7 @@ class Execution:
         log_starts: Size of stderr.log of each rank at its start, if it may be rerun.
         end: Its result on the gang; None while it runs.
         merged: One report of all ranks for each phase and subtest.
+        left: What it left behind in its ranks.
     """
 
     index: int
@@ -47,6 +56,7 @@ class Execution:
     log_starts: Sequence[int] = ()
     end: RunEnd | None = None
     merged: tuple[Merged, ...] = ()
+    left: Sequence[str] = ()
 
     @property
     def ended(self) -> RunEnd:
@@ -127,7 +137,7 @@ class Dispatcher:
         *,
         specs: Mapping[pytest.Item, GangSpec],
         limits: Mapping[pytest.Item, PhaseLimits],
-        num_reruns: int,
+        options: Options,
         is_by_hand: bool,
     ) -> None:
         """Plan the order of tests.
@@ -137,7 +147,7 @@ class Dispatcher:
             pool: Its gangs.
             specs: Items of gangs.
             limits: Of the phases of each.
-            num_reruns: Reruns of an item without a marker after transient causes.
+            options: Of the session.
             is_by_hand: Whether pytest-xdist or `--sw` chooses the next test, not the schedule.
         """
         self._pool = pool
@@ -145,8 +155,10 @@ class Dispatcher:
         self._index = {item: index for index, item in enumerate(session.items)}
         self._specs = specs
         self._limits = limits
-        self._num_reruns = num_reruns
+        self._num_reruns = options.num_transient_reruns
         self._is_by_hand = is_by_hand
+        self._is_leak_failure = options.audit == "fail"
+        self._is_worker = hasattr(session.config, "workerinput")
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
         self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
         self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
@@ -407,6 +419,9 @@ class Dispatcher:
             _, execution = self._running.pop(end.run)
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
+            execution.left = self._present(merge_left(end))
+            if self._is_leak_failure and execution.left:
+                execution.merged = fail_for_left(execution.merged, execution.left)
             self.ended[execution.item] = execution
             directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
@@ -417,6 +432,15 @@ class Dispatcher:
         if gang.ends:
             self._take_back(gang)
         gang.ends.clear()
+
+    def _present(self, left: Mapping[str, str]) -> list[str]:
+        """Return what a test left, without files that are gone, or may be of another test."""
+        is_alone = (self.is_in_order or self.is_serial) and not self._is_worker
+        return [
+            text
+            for text, kind in left.items()
+            if kind != "working-directory" or (is_alone and os.path.lexists(text))
+        ]
 
     def _take_back(self, gang: Gang) -> None:
         """Reschedule tests that were sent ahead, if the test before them failed."""

@@ -153,6 +153,7 @@ class GangPool:
             pytest.UsageError: Other nodes cannot connect, or ranks of this one cannot.
         """
         refuse_unfit_host(self._options)
+        self._session = session
         config, sizes = session.config, {spec.world_size for spec in self._specs}
         # Forked processes share present objects, and neither they nor pytest at its end search all
         # of torch for garbage, which took 0.6 s.
@@ -262,13 +263,14 @@ class GangPool:
         failures = per_rank.take_failures(spec.world_size) if is_ready else []
         if lease is not None and (failures or not is_ready):
             self.leases.prepared[spec] = lease
-        self._report_failures(failures)
+        self._report_failures(failures, is_lost=is_ready and per_rank.is_lost(spec.world_size))
         return is_ready and not failures
 
-    def _report_failures(self, failures: Sequence[tuple[str, str]]) -> None:
+    def _report_failures(self, failures: Sequence[tuple[str, str]], *, is_lost: bool) -> None:
         """Report collection errors of ranks as pytest reports its own.
 
-        A worker of pytest-xdist continues: one that ends early is reported as crashed.
+        A worker of pytest-xdist goes on, as pytest-xdist does after errors of its own collection;
+        without a rank, it stops after the running test. One that ends earlier counts as crashed.
 
         Raises:
             pytest.Session.Interrupted: There are errors, without an option to continue.
@@ -276,10 +278,14 @@ class GangPool:
         for place, reason in failures:
             report = pytest.CollectReport(place, "failed", reason, [])
             self._config.hook.pytest_collectreport(report=report)
-        may_go_on = self._is_worker or self._config.option.continue_on_collection_errors
-        if failures and not may_go_on:
-            num = counted(len(failures), "error")
-            raise pytest.Session.Interrupted(f"{num} during collection of ranks")
+            _forget_last_failed(self._config, place)
+        if not failures or self._config.option.continue_on_collection_errors:
+            return
+        problem = f"{counted(len(failures), 'error')} during collection of ranks"
+        if not self._is_worker:
+            raise pytest.Session.Interrupted(problem)
+        if is_lost:
+            self._session.shouldstop = problem
 
     def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
         self._num_gangs += 1
@@ -374,6 +380,13 @@ class GangPool:
         template, self._template = self._template, None
         if template is not None:
             template.close()
+
+
+def _forget_last_failed(config: pytest.Config, place: str) -> None:
+    """Keep `--lf` from waiting for a test at a place that has none, such as `ranks 0-1`."""
+    plugin = config.pluginmanager.get_plugin("lfplugin")
+    if plugin is not None and place.startswith("rank"):
+        plugin.lastfailed.pop(place, None)
 
 
 def has_left(gang: Gang) -> bool:

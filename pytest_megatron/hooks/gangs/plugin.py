@@ -38,7 +38,7 @@ from pytest_megatron.hooks.gangs.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.hooks.gangs.results import add_way_back
+from pytest_megatron.hooks.gangs.results import LEFT, add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
@@ -111,6 +111,7 @@ class GangPlugin(RecordCarrier):
         self._reruns: dict[pytest.Item, list[Signature]] = {}
         self._is_replaying = False
         self._broken: Exception | None = None
+        self._internal_error = ""
         self._limits_of_others: list[str] = []
 
     # Collection
@@ -229,7 +230,7 @@ class GangPlugin(RecordCarrier):
             pool,
             specs=self._specs,
             limits=self._limits,
-            num_reruns=self._options.num_transient_reruns,
+            options=self._options,
             is_by_hand=self._run.is_worker or getattr(session.config.option, "stepwise", False),
         )
         pool.open(session)
@@ -417,10 +418,22 @@ class GangPlugin(RecordCarrier):
             report.sections += notes_on_hang(item)
         add_way_back(report, self._run)
         if call.when == "teardown":
+            report.user_properties += [(LEFT, text) for text in execution.left]
             history = self._open_dispatcher.history[item]
             put_record(report, test_record(execution.merged, self._specs[item], history))
+            self._stop_if_repeated(item, execution.ended.internal_error)
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
+
+    def _stop_if_repeated(self, item: pytest.Item, internal_error: str) -> None:
+        """End the session if pytest itself fails in the same way in two tests, as it would in all.
+
+        After one, the tests that follow run on a new gang: the test may have broken pytest.
+        """
+        last, self._internal_error = self._internal_error, internal_error
+        if internal_error and internal_error == last:
+            what = internal_error.rstrip().rpartition("\n")[2]
+            item.session.shouldstop = f"pytest itself failed in ranks, twice in a row: {what}"
 
     def _had_part(self, plugin: object) -> bool:
         """Return whether a plugin contributed to a report in the ranks, where it saw the phases."""

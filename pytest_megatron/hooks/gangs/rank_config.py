@@ -89,6 +89,7 @@ class RankConfigs:
                 is_capturing=self._config.getoption("capture", "no") != "no",
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
+                is_audited=self._run.options.audit != "off",
             )
             for place in places
         )

@@ -248,7 +248,7 @@ def mirror_log(hook: str, nodeid: str, location: tuple[str, int | None, str]) ->
     return Mirrored(hook=hook, data={"nodeid": nodeid, "location": list(location)})
 
 
-def serialise(config: pytest.Config, report: pytest.TestReport) -> dict[str, JsonValue]:
+def serialise(config: pytest.Config, report: BaseReport) -> dict[str, JsonValue]:
     """Return a report as data for JSON."""
     found = config.hook.pytest_report_to_serializable(config=config, report=report)
     return cast("dict[str, JsonValue]", _plain(found))
@@ -260,8 +260,8 @@ def replay(config: pytest.Config, mirrored: Mirrored) -> None:
     if mirrored.hook in _LOGS:
         location = tuple(cast("list[JsonValue]", data["location"]))
         getattr(config.hook, mirrored.hook)(nodeid=data["nodeid"], location=location)
-    elif mirrored.hook == "pytest_runtest_logreport":
-        config.hook.pytest_runtest_logreport(report=_restore_report(config, data))
+    elif mirrored.hook.endswith("report"):
+        getattr(config.hook, mirrored.hook)(report=_restore_report(config, data))
     else:
         _record_warning(config, data)
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
+from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gang.record import (
     flaky_lines,
     header_line,
@@ -26,11 +28,13 @@ from pytest_megatron.hooks.markers import device_of, limit_of_session
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.run_file import RunFile, record_on
-from pytest_megatron.hooks.session import RunSession
-from pytest_megatron.runs.record import RecordedTest
+from pytest_megatron.hooks.session import RunSession, write_line
+from pytest_megatron.runs.record import RecordedTest, ran_nowhere
 from pytest_megatron.runs.reproduce import reproduce_line
 
 NAME = "megatron-gangs-results"
+LEFT = "megatron.left"  # user property of a report: what the test left behind
+_MOST_LEAKERS = 3
 _WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
 
@@ -47,11 +51,15 @@ class GangResults:
         self._run = run
         self._file = file
         self._records: dict[str, RecordedTest] = {}
+        self._left: dict[str, list[str]] = {}
+        self._config: pytest.Config | None = None
+        self._ran: list[tuple[str, str | None]] = []
         self._next_at = 0.0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Refuse to start without the requested devices, or if ranks cannot connect."""
+        self._config = session.config
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
             if self._run.options.asks_for_gangs:
@@ -74,8 +82,21 @@ class GangResults:
             lines.append(unused_nodes_line(num_unused))
         return lines
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Note tests that an option leaves out."""
+        self._ran += [(item.nodeid, "deselected") for item in items]
+
+    @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the record of a test; an error that follows makes it a failure."""
+        is_skip = report.skipped and isinstance(report.longrepr, tuple)
+        if is_skip or report.when == "call":
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ") if is_skip else None
+            self._ran.append((report.nodeid, reason))
+        if left := [str(text) for name, text in report.user_properties if name == LEFT]:
+            self._left[report.nodeid] = left
+            if self._config is not None and self._config.getoption("verbose", 0) > 0:
+                write_line(self._config, f"megatron: audit: {report.nodeid}: {'; '.join(left)}")
         record, kept = record_on(report), self._records.get(report.nodeid)
         if record is None and report.failed and report.when == "teardown" and kept is not None:
             problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
@@ -98,6 +119,10 @@ class GangResults:
         """List tests that passed at a rerun, and gangs that were replaced."""
         lines = flaky_lines(self._records)
         replaced = replaced_line(self._records.values())
+        if terminalreporter.verbosity > 0:
+            lines += _nowhere_lines(self._ran)
+        if self._left:
+            lines.append(_audit_line(self._left, len(self._records)))
         if replaced is not None:
             lines.append(f"megatron: {replaced}")
         if self._records and self._file.problem is not None:
@@ -106,6 +131,22 @@ class GangResults:
             terminalreporter.section("distributed tests", sep="-")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def _nowhere_lines(ran: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Return the lines on tests that ran at no world size."""
+    return [
+        f"megatron: {counted(len(found), 'test')} ran nowhere: "
+        f"{reason}: {listed(found, _MOST_LEAKERS)}"
+        for reason, found in ran_nowhere(ran).items()
+    ]
+
+
+def _audit_line(left: Mapping[str, Sequence[str]], num_tests: int) -> str:
+    """Return the line on tests that left something behind."""
+    shown = [f"{node_id} ({listed(texts, 1)})" for node_id, texts in left.items()]
+    what = f"{len(left)} of {counted(num_tests, 'test')} left something behind in their ranks"
+    return f"megatron: audit: {what}: {listed(shown, _MOST_LEAKERS)}"
 
 
 def _refuse_lack(options: Options) -> None:

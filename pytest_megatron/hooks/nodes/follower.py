@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from _pytest.junitxml import xml_key
 
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, WrongKeyError, connect
 from pytest_megatron.gang.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
@@ -60,6 +61,7 @@ class FollowerPlugin:
         self._exit_code: int | None = None
         self._address = ""
         self._channel: Channel | None = None
+        self._failed: list[str] = []
         self._xml_before = _stamp_of(config.option.xmlpath)
 
     def pytest_report_header(self) -> str:
@@ -69,6 +71,11 @@ class FollowerPlugin:
             f"megatron: node {options.node_rank} of {options.num_nodes}, "
             f"follows node 0 at {options.rdzv_endpoint}"
         )
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what this node cannot collect."""
+        if report.failed:
+            self._failed.append(report.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -84,7 +91,8 @@ class FollowerPlugin:
         channel = self._channel = self._call(key, _HOPELESS_S if num_errors else MEETING_S)
         welcome = self._be_welcomed(channel)
         if num_errors:
-            channel.send(Joined(problem=f"{num_errors} errors while it collected"))
+            what = f"{counted(num_errors, 'error')} while it collected"
+            channel.send(Joined(problem=f"{what} {', '.join(self._failed)}; see its output"))
             return None  # pytest's own loop reports that
         self._follow(session, channel, welcome, key)
         return True

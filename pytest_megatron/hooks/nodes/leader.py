@@ -119,6 +119,11 @@ class Leader:
             for node_id in joined.extra
         }
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Mirror errors of ranks that collect; each node has reported its own collection."""
+        data = serialise(self._config, report)
+        self._followers.broadcast(Mirrored(hook="pytest_collectreport", data=data))
+
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Mirror."""
         self._followers.broadcast(mirror_log("pytest_runtest_logstart", nodeid, location))

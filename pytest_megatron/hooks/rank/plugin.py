@@ -30,13 +30,14 @@ from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.collectives import count_collectives
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
-from pytest_megatron.gang.rank.process_state import StateKeeper, look
+from pytest_megatron.gang.rank.process_state import StateKeeper
 from pytest_megatron.hooks.gangs.other_plugins import (
     draw_same_examples,
     notes_on_failure,
     write_snapshots,
 )
 from pytest_megatron.hooks.gangs.reports import describe_warning, failed_subtests, serialise
+from pytest_megatron.hooks.markers import allowed_leaks
 from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
 
@@ -127,6 +128,7 @@ class RankPlugin:
         poison = bootstrap.find_poison() if self._has_failed else ""
         if run.next_index != NOTHING:
             poison = self._mend(item) or poison
+        left = self._find_leaks(item)
         bootstrap.calm_gloo()
         counts = count_collectives(self.rank_config.world_size)
         return Done(
@@ -141,6 +143,7 @@ class RankPlugin:
             printed=self._shown,
             printed_late=self.printed.take(),
             is_clean=self._is_clean and not stop and not poison,
+            left=left,
         )
 
     def _mend(self, item: pytest.Item) -> str:
@@ -166,6 +169,17 @@ class RankPlugin:
                 }
             )
         return wrong_group
+
+    def _find_leaks(self, item: pytest.Item) -> tuple[JsonValue, ...]:
+        """Return kind and text of what the test left behind, as far as no mark excuses it."""
+        if item.get_closest_marker("isolated") is not None:
+            return ()  # what it left ends with its processes
+        allowed = allowed_leaks(item)
+        return tuple(
+            [leak.kind, f"{leak.text}, of fixture {leak.fixture}" if leak.fixture else leak.text]
+            for leak in self._state.find_leaks()
+            if leak.kind not in allowed
+        )
 
     def may_start(self, run: Run) -> bool:
         """Wait for the other ranks; return whether the test before this one passed on all."""
@@ -229,11 +243,11 @@ class RankPlugin:
 
         A child that a fixture forked sets up no further fixtures.
         """
-        before = None if fixturedef.scope == "function" else look()
+        before = None if fixturedef.scope == "function" else self._state.look()
         outcome = yield
         self.end_if_forked(outcome.exception)
         if before is not None:
-            self._state.accept(fixturedef, before)
+            self._state.accept(fixturedef, fixturedef.argname, before)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:

@@ -6,6 +6,7 @@ gang. If it cannot be forked (CUDA, threads), it becomes the rank itself.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import random
@@ -17,10 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import _pytest
+import pluggy
 import pytest
+from _pytest._code.code import TracebackEntry
 from _pytest.assertion.rewrite import AssertionRewritingHook
-from _pytest.config import _prepareconfig
+from _pytest.config import ConftestImportFailure, _prepareconfig
 
+import pytest_megatron
 from pytest_megatron.gang.collection import SKIPPED, digest_of
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
@@ -36,6 +41,9 @@ from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank, w
 from pytest_megatron.process.tree import end_if_forked
 
 _RECIPES = (".yaml", ".yml")
+_PACKAGES_OF_PYTEST = [
+    Path(module.__file__ or "").parent for module in (_pytest, pluggy, importlib, pytest_megatron)
+]
 _WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
 
 
@@ -96,12 +104,32 @@ def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPip
         plugin.end = error
     problem = "pytest ended before it had collected"
     if plugin.end is not None:
-        story = "".join(traceback.format_exception(plugin.end))
-        sys.stderr.write(story)
-        problem = f"{story}could not collect: {type(plugin.end).__name__}: {plugin.end}"
+        sys.stderr.write("".join(traceback.format_exception(plugin.end)))
+        problem = describe_error(plugin.end)
     channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
     channel.receive()
     os._exit(0)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error as pytest shows it, with the frames of the user's code alone.
+
+    The last line is the error with its place.
+    """
+    if isinstance(error, pytest.UsageError | pytest.exit.Exception):  # for which it has no frames
+        return f"could not collect: {type(error).__name__}: {error}"
+    cause = error.cause if isinstance(error, ConftestImportFailure) else error
+    found = pytest.ExceptionInfo.from_exception(cause)
+    found.traceback = found.traceback.filter(_is_of_user) or found.traceback
+    entry = found.traceback[-1]
+    place = f"{os.path.relpath(entry.path)}:{entry.lineno + 1}"
+    what = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+    return f"{found.getrepr(style='short')}\ncould not collect: {what} ({place})"
+
+
+def _is_of_user(entry: TracebackEntry) -> bool:
+    path = Path(entry.path)
+    return "<frozen" not in path.name and not any(map(path.is_relative_to, _PACKAGES_OF_PYTEST))
 
 
 def _expect_early_imports() -> None:

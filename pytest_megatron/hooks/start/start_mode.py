@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ _TORCH = "torch"
 _TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
 _PRELOAD_S = 120.0  # to load torch from a slow file system and register
 _OTHERS_S = 2.0  # for other ranks to fail as well, if one could collect nothing
+_NOTHING_FOUND = "collected none of these tests: does a hook or a condition depend on the rank?"
+# Parts of texts that differ by rank for one error: addresses, and numbers except those of lines.
+_OF_ONE_RANK = re.compile(r"0x[0-9a-f]+|(?<!\.py:)(?<!\d)\d+")
 _STACKS_S = 5.0  # for stacks of ranks that are late
 
 
@@ -140,7 +144,6 @@ class _World:
         avoided: Rank -> node id of a collector that it must not collect again -> reason.
         nodes: Rank -> its node for plugins of the controller.
         lost_at: When the first rank was lost.
-        reported: Collectors that failed, with the reason, and the rank, which were reported.
     """
 
     collectors: dict[int, _CollectorStart] = field(default_factory=dict)
@@ -149,7 +152,6 @@ class _World:
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
     nodes: dict[int, RankNode] = field(default_factory=dict)
     lost_at: float = 0.0
-    reported: set[tuple[tuple[str, str], int]] = field(default_factory=set)
 
 
 class PerRank:
@@ -167,6 +169,7 @@ class PerRank:
         self._supervisor = supervisor
         self._start_env: StartEnvironment = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
+        self._reported: set[tuple[str, str]] = set()
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
         # Ranks collect tests only, no workloads.
         own = __package__.partition(".")[0]
@@ -220,7 +223,7 @@ class PerRank:
         return missing
 
     def take_failures(self, size: int) -> list[tuple[str, str]]:
-        """Return collectors that failed on ranks, with reason and ranks, each once.
+        """Return collectors that failed on ranks, with reason and ranks, each once in a session.
 
         Instead of a node id, ranks are named that could collect nothing.
         """
@@ -228,14 +231,17 @@ class PerRank:
         found = [((c, t), r) for r, d in world.differences.items() for c, t in d.failures.items()]
         found += [(("", reason), rank) for rank, reason in world.lost.items()]
         ranks: dict[tuple[str, str], list[int]] = {}
-        for failure, rank in found:
-            if (failure, rank) not in world.reported:
-                world.reported.add((failure, rank))
+        reasons: dict[tuple[str, str], str] = {}
+        for (place, reason), rank in found:
+            failure = place, _OF_ONE_RANK.sub("", reason)
+            if failure not in self._reported:
+                reasons.setdefault(failure, reason)
                 ranks.setdefault(failure, []).append(rank)
+        self._reported |= ranks.keys()
         failures = []
-        for (place, reason), who in ranks.items():
-            story, _, line = reason.rstrip().rpartition("\n")
-            where = place or name_ranks(who)
+        for failure, who in ranks.items():
+            story, _, line = reasons[failure].rstrip().rpartition("\n")
+            where = failure[0] or name_ranks(who)
             failures.append((where, f"{name_ranks(who)} of {size} {line}\n{story}".rstrip()))
         return failures
 
@@ -332,6 +338,8 @@ class PerRank:
                     world.lost[rank] = word.problems[""]  # pytest itself did not start
                 elif not word.is_same:
                     difference = compare(self._node_ids, word.node_ids, word.problems)
+                    if difference.is_total(len(self._node_ids)):
+                        world.lost[rank] = _NOTHING_FOUND
                 world.differences[rank] = difference
             case Died(exit_code=exit_code, phase=node_id):
                 del world.collectors[rank]

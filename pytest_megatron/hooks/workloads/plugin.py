@@ -64,6 +64,7 @@ from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.verdict.attempt import Verdict, evaluate
 from pytest_megatron.verdict.compare import Judgement, judge
 from pytest_megatron.verdict.driver import train
+from pytest_megatron.verdict.early_stop import EarlyStop
 from pytest_megatron.verdict.job import CheckedJob, JobOptions, Training, WorkloadJob, make_job
 from pytest_megatron.verdict.retry import policy_of
 from pytest_megatron.workload.plan.plan import Replay, require_inputs
@@ -241,20 +242,21 @@ class WorkloadPlugin(RecordCarrier):
             pytest.fail.Exception: The training failed, or a metric disagrees.
         """
         assert item.training is not None
-        if item.training.verdict is Verdict.FAILED:
-            self._record_training(item, item.training)
-        else:
-            try:
+        try:
+            if item.training.verdict is Verdict.FAILED:
+                self._record_training(item, item.training)
+            else:
                 self._judge(item, item.training)
-            except (MegatronError, OSError) as error:
-                self._record_broken(item, error, Verdict.FAILED)
+        except (MegatronError, OSError) as error:
+            self._record_broken(item, error, Verdict.FAILED)
         assert item.record is not None
         problem = item.record.problem
         if problem is None:
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
-        if item.training.verdict is not Verdict.FAILED:  # of a training, they are lines of logs
+        is_of_logs = item.training.verdict is Verdict.FAILED  # of a training that was not stopped
+        if not is_of_logs or item.training.attempts[-1].stopped is not None:
             problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
@@ -270,9 +272,25 @@ class WorkloadPlugin(RecordCarrier):
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
-            training = train(checked, self._session.facts, live, retries, self._session.engine)
+            early = self._early_stop(checked.job)
+            facts, engine = self._session.facts, self._session.engine
+            training = train(checked, facts, live, retries, engine, early)
             retries.note_end(training)
             return training
+
+    def _early_stop(self, job: WorkloadJob) -> EarlyStop | None:
+        """Return what ends attempts that can only fail; None where all train to their end.
+
+        Raises:
+            GoldenError: The golden was changed, or cannot be read.
+        """
+        if self._session.options.stop_early == "off" or not EarlyStop.can_judge(job):
+            return None
+        is_compared = self._session.options.golden == "check"
+        golden = self._goldens.read_copy(job) if is_compared else None
+        return EarlyStop(
+            job=job, golden=golden, policy=self._goldens.policy, facts=self._session.facts
+        )
 
     def _judge(self, item: WorkloadItem, training: Training) -> None:
         """Compare a training with its golden and record the result.
@@ -323,15 +341,29 @@ class WorkloadPlugin(RecordCarrier):
 
     def _record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""
-        problem = self._session.shorten(training_failure(training))
+        judgement = self._judgement_of_stopped(training)
+        failure = training_failure(training) if judgement is None else mismatch(training, judgement)
+        problem = self._session.shorten(failure)
         if training.verdict is Verdict.BROKEN:
             record = item_record(training, None, problem=problem)
         else:
-            record = self._evaluated(training, None, problem)
+            record = self._evaluated(training, judgement, problem)
         if training.job.is_compared and not record.is_expected:
             record = replace(record, golden=self._goldens.record_of(training.job))
         self._record(item, record)
         return problem
+
+    def _judgement_of_stopped(self, training: Training) -> Judgement | None:
+        """Return and record what a training disagrees in that was stopped for it, else None."""
+        stopped = training.attempts[-1].stopped
+        if training.verdict is Verdict.BROKEN or stopped is None or not stopped.compared:
+            return None
+        job = training.job
+        golden = self._goldens.read_copy(job)
+        facts = training.facts(self._session.facts)
+        judgement = judge(training, golden, self._goldens.policy, facts)
+        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
+        return judgement
 
     def _with_way_back(self, problem: str, node_id: str) -> str:
         """Return why a workload that was trained did not pass, and last how to have it again."""

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Sequence
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, rough_time
 from pytest_megatron.hooks.options import LOCAL, has_workers
 from pytest_megatron.hooks.run_file import run_file_of
 from pytest_megatron.hooks.session import RunSession
@@ -24,7 +24,6 @@ from pytest_megatron.hooks.workloads.report import (
     StepClock,
     can_rewrite,
     progress_text,
-    rough_time,
     show_findings,
     uncaptured,
 )

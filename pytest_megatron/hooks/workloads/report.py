@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 import pytest
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, rough_time
 from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.hooks.options import CI_LOG_PLUGIN
@@ -27,12 +27,13 @@ from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedAudit,
     RecordedHealth,
+    RecordedStop,
     RecordedWorkload,
 )
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.trace.divergences import as_text
-from pytest_megatron.verdict.attempt import Attempt, Verdict
+from pytest_megatron.verdict.attempt import Attempt, StoppedEarly, Verdict
 from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 _INDENT = "    "
 _WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
-_MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 _NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000
@@ -221,13 +221,6 @@ def _text_of(note: Path) -> str:
         return ""
 
 
-def rough_time(seconds: float) -> str:
-    """Return a duration in its largest unit."""
-    if seconds >= _HOURS:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= _MINUTES else f"{seconds:.0f} s"
-
-
 def progress_text(name: str, phase: int, progress: Progress) -> str:
     """Return how far a training is, in words; short, as 80 columns have to do."""
     of_phase = f", phase {phase}" if phase > 1 else ""
@@ -260,6 +253,7 @@ def training_failure(training: Training) -> str:
         kind = "transient" if signature.is_transient else "not transient, so not run again"
         lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
     lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    lines += _saved(last)
     if training.stopped is not None:
         lines.append(f"not run again: {training.stopped}")
     for attempt in training.attempts[:-1]:
@@ -273,12 +267,17 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     job = training.job
     compared = {repeat.compared for repeat in judgement.failed}
     what = "metrics" if "metrics" in compared else min(compared)
-    lines = [f"{job.node_id}: {_in_short(judgement)}: trained to the end, but its {what} disagree"]
+    last = training.attempts[-1]
+    if last.stopped is None or last.cause is None:
+        first = f"{judgement.in_short}: trained to the end, but its {what} disagree"
+    else:
+        first = last.cause.text
+    lines = [f"{job.node_id}: {first}"]
     traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
-        if (trace := traces[repeat.repeat]) is not None:
+        if (trace := traces.get(repeat.repeat)) is not None:
             lines += [f"{_INDENT}{line}" for line in as_text(trace).splitlines()]
             lines.append(f"{_INDENT}more: {job.dirs.equivalence}")
             continue
@@ -289,7 +288,13 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_saved(last)])
+
+
+def _saved(attempt: Attempt) -> list[str]:
+    """Return the line on an attempt that was stopped: what it saved, and how to have the rest."""
+    stopped = attempt.stopped
+    return [] if stopped is None else [f"{stopped.text}; for all of it: --stop-early off"]
 
 
 def folded(problem: str) -> str:
@@ -335,14 +340,6 @@ def _audit_record(training: Training) -> RecordedAudit | None:
     return None if training.audit is None else training.audit.record
 
 
-def _in_short(judgement: Judgement) -> str:
-    """Return the metric that disagrees and where, for a line that ends at the terminal's width."""
-    first, *others = [c for repeat in judgement.failed for c in repeat.failed]
-    more = len({comparison.metric for comparison in others} - {first.metric})
-    where = "" if first.first is None or first.summary is not None else f" at {first.first.where}"
-    return f"{first.metric} is off{where}" + (f" (and {more} more)" if more else "")
-
-
 def summary_line(
     training: Training, judgement: Judgement | None, problem: str | None = None
 ) -> str:
@@ -355,6 +352,7 @@ def summary_line(
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         parts.append(_why_in_short(training, judgement))
+        parts += [a.stopped.text for a in training.attempts[-1:] if a.stopped is not None]
     elif judgement is not None:
         layout = training.job.workload.equivalence
         parts += [] if layout is None else [f"equivalent to {layout.text}"]
@@ -365,6 +363,8 @@ def summary_line(
             for note in comparison.notes
         ]
         parts += list(dict.fromkeys(notes))
+    if (reason := training.job.why_not_traced) is not None:
+        parts.append(f"not traced: {reason}")
     audited = _audit_record(training)
     parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
@@ -505,7 +505,7 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
     Of a cause, what triage says of it; of a mismatch, the metrics that disagree.
     """
     cause = training.attempts[-1].cause
-    if cause is not None:
+    if cause is not None and judgement is None:
         found = cause.diagnosis
         return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
@@ -532,6 +532,18 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         is_transient=cause is not None and cause.is_transient,
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
+        stopped=None if attempt.stopped is None else _stop_record(attempt.stopped),
+    )
+
+
+def _stop_record(stopped: StoppedEarly) -> RecordedStop:
+    saved_s = stopped.saved_s
+    return RecordedStop(
+        iteration=stopped.iteration,
+        last_iteration=stopped.last_iteration,
+        saved_s=None if saved_s is None else round(saved_s, 3),
+        saved_gpu_s=None if saved_s is None else round(saved_s * stopped.num_gpus, 3),
+        text=stopped.text,
     )
 
 

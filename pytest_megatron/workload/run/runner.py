@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -207,6 +208,8 @@ class LogWatch:
 
 
 _POLL_S = 0.1
+_JUDGE_EVERY_S = 2.0
+_JUDGE_SHARE = 0.02  # of the time, at most, to read and compare what was measured so far
 STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
 _WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
@@ -250,6 +253,7 @@ class End(Enum):
     NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
     NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
     SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
+    STOPPED = "stopped early"  # by us, since what it measured can only fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +287,8 @@ class PhaseResult:
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE; what can only
+            fail, where it is STOPPED.
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
     """
@@ -311,11 +316,17 @@ class PhaseEnd(PhaseResult):
         return self.end is End.EXITED and self.returncode == 0
 
 
+# Returns why an attempt can only fail, None while it may pass. Takes its phases; the last, if it
+# runs, as if it were stopped now.
+StopEarly: TypeAlias = Callable[[Sequence[PhaseEnd]], str | None]
+
+
 def run_attempt(
     plan: AttemptPlan,
     description: JsonValue,
     listener: AttemptListener,
     start: StartPhase | None = None,
+    stop_early: StopEarly | None = None,
 ) -> tuple[PhaseEnd, ...]:
     """Run the phases of an attempt one after the other, up to the first that is not clean.
 
@@ -324,6 +335,7 @@ def run_attempt(
         description: Goes to `plan.json` before anything starts.
         listener: Told about lines and progress while it runs.
         start: Starts the program of a phase in another way, maybe elsewhere.
+        stop_early: Asked now and then while a phase runs, and before another one.
 
     Raises:
         LaunchError: Directories cannot be made, or the launcher cannot be started.
@@ -350,10 +362,15 @@ def run_attempt(
         is_first = phase.role is PhaseRole.TRAINING and ends and not _is_training(ends[-1])
         if plan.target is not None or is_first:
             deadline = time.monotonic() + plan.time_limit_s
-        end = _run_phase(plan, phase, listener, deadline, start)
+        judge = _Judge(stop_early, tuple(ends))
+        end = _run_phase(plan, phase, listener, deadline, start, judge)
         ends.append(_look_at_checkpoints(end, ends, plan))
         settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
         if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
+            break
+        is_last = phase is plan.phases[-1]
+        if stop_early is not None and not is_last and (problem := stop_early(ends)) is not None:
+            ends[-1] = replace(ends[-1], end=End.STOPPED, problem=problem)
             break
     return tuple(ends)
 
@@ -434,12 +451,46 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
         raise _cannot_write(error, phase.dirs.root) from error
 
 
+@dataclass(slots=True)
+class _Judge:
+    """Asks now and then whether the phase that runs can only fail; takes little time for it.
+
+    Attributes:
+        earlier: The phases before.
+    """
+
+    stop_early: StopEarly | None
+    earlier: tuple[PhaseEnd, ...]
+    _began: float = field(default_factory=time.monotonic)
+    _ask_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+
+    def problem(self, phase: PhasePlan, progress: Progress | None) -> str | None:
+        """Return what can only fail; None if nothing, or if it is too soon to ask again."""
+        now = time.monotonic()
+        if self.stop_early is None or phase.is_script or now < self._ask_at:
+            return None
+        so_far = PhaseEnd(  # as if it were stopped now
+            plan=phase,
+            end=End.STOPPED,
+            returncode=-signal.SIGTERM,
+            num_left=0,
+            duration_s=now - self._began,
+            hung_rank=None,
+            progress=progress,
+        )
+        problem = self.stop_early((*self.earlier, so_far))
+        took = time.monotonic() - now
+        self._ask_at = now + max(_JUDGE_EVERY_S, took / _JUDGE_SHARE)
+        return problem
+
+
 def _run_phase(
     plan: AttemptPlan,
     phase: PhasePlan,
     listener: AttemptListener,
     deadline: float,
     start: StartPhase,
+    judge: _Judge,
 ) -> PhaseEnd:
     """Run the scripts around a phase and the phase itself."""
     env, before = phase.env, None
@@ -460,7 +511,7 @@ def _run_phase(
             progress=None,
             script=before,
         )
-    end = _train(plan, replace(phase, env=env), listener, deadline, start)
+    end = _train(plan, replace(phase, env=env), listener, deadline, start, judge)
     if phase.after_script is None or end.end is not End.EXITED:
         return end
     path = phase.dirs.script("after")
@@ -476,10 +527,11 @@ def _train(
     listener: AttemptListener,
     deadline: float,
     start: StartPhase,
+    judge: _Judge,
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
     watch = _watch_of(plan, phase)
-    end = End.EXITED
+    end, problem = End.EXITED, None
     hung_at = 0.0
     with start(phase, plan.cwd) as process:
         while (ended := process.poll(_POLL_S)) is None:
@@ -491,6 +543,13 @@ def _train(
                 end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
                 ended = _stop(process)
                 break
+            if hung_at or (found := judge.problem(phase, watch.progress)) is None:
+                continue
+            if (ended := process.poll(0.0)) is None:  # else it came to its end meanwhile
+                end, problem = End.STOPPED, found
+                process.stop()
+                ended = process.wait()
+            break
     _tell(listener, phase, watch, is_ended=True)
     return PhaseEnd(
         plan=phase,
@@ -500,6 +559,7 @@ def _train(
         duration_s=ended.duration_s,
         hung_rank=watch.hung_rank,
         progress=watch.progress,
+        problem=problem,
     )
 
 

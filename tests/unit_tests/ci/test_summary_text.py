@@ -105,3 +105,41 @@ def test_failures_of_the_code_come_first_and_one_cause_is_told_once() -> None:
 )
 def test_texts_in_markdown(shown: str, expected: str) -> None:
     assert shown == expected
+
+
+def test_tests_that_were_skipped_everywhere_are_listed_by_reason() -> None:
+    """NVIDIA/Megatron-LM#7580: most of a suite was skipped, and nobody saw it."""
+    few, no_te = "needs 8 GPUs, this host has 2", "needs Transformer Engine"
+    jobs = [
+        JobRun(
+            name=name,
+            artifact=None,
+            items=tuple(
+                JobItem(node_id=node_id, job=name, verdict=verdict, skip_reason=reason)
+                for node_id, verdict, reason in rows
+            ),
+        )
+        for name, rows in {
+            "small": [
+                ("test_a.py::test_sizes[world2]", "passed", ""),
+                ("test_a.py::test_sizes[world8]", "skipped", few),
+                ("test_a.py::test_wide[x-world8]", "skipped", few),
+                ("test_a.py::test_wide[world8-y]", "skipped", few),
+                ("test_b.py::test_fp8", "skipped", no_te),
+                ("test_b.py::test_gemm", "skipped", no_te),
+            ],
+            "other": [
+                ("test_b.py::test_fp8", "skipped", no_te),
+                ("test_b.py::test_gemm", "failed", ""),
+            ],
+        }.items()
+    ]
+    summary = merge(jobs)
+    assert summary.nowhere == {
+        few: ["test_a.py::test_wide[x]", "test_a.py::test_wide[y]"],
+        no_te: ["test_b.py::test_fp8"],
+    }
+    assert (
+        f"\nran nowhere\n    2 tests: {few}: test_a.py::test_wide[x], test_a.py::test_wide[y]\n"
+        f"    1 test: {no_te}: test_b.py::test_fp8" in as_text(summary)
+    )

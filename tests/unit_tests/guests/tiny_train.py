@@ -6,7 +6,8 @@ collectives make them do; the last rank prints the iteration line and writes the
 start of an iteration. The file that TINY_TRAIN_STATE names outlives an attempt: a transient fault
 happens only while it is not there, `spawn` writes the id of a process into it once that is up.
 `hang` makes a file of that name with `.up` behind it. `ecc` is a transient fault that a pretended
-GPU of `pretend_nvml.py` has; `dns` is one that lasts; `watchdog` is a hang of NCCL.
+GPU of `pretend_nvml.py` has, and `flip` one that makes a loss NaN and raises nothing; `dns` is one
+that lasts; `watchdog` is a hang of NCCL.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 IS_LAST = RANK == WORLD_SIZE - 1
 STATE = Path(os.environ.get("TINY_TRAIN_STATE", "/nonexistent/state"))
 OUTPUT = Path(os.environ.get("OUTPUT_PATH", "."))
+STEP_MS = os.environ.get("TINY_TRAIN_STEP_MS", "1.0")
 FLOOD_BYTES = 4 << 20
 ERRORS = {
     "crash": ValueError(f"the crash of rank {RANK}"),
@@ -48,7 +50,7 @@ class Faults:
             if not rank or int(rank) == RANK:
                 self.at[kind] = int(iteration)
         # Faults that stand beside a transient one tell the first attempt from the second.
-        has_transient = not self.at.keys().isdisjoint(("transient", "ecc"))
+        has_transient = not self.at.keys().isdisjoint(("transient", "ecc", "flip"))
         self.is_first_attempt = has_transient and not STATE.exists()
 
     def is_due(self, kind: str, iteration: int) -> bool:
@@ -62,7 +64,8 @@ class Faults:
             loss += 1.0
         if "drift" in self.at and is_resumed:
             loss += 0.01
-        return float("nan") if self.is_due("nan", iteration) else loss
+        is_flipped = self.is_first_attempt and self.is_due("flip", iteration + 1)
+        return float("nan") if is_flipped or self.is_due("nan", iteration) else loss
 
     @property
     def is_silent(self) -> bool:
@@ -71,6 +74,10 @@ class Faults:
     def misbehave(self, iteration: int) -> None:
         for kind in [kind for kind in self.at if self.is_due(kind, iteration)]:
             self.do(kind)
+
+    def misbehave_once_resumed(self, iteration: int) -> None:
+        if self.is_due("hang-if-resumed", iteration):
+            self.do("hang")
 
     def do(self, kind: str) -> None:
         if kind in ERRORS:
@@ -86,7 +93,7 @@ class Faults:
                 hang_for_ever()
             case "spawn":
                 leave_a_grandchild()
-            case "transient" | "ecc" if self.is_first_attempt:
+            case "transient" | "ecc" | "flip" if self.is_first_attempt:
                 fail_this_time(kind)
             case "watchdog" | "leak":
                 report_a_hang() if kind == "watchdog" else leak_secrets()
@@ -102,6 +109,8 @@ def fail_this_time(kind: str) -> None:
     if kind == "transient":
         raise RuntimeError("The server socket has failed to listen: EADDRINUSE")
     count_uncorrected_error()
+    if kind == "flip":
+        hang_for_ever()
     raise RuntimeError("CUDA error: unspecified launch failure")
 
 
@@ -242,12 +251,14 @@ def main() -> None:
         print(f"resumed after iteration {start}", flush=True)
     for iteration in range(start + 1, args.train_iters + 1):
         faults.misbehave(iteration)
+        if start:
+            faults.misbehave_once_resumed(iteration)
         wait_for_others(iteration)
         loss = faults.loss(iteration, args.seed, is_resumed=start > 0)
         if IS_LAST:
             print(
                 f" [2026-01-31 12:00:00] iteration {iteration:8d}/{args.train_iters:8d} | "
-                f"elapsed time per iteration (ms): 1.0 | lm loss: {loss:.6E} |",
+                f"elapsed time per iteration (ms): {STEP_MS} | lm loss: {loss:.6E} |",
                 flush=True,
             )
             if not faults.is_silent:

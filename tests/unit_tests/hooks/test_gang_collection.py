@@ -297,10 +297,114 @@ def test_ranks_that_can_collect_nothing_are_one_error_for_all_of_them(suite: Sui
     run = suite.run("--ranks", "2")
     assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
     assert "__ ERROR collecting ranks 0-1 __" in run.stdout
-    assert "\nranks 0-1 of 2 could not collect: KeyError: 'seed of a plugin'\n" in run.stdout
+    assert "\nranks 0-1 of 2 could not collect: KeyError: 'seed of a plugin' (" in run.stdout
 
     run = suite.run("--ranks", "2", "-n", "1")
+    assert (run.returncode, run.summary) == (2, "1 failed, 1 error"), run.stdout
+
+
+# As a plugin that reads a setting of the launcher: hooks of a conftest, in ranks alone.
+IN_RANKS = """
+    IS_RANK = "TORCHELASTIC_RUN_ID" in os.environ
+"""
+MANY = """
+    import pytest
+
+    @pytest.mark.parametrize("i", range(20))
+    def test_is_sound(i):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("conftest", "line"),
+    [
+        pytest.param(
+            "    if RANK == 1:\n        import no_such_package\n",
+            "rank 1 of 2 could not collect: ModuleNotFoundError: No module named 'no_such_package' "
+            "(conftest.py:6)",
+            id="a conftest",
+        ),
+        pytest.param(
+            IN_RANKS + "    def pytest_configure(config):\n        assert not IS_RANK, 'no port'\n",
+            "ranks 0-1 of 2 could not collect: AssertionError: no port",
+            id="pytest_configure",
+        ),
+        pytest.param(
+            IN_RANKS + "    if IS_RANK:\n        os._exit(3)\n",
+            "ranks 0-1 of 2 exited with code 3 while it collected; see ",
+            id="deaths",
+        ),
+        pytest.param(
+            "    def pytest_ignore_collect(collection_path):\n        return RANK == 1 or None\n",
+            "rank 1 of 2 collected none of these tests: does a hook or a condition depend on ",
+            id="no-tests",
+        ),
+    ],
+)
+def test_a_plugin_that_fails_on_ranks_is_one_error_with_the_frames_of_the_user(
+    suite: Suite, conftest: str, line: str
+) -> None:
+    suite.write(conftest=READS_RANK + conftest, test_many=MANY)
+    run = suite.run("--ranks", "2")
+    assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
+    assert f"\n{line}" in run.stdout
+    assert "site-packages" not in run.stdout.partition("= ERRORS =")[2]
+    assert "Interrupted: 1 error during collection of ranks" in run.stdout
+    run = suite.run("--ranks", "2", "--continue-on-collection-errors")
     assert (run.returncode, run.summary) == (1, "20 failed, 1 error"), run.stdout
+    assert run.stdout.count("Traceback") == 0
+
+
+def test_an_error_on_gangs_of_two_sizes_is_reported_once(suite: Suite) -> None:
+    suite.write(
+        conftest=READS_RANK,
+        test_sizes="""
+            import pytest
+            from conftest import RANK
+
+            if RANK:
+                raise ValueError(f"{RANK} is not 0")
+
+            @pytest.mark.world_size(2, 3)
+            def test_runs():
+                pass
+        """,
+    )
+    run = suite.run("--ranks", "3", "--continue-on-collection-errors", "--collect-only", "-q")
+    assert (run.returncode, run.stdout.count("test_runs")) == (0, 2), run.stdout
+    run = suite.run("--ranks", "3", "--continue-on-collection-errors")
+    assert (run.returncode, run.summary) == (1, "2 failed, 1 error"), run.stdout
+
+
+def test_a_worker_of_xdist_without_ranks_stops_after_one_test(suite: Suite) -> None:
+    hook = "    def pytest_sessionstart():\n        assert not IS_RANK\n"
+    suite.write(conftest=READS_RANK + IN_RANKS + hook, test_many=MANY)
+    run = suite.run("--ranks", "2", "-n", "2")
+    assert run.returncode == 2, run.stdout
+    assert run.summary in ("1 failed, 1 error", "2 failed, 1 error"), run.stdout
+    assert "Interrupted: 1 error during collection of ranks" in run.stdout
+
+
+def test_pytest_that_fails_in_every_test_of_forked_ranks_ends_the_run(suite: Suite) -> None:
+    suite.write(
+        conftest="""
+            import os
+            import pytest
+
+            @pytest.hookimpl(wrapper=True)
+            def pytest_runtest_makereport(item):
+                if "RANK" in os.environ and item.name != "test_first":
+                    raise KeyError("of a plugin")
+                return (yield)
+        """,
+        test_many="    def test_first():\n        pass\n" + MANY,
+    )
+    run = suite.run("--ranks", "2")
+    assert run.returncode == 2, run.stdout
+    text = "pytest itself failed in ranks, twice in a row: KeyError: 'of a plugin'"
+    assert f"Interrupted: {text}" in run.stdout
+    assert run.stdout.count("Traceback (most") == 2  # once for both ranks
 
 
 def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite: Suite) -> None:

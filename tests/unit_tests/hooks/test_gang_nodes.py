@@ -370,7 +370,7 @@ def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:
     cluster.start(0, NODE="0")
     cluster.start(1, NODE="1")
     assert cluster.wait() == [3, 2]
-    assert "node 1: 1 errors while it collected" in cluster.output(0)
+    assert "node 1: 1 error while it collected test_suite.py; see its output" in cluster.output(0)
 
 
 def collect(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

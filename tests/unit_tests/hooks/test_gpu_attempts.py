@@ -17,9 +17,10 @@ from pytest_megatron.base.files import JsonValue
 PLATFORM = "dgx_h100"
 
 
-def add(project: Project, case: str, *faults: str) -> None:
+def add(project: Project, case: str, *faults: str, step_ms: str = "1.0") -> None:
     axes: dict[str, JsonValue] = {"platforms": [PLATFORM]}
-    project.row(project.case(case, fault=list(faults)), write_golden=False, **axes)
+    env = {"TINY_TRAIN_STEP_MS": step_ms}
+    project.row(project.case(case, fault=list(faults), env=env), write_golden=False, **axes)
 
 
 def run_on_gpus(project: Project, *arguments: str, **state: object) -> Run:
@@ -33,6 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     project = Project(root=tmp_path_factory.mktemp("gpus"))
     add(project, "ecc", "ecc@3:0")
     add(project, "hang", "watchdog@2")
+    add(project, "flip", "flip@4:1", step_ms="60000.0")
     return run_on_gpus(project, "--tee-ranks", "none")
 
 
@@ -54,6 +56,15 @@ def test_an_uncorrected_error_of_a_gpu_is_the_cause_and_the_next_attempt_has_oth
     leased = [[gpu["uuid"] for gpu in health["before"]] for health in healths]  # type: ignore[union-attr,index,call-overload]
     assert leased == [["GPU-0", "GPU-1"], ["GPU-1", "GPU-2"]]
     assert "again at once" in run.stdout
+
+
+def test_an_uncorrected_error_is_the_cause_of_a_training_that_was_stopped_for_it(run: Run) -> None:
+    assert run.verdict("flip") == ("PASSED", "flaky")
+    first, second = run.attempts("flip")
+    assert "stopped after iteration 3 of 10: lm loss is nan at step 3" in str(first["cause"])
+    assert (first["signature"], first["is_transient"]) == ("ecc_dbe", True)
+    assert first["stopped"]
+    assert second["stopped"] is None
 
 
 def test_a_hang_that_no_teed_rank_reports_ends_once_every_rank_has_dumped(run: Run) -> None:

@@ -16,6 +16,7 @@ OPTIONS = """\
 --allow-dirty
 --allow-empty
 --attach
+--audit
 --audit-determinism
 --bucket
 --cadence
@@ -55,6 +56,7 @@ OPTIONS = """\
 --run-dir
 --scope
 --signatures
+--stop-early
 --tag
 --tee-ranks
 --tensor-trace

@@ -285,6 +285,10 @@ def test_a_row_that_cannot_be_audited_says_why(tmp_path: Path) -> None:
         verdict="not audited", text="not audited: MODE is inference"
     )
     assert record.summary.endswith("in 10 iterations, not audited: MODE is inference")
+    job = replace(trained.job, setting=replace(SETTING, trace="hash"))
+    assert summary_line(replace(trained, job=job, attempts=unaudited), None).endswith(
+        "in 10 iterations, not traced: MODE is inference"
+    )
 
 
 @pytest.mark.parametrize(

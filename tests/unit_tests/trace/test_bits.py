@@ -216,6 +216,9 @@ def test_a_trace_of_a_program_without_modules_is_not_called_equal(tmp_path: Path
     empty = trace(tmp_path / "a", [], end=TraceEnd(steps=0, problem="the program called no module"))
     with pytest.raises(TraceError, match="cannot be compared: the program called no module"):
         compare_bits(empty, empty)
+    bare = trace(tmp_path / "b", [])
+    with pytest.raises(TraceError, match="holds no tensors, so nothing is compared"):
+        compare_bits(bare, bare)
 
 
 def test_only_steps_of_both_are_compared(tmp_path: Path) -> None:

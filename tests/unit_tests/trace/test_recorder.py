@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.files import (
@@ -34,6 +35,7 @@ class Block(torch.nn.Module):
         out: torch.Tensor = hidden + self.second(torch.relu(self.first(hidden)))
         return out
 
+    @override
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.recompute == "off":
             return self.body(hidden)
@@ -51,6 +53,7 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList([Block(recompute), Block(recompute)])
         self.output = torch.nn.Linear(4, 10)
 
+    @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
         for block in self.blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -118,22 +119,17 @@ def test_the_whole_parameters_are_in_the_ranks_traces(
     )
     files = rank_files(tmp_path)
     assert read_header(files[1]).layout == layout
-    held: dict[str, set[tuple[object, ...]]] = {}
+    held: dict[str, set[tuple[tuple[int, ...], tuple[int, int]]]] = {}
     sizes: dict[str, int] = {}
     for path in files.values():
         assert read_end(path) == TraceEnd(steps=1)
         for one in read_records(path):
             shard = one.parameter
             if one.phase == "gradient" and shard is not None:
-                numel = 1
-                for length in one.shape:
-                    numel *= length
-                flat = shard.flat or (0, numel)
                 assert shard.key is not None
+                flat = shard.flat or (0, math.prod(one.shape))
                 held.setdefault(shard.key, set()).add((shard.global_offset, flat))
-                sizes[shard.key] = 1
-                for length in shard.global_shape:
-                    sizes[shard.key] *= length
+                sizes[shard.key] = math.prod(shard.global_shape)
     assert "embedding.position_embeddings.weight" in held
     for key, parts in held.items():  # each value once, whoever holds it
-        assert sum(flat[1] - flat[0] for _, flat in parts) == sizes[key], key
+        assert sum(stop - start for _, (start, stop) in parts) == sizes[key], key

@@ -1,0 +1,517 @@
+"""Audit of what a test leaves in the process of its rank; runs in ranks only (effects).
+
+A look takes a fraction of a millisecond: it lists what the process holds by keys and plain values.
+Only where keys are new are they described, after garbage was collected, as an object in a cycle is
+no leak.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from types import FunctionType, ModuleType
+from typing import Protocol, TypeAlias, cast
+
+from pytest_megatron.base.text import counted, listed
+from pytest_megatron.gang.originals import os, threading, time
+from pytest_megatron.gang.rank.bootstrap import cuda_memory, free_cublas
+
+KINDS = (
+    "groups",
+    "cuda-memory",
+    "host-memory",
+    "threads",
+    "files",
+    "processes",
+    "environment",
+    "signals",
+    "warnings",
+    "torch",
+    "megatron",
+    "patches",
+    "working-directory",
+)
+# Kind and name of something that the process holds, or of a setting.
+Key: TypeAlias = tuple[str, object]
+Held: TypeAlias = dict[Key, object]
+
+_MOST_LISTED = 3
+_MOST_CUDA_BYTES = 1 << 20
+_MOST_HOST_BYTES = 256 << 20  # the heap of libraries grows, too
+_MIB = 1 << 20
+_THREAD_S = 0.2  # for threads that were asked to end
+_TICK_S = 0.005
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_get_handler = signal.getsignal
+_SIGNALS = tuple((s, s.name) for s in signal.Signals if s < signal.SIGRTMIN)
+# Libraries keep one thread, or process, from its first use on.
+_THREADS_OF_LIBRARIES = ("tqdm", "torch._inductor", "pytest_megatron", "pytest_timeout", "debugpy")
+_PROCESSES_OF_LIBRARIES = ("resource_tracker", "forkserver", "compile_worker", "debugpy")
+# They set variables at their first use, as pytest does for each test.
+_VARIABLES_OF_LIBRARIES = frozenset(
+    (
+        *("PYTEST_CURRENT_TEST", "CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "LRU_CACHE_CAPACITY"),
+        *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_INIT_AT_FORK"),
+        *("KMP_DUPLICATE_LIB_OK", "QT_QPA_FONTDIR", "TF2_BEHAVIOR", "TF_CPP_MIN_LOG_LEVEL"),
+        *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),  # of the rank
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),  # put back
+        *("MASTER_ADDR", "MASTER_PORT"),
+    )
+)
+_PLACES_OF_LIBRARIES = ("/dev/", "/proc/", "/sys/", "/usr/", "/etc/", "/memfd:", "/opt/")
+_TORCH_GETTERS = {  # of torch._C
+    "default dtype": "get_default_dtype",
+    "deterministic algorithms": "_get_deterministic_algorithms",
+    "cudnn.deterministic": "_get_cudnn_deterministic",
+    "cudnn.benchmark": "_get_cudnn_benchmark",
+    "cudnn.enabled": "_get_cudnn_enabled",
+    "TF32 of cudnn": "_get_cudnn_allow_tf32",
+    "TF32 of cublas": "_get_cublas_allow_tf32",
+    "float32 matmul precision": "_get_float32_matmul_precision",
+    "reduced precision of fp16": "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "reduced precision of bf16": "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "flash attention": "_get_flash_sdp_enabled",
+    "attention by math": "_get_math_sdp_enabled",
+    "memory-efficient attention": "_get_mem_efficient_sdp_enabled",
+    "gradient mode": "is_grad_enabled",
+    "inference mode": "is_inference_mode_enabled",
+    "anomaly detection": "is_anomaly_enabled",
+    "dispatch modes": "_len_torch_dispatch_stack",
+    "threads of torch": "get_num_threads",
+}
+_STATE_MODULES = (
+    "megatron.core.parallel_state",
+    "megatron.core.num_microbatches_calculator",
+    "megatron.training.global_vars",
+)
+_BUFFER, _TRACKER = "_GLOBAL_MEMORY_BUFFER", "_CUDA_RNG_STATE_TRACKER"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_PATCHED_MODULES = (
+    *("torch", "torch.autograd", "torch.cuda", "torch.distributed", "torch.nn.functional"),
+    *("torch.distributed.distributed_c10d", "torch.random", "torch.utils.checkpoint"),
+)
+_PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": ("Module",), "torch.optim": ("Optimizer",)}
+_MEGATRON = "megatron."
+_OF_A_SETTING = ("torch.Storage",)  # which follows the default dtype
+
+
+class _HeldGroup(Protocol):
+    """Interface of a process group."""
+
+    def size(self) -> int: ...
+
+
+class _GroupRegistry(Protocol):
+    """Interface of the groups that torch has."""
+
+    default_pg: _HeldGroup | None
+    pg_names: Mapping[_HeldGroup, str]
+    group_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """What a test left behind of one kind.
+
+    Attributes:
+        fixture: The fixture of a wider scope that made it, and was torn down; "" if the test did.
+    """
+
+    kind: str
+    text: str
+    fixture: str = ""
+
+
+@dataclass(slots=True)
+class _Patched:
+    """Functions and classes of a module or class, as they were when it was loaded."""
+
+    name: str
+    attributes: Mapping[str, object]
+    last: list[object] = field(init=False)
+    original: dict[str, object] = field(init=False)
+    found: Held = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = list(self.attributes.values())
+        self.original = {k: v for k, v in self.attributes.items() if callable(v)}
+
+    def look(self) -> Held:
+        """Return what was replaced, added to a class or removed, and not by this plugin."""
+        now = list(self.attributes.values())
+        if _are_same(now, self.last):
+            return self.found
+        self.last = now
+        changed = {k for k, v in self.original.items() if self.attributes.get(k) is not v}
+        if not isinstance(self.attributes, dict):  # of a class
+            new = self.attributes.keys() - self.original.keys()
+            changed |= {k for k in new if isinstance(self.attributes[k], FunctionType)}
+        self.found = {
+            ("patches", f"{self.name}.{name}"): id(self.attributes.get(name))
+            for name in changed
+            if not _is_own(self.attributes.get(name))
+            and not _is_own(self.original.get(name))
+            and f"{self.name}.{name}" not in _OF_A_SETTING
+        }
+        return self.found
+
+
+def _are_same(now: list[object], last: list[object]) -> bool:
+    """Return whether lists hold the same objects; equal ones of another identity may count."""
+    try:
+        return now == last
+    except Exception:  # noqa: BLE001 - comparing an array, or what a test has patched
+        return False
+
+
+def _is_own(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("pytest_megatron")
+
+
+class Audit:
+    """Probes of this process."""
+
+    def __init__(self) -> None:
+        self._patched: dict[str, _Patched] = {}
+        self._states: list[tuple[Mapping[str, object], tuple[str, ...]]] = []
+        self._num_modules = 0
+        self._directory = os.getcwd()
+        self._changed_ns = 0
+        self._files: Held = {}
+        self._environ = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])
+        self._num_groups = -1
+        self._getters: tuple[tuple[str, Callable[[], object]], ...] = ()
+        self.look()
+
+    def look(self) -> Held:
+        """Return what the process holds."""
+        if len(sys.modules) != self._num_modules:
+            self._bind_modules()
+        held: Held = {
+            ("environment", name): value
+            for name, value in self._environ.items()
+            if name not in _RAW_VARIABLES
+        }
+        for number, name in _SIGNALS:
+            handler = _get_handler(number)
+            if handler is not signal.SIG_DFL:
+                held["signals", name] = handler
+        for thread in threading.enumerate():
+            held["threads", thread.ident] = thread.name
+        for number_text in _descriptors():
+            held["files", number_text] = ""
+        held["warnings", "filters"] = list(warnings.filters)
+        for pid in _children():
+            held["processes", pid] = ""
+        for patched in self._patched.values():
+            if found := patched.look():
+                held |= found
+        self._look_at_torch(held)
+        self._look_at_megatron(held)
+        held |= self._list_directory()
+        return held
+
+    def sizes(self) -> dict[str, int]:
+        """Return bytes of memory by kind."""
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # noqa: PTH123 - each test pays
+            resident = int(file.read().split()[1]) * _PAGE
+        return {"host-memory": resident, **cuda_memory()}
+
+    def settle(self, kinds: set[str]) -> None:
+        """Free what nothing refers to, and wait a moment for threads that end."""
+        gc.collect()
+        if "cuda-memory" in kinds:
+            free_cublas()
+        until = time.monotonic() + _THREAD_S
+        ending = [thread for thread in threading.enumerate() if not thread.daemon]
+        while kinds & {"threads", "processes"} and ending and time.monotonic() < until:
+            ending = [thread for thread in ending if thread.is_alive()]
+            time.sleep(_TICK_S)
+
+    def find_size_leaks(self, before: Mapping[str, int], now: Mapping[str, int]) -> list[Leak]:
+        """Return memory that the process has more of than before, beyond a limit."""
+        grown = {kind: now[kind] - before.get(kind, now[kind]) for kind in now}
+        leaks = []
+        if grown["host-memory"] > _MOST_HOST_BYTES:
+            leaks.append(
+                Leak(kind="host-memory", text=f"{_mib(grown['host-memory'])} of host memory")
+            )
+        if grown.get("cuda-memory", 0) > _MOST_CUDA_BYTES:
+            reserved = _mib(max(0, grown["reserved"]))
+            text = f"{_mib(grown['cuda-memory'])} of CUDA memory ({reserved} reserved)"
+            leaks.append(Leak(kind="cuda-memory", text=text))
+        return leaks
+
+    def describe(self, changes: Iterable[tuple[Key, object, object, str]]) -> list[Leak]:
+        """Return what changed, in words.
+
+        Args:
+            changes: Key, value, value before (None is none) and the fixture that made it, or "".
+        """
+        by_kind = sorted(changes, key=lambda c: (KINDS.index(c[0][0]), c[3], str(c[0][1])))
+        leaks = []
+        for (kind, fixture), found in groupby(by_kind, key=lambda c: (c[0][0], c[3])):
+            rows = [(name, value, was) for (_, name), value, was, _ in found]
+            texts = _DESCRIBE[kind](rows)
+            leaks += [Leak(kind=kind, text=text, fixture=fixture) for text in texts]
+        return leaks
+
+    def is_connecting(self) -> bool:
+        """Return whether torch may have opened sockets and pipes since the last call.
+
+        Groups have some, and CUDA and NCCL open more of them at any time.
+        """
+        world = _world()
+        count = 0 if world is None else world.group_count
+        last, self._num_groups = self._num_groups, count
+        return count != last or bool(cuda_memory())
+
+    def _bind_modules(self) -> None:
+        """Take modules that were loaded meanwhile as they are now."""
+        self._num_modules = len(sys.modules)
+        names = [n for n in list(sys.modules) if n in _PATCHED_MODULES or n.startswith(_MEGATRON)]
+        for name in names:
+            module = sys.modules.get(name)
+            if name not in self._patched and isinstance(module, ModuleType):
+                self._patched[name] = _Patched(name, vars(module))
+                if name in _STATE_MODULES:
+                    self._states.append((vars(module), _state_names(module)))
+        for name, classes in _PATCHED_CLASSES.items():
+            for of_module in classes:
+                cls = getattr(sys.modules.get(name), of_module, None)
+                path = f"{name}.{of_module}"
+                if path not in self._patched and isinstance(cls, type):
+                    self._patched[path] = _Patched(path, cls.__dict__)
+        bindings = sys.modules.get("torch._C")
+        if bindings is not None and not self._getters:
+            found = {
+                name: getattr(bindings, getter, None) for name, getter in _TORCH_GETTERS.items()
+            }
+            self._getters = tuple((name, get) for name, get in found.items() if get is not None)
+
+    def _look_at_torch(self, held: Held) -> None:
+        for name, get in self._getters:
+            held["torch", name] = get()
+        context = getattr(sys.modules.get("torch"), "_GLOBAL_DEVICE_CONTEXT", None)
+        device = getattr(context, "device_context", None)
+        if self._getters:
+            held["torch", "default device"] = "cpu" if device is None else str(device.device)
+        world = _world()
+        if world is not None:
+            default = world.default_pg
+            for group in world.pg_names:
+                if group is not default:
+                    held["groups", id(group)] = group.size()
+
+    def _look_at_megatron(self, held: Held) -> None:
+        """Add what megatron-core keeps in its modules, None and empty ones left out."""
+        for variables, names in self._states:
+            for name in names:
+                value = variables.get(name)
+                if value is None or callable(value):
+                    continue
+                if name == _BUFFER:
+                    for key, tensor in list(getattr(value, "buffer", {}).items()):
+                        size = tensor.numel() * tensor.element_size()
+                        held["megatron", ("buffer", str(key))] = size
+                else:
+                    is_plain = isinstance(value, int | float | str)
+                    held["megatron", ("state", name)] = value if is_plain else id(value)
+        tracker = getattr(sys.modules.get(_RANDOM), _TRACKER, None)
+        for name in getattr(tracker, "states_", ()):
+            held["megatron", ("rng", name)] = True
+
+    def _list_directory(self) -> Held:
+        """Return the files of the working directory, except hidden ones."""
+        try:
+            changed_ns = os.stat(self._directory).st_mtime_ns
+            if changed_ns != self._changed_ns:
+                self._changed_ns = changed_ns
+                self._files = {
+                    ("working-directory", f"{self._directory}{os.sep}{name}"): ""
+                    for name in os.listdir(self._directory)
+                    if not name.startswith((".", "__"))
+                }
+        except OSError:  # it was removed
+            self._files = {}
+        return self._files
+
+
+def _world() -> _GroupRegistry | None:
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return cast("_GroupRegistry | None", getattr(c10d, "_world", None))
+
+
+def _descriptors() -> list[str]:
+    """Return open descriptors, without the one by which they are listed."""
+    try:
+        own = os.dup(2)
+        os.close(own)  # the next one gets its number
+        found = os.listdir("/proc/self/fd")
+    except OSError:  # none is free, or 2 is closed
+        return []
+    with_own = str(own)
+    return [number for number in found if number != with_own]
+
+
+def _children() -> list[int]:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:  # there are none
+        return []
+    found: list[int] = []
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{thread}/children") as file:  # noqa: PTH123
+                found += map(int, file.read().split())
+        except OSError:
+            continue
+    return found
+
+
+def is_connection(key: Key) -> bool:
+    """Return whether a key is that of a socket, a pipe or an object of the kernel."""
+    if key[0] != "files":
+        return False
+    try:
+        return not os.readlink(f"/proc/self/fd/{key[1]}").startswith("/")
+    except OSError:
+        return True
+
+
+def _state_names(module: ModuleType) -> tuple[str, ...]:
+    """Return the global variables in which a module of Megatron keeps its state.
+
+    Of the parallel state those that `destroy_model_parallel` resets: others stay behind when it is
+    destroyed, and do no harm.
+    """
+    code = getattr(vars(module).get("destroy_model_parallel"), "__code__", None)
+    names = vars(module) if code is None else code.co_names
+    return tuple(name for name in names if name[0] == "_" and name[1:2].isupper())
+
+
+_Row: TypeAlias = tuple[object, object, object]
+_RAW_VARIABLES = frozenset(name.encode() for name in _VARIABLES_OF_LIBRARIES)
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f} MiB"
+
+
+def _groups(rows: Sequence[_Row]) -> list[str]:
+    sizes = Counter(cast("int", value) for _, value, _ in rows)
+    ranks = ", ".join(
+        counted(size, "rank") if len(sizes) == 1 else f"{number} of {counted(size, 'rank')}"
+        for size, number in sorted(sizes.items())
+    )
+    return [f"{counted(len(rows), 'process group')} ({ranks})"]
+
+
+def _threads(rows: Sequence[_Row]) -> list[str]:
+    names = []
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    for ident, value, _ in rows:
+        thread = threads.get(cast("int", ident))
+        target = getattr(thread, "_target", None)
+        places = (type(thread).__module__, str(getattr(target, "__module__", "")))
+        if not any(place.startswith(_THREADS_OF_LIBRARIES) for place in places):
+            names.append(str(value))
+    return [f"{counted(len(names), 'thread')} ({listed(names, _MOST_LISTED)})"] if names else []
+
+
+def _open_files(rows: Sequence[_Row]) -> list[str]:
+    files: list[str] = []
+    others: Counter[str] = Counter()
+    for number, _, _ in rows:
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:  # of another thread, a moment ago
+            continue
+        kind = path.partition(":")[0]
+        if path.startswith("/") and not path.startswith(_PLACES_OF_LIBRARIES):
+            files.append(path)
+        elif kind in ("pipe", "socket"):
+            others[kind] += 1
+    texts = [f"{counted(len(files), 'open file')} ({listed(sorted(files), _MOST_LISTED)})"]
+    return texts[: len(files)] + [f"{counted(n, f'open {kind}')}" for kind, n in others.items()]
+
+
+def _processes(rows: Sequence[_Row]) -> list[str]:
+    names = []
+    for pid, _, _ in rows:
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+                command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if not any(name in command for name in _PROCESSES_OF_LIBRARIES):
+            names.append(command or f"{pid}, which nothing has waited for")
+    what = counted(len(names), "child process", "child processes")
+    return [f"{what} ({listed(names, _MOST_LISTED)})"] if names else []
+
+
+def _variables(rows: Sequence[_Row]) -> list[str]:
+    """Return names only, as values may be secret."""
+    texts = []
+    for name, value, was in rows:
+        word = "unset" if value is None else "set" if was is None else "changed"
+        texts.append(f"{os.fsdecode(cast('bytes', name))} {word}")
+    return [f"environment: {listed(texts, _MOST_LISTED)}"]
+
+
+def _handlers(rows: Sequence[_Row]) -> list[str]:
+    return [
+        f"handler of {name}: {_handler(value)}, was {_handler(was)}" for name, value, was in rows
+    ]
+
+
+def _handler(value: object) -> str:
+    if value is None:
+        return "the default"
+    if isinstance(value, signal.Handlers):
+        return value.name
+    return str(getattr(value, "__qualname__", value))
+
+
+def _settings(rows: Sequence[_Row]) -> list[str]:
+    return [f"{name} {value}, was {was}" for name, value, was in rows]
+
+
+def _of_megatron(rows: Sequence[_Row]) -> list[str]:
+    found: dict[str, list[_Row]] = {}
+    for key, value, was in rows:
+        part, name = cast("tuple[str, str]", key)
+        found.setdefault(part, []).append((name, value, was))
+    names = {part: [str(name) for name, _, _ in rows] for part, rows in found.items()}
+    texts = []
+    if "state" in found:
+        texts.append(f"parallel state of megatron-core ({listed(names['state'], _MOST_LISTED)})")
+    if "buffer" in found:
+        size = sum(cast("int", value or 0) for _, value, _ in found["buffer"])
+        texts.append(f"global memory buffer of megatron-core ({_mib(size)})")
+    if "rng" in found:
+        texts.append(f"RNG tracker states ({listed(names['rng'], _MOST_LISTED)})")
+    return texts
+
+
+_DESCRIBE: Mapping[str, Callable[[Sequence[_Row]], list[str]]] = {
+    "groups": _groups,
+    "threads": _threads,
+    "files": _open_files,
+    "processes": _processes,
+    "environment": _variables,
+    "signals": _handlers,
+    "warnings": lambda _: ["other warnings filters"],
+    "torch": _settings,
+    "megatron": _of_megatron,
+    "patches": lambda rows: [f"patched {listed([str(name) for name, _, _ in rows], _MOST_LISTED)}"],
+    "working-directory": lambda rows: [str(name) for name, _, _ in rows],
+}
+# A setting counts in whatever way it changed; of the others only what is there and was not.
+SETTINGS = frozenset(("environment", "signals", "warnings", "torch"))

@@ -1,0 +1,165 @@
+"""Compares traces of real trainings of a tiny GPT: one rank, two tensor-parallel ranks, a bug."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from pytest_megatron.trace.compare import main
+from pytest_megatron.trace.divergences import TraceComparison, read_comparison
+
+pytest.importorskip("megatron.core")
+
+_TESTS = Path(__file__).parents[2]
+_GUEST = _TESTS / "unit_tests/guests/traced_trainings.py"
+_ARGUMENTS = (
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2"),
+    *("--seq-length", "8", "--vocab-size", "32", "--micro-batch-size", "2"),
+    *("--global-batch-size", "4", "--train-iters", "1"),
+)
+_TP2 = ("--tensor-model-parallel-size", "2")
+
+
+class Compare(Protocol):
+    def __call__(self, *directories: str | Path) -> tuple[int, TraceComparison, str]: ...
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("traces")
+    trainings = []
+    for name, world_size, *arguments in (
+        ("reference", 1),
+        ("tp2", 2, *_TP2),
+        ("bug", 2, *_TP2, "--exam-bug", "row-parallel-unreduced"),
+        ("other_data", 1, "--seed", "5"),
+    ):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        trainings.append([str(root / str(name)), world_size, port, *_ARGUMENTS, *arguments])
+    path = os.pathsep.join((str(_TESTS / "functional_tests"), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, str(_GUEST), json.dumps(trainings)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return root
+
+
+@pytest.fixture
+def compare(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
+    def run(*directories: str | Path) -> tuple[int, TraceComparison, str]:
+        output = tmp_path / "equivalence.json"
+        names = [one if one == "--noise" else str(traces / one) for one in directories]
+        code = main([*names, "--output", str(output)])
+        return code, read_comparison(output), capsys.readouterr().out
+
+    return run
+
+
+def test_layouts_that_train_the_same_are_equal(compare: Compare) -> None:
+    code, found, text = compare("reference", "tp2")
+    assert (code, found.verdict, found.not_compared) == (0, "equal", ())
+    assert found.num_compared > 200
+    assert text.startswith("0 of ")
+
+
+def test_both_may_be_cut(compare: Compare) -> None:
+    assert compare("tp2", "reference")[0] == 0
+    assert compare("tp2", "tp2")[0] == 0
+
+
+def test_output_that_is_not_reduced_is_the_first_difference(compare: Compare) -> None:
+    code, found, text = compare("reference", "bug")
+    first = found.divergences[0]
+    assert (code, found.verdict, first.phase, first.kind) == (1, "different", "forward", "replicas")
+    assert first.module == "decoder.layers.1.self_attention.linear_proj"
+    assert first.ranks == (0, 1)
+    assert first.module in text.splitlines()[0]
+    assert len(text.splitlines()) <= 24
+
+
+def test_swapped_shards_are_never_matched_by_their_values(
+    compare: Compare, traces: Path, tmp_path: Path
+) -> None:
+    swapped = shutil.copytree(traces / "tp2", tmp_path / "swapped")
+    for rank in (0, 1):
+        shutil.copy(traces / f"tp2/rank_{1 - rank}.bin", swapped / f"rank_{rank}.bin")
+    code, found, _ = compare("reference", swapped)
+    assert (code, found.divergences[0].step) == (1, 0)
+
+
+def test_other_data_is_one_clear_error(compare: Compare) -> None:
+    code, found, _ = compare("reference", "other_data")
+    assert (code, found.verdict) == (2, "unusable")
+    assert "4 of 4 samples in step 1 that the reference has not" in (found.problem or "")
+
+
+def test_noise_of_another_layout_is_one_clear_error(compare: Compare, traces: Path) -> None:
+    code, found, _ = compare("reference", "tp2", "--noise", traces / "tp2")
+    assert (code, found.verdict) == (2, "unusable")
+    assert "expected a second run of it" in (found.problem or "")
+
+
+def _with_foreign_line(trace: Path) -> None:
+    lines = (trace / "rank_0.jsonl").read_text().splitlines()
+    lines[5] = '{"loss": 1}'
+    (trace / "rank_0.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _without_end(trace: Path) -> None:
+    lines = trace / "rank_1.jsonl"
+    lines.write_text("\n".join(lines.read_text().splitlines()[:-1]) + "\n")
+
+
+def _without_values(trace: Path) -> None:
+    with (trace / "rank_1.bin").open("r+b") as values:
+        values.truncate(1000)
+
+
+def _without_rank(trace: Path) -> None:
+    (trace / "rank_1.jsonl").unlink()
+
+
+def _with_hashes_only(trace: Path) -> None:
+    lines = trace / "rank_0.jsonl"
+    lines.write_text(lines.read_text().replace('"values":"full"', '"values":"hash"', 1))
+
+
+def _foreign(trace: Path) -> None:
+    (trace / "rank_0.jsonl").write_text('{"loss": 1}\n')
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        pytest.param(_without_end, "is cut off", id="end"),
+        pytest.param(_without_values, "is cut off after 1000 bytes", id="values"),
+        pytest.param(_without_rank, "has no trace of rank 1 of 2", id="rank"),
+        pytest.param(_with_hashes_only, "has hashes only", id="hashes"),
+        pytest.param(_with_foreign_line, "has a line that is no tensor", id="line"),
+        pytest.param(_foreign, "is no header of a trace", id="foreign"),
+        pytest.param(shutil.rmtree, "holds no trace", id="nothing"),
+    ],
+)
+def test_damaged_traces_are_one_clear_error(
+    compare: Compare, traces: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
+) -> None:
+    damage(shutil.copytree(traces / "tp2", tmp_path / "damaged"))
+    code, found, _ = compare("reference", tmp_path / "damaged")
+    assert (code, found.verdict) == (2, "unusable")
+    assert problem in (found.problem or "")

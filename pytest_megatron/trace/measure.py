@@ -25,7 +25,7 @@ _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class TensorMeasurement:
     """What is recorded of a tensor's values; norm and mean are None where one is not finite."""
 
     norm: float | None
@@ -60,7 +60,7 @@ def hash_on_cpu(values: torch.Tensor) -> str:
     return _hex(value)
 
 
-def measure_on_cpu(values: torch.Tensor, digest: str) -> Measurement:
+def measure_on_cpu(values: torch.Tensor, digest: str) -> TensorMeasurement:
     """Measure a flat tensor on the CPU, whose hash is known."""
     squares = total = 0.0
     for part in _chunks(values):
@@ -71,7 +71,7 @@ def measure_on_cpu(values: torch.Tensor, digest: str) -> Measurement:
     return _measurement(len(values), squares, total, not_finite, digest)
 
 
-def resolve(pending: Sequence[Pending]) -> list[Measurement]:
+def resolve(pending: Sequence[Pending]) -> list[TensorMeasurement]:
     """Bring measurements from the GPU, all at once."""
     if not pending:
         return []
@@ -105,9 +105,9 @@ def measure_on_device(values: torch.Tensor) -> Pending:
 
 def _measurement(
     num_values: int, squares: float, total: float, not_finite: int, digest: str
-) -> Measurement:
+) -> TensorMeasurement:
     is_finite = math.isfinite(squares) and not not_finite
-    return Measurement(
+    return TensorMeasurement(
         norm=math.sqrt(squares) if is_finite else None,
         mean=total / num_values if is_finite and num_values else None,
         not_finite=not_finite,

@@ -26,8 +26,8 @@ import torch
 from pytest_megatron.trace import layout
 from pytest_megatron.trace.files import ParameterShard, Phase, TraceEnd, TraceRecord, TraceWriter
 from pytest_megatron.trace.measure import (
-    Measurement,
     Pending,
+    TensorMeasurement,
     flat_values,
     hash_on_cpu,
     measure_on_cpu,
@@ -48,13 +48,13 @@ from pytest_megatron.trace.weights import read_weights, write_weights
 _WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
 _PLAIN = torch._C.DisableTorchFunction  # no torch function mode of the program, no subclass
 At = tuple[int, int] | None  # offset and bytes of stored values
-_ON_ITS_WAY = Measurement(norm=None, mean=None, not_finite=0, hash="")
+_ON_ITS_WAY = TensorMeasurement(norm=None, mean=None, not_finite=0, hash="")
 _RANGES = "_get_model_param_range_map"  # of megatron-core's distributed optimizer
 _MAX_CALLS = 1 << 12  # of a model without a step: the optimizer is of a kind that is not known
 _MAX_PENDING = 1 << 14  # records whose measurements wait on a GPU for the end of the step
 
 
-class _Step(Protocol):
+class _OptimizerStep(Protocol):
     """The `step` of an optimizer's class."""
 
     def __call__(self, optimizer: object, *args: object, **kwargs: object) -> object:
@@ -106,8 +106,8 @@ class Recorder:
         self._models: list[_Model] = []
         self._known: set[int] = set()  # modules that have hooks
         self._watched: dict[int, _Watched] = {}
-        self._pending: list[tuple[TraceRecord, Pending | Measurement]] = []
-        self._measured: dict[tuple[str, torch.dtype, int], tuple[Measurement, At]] = {}
+        self._pending: list[tuple[TraceRecord, Pending | TensorMeasurement]] = []
+        self._measured: dict[tuple[str, torch.dtype, int], tuple[TensorMeasurement, At]] = {}
         self._order = 0
         self._step = 1
         self._num_steps = 0  # that are whole
@@ -403,7 +403,7 @@ class Recorder:
                 type.__setattr__(kind, "step", self._traced(step))
                 self._undo.callback(setattr, kind, "step", step)
 
-    def _traced(self, step: _Step) -> _Step:
+    def _traced(self, step: _OptimizerStep) -> _OptimizerStep:
         @functools.wraps(step)
         def traced(optimizer: object, *args: object, **kwargs: object) -> object:
             result = None
@@ -414,7 +414,7 @@ class Recorder:
                 self.after_optimizer(optimizer, result)
             return result
 
-        return cast("_Step", traced)
+        return cast("_OptimizerStep", traced)
 
     def before_optimizer(self, optimizer: object) -> None:
         """Record the gradients that an optimizer gets; inside another's step nothing."""
@@ -484,7 +484,7 @@ class Recorder:
         measured, at = self._measure(tensor)
         self._append(phase, place, tensor, measured, at, microbatch=microbatch)
 
-    def _measure(self, tensor: torch.Tensor) -> tuple[Measurement | Pending, At]:
+    def _measure(self, tensor: torch.Tensor) -> tuple[TensorMeasurement | Pending, At]:
         assert self._writer is not None
         with torch.no_grad():
             values = flat_values(local_values(tensor))
@@ -507,7 +507,7 @@ class Recorder:
         phase: Phase,
         place: _Place,
         tensor: torch.Tensor,
-        measured: Measurement | Pending,
+        measured: TensorMeasurement | Pending,
         at: At,
         *,
         microbatch: int = 0,
@@ -516,7 +516,7 @@ class Recorder:
         step: int | None = None,
     ) -> None:
         assert self._writer is not None
-        arrived = measured if isinstance(measured, Measurement) else _ON_ITS_WAY
+        arrived = measured if isinstance(measured, TensorMeasurement) else _ON_ITS_WAY
         record = TraceRecord(
             order=self._order,
             step=self._step if step is None else step,

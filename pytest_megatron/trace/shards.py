@@ -36,7 +36,7 @@ _ATTRIBUTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorShard:
     """A part of a tensor of a checkpoint.
 
     Attributes:
@@ -63,7 +63,7 @@ class LocalTensor:
     """
 
     values: torch.Tensor
-    cut: Callable[[torch.Tensor], list[Shard]]
+    cut: Callable[[torch.Tensor], list[TensorShard]]
     merge: Callable[[list[torch.Tensor]], torch.Tensor]
 
 
@@ -104,7 +104,7 @@ class NamedParameter:
                 place = self._place(shard, (start - first, stop - first))
                 yield place, tuple(shard.tensor.shape), flattened[start:stop]
 
-    def _place(self, shard: Shard, flat: tuple[int, int] | None) -> ParameterShard:
+    def _place(self, shard: TensorShard, flat: tuple[int, int] | None) -> ParameterShard:
         return ParameterShard(
             key=shard.key,
             global_shape=shard.global_shape,
@@ -188,7 +188,7 @@ def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
         is_main = True
     return LocalTensor(
         tensor,
-        lambda values: [Shard(name, shape, tuple(offset), values, is_main)],
+        lambda values: [TensorShard(name, shape, tuple(offset), values, is_main)],
         lambda parts: parts[0],
     )
 
@@ -213,9 +213,9 @@ def _of_factory(factory: ShardedTensorFactory) -> LocalTensor:
     )
 
 
-def _shard(entry: ShardedTensor, values: torch.Tensor) -> Shard:
+def _shard(entry: ShardedTensor, values: torch.Tensor) -> TensorShard:
     replicas = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
-    return Shard(
+    return TensorShard(
         key=entry.key,
         global_shape=tuple(entry.global_shape),
         global_offset=tuple(entry.global_offset),

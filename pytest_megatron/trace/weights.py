@@ -20,7 +20,7 @@ import torch
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.layout import rank_and_size
-from pytest_megatron.trace.shards import Shard, local_tensors, local_values
+from pytest_megatron.trace.shards import TensorShard, local_tensors, local_values
 
 
 def write_weights(model: torch.nn.Module, prefix: str, directory: Path, *, is_first: bool) -> None:
@@ -71,7 +71,7 @@ def read_weights(model: torch.nn.Module, prefix: str, directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredPart:
     """A part of a whole tensor, in a file."""
 
     file: Path
@@ -88,12 +88,12 @@ class _Stored:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[Path, mmap.mmap] = {}
-        self._parts: defaultdict[str, list[_Part]] = defaultdict(list)
+        self._parts: defaultdict[str, list[_StoredPart]] = defaultdict(list)
         for path in sorted(directory.glob("rank_*.jsonl")):
             for text in path.read_text(encoding="utf-8").splitlines():
                 line = cast("dict[str, object]", json.loads(text))
                 self._parts[str(line["key"])].append(
-                    _Part(
+                    _StoredPart(
                         file=path.with_suffix(".bin"),
                         start=cast("int", line["start"]),
                         dtype=getattr(torch, str(line["dtype"])),
@@ -107,7 +107,7 @@ class _Stored:
                 str(directory), "holds no weights; the run that had to write them has ended early"
             )
 
-    def read(self, shard: Shard) -> torch.Tensor:
+    def read(self, shard: TensorShard) -> torch.Tensor:
         """Return the values of a part, put together from what was written.
 
         Raises:
@@ -132,7 +132,7 @@ class _Stored:
             )
         return values
 
-    def _fill(self, values: torch.Tensor, shard: Shard, part: _Part) -> int:
+    def _fill(self, values: torch.Tensor, shard: TensorShard, part: _StoredPart) -> int:
         """Copy what a stored part has of these values; returns how many."""
         stacked = len(shard.global_shape) - values.dim()  # axes that the tensors lack
         if shard.global_offset[:stacked] != part.global_offset[:stacked]:
@@ -154,7 +154,7 @@ class _Stored:
         values[tuple(here)] = found.to(values)
         return found.numel()
 
-    def _values(self, part: _Part) -> torch.Tensor:
+    def _values(self, part: _StoredPart) -> torch.Tensor:
         if part.file not in self._maps:
             with part.file.open("rb") as file:
                 # Copy-on-write, as torch wants memory that it could write to.

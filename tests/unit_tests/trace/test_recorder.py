@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
-torch = pytest.importorskip("torch")
-
-from torch.utils.checkpoint import checkpoint  # noqa: E402 - torch may be missing
-
-from pytest_megatron.errors import TraceError  # noqa: E402
-from pytest_megatron.trace.files import (  # noqa: E402
+from pytest_megatron.errors import TraceError
+from pytest_megatron.trace.files import (
     TraceEnd,
     TraceRecord,
     read_end,
@@ -19,8 +18,8 @@ from pytest_megatron.trace.files import (  # noqa: E402
     read_records,
     read_values,
 )
-from pytest_megatron.trace.recorder import Recorder  # noqa: E402
-from pytest_megatron.trace.settings import TraceSettings  # noqa: E402
+from pytest_megatron.trace.recorder import Recorder
+from pytest_megatron.trace.settings import TraceSettings
 
 
 class Block(torch.nn.Module):
@@ -36,6 +35,7 @@ class Block(torch.nn.Module):
         out: torch.Tensor = hidden + self.second(torch.relu(self.first(hidden)))
         return out
 
+    @override
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.recompute == "off":
             return self.body(hidden)
@@ -53,6 +53,7 @@ class Model(torch.nn.Module):
         self.blocks = torch.nn.ModuleList([Block(recompute), Block(recompute)])
         self.output = torch.nn.Linear(4, 10)
 
+    @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
         for block in self.blocks:

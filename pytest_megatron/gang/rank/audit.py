@@ -174,7 +174,7 @@ def _is_own(value: object) -> bool:
     return str(getattr(value, "__module__", "")).startswith("pytest_megatron")
 
 
-class Audit:
+class LeakAudit:
     """Probes of this process."""
 
     def __init__(self) -> None:

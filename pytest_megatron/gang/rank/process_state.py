@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from pytest_megatron.gang.originals import os
-from pytest_megatron.gang.rank.audit import SETTINGS, Audit, Held, Key, Leak, is_connection
+from pytest_megatron.gang.rank.audit import SETTINGS, Held, Key, Leak, LeakAudit, is_connection
 from pytest_megatron.gang.rank.collectives import DefaultGroup, default_group
 
 _VARIABLES = (
@@ -62,7 +62,7 @@ class StateKeeper:
 
     world_size: int
     temp: Callable[[], Path | None]
-    audit: Audit | None = None
+    audit: LeakAudit | None = None
     _expected: State = field(default_factory=dict)
     _initial: State = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)

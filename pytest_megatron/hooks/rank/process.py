@@ -36,7 +36,7 @@ from pytest_megatron.gang.ipc.messages import (
 from pytest_megatron.gang.originals import os, traceback
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank import coverage as measure
-from pytest_megatron.gang.rank.audit import Audit
+from pytest_megatron.gang.rank.audit import LeakAudit
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gang.rank.process_state import StateKeeper
@@ -196,7 +196,7 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
     state = StateKeeper(
         rank_config.world_size,
         lambda: _temp_of_tests(config, rank_config),
-        Audit() if rank_config.is_audited else None,
+        LeakAudit() if rank_config.is_audited else None,
     )
     plugin.begin(rank_config, channel, logs, pipes, state)
     os.register_at_fork(after_in_child=channel.close)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import IO, Literal, cast
 
 from pytest_megatron.errors import TraceError
 
+Line = dict[str, object]
 FORMAT_VERSION = 1
 Phase = Literal["forward", "backward", "gradient", "update"]
 _RANK = re.compile(r"rank_(\d+)\.jsonl").fullmatch
@@ -187,6 +189,21 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _RECORD_FIELDS = tuple(
     one.name for one in dataclasses.fields(TraceRecord) if one.name != "parameter"
 )
+_AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
+_RECORD_TYPES: tuple[tuple[str, type | UnionType], ...] = (
+    *((name, int) for name in ("order", "step", "microbatch", "not_finite")),
+    *((name, str) for name in ("phase", "module", "kind", "tensor", "dtype", "hash")),
+    *((name, float | int | None) for name in ("norm", "mean")),
+    ("shape", tuple),
+    ("at", tuple | None),
+)
+_PARAMETER_TYPES: tuple[tuple[str, type | UnionType], ...] = (
+    ("key", str | None),
+    ("global_shape", tuple),
+    ("global_offset", tuple),
+    ("flat", tuple | None),
+    ("attributes", dict),
+)
 _PARAMETER_FIELDS = tuple(one.name for one in dataclasses.fields(ParameterShard))
 
 
@@ -226,12 +243,16 @@ def read_header(path: Path) -> TraceHeader:
         found = _read(path, 1, lines.readline())
     if found is None or found.get("format_version") != FORMAT_VERSION:
         raise TraceError(f"{path}:1", f"is no header of a trace of version {FORMAT_VERSION}")
-    layout = cast("dict[str, object]", found.pop("layout"))
     del found["format_version"]
-    return TraceHeader(
-        **cast("dict[str, str]", found),  # type: ignore[arg-type] # each as it was written
-        layout=TraceLayout(**{key: _tuples(value) for key, value in layout.items()}),  # type: ignore[arg-type]
-    )
+    places = found.pop("layout", None)
+    try:
+        layout = TraceLayout(**{key: _tuples(value) for key, value in cast("Line", places).items()})  # type: ignore[arg-type]
+        header = TraceHeader(**found, layout=layout)  # type: ignore[arg-type] # each as it was written
+        _check_types(header, (("rank", int), ("world_size", int), ("device", str), ("values", str)))
+        _check_types(layout, [(name, tuple) for name in _AXES])
+    except (AttributeError, TypeError) as error:
+        raise TraceError(f"{path}:1", f"is no header of a trace: {error}") from None
+    return header
 
 
 def read_records(path: Path) -> Iterator[TraceRecord]:
@@ -240,10 +261,13 @@ def read_records(path: Path) -> Iterator[TraceRecord]:
     Raises:
         TraceError: A line before the last is no record.
     """
-    for line in _lines_after_header(path):
+    for number, line in _lines_after_header(path):
         if "end" in line:
             return
-        yield _record(line)
+        try:
+            yield _record(line)
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"{path}:{number}", f"is no record of a trace: {error}") from None
 
 
 def read_end(path: Path) -> TraceEnd | None:
@@ -253,12 +277,17 @@ def read_end(path: Path) -> TraceEnd | None:
         file.seek(max(0, file.tell() - 4096))
         last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
     try:
-        found = cast("dict[str, object]", json.loads(last))
+        found: object = json.loads(last)
     except ValueError:
         return None
-    if not found.pop("end", False):
+    if not isinstance(found, dict) or not found.pop("end", False):
         return None
-    return TraceEnd(**found)  # type: ignore[arg-type]
+    try:
+        end = TraceEnd(**found)
+        _check_types(end, (("steps", int), ("problem", str | None)))
+    except TypeError as error:
+        raise TraceError(str(path), f"has no end of a trace in its last line: {error}") from None
+    return end
 
 
 def read_values(path: Path, record: TraceRecord) -> bytes:
@@ -282,13 +311,13 @@ def read_values(path: Path, record: TraceRecord) -> bytes:
     return values
 
 
-def _lines_after_header(path: Path) -> Iterator[dict[str, object]]:
+def _lines_after_header(path: Path) -> Iterator[tuple[int, Line]]:
     with path.open(encoding="utf-8") as lines:
         lines.readline()
         for number, line in enumerate(lines, start=2):
             found = _read(path, number, line)
             if found is not None:
-                yield found
+                yield number, found
 
 
 def _read(path: Path, number: int, line: str) -> dict[str, object] | None:
@@ -313,7 +342,17 @@ def _record(line: dict[str, object]) -> TraceRecord:
     shard = None
     if "key" in values:
         shard = ParameterShard(**{name: values.pop(name) for name in _PARAMETER_FIELDS})  # type: ignore[arg-type]
-    return TraceRecord(**values, parameter=shard)  # type: ignore[arg-type]
+        _check_types(shard, _PARAMETER_TYPES)
+    record = TraceRecord(**values, parameter=shard)  # type: ignore[arg-type]
+    _check_types(record, _RECORD_TYPES)
+    return record
+
+
+def _check_types(found: object, types: Iterable[tuple[str, type | UnionType]]) -> None:
+    """Raise a TypeError for the first field of another type: a trace may come from an artifact."""
+    for name, kind in types:
+        if not isinstance(value := getattr(found, name), kind):
+            raise TypeError(f"{name} is {value!r}")
 
 
 def _tuples(value: object) -> object:

@@ -17,19 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from pytest_megatron.trace.settings import VARIABLE, TraceSettings
 
 PROGRAMS = Path(__file__).parents[1] / "tests/functional_tests"
 NUM_STEPS = 12
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def step_ms(values: Literal["hash", "full"] | None, flags: list[str]) -> float:
     """Return the median step of one training."""
     with tempfile.TemporaryDirectory() as directory:
-        env = dict(os.environ)
+        # As torch.distributed.run sets it for several ranks; idle threads would spin otherwise.
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if values is not None:
             settings = TraceSettings(directory=Path(directory), steps=NUM_STEPS, values=values)
             env[VARIABLE] = settings.to_json()
@@ -58,15 +62,17 @@ def train(flags: list[str]) -> None:
     trace.start()
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     steps: list[float] = []
-    original = gpt_training.train_step
 
-    def timed(*args: object) -> object:
-        start = clock()
-        result = original(*args)
-        steps.append((clock() - start) * 1000)
-        return result
+    def timed(original: Callable[_P, _T]) -> Callable[_P, _T]:
+        def step(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            start = clock()
+            result = original(*args, **kwargs)
+            steps.append((clock() - start) * 1000)
+            return result
 
-    vars(gpt_training)["train_step"] = timed
+        return step
+
+    vars(gpt_training)["train_step"] = timed(gpt_training.train_step)
     train_gpt.main()
     print(f"step_ms={statistics.median(steps[2:])}")
 

@@ -1,8 +1,8 @@
 """Norm, mean, hash and number of values that are not finite, of one tensor.
 
 The hash is a function of the bits alone: the same on every device, in every order of summation.
-It is the sum, modulo 2^64, of the tensor's 32-bit words (16 or 8 bits where the number of bytes
-asks for it), each times an odd number that belongs to its place. One word that differs always
+It is the sum, modulo 2^64, of the tensor's 64-bit words (32, 16 or 8 bits where the number of
+bytes asks for it), each times an odd number that belongs to its place. One word that differs always
 changes it; several that do, but for a chance of about 2^-32.
 
 On the CPU numpy measures at once. On a GPU the results stay there until they are `resolved`, so
@@ -21,7 +21,7 @@ import torch
 
 _CHUNK = 1 << 20  # words that are measured at once; part of the definition of the hash
 _MASK = (1 << 64) - 1
-_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _hex(value: int) -> str:
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor as its longest whole words of at most 32 bits."""
+    """View a flat tensor as its longest whole words of at most 64 bits."""
     size = values.element_size()
     num_bytes = len(values) * size
     word = next(length for length in _WORDS if num_bytes % length == 0)

@@ -276,7 +276,6 @@ class Done:
 
 
 _IN_ATTENTION = r"decoder\.layers\.{}\.self_attention(\.core_attention(\.\w+)*)?"
-_ROOT = r"|model|GPTModel"
 
 BUGS = (
     Bug(

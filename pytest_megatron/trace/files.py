@@ -267,7 +267,8 @@ def read_records(path: Path) -> Iterator[TraceRecord]:
         try:
             yield _record(line)
         except (KeyError, TypeError) as error:
-            raise TraceError(f"{path}:{number}", f"is no record of a trace: {error}") from None
+            text = str(error).removeprefix(f"{TraceRecord.__name__}.__init__() ")
+            raise TraceError(f"{path}:{number}", f"is no record of a trace: {text}") from None
 
 
 def read_end(path: Path) -> TraceEnd | None:

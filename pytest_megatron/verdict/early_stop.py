@@ -173,7 +173,9 @@ def _settled(attempt: Attempt) -> Attempt:
     if attempt.ends[-1].returncode == 0:
         return attempt
     *earlier, latest = attempt.metrics
-    kept = {name: _before(series.steps[-1], series) for name, series in latest.items() if len(series)}
+    kept = {
+        name: _before(series.steps[-1], series) for name, series in latest.items() if len(series)
+    }
     return replace(attempt, metrics=(*earlier, kept))
 
 

@@ -21,8 +21,8 @@ and, anywhere:
 Behind a `project` trainings are started by the agent of tests, which loads no torch.
 
 The output that a page shows is all that was printed, from its first line on: `...` stands for lines
-that are left out, and in a line for a part of it. Times, ids, paths and versions may differ, and
-fractions by a tenth; every other number is compared.
+that are left out, and in a line for a part of it. Times, dates, ids, paths and versions may differ,
+and fractions by a tenth; every other number is compared.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ _LOCAL = re.compile(
 _NOISE = (
     (re.compile(r"\(\d+:\d\d:\d\d\)"), ""),  # pytest adds minutes from 60 s on
     (re.compile(r"\b\d{8}-\d{6}-[0-9a-f]{4}\b"), "RUN"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d\b"), "DATE"),
     (re.compile(r"/[\w./+-]*\w"), "/PATH"),
     (re.compile(r"\b\d+\.\d+(?: s\b|s\b)"), "TIME"),
     (re.compile(r"\b\d+\.\d+\.\d+[\w.+]*"), "VERSION"),

@@ -227,6 +227,7 @@ def test_a_page_that_is_wrong_is_found_wrong(
     [
         ("[main 1a2b3c4] Train", "[main fadeface] Train"),  # a commit's id, without a digit
         ("at 3.9 s", "at 12.4 s"),
+        ("last seen 2026-11-22", "last seen 2027-01-03"),
         ("see /tmp/a/b.log", "see /home/c.log"),
     ],
 )

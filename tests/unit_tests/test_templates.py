@@ -30,6 +30,18 @@ ATTEMPT = {
     "duration_s": 1.0,
     "links": [LINK],
 }
+DIVERGENCE = {
+    "order": 1,
+    "phase": EVIL,
+    "tensor": EVIL,
+    "step": 1,
+    "microbatch": 0,
+    "ranks": [EVIL, EVIL],
+    "kind": EVIL,
+    "error": 1.0,
+    "limit": None,
+    "norm_ratio": None,
+}
 FINDING = {
     "passed": False,
     "metric": EVIL,
@@ -99,7 +111,18 @@ PAGES: Mapping[str, Mapping[str, object]] = {
             "triage": [EVIL, EVIL],
             "notes": [EVIL],
             "others": [FINDING, *[{**FINDING, "passed": True}] * 9],
+            "trace": {
+                "verdict": EVIL,
+                "num_divergences": 60,
+                "num_compared": 70,
+                "steps": 2,
+                "not_compared": [EVIL],
+                "divergences": [DIVERGENCE],
+                "hint": EVIL,
+            },
+            "is_audit": False,
         },
+        "tree": [{"name": EVIL, "depth": 1, "divergences": [DIVERGENCE]}],
         "run": FACTS,
         "files": f"../{EVIL}",
         "index": EVIL,

@@ -64,7 +64,7 @@ class Faults:
             loss += 1.0
         if "drift" in self.at and is_resumed:
             loss += 0.01
-        is_flipped = self.is_first_attempt and self.is_due("flip", iteration + 1)
+        is_flipped = self.is_first_attempt and self.is_due("flip", iteration + 2)
         return float("nan") if is_flipped or self.is_due("nan", iteration) else loss
 
     @property

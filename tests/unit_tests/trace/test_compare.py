@@ -151,7 +151,7 @@ def _foreign(trace: Path) -> None:
         pytest.param(_without_values, "is cut off after 1000 bytes", id="values"),
         pytest.param(_without_rank, "has no trace of rank 1 of 2", id="rank"),
         pytest.param(_with_hashes_only, "has hashes only", id="hashes"),
-        pytest.param(_with_foreign_line, "has a line that is no tensor", id="line"),
+        pytest.param(_with_foreign_line, "is no record of a trace", id="line"),
         pytest.param(_foreign, "is no header of a trace", id="foreign"),
         pytest.param(shutil.rmtree, "holds no trace", id="nothing"),
     ],

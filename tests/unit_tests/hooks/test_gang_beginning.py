@@ -30,15 +30,21 @@ def test_warnings_that_are_errors_do_not_keep_a_rank_from_starting(
 
 
 @pytest.mark.parametrize(
-    ("hook", "statement", "reason"),
+    ("hook", "statement", "reason", "frames"),
     [
-        ("configure(config)", "raise ValueError('no such rank')", "ValueError: no such rank"),
-        ("sessionstart(session)", "pytest.exit('not here', 3)", "Exit: not here"),
-        ("cmdline_main(config)", "raise pytest.UsageError('no')", "UsageError: no"),
+        (
+            "configure(config)",
+            "raise ValueError('no such rank')",
+            "ValueError: no such rank (conftest.py:9)",
+            "conftest.py:9: in pytest_configure\n    raise ValueError('no such rank')\n",
+        ),
+        # pytest shows no frames for these.
+        ("sessionstart(session)", "pytest.exit('not here', 3)", "Exit: not here", "="),
+        ("cmdline_main(config)", "raise pytest.UsageError('no')", "UsageError: no", "="),
     ],
 )
 def test_a_rank_in_which_pytest_does_not_start_says_why(
-    hook: str, statement: str, reason: str, tmp_path: Path
+    hook: str, statement: str, reason: str, frames: str, tmp_path: Path
 ) -> None:
     conftest = f"""
     import os
@@ -53,8 +59,10 @@ def test_a_rank_in_which_pytest_does_not_start_says_why(
     suite = Suite(tmp_path).write(conftest=conftest, test_world=TESTS)
     run = suite.run("-v", "--ranks", "2")
     assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
-    assert f"\nERROR rank 1 - rank 1 of 2 could not collect: {reason}\n" in run.stdout
-    assert 'conftest.py", line ' in run.stdout
+    told = f"rank 1 of 2 could not collect: {reason}\n"
+    assert f"\n{told}{frames}" in run.stdout, run.stdout
+    assert f"\nERROR rank 1 - {told}" in run.stdout
+    assert "site-packages" not in run.stdout.partition("= ERRORS =")[2]
 
 
 @pytest.mark.parametrize(

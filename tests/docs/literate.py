@@ -63,6 +63,7 @@ _STATE_VARIABLES = (
     "SLURM_",
     "COLUMNS",
     "PYTHONDONT",
+    "TORCHINDUCTOR_",  # torch sets it where a test imports it
 )
 NEEDS = re.compile(r"Slurm|Docker|the network|\d+ GPUs?")
 PROMPTS = {"(Pdb) ": "\n", "q quit: ": ""}  # and the key that ends an answer

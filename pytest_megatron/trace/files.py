@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import IO, Literal, cast
+from typing import IO, Literal, TypeVar, cast
 
 from pytest_megatron.errors import TraceError
 
@@ -190,6 +190,8 @@ _RECORD_FIELDS = tuple(
     one.name for one in dataclasses.fields(TraceRecord) if one.name != "parameter"
 )
 _AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
+_T = TypeVar("_T")
+_HEADER_TYPES = (("rank", int), ("world_size", int), ("device", str), ("values", str))
 _RECORD_TYPES: tuple[tuple[str, type | UnionType], ...] = (
     *((name, int) for name in ("order", "step", "microbatch", "not_finite")),
     *((name, str) for name in ("phase", "module", "kind", "tensor", "dtype", "hash")),
@@ -246,13 +248,11 @@ def read_header(path: Path) -> TraceHeader:
     del found["format_version"]
     places = found.pop("layout", None)
     try:
-        layout = TraceLayout(**{key: _tuples(value) for key, value in cast("Line", places).items()})  # type: ignore[arg-type]
-        header = TraceHeader(**found, layout=layout)  # type: ignore[arg-type] # each as it was written
-        _check_types(header, (("rank", int), ("world_size", int), ("device", str), ("values", str)))
-        _check_types(layout, [(name, tuple) for name in _AXES])
+        axes = {key: _tuples(value) for key, value in cast("Line", places).items()}
+        layout = _made(TraceLayout, axes, [(name, tuple) for name in _AXES])
+        return _made(TraceHeader, {**found, "layout": layout}, _HEADER_TYPES)
     except (AttributeError, TypeError) as error:
         raise TraceError(f"{path}:1", f"is no header of a trace: {error}") from None
-    return header
 
 
 def read_records(path: Path) -> Iterator[TraceRecord]:
@@ -267,8 +267,7 @@ def read_records(path: Path) -> Iterator[TraceRecord]:
         try:
             yield _record(line)
         except (KeyError, TypeError) as error:
-            text = str(error).removeprefix(f"{TraceRecord.__name__}.__init__() ")
-            raise TraceError(f"{path}:{number}", f"is no record of a trace: {text}") from None
+            raise TraceError(f"{path}:{number}", f"is no record of a trace: {error}") from None
 
 
 def read_end(path: Path) -> TraceEnd | None:
@@ -284,11 +283,9 @@ def read_end(path: Path) -> TraceEnd | None:
     if not isinstance(found, dict) or not found.pop("end", False):
         return None
     try:
-        end = TraceEnd(**found)
-        _check_types(end, (("steps", int), ("problem", str | None)))
+        return _made(TraceEnd, found, (("steps", int), ("problem", str | None)))
     except TypeError as error:
         raise TraceError(str(path), f"has no end of a trace in its last line: {error}") from None
-    return end
 
 
 def read_values(path: Path, record: TraceRecord) -> bytes:
@@ -342,18 +339,27 @@ def _record(line: dict[str, object]) -> TraceRecord:
     values = {key: _tuples(value) for key, value in line.items()}
     shard = None
     if "key" in values:
-        shard = ParameterShard(**{name: values.pop(name) for name in _PARAMETER_FIELDS})  # type: ignore[arg-type]
-        _check_types(shard, _PARAMETER_TYPES)
-    record = TraceRecord(**values, parameter=shard)  # type: ignore[arg-type]
-    _check_types(record, _RECORD_TYPES)
-    return record
+        shape = {name: values.pop(name) for name in _PARAMETER_FIELDS}
+        shard = _made(ParameterShard, shape, _PARAMETER_TYPES)
+    return _made(TraceRecord, {**values, "parameter": shard}, _RECORD_TYPES)
 
 
-def _check_types(found: object, types: Iterable[tuple[str, type | UnionType]]) -> None:
-    """Raise a TypeError for the first field of another type: a trace may come from an artifact."""
-    for name, kind in types:
-        if not isinstance(value := getattr(found, name), kind):
+def _made(
+    kind: type[_T], values: Mapping[str, object], types: Iterable[tuple[str, type | UnionType]]
+) -> _T:
+    """Make a dataclass of what was written of it.
+
+    Raises:
+        TypeError: A field is missing, unknown or of another type; artifacts may hold anything.
+    """
+    try:
+        made = kind(**values)
+    except TypeError as error:
+        raise TypeError(str(error).removeprefix(f"{kind.__name__}.__init__() ")) from None
+    for name, expected in types:
+        if not isinstance(value := getattr(made, name), expected):
             raise TypeError(f"{name} is {value!r}")
+    return made
 
 
 def _tuples(value: object) -> object:

@@ -297,6 +297,7 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
     """
     if _is_plain(end):
         return _merge_plain(end)
+    end = _with_lost_peers_in_call(end)
     merged: list[Merged] = []
     waiting = _waiting_in_setup(end)
     has_ended = False
@@ -428,11 +429,50 @@ def _waiting_in_setup(end: RunEnd) -> set[int]:
     the test failed in the phase in which it died.
     """
     late = {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
+    return late if late and _has_passed_setup(_guilty(end)) else set()
+
+
+def _guilty(end: RunEnd) -> RankResult | None:
+    """Return the rank that first died or failed by itself, or None."""
     guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
-    if not late or not guilty:
-        return set()
-    setup = reported(min(guilty, key=_when_failed), "setup")
-    return late if setup is not None and setup.outcome == "passed" else set()
+    return min(guilty, key=_when_failed, default=None)
+
+
+def _has_passed_setup(rank: RankResult | None) -> bool:
+    setup = None if rank is None else reported(rank, "setup")
+    return setup is not None and setup.outcome == "passed"
+
+
+def _with_lost_peers_in_call(end: RunEnd) -> RunEnd:
+    """Return an end in which ranks that lost a peer in set-up failed in the call.
+
+    The peer had passed its set-up and died in the call: how far the others were is chance.
+    """
+    lost = {
+        rank.rank
+        for rank in end.ranks
+        if (setup := reported(rank, "setup")) is not None
+        and setup.outcome == "failed"
+        and CONSEQUENCE.search(setup.text)
+    }
+    if not lost or not _has_passed_setup(_guilty(end)):
+        return end
+    ranks = tuple(_with_setup_in_call(r) if r.rank in lost else r for r in end.ranks)
+    return replace(end, ranks=ranks)
+
+
+def _with_setup_in_call(rank: RankResult) -> RankResult:
+    reports = rank.early if rank.done is None else rank.done.reports
+    moved: list[JsonValue] = []
+    for report in reports:
+        if isinstance(report, Mapping) and not is_subtest(report) and report["when"] == "setup":
+            start = report.get("start") or 0.0
+            moved += [["setup", start, start], {**report, "when": "call"}]
+        else:
+            moved.append(report)
+    if rank.done is None:
+        return replace(rank, early=tuple(moved))
+    return replace(rank, done=replace(rank.done, reports=tuple(moved)))
 
 
 def _merge_reported(

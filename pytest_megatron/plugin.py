@@ -35,6 +35,8 @@ from pytest_megatron.hooks.start.environment import (
     record_start_environment,
     refuse_launcher,
 )
+from pytest_megatron.hooks.stress import NAME as STRESS
+from pytest_megatron.hooks.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.hooks.workloads.items import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
         declare_marks(config)
         return
     chosen = options.read_options(config)
+    if chosen.num_stress is not None:
+        config.pluginmanager.register(StressPlugin(config, chosen), STRESS)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
         config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
@@ -224,8 +228,9 @@ def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests whose mark names several world sizes."""
+    """Parametrise tests whose mark names several world sizes, and those of `--stress`."""
     parametrise_sizes(metafunc)
+    parametrise_repeats(metafunc)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -483,6 +483,14 @@ class Options:
         "reruns of a distributed test that failed for a transient cause, at most",
         0,
     )
+    num_stress: int | None = COUNT(
+        "stress",
+        "run each distributed test N times, in another order and with delays at random in its "
+        "ranks, and report its failure rate",
+        None,
+        "once, without delays",
+    )
+    stress_seed: int = INDEX("stress-seed", "seed of order and delays of --stress", 0)
     pdb_rank: int | None = INDEX(
         "pdb-rank",
         "with --pdb, the rank to debug",

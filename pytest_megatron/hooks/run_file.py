@@ -124,6 +124,8 @@ def _options(config: pytest.Config, options: Options) -> RecordedOptions:
         gang_start=options.gang_start,
         workload_start=options.workload_start,
         ranks_per_gpu=options.ranks_per_gpu,
+        stress=options.num_stress,
+        stress_seed=None if options.num_stress is None else options.stress_seed,
         signatures=tuple(str(path) for path in options.signatures),
     )
 

@@ -193,6 +193,8 @@ def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]
     ):
         if value is not None and value != default:
             words += [name, f"{value:g}"]
+    if options.stress is not None:
+        words += ["--stress", str(options.stress), "--stress-seed", str(options.stress_seed or 0)]
     if options.gang_start == "fresh":
         words += ["--gang-start", "fresh"]
     if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:

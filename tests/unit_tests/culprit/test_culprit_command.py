@@ -14,6 +14,9 @@ from click.testing import CliRunner
 
 from pytest_megatron.cli import culprit
 from pytest_megatron.cli.culprit import command
+from pytest_megatron.culprit import run as runner
+from pytest_megatron.culprit.run import Worktrees
+from pytest_megatron.culprit.search import CulpritRun, CulpritState
 from pytest_megatron.errors import CulpritError
 
 TEST = "import library\n\ndef test_x():\n    assert library.NUMBER < 6\n"
@@ -67,15 +70,15 @@ def test_the_first_bad_commit_is_found_and_the_checkout_is_as_it_was(project: Pa
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Return a function after which Ctrl-C comes in the given run."""
-    original, number = culprit.run_at, 0
+    original, number = runner.run_at, 0
 
     def after(wanted: int) -> None:
-        def run_at(*arguments: object) -> object:
+        def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
             nonlocal number
             number += 1
             if number == wanted:
                 os.kill(os.getpid(), signal.SIGINT)
-            return original(*arguments)  # type: ignore[arg-type] # handed on as they are
+            return original(trees, state, position)
 
         monkeypatch.setattr(culprit, "run_at", run_at)
 

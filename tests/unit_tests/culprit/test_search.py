@@ -69,7 +69,8 @@ def test_a_broken_run_is_repeated_and_after_three_the_commit_is_given_up() -> No
     state = after((0, "passed"), (8, "failed"), (4, "broken"), (4, "broken"))
     assert next_position(state) == 4
     assert state.untestable == {}
-    state = after((0, "passed"), (8, "failed"), *[(4, "broken")] * 3)
+    broken: tuple[int, Outcome] = (4, "broken")
+    state = after((0, "passed"), (8, "failed"), broken, broken, broken)
     assert next_position(state) in (3, 5)
     assert state.untestable == {4: "broken 3 times: why"}
 
@@ -93,7 +94,7 @@ def test_an_end_that_is_not_as_it_has_to_be_is_an_error(
 def test_a_failure_at_the_good_end_is_no_error_yet_of_a_flaky_item() -> None:
     assert next_position(after((0, "failed"), (0, "failed"), flake_rate=0.3)) == 0
     with pytest.raises(CulpritError, match="failed in 3 of 3 runs there"):
-        next_position(after(*[(0, "failed")] * 3, flake_rate=0.3))
+        next_position(after((0, "failed"), (0, "failed"), (0, "failed"), flake_rate=0.3))
 
 
 def test_a_search_ends_after_the_largest_number_of_runs_undecided() -> None:

@@ -57,6 +57,8 @@ OPTIONS = """\
 --scope
 --signatures
 --stop-early
+--stress
+--stress-seed
 --tag
 --tee-ranks
 --tensor-trace

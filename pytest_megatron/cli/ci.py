@@ -45,7 +45,7 @@ def init(*, kind: str, force: bool) -> None:
 @click.argument("plan", metavar="PLAN", type=PATH)
 def child(*, plan: Path) -> None:
     """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
-    from pytest_megatron.ci.summary.expected import read_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.read import read_plan  # noqa: PLC0415 - each command its own
     from pytest_megatron.ci.workflow import (  # noqa: PLC0415
         child_pipeline,
         project_workflow,
@@ -140,9 +140,12 @@ def summary(
 
     Exit code 0: all passed. 1: something failed or is missing. 2: the input is unusable.
     """
-    from pytest_megatron.ci.summary.expected import read_plan, read_results  # noqa: PLC0415
     from pytest_megatron.ci.summary.merge import merge  # noqa: PLC0415
-    from pytest_megatron.ci.summary.read import read_jobs  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.read import (  # noqa: PLC0415
+        read_jobs,
+        read_plan,
+        read_results,
+    )
     from pytest_megatron.ci.summary.render import (  # noqa: PLC0415
         as_markdown,
         as_text,

@@ -41,8 +41,8 @@ from pytest_megatron.engines.warm_process import (
     send,
 )
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
-from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.recipe.model import Workload

@@ -40,7 +40,7 @@ from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
 from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
-from pytest_megatron.verdict.audit import Audit
+from pytest_megatron.verdict.equivalence import Audit
 from pytest_megatron.workload.plan.phases import PhaseRole, Target
 from pytest_megatron.workload.run.rank_failures import (
     RankFailure,

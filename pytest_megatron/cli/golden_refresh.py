@@ -28,7 +28,8 @@ from pytest_megatron.golden.policy import ComparisonPolicy, policy_named
 from pytest_megatron.refresh.accept import AcceptOutcome, Offer, Terms, consider, write_pages
 from pytest_megatron.refresh.accept import accept as accept_candidates
 from pytest_megatron.refresh.candidate import Candidate, GateRule, hard
-from pytest_megatron.refresh.difference import FileChange, MetricDifference
+from pytest_megatron.refresh.clusters import MIN_CLUSTERED, cluster
+from pytest_megatron.refresh.difference import FileChange, FileDifference, MetricDifference
 from pytest_megatron.refresh.gate import MIN_REPEATS
 from pytest_megatron.refresh.pull_request import (
     BOTH,
@@ -226,6 +227,7 @@ def _print_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_erro
 
 
 _KEYS = "a accept, r reject, s skip, m show more, q quit"
+_CLUSTER_KEYS = "a accept all, r reject all, s skip all, o one by one, m list them, q quit"
 _LATEST = OWN_DIR / "runs" / "latest"
 _MOST_WIDTH = 100
 _MOST_NAMED = 8  # node ids in a line to type; of more, their recipes
@@ -314,38 +316,83 @@ def _ask_all(offers: Sequence[Offer]) -> tuple[list[Candidate], list[Candidate]]
     Raises:
         Exit: The user quit; nothing was decided.
     """
-    accepted: list[Candidate] = []
-    rejected: list[Candidate] = []
-    for number, offer in enumerate(offers, start=1):
-        _print(f"\n{number} of {len(offers)}: {offer.candidate.node_id}")
-        _show(offer, is_all=False)
-        key = _ask(offer)
-        if key == "q":
-            click.echo("quit: nothing was decided, nothing was written")
-            raise click.exceptions.Exit(0)
-        if key == "a":
-            accepted.append(offer.candidate)
-        elif key == "r":
-            rejected.append(offer.candidate)
+    decided: dict[str, list[Candidate]] = {"a": [], "r": [], "s": []}
+    done = 0
+    for text, together in _by_change(offers):
+        first, done = done + 1, done + len(together)
+        _print(f"\n{first} to {done} of {len(offers)}: {text}" if len(together) > 1 else "")
+        if len(together) > 1 and (key := _ask_cluster(together)) != "o":
+            decided[key] += [offer.candidate for offer in together]
+            continue
+        for number, offer in enumerate(together, start=first):
+            _print(f"{number} of {len(offers)}: {offer.candidate.node_id}")
+            _show(offer, is_all=False)
+            decided[_ask(offer)].append(offer.candidate)
     if not offers:
         click.echo("nothing waits for a decision")
-    return accepted, rejected
+    return decided["a"], decided["r"]
+
+
+def _by_change(offers: Sequence[Offer]) -> list[tuple[str, tuple[Offer, ...]]]:
+    """Return many offers by the way in which they change, the rarest first; few one by one."""
+    if len(offers) < MIN_CLUSTERED:
+        return [("", (offer,)) for offer in offers]
+    changing = [offer for offer in offers if _difference(offer).state is not FileChange.UNCHANGED]
+    found = cluster(changing, _difference, lambda offer: [r.rule.value for r in offer.refusals])
+    same = [("", (offer,)) for offer in offers if offer not in changing]
+    return [*((one.text, one.members) for one in found), *same]
+
+
+def _difference(offer: Offer) -> FileDifference:
+    assert offer.difference is not None
+    return offer.difference
+
+
+def _ask_cluster(offers: Sequence[Offer]) -> str:
+    """Show the largest change of goldens that change in the same way; return the decision."""
+    _print(f"the largest change of them is that of {offers[0].candidate.node_id}")
+    _show(offers[0], is_all=False)
+    while True:
+        key = _key(_CLUSTER_KEYS)
+        if key == "m":
+            for offer in offers:
+                _print(f"    {offer.candidate.node_id}  largest {_difference(offer).largest:.1e}")
+        elif key == "a" and offers[0].refusals:
+            _print(_why_not(offers[0]))
+        elif key in ("a", "r", "s", "o"):
+            return key
 
 
 def _ask(offer: Offer) -> str:
     """Return the letter of a decision."""
-    refused = bool(offer.refusals)
     while True:
-        click.echo(f"{_KEYS}: ", nl=False)
-        key = click.getchar().lower() or "q"  # nobody is there to answer
-        click.echo(key if key.isprintable() else "")
+        key = _key(_KEYS)
         if key == "m":
             _show(offer, is_all=True)
-        elif key == "a" and refused:
-            needs = "it never may" if hard(offer.refusals) else "give --reason TEXT"
-            _print(f"cannot be accepted, {needs}: {offer.refusals[0].line}")
-        elif key in ("a", "r", "s", "q"):
+        elif key == "a" and offer.refusals:
+            _print(_why_not(offer))
+        elif key in ("a", "r", "s"):
             return key
+
+
+def _why_not(offer: Offer) -> str:
+    needs = "it never may" if hard(offer.refusals) else "give --reason TEXT"
+    return f"cannot be accepted, {needs}: {offer.refusals[0].line}"
+
+
+def _key(keys: str) -> str:
+    """Return the letter that the user typed.
+
+    Raises:
+        Exit: The user quit; nothing was decided.
+    """
+    click.echo(f"{keys}: ", nl=False)
+    key = click.getchar().lower() or "q"  # nobody is there to answer
+    click.echo(key if key.isprintable() else "")
+    if key == "q":
+        click.echo("quit: nothing was decided, nothing was written")
+        raise click.exceptions.Exit(0)
+    return key
 
 
 def _show(offer: Offer, *, is_all: bool) -> None:

@@ -305,12 +305,14 @@ class QueuePlugin:
 
     def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
         """Plan a workload; its lines go to the terminal under its name."""
-        checked = runner_of(self._config).prepare(item)
+        runner = runner_of(self._config)
+        checked = runner.prepare(item)
         live = self._terminal.listener(item.name)
         checked = show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (checked.job, retries)
-        return begin(checked, self._session.facts, live, retries)
+        early = runner.early_stop(checked.job)
+        return begin(checked, self._session.facts, live, retries, early)
 
 
 def register_queue(config: pytest.Config, session: RunSession) -> None:

@@ -452,8 +452,24 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
 
 
 @dataclass(slots=True)
+class JudgePace:
+    """When trainings that run are to be judged: now and then, and for little of the time."""
+
+    _next_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+
+    @property
+    def is_due(self) -> bool:
+        """True if they may be judged now."""
+        return time.monotonic() >= self._next_at
+
+    def pause(self, took_s: float) -> None:
+        """Wait after a judgement that took so long."""
+        self._next_at = time.monotonic() + max(_JUDGE_EVERY_S, took_s / _JUDGE_SHARE)
+
+
+@dataclass(slots=True)
 class _Judge:
-    """Asks now and then whether the phase that runs can only fail; takes little time for it.
+    """Asks now and then whether the phase that runs can only fail.
 
     Attributes:
         earlier: The phases before.
@@ -462,13 +478,13 @@ class _Judge:
     stop_early: StopEarly | None
     earlier: tuple[PhaseEnd, ...]
     _began: float = field(default_factory=time.monotonic)
-    _ask_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+    _pace: JudgePace = field(default_factory=JudgePace)
 
     def problem(self, phase: PhasePlan, progress: Progress | None) -> str | None:
         """Return what can only fail; None if nothing, or if it is too soon to ask again."""
-        now = time.monotonic()
-        if self.stop_early is None or phase.is_script or now < self._ask_at:
+        if self.stop_early is None or phase.is_script or not self._pace.is_due:
             return None
+        now = time.monotonic()
         so_far = PhaseEnd(  # as if it were stopped now
             plan=phase,
             end=End.STOPPED,
@@ -479,8 +495,7 @@ class _Judge:
             progress=progress,
         )
         problem = self.stop_early((*self.earlier, so_far))
-        took = time.monotonic() - now
-        self._ask_at = now + max(_JUDGE_EVERY_S, took / _JUDGE_SHARE)
+        self._pace.pause(time.monotonic() - now)
         return problem
 
 

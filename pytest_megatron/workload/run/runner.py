@@ -135,6 +135,7 @@ class LogWatch:
     Attributes:
         ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
         scripts: Where a script of the recipe may have its own ranks log, or None.
+        last: Iteration that the phase ends after, where its program prints a later one; or None.
         progress: The furthest that any rank printed, or None.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
     """
@@ -142,6 +143,7 @@ class LogWatch:
     dirs: PhaseDirs
     ranks_per_node: int = 1
     scripts: Path | None = None
+    last: int | None = None
     progress: Progress | None = None
     hung_rank: int | None = None
     _launcher: FollowedFile = field(init=False)
@@ -195,8 +197,9 @@ class LogWatch:
     def _take(self, line: str, *, rank: int) -> None:
         self._note_watchdog(line, rank)
         progress = parse_progress(line) if "iteration" in line else None
-        if progress is not None:
-            self.progress = progress
+        if progress is not None and self.last is not None and progress.iteration <= self.last:
+            progress = replace(progress, last=self.last)
+        self.progress = progress or self.progress
 
     def _note_watchdog(self, line: str, rank: int | None) -> None:
         """Remember the rank of a watchdog's report, which may stand in a log of no rank."""
@@ -228,7 +231,7 @@ class AttemptListener(Protocol):
     def on_lines(self, lines: list[str]) -> None:
         """Take lines of tee'd ranks."""
 
-    def on_progress(self, phase: int, progress: Progress) -> None:
+    def on_progress(self, phase: str, progress: Progress) -> None:
         """Take how far the training of a phase is."""
 
 
@@ -241,7 +244,7 @@ class ForwardingListener:
     """Listener made of functions."""
 
     on_lines: Callable[[list[str]], None] = _ignore
-    on_progress: Callable[[int, Progress], None] = _ignore
+    on_progress: Callable[[str, Progress], None] = _ignore
 
 
 class End(Enum):
@@ -580,7 +583,12 @@ def _train(
 
 def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
     scripts = plan.dirs.assets if phase.is_script else None
-    return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+    return LogWatch(
+        phase.dirs,
+        phase.world_size // phase.num_nodes,
+        scripts=scripts,
+        last=None if phase.role is PhaseRole.TRAINING else phase.last_iteration,
+    )
 
 
 class LiveLog:
@@ -617,7 +625,7 @@ def _tell(
     if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)
     if watch.progress is not None and watch.progress != before:
-        listener.on_progress(phase.number, watch.progress)
+        listener.on_progress(phase.name, watch.progress)
 
 
 def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:

@@ -145,7 +145,7 @@ class OnLines:
             assert callable(self.act)
             self.act()
 
-    def on_progress(self, phase: int, progress: Progress) -> None: ...
+    def on_progress(self, phase: str, progress: Progress) -> None: ...
 
 
 @pytest.fixture(scope="module")

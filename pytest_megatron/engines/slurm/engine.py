@@ -29,6 +29,7 @@ from pytest_megatron.engines.api import (
     TroubleKind,
     Update,
 )
+from pytest_megatron.engines.records import RunningJobs
 from pytest_megatron.engines.slurm.commands import (
     SlurmAwayError,
     SlurmCommands,
@@ -213,6 +214,7 @@ class SlurmEngine:
         self._asked_account = -_ACCOUNT_S
         self._bad_nodes = BadNodes(context.root, lasts_s=settings.remembers_s)
         self._has_said_bad = False
+        self._running = RunningJobs()
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting as plans for jobs need it."""
@@ -378,6 +380,8 @@ class SlurmEngine:
             else:
                 self._look(tracked, job)
         self._look_for(missing)
+        running = [t for t in self._tracked.values() if t.told[0] is SubmissionPhase.RUNNING]
+        self._running.judge((t.order, self._files_of(t).record) for t in running)
         if self._unwanted:
             self._commands.cancel(sorted(self._unwanted))
             self._unwanted.clear()

@@ -6,11 +6,14 @@ everything that was accepted, together.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from typing import ParamSpec
 
 import click
@@ -21,7 +24,7 @@ from pytest_megatron.cli.formats import EXIT_FAILED, PATH, format_option, root_o
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.build import series_in
 from pytest_megatron.golden.model import is_loss
-from pytest_megatron.golden.policy import policy_named
+from pytest_megatron.golden.policy import ComparisonPolicy, policy_named
 from pytest_megatron.refresh.accept import AcceptOutcome, Offer, Terms, consider, write_pages
 from pytest_megatron.refresh.accept import accept as accept_candidates
 from pytest_megatron.refresh.candidate import Candidate, GateRule, hard
@@ -36,10 +39,63 @@ from pytest_megatron.refresh.pull_request import (
     plot,
     refusals_text,
 )
-from pytest_megatron.refresh.read import CANDIDATE, REJECTED
-from pytest_megatron.refresh.sources import open_runs, read_candidates, select
+from pytest_megatron.refresh.read import CANDIDATE, REJECTED, read_run
 from pytest_megatron.refresh.text import FORMS, metric_line, outcome_text
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.layout import COMPARISON_FILE, OWN_DIR, PLAN_FILE, make_own_dir
+
+_WANTED = (
+    *(CANDIDATE, PLAN_FILE, COMPARISON_FILE, "metrics.json", "metrics.jsonl"),
+    "generated.json",
+)
+_SKIPPED = ("checkpoints", "data_cache", "frozen_checkpoint", "project")
+
+
+@contextlib.contextmanager
+def open_runs(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
+    """Yield the run directories in `paths`; unpacked files are gone afterwards.
+
+    Raises:
+        RunError: There is no run in one of them, or an archive is refused.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        found = find_runs(paths, Path(scratch), _is_wanted)
+        yield tuple(run.directory for run in found)
+
+
+def read_candidates(
+    runs: Sequence[Path], root: Path, policy: ComparisonPolicy
+) -> tuple[Candidate, ...]:
+    """Return the workloads of several runs.
+
+    Raises:
+        GoldenError, RunError: As from `read_run`.
+    """
+    return tuple(candidate for run in runs for candidate in read_run(run, root, policy))
+
+
+def select(candidates: Sequence[Candidate], only: Sequence[str]) -> tuple[Candidate, ...]:
+    """Return those that `--only` names: by node id, part of one, or a pattern with `*`.
+
+    Raises:
+        GoldenError: One of the words names none.
+    """
+    if not only:
+        return tuple(candidates)
+    for word in only:
+        if not any(_is_named(c, word) for c in candidates):
+            known = ", ".join(sorted({c.node_id for c in candidates})) or "none"
+            raise GoldenError("--only", f"{word!r} is no workload of these runs, they have {known}")
+    return tuple(c for c in candidates if any(_is_named(c, word) for word in only))
+
+
+def _is_named(candidate: Candidate, word: str) -> bool:
+    return word in candidate.node_id or fnmatchcase(candidate.node_id, word)
+
+
+def _is_wanted(path: PurePath) -> bool:
+    return path.name in _WANTED and not set(_SKIPPED) & set(path.parts[:-1])
+
 
 _Arguments = ParamSpec("_Arguments")
 

@@ -75,7 +75,7 @@ SUBCOMMANDS = {
     "report": ("runs:report", "Write pages and pictures of finished runs."),
     "runs": ("runs:runs", "List and remove the runs that a project keeps."),
     "sbatch": ("slurm:sbatch", "Print the script that runs a workload in Slurm."),
-    "schema": ("schema:command", "Print the JSON Schema of a kind of file, or its path."),
+    "schema": ("recipes:schema", "Print the JSON Schema of a kind of file, or its path."),
     "trace": ("trace:command", "Compare and print traces of tensors."),
     "triage": ("triage:command", "Find why a run failed, from its logs."),
     "watch": ("gangs:watch", "Run tests, and again after each edit, on kept gangs."),

@@ -60,7 +60,11 @@ def _cells(path: Path, kept: KeptProcess) -> tuple[str, ...]:
 
 @click.command(
     "watch",
-    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    },
 )
 @click.argument("args", metavar="[PATHS]... [PYTEST_ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def watch(args: tuple[str, ...]) -> None:

@@ -195,9 +195,9 @@ def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list
     return [name for name in names if before.get(name) != now.get(name)]
 
 
-def is_memory_short() -> bool:
+def is_memory_short(proc: Path = Path("/proc")) -> bool:
     """Return whether this host needs the memory of processes that do nothing."""
-    meminfo, pressure = _content("/proc/meminfo"), _content("/proc/pressure/memory")
+    meminfo, pressure = _content(proc / "meminfo"), _content(proc / "pressure/memory")
     kib = {k: int(v) for k, v in re.findall(r"^(Mem\w+): +(\d+)", meminfo, re.MULTILINE)}
     stalled = re.search(r"^some avg10=([\d.]+)", pressure, re.MULTILINE)
     is_stalled = stalled is not None and float(stalled[1]) > _MOST_STALLED
@@ -207,7 +207,7 @@ def is_memory_short() -> bool:
 
 def memory_bytes(pid: int) -> int:
     """Return the memory of a process, where what it shares is divided among those that share it."""
-    found = re.search(r"^Pss: +(\d+)", _content(f"/proc/{pid}/smaps_rollup"), re.MULTILINE)
+    found = re.search(r"^Pss: +(\d+)", _content(Path(f"/proc/{pid}/smaps_rollup")), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
@@ -222,25 +222,26 @@ def inherited_descriptors() -> Iterator[int]:
 
 def _place() -> dict[str, str]:
     """Return what a process cannot change of itself."""
-    status = dict(line.partition(":")[::2] for line in _content("/proc/self/status").splitlines())
+    own = Path("/proc/self")
+    status = dict(line.partition(":")[::2] for line in _content(own / "status").splitlines())
     facts = {name: status.get(name, "").strip() for name in _STATUS}
     for name in _NAMESPACES:
         with contextlib.suppress(OSError):
-            facts[name] = str(Path(f"/proc/self/ns/{name}").readlink())
+            facts[name] = str((own / "ns" / name).readlink())
     return {
         **facts,
         "ids": f"{os.getresuid()} {os.getresgid()}",
-        "group": _content("/proc/self/cgroup"),
-        "label": _content("/proc/self/attr/current"),
+        "group": _content(own / "cgroup"),
+        "label": _content(own / "attr/current"),
         "limits": str([resource.getrlimit(limit)[1] for limit in LIMITS]),
         "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
-        "oom": _content("/proc/self/oom_score_adj"),
+        "oom": _content(own / "oom_score_adj"),
     }
 
 
-def _content(path: str) -> str:
+def _content(path: Path) -> str:
     try:
-        return Path(path).read_text(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 

@@ -80,9 +80,10 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartSession:
-    """Start of pytest in a kept process; the standard streams and other descriptors are attached.
+    """Start of a session in a kept process; its descriptors are attached.
 
     Attributes:
+        program: `pytest`, `python -m pytest`, or `preload` for ranks that collect for themselves.
         argv: `sys.argv`, and `orig_argv` likewise.
         env: All variables.
         descriptors: Numbers of the attached descriptors.
@@ -93,9 +94,9 @@ class StartSession:
         blocked: Signals that are blocked.
     """
 
+    program: str
     argv: tuple[str, ...]
     orig_argv: tuple[str, ...]
-    is_module: bool
     env: Mapping[str, str]
     directory: str
     umask: int

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -127,34 +127,11 @@ class KeepPlugin:
 
     def _run_in(self, kept: KeptProcess) -> None:
         """Run this session in a kept process and exit; return if it has to run here."""
-        registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
-        try:
-            channel = connect(kept.address, bytes.fromhex(kept.key), registration)
-        except OSError:
-            self.state = "the kept process has ended"
-            return
-        reply = channel.receive()
-        if isinstance(reply, Ready):
-            inherited = [0, 1, 2, *inherited_descriptors()]
-            channel.send(_request(self._env, inherited), inherited)
-            reply = channel.receive()
-        if isinstance(reply, SessionStarted):
-            reply = _follow(channel, reply.pid)
-        channel.close()
-        self._has_run_elsewhere = not (isinstance(reply, SessionExited) and reply.doubt)
-        if not isinstance(reply, SessionExited):
-            sys.stderr.write(
-                f"kept gangs: process {kept.pid}, in which this session ran, was killed; start "
-                f"the session again\n"
-            )
-            raise SystemExit(int(pytest.ExitCode.INTERNAL_ERROR))
-        if reply.doubt:
-            self.state = f"not used, {reply.doubt}"
-            return
-        if reply.exit_code < 0:
-            signal.signal(-reply.exit_code, signal.SIG_DFL)
-            os.kill(os.getpid(), -reply.exit_code)
-        raise SystemExit(reply.exit_code)
+        main = sys.modules["__main__"].__spec__
+        program = "pytest" if main is None else "python -m pytest"
+        self._has_run_elsewhere = True
+        self.state = f"not used, {_run_elsewhere(kept, program)}"
+        self._has_run_elsewhere = False
 
     def _keep(self, config: pytest.Config) -> None:
         """Start a process for the next session, without waiting for it."""
@@ -185,14 +162,58 @@ class KeepPlugin:
         process.returncode = 0  # it outlives this process
 
 
+def run_preloaded(record: str, command: list[str]) -> None:
+    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible."""
+    kept = find_kept(Path(record))
+    if kept is not None:
+        _run_elsewhere(kept, "preload")
+    os.execv(command[0], command)  # noqa: S606 - needs no shell
+
+
+def _run_elsewhere(kept: KeptProcess, program: str) -> str:
+    """Run a program in a kept process and exit as it does; return why it has to run here.
+
+    Raises:
+        SystemExit: It ran.
+    """
+    registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
+    try:
+        channel = connect(kept.address, bytes.fromhex(kept.key), registration)
+    except OSError:
+        return "the kept process has ended"
+    reply = channel.receive()
+    if isinstance(reply, Ready):
+        inherited = [0, 1, 2, *inherited_descriptors()]
+        channel.send(_request(program, inherited), inherited)
+        reply = channel.receive()
+    if isinstance(reply, SessionStarted):
+        reply = _follow(channel, reply.pid)
+    channel.close()
+    if not isinstance(reply, SessionExited):
+        sys.stderr.write(
+            f"kept gangs: process {kept.pid}, in which this session ran, was killed; start "
+            f"the session again\n"
+        )
+        raise SystemExit(int(pytest.ExitCode.INTERNAL_ERROR))
+    if reply.doubt:
+        return reply.doubt
+    if reply.exit_code < 0:
+        signal.signal(-reply.exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -reply.exit_code)
+    raise SystemExit(reply.exit_code)
+
+
 def keep_gangs(early_config: pytest.Config, minutes: float) -> KeepPlugin | None:
     """Run this session in a kept process, or register the plugin that keeps one."""
     size, given = early_size(early_config), early_config.known_args_namespace
     is_xdist = getattr(given, "numprocesses", None) or getattr(given, "tx", None)
-    if size is None or size[1] > 1 or is_xdist:
+    if size is None or "PYTEST_XDIST_WORKER" in os.environ:
         return None
     plugin = KeepPlugin(minutes)
-    plugin.begin(early_config)
+    if size[1] > 1 or is_xdist:
+        plugin.state = "off, with --nnodes" if size[1] > 1 else "off, with pytest-xdist"
+    else:
+        plugin.begin(early_config)
     early_config.pluginmanager.register(plugin, PLUGIN_NAME)
     return plugin
 
@@ -226,15 +247,15 @@ def _why_not(early_config: pytest.Config) -> str:
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
-def _request(env: Mapping[str, str], descriptors: list[int]) -> StartSession:
+def _request(program: str, descriptors: list[int]) -> StartSession:
     umask = os.umask(0o077)
     os.umask(umask)
     ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
     return StartSession(
+        program=program,
         argv=tuple(sys.argv),
         orig_argv=tuple(sys.orig_argv),
-        is_module=sys.modules["__main__"].__spec__ is not None,
-        env=env,
+        env=_initial_env(),
         directory=os.getcwd(),  # noqa: PTH109 - as the user has it
         umask=umask,
         descriptors=tuple(descriptors),

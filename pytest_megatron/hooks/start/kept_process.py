@@ -60,11 +60,13 @@ class ForkedSession:
     """Data of a session that runs in a fork of a kept process.
 
     Attributes:
+        record: File of the kept process.
         control: Write end of a pipe, which gets the reason why it has to be started anew.
         path: `sys.path` of the kept process.
         modules: Names of the modules that the kept process had imported.
     """
 
+    record: Path
     control: int
     path: tuple[str, ...]
     modules: frozenset[str]
@@ -268,7 +270,7 @@ def main() -> None:
     if request is None:
         server.calls.stop()
         return
-    _run_session(*request, modules=modules)
+    _run_session(*request, record=record, modules=modules)
 
 
 def _load() -> str:
@@ -289,17 +291,28 @@ def _load() -> str:
 
 
 def _run_session(
-    request: StartSession, descriptors: list[int], control: int, *, modules: frozenset[str]
+    request: StartSession,
+    descriptors: list[int],
+    control: int,
+    *,
+    record: Path,
+    modules: frozenset[str],
 ) -> NoReturn:
-    """Run pytest as if this process had just been started."""
+    """Run a program as if this process had just been started."""
     global session  # noqa: PLW0603 - one process, one session
     path = tuple(sys.path)
-    session = ForkedSession(_move([control], 1 << 8)[0], path, modules)
+    started = ForkedSession(record, _move([control], 1 << 8)[0], path, modules)
     try:
         _take_streams(request, descriptors)
         _take_process_state(request, path)
     except Exception as error:  # noqa: BLE001 - the client starts it itself
-        session.start_anew(f"{type(error).__name__}: {error}")
+        started.start_anew(f"{type(error).__name__}: {error}")
+    if request.program == "preload":
+        from pytest_megatron.hooks.start.preload import main as preload  # noqa: PLC0415 - it imports this module
+
+        preload("fork")
+        sys.exit()
+    session = started
     sys.exit(pytest.console_main())
 
 
@@ -358,7 +371,7 @@ def _take_process_state(request: StartSession, path: Sequence[str]) -> None:
     sys.path[:] = path
     if not sys.flags.safe_path:
         script = os.path.dirname(os.path.realpath(request.argv[0]))  # noqa: PTH120 - as Python does
-        sys.path.insert(0, request.directory if request.is_module else script)
+        sys.path.insert(0, script if request.program == "pytest" else request.directory)
     importlib.invalidate_caches()
     reseed(has_user_code=False)
     _expect_loaded_modules()

@@ -108,9 +108,9 @@ MESSAGES: tuple[Message, ...] = (
     Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
     SessionEnded(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
     StartSession(
+        program="python -m pytest",
         argv=("pytest", "-x"),
         orig_argv=("python", "-m", "pytest", "-x"),
-        is_module=True,
         env={"A": "\udcff"},
         directory="/work",
         umask=0o22,

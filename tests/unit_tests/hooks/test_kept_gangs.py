@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -24,6 +25,9 @@ from pytest_megatron.gang import kept
 
 MARK = "KEPT_SUITE"
 TORCH = """
+    import os, pathlib
+    with pathlib.Path(__file__).with_name("loads").open("a") as file:
+        file.write("x")
     __version__ = "2.9"
     initial_seed = lambda: 1 << 60
     set_num_threads = lambda _: None
@@ -189,9 +193,13 @@ def test_ranks_of_a_kept_process_are_those_of_a_new_one(project: Project) -> Non
     assert cold["rank 0"]["helper"] == 22
     assert project.kept().pid == process.pid
 
-    code, output = project.run("test_facts.py", "--run-dir", "run3", FACTS="facts")
+    project.write("conftest.py", "import os\nRANK = int(os.environ['RANK'])")  # each rank collects
+    (project.root / "stub/loads").unlink()
+    code, output = project.run("test_facts.py", "-v", "--run-dir", "run3", FACTS="facts")
     assert (code, WARM in output) == (0, True), output
+    assert "every rank collects for itself" in output
     assert "SET" not in facts(project)["rank 1"]["env"]
+    assert not (project.root / "stub/loads").exists()  # torch was loaded once, by the kept process
 
 
 def test_an_edited_test_is_the_one_that_runs(project: Project) -> None:
@@ -260,6 +268,25 @@ def test_nothing_is_left_of_a_session_that_was_killed(project: Project, way: str
     else:
         shown = project.command("gangs", "list")
         assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
+
+
+def test_the_end_of_the_terminal_ends_them(project: Project) -> None:
+    shell, terminal = pty.fork()
+    if shell == 0:
+        os.chdir(project.root)
+        words = ("-m", "pytest", "-p", "megatron", "--ranks", "2", "--keep-gangs", "-q")
+        for _ in range(2):
+            subprocess.run([sys.executable, *words], env=project.env(FACTS="facts"), check=False)
+        os.read(0, 1)  # as a shell that waits for the next command
+        os._exit(0)
+    process = project.kept()
+    output = b""
+    while output.count(b"1 passed") < 2:  # the second one runs in the kept process
+        output += os.read(terminal, 1 << 16)
+    assert psutil.pid_exists(process.pid)
+    os.close(terminal)
+    os.waitpid(shell, 0)
+    wait_until(lambda: not project.others(), "its end with the terminal")
 
 
 def test_stop_ends_them_and_time_does(project: Project) -> None:

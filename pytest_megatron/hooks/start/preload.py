@@ -24,6 +24,7 @@ from pytest_megatron.gang.ipc.channel import connect, remove_socket
 from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
+from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.tree import die_with, run_guarded
 
@@ -34,6 +35,13 @@ import sys
 sys.path[:] = {path!r}
 from pytest_megatron.hooks.start.preload import {name}
 {name}({argument!r})
+"""
+
+_IN_KEPT = """
+import sys
+if not sys.flags.safe_path: del sys.path[0]
+from pytest_megatron.hooks.start.keep import run_preloaded
+run_preloaded({record!r}, {command!r})
 """
 
 
@@ -85,8 +93,12 @@ def start_preloaded(
         path: Its `sys.path`.
     """
     log = os.memfd_create("preload")
+    command = _command(path, "main", mode)
+    session = kept_process.session
+    if session is not None and mode == "fork":
+        command = _python(_IN_KEPT.format(record=str(session.record), command=command))
     process = subprocess.Popen(
-        _command(path, "main", mode),
+        command,
         env=dict(env),
         stdin=subprocess.PIPE,
         stdout=log,
@@ -164,6 +176,10 @@ def fresh_main(fork_server: int) -> None:
 
 def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
     """Return the command that calls a function of this module in a fresh interpreter."""
+    return _python(_CODE.format(path=list(path), name=function, argument=argument))
+
+
+def _python(code: str) -> list[str]:
+    """Return the command that runs code in a fresh interpreter like this one."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
-    code = _CODE.format(path=list(path), name=function, argument=argument)
     return [sys.executable, *flags, "-c", code]

@@ -6,7 +6,7 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import pytest
 
 from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
 from pytest_megatron.hooks import options
+from pytest_megatron.hooks.deselected import fold, note_deselected, take_deselected
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -149,6 +150,17 @@ def pytest_collection_modifyitems(
         raise
 
 
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Note who left out tests; `run.json` has them, and the list of tests that ran nowhere."""
+    if items:
+        note_deselected(items[0].config, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep the tests that were left out."""
+    fold(session)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
@@ -159,6 +171,7 @@ def pytest_testnodedown(node: WorkerController) -> None:
         pytest.UsageError: It did.
     """
     output = getattr(node, "workeroutput", {})
+    take_deselected(node.config, output)
     problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)

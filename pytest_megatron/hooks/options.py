@@ -534,6 +534,12 @@ class Options:
         return {name: getattr(self, name.replace("-", "_")) for name in SELECTION}
 
     @property
+    def selected_by(self) -> str:
+        """The options that leave out tests or workloads, with the values that apply."""
+        words = (f"--{name} {','.join(w)}" for name, w in self.selection.items() if w)
+        return " ".join(words) + (" (--labels)" if self.decision is not None else "")
+
+    @property
     def is_attached(self) -> bool:
         """True if the run directory is that of a run whose controller is gone."""
         return "attach" in self.typed

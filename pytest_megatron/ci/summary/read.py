@@ -27,6 +27,7 @@ from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.record import (
     RecordedItem,
     RecordedOptions,
@@ -103,6 +104,7 @@ class _JobCollector:
     problems: list[str] = field(default_factory=list)
     commits: set[str] = field(default_factory=set)
     junits: list[Junit] = field(default_factory=list)
+    deselected: list[Deselected] = field(default_factory=list)
 
 
 def is_job(directory: Path) -> bool:
@@ -146,6 +148,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
         has_run_file=bool(run_dirs),
+        deselected=tuple(book.deselected),
     )
 
 
@@ -199,6 +202,7 @@ def _read_run_dir(
         return
     if run.commit is not None:
         book.commits.add(run.commit)
+    book.deselected.append(run.deselected)
     for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import connect, remove_socket
@@ -58,8 +59,14 @@ class PreloadedProcess:
             if not info.has_parent_pipe:
                 self.process.stdin.close()
 
-    def stop(self) -> None:
-        """Wait for its end, which follows the end of its connection to the controller."""
+    def stop(self, *, has_ranks: bool = True) -> None:
+        """Wait for its end, which follows the end of its connection to the controller.
+
+        Args:
+            has_ranks: False kills it: it still imports.
+        """
+        if not has_ranks:
+            self.process.kill()
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -75,7 +82,7 @@ class PreloadedProcess:
 
 
 def start_preloaded(
-    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]
+    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str], modules: Sequence[str] = ()
 ) -> PreloadedProcess:
     """Start the process, which preloads modules until it receives the session's data.
 
@@ -83,33 +90,69 @@ def start_preloaded(
         mode: Whether ranks are forked, or fresh interpreters.
         env: Start environment of the session.
         path: Its `sys.path`.
+        modules: Modules of third-party packages to import beside torch, for ranks that are forked.
     """
     log = os.memfd_create("preload")
-    process = subprocess.Popen(
-        _command(path, "main", mode),
-        env=dict(env),
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(list(modules)).encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            _command(path, "main", (mode, file.fileno())),
+            env=dict(env),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[file.fileno()],
+            start_new_session=True,
+        )
     return PreloadedProcess(mode, process, log)
 
 
-def main(mode: PreloadMode) -> None:
-    """Load torch and pytest, wait for the session's data, and serve."""
-    run_guarded(lambda: _serve(mode))
+def main(arguments: tuple[PreloadMode, int]) -> None:
+    """Load torch and pytest, wait for the session's data, and serve.
+
+    Args:
+        arguments: The mode, and the descriptor of a file with names of further modules.
+    """
+    mode, descriptor = arguments
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        modules: list[str] = json.load(file)
+    run_guarded(lambda: _serve(mode, modules))
 
 
-def _serve(mode: PreloadMode) -> None:
+_START_PATH = list(sys.path)
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    """Import modules; start again without them if one cannot be imported, or keeps from forking."""
+    for name in _PRELOADED:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    try:
+        for name in modules:
+            importlib.import_module(name)
+        obstacle = find_obstacle() if modules else ""
+    except Exception as error:  # noqa: BLE001 - ranks report it where they import the module
+        obstacle = str(error)
+    if obstacle:
+        empty = os.memfd_create("modules", 0)
+        os.write(empty, b"[]")
+        os.lseek(empty, 0, os.SEEK_SET)
+        command = _command(_START_PATH, "main", ("fork", empty))
+        os.execv(command[0], command)  # noqa: S606 - the interpreter itself
+
+
+def _serve(mode: PreloadMode, modules: Sequence[str]) -> None:
+    env = dict(os.environ)
     if mode == "fork":
-        for name in _PRELOADED:
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
+        _import_all(modules)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
     info = SessionInfo(**json.loads(line))
+    if mode == "fork":  # what importing packages has changed
+        changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
+        info = replace(info, env={**info.env, **changed}, path=list(sys.path))
     parent_pipe = os.dup(0) if info.has_parent_pipe else None
     close_stdin()
     registration = Register(

@@ -71,6 +71,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         record_start_environment(early_config)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")
+def pytest_keep_gangs(early_config: pytest.Config) -> Generator[None]:
+    """Run the session in a kept process, if there is one, before pytest captures output."""
+    minutes = options.early_minutes(early_config)
+    plugin = None
+    if minutes and not _is_rank(early_config):
+        from pytest_megatron.hooks.start.keep import keep_gangs
+
+        plugin = keep_gangs(early_config, minutes)
+    yield
+    if plugin is not None:
+        plugin.check(early_config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
     if options.may_ask_for_units(config):

@@ -41,8 +41,8 @@ from pytest_megatron.engines.warm_process import (
     send,
 )
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
-from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.recipe.model import Workload
@@ -127,13 +127,14 @@ class LeasingEngine:
         self._waiting = [order for order in self._waiting if order.key not in keys]
 
     def _run(self, order: Submission) -> SubmissionOutcome:
-        """Run an order on leased GPUs."""
+        """Run an order, on leased GPUs unless it is one for the CPU."""
         needed = order.resources
+        if needed.platform == CPU_PLATFORM:
+            return self._carry_out(order, order.planned(None), Lease(gpus=(), descriptors=()))
         fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
         leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
         with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
-            is_on_gpus = needed.platform != CPU_PLATFORM
-            devices = tuple(gpu.uuid for gpu in lease.gpus) if is_on_gpus else None
+            devices = tuple(gpu.uuid for gpu in lease.gpus)
             outcome = self._carry_out(order, order.planned(devices), lease)
             return replace(outcome, health=watch.finish())
 

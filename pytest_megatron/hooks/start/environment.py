@@ -74,6 +74,11 @@ class EnvWatch:
         self.size_readers: list[str] = []
         self.loaded: frozenset[str] | None = None
 
+    @property
+    def values(self) -> Mapping[str, str]:
+        """The variables that it sets."""
+        return self._env
+
     def start(self, *, is_noting: bool = True) -> None:
         """Set the variables; a second call does nothing."""
         if self._before is not None:
@@ -137,6 +142,11 @@ def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
 def is_library(file: str) -> bool:
     """Return whether a file is one of an installed package."""
     return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
+
+
+def find_user_module(root: Path) -> str:
+    """Return the file of a module of the project that is loaded, or ""."""
+    return next(_sources(list(sys.modules.values()), root), ("", ""))[0]
 
 
 def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, str]]:

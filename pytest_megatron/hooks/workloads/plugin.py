@@ -273,13 +273,13 @@ class WorkloadPlugin(RecordCarrier):
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
-            early = self._early_stop(checked.job)
+            early = self.early_stop(checked.job)
             facts, engine = self._session.facts, self._session.engine
             training = train(checked, facts, live, retries, engine, early)
             retries.note_end(training)
             return training
 
-    def _early_stop(self, job: WorkloadJob) -> EarlyStop | None:
+    def early_stop(self, job: WorkloadJob) -> EarlyStop | None:
         """Return what ends attempts that can only fail; None where all train to their end.
 
         Raises:

@@ -157,8 +157,9 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep the tests that were left out."""
-    fold(session)
+    """Keep the tests that were left out; ranks leave out those of their controller."""
+    if not _is_rank(session.config):
+        fold(session)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,6 +33,7 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
+--keep-gangs
 --keep-runs
 --labels
 --lightweight

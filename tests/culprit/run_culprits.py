@@ -1,6 +1,6 @@
 """Exam of `pytest-megatron culprit`: 20 planted commits in histories of 64, five of them flaky.
 
-    python tests/culprit/run_exam.py [--seed N] [--only NAME]
+    python tests/culprit/run_culprits.py [--seed N] [--only NAME]
 
 Makes a git repository for each culprit, runs the real command on it, which runs pytest in
 worktrees, and prints a table. Ends with exit code 1 if fewer than 19 answers are right. The

@@ -148,17 +148,17 @@ def plan(
         sessions.append(
             Session(world_size=world_size, position=position, device=device, files=tuple(files))
         )
-    for case in cases:
-        if case not in shared:
-            sessions.append(
-                Session(
-                    world_size=world_size,
-                    position=position,
-                    device=device,
-                    files=tuple(_files_of(case, position, (*INNOCENTS, "sound", "sound"), 0)),
-                    fault_at_end=case.way if case.place == "end" else "",
-                )
-            )
+    sessions += [
+        Session(
+            world_size=world_size,
+            position=position,
+            device=device,
+            files=tuple(_files_of(case, position, (*INNOCENTS, "sound", "sound"), 0)),
+            fault_at_end=case.way if case.place == "end" else "",
+        )
+        for case in cases
+        if case not in shared
+    ]
     return sessions
 
 

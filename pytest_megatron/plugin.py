@@ -204,7 +204,7 @@ def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin
-    from pytest_megatron.hooks.history import register_history
+    from pytest_megatron.hooks.run_file import register_history
     from pytest_megatron.hooks.session import session_of
 
     session = session_of(config)
@@ -232,8 +232,7 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
     from pytest_megatron.hooks.ci_log import register_ci_log
     from pytest_megatron.hooks.gangs.results import NAME, GangResults
-    from pytest_megatron.hooks.pages import register_pages
-    from pytest_megatron.hooks.run_file import run_file_of
+    from pytest_megatron.hooks.run_file import register_pages, run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))

@@ -37,8 +37,7 @@ from pytest_megatron.engines.records import (
     write_record,
 )
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.gpu.health import Health, merge_health
-from pytest_megatron.gpu.monitor import HealthWatch
+from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workload.plan.plan import AttemptPlan, inherited
 from pytest_megatron.workload.run.runner import ForwardingListener, StartPhase, run_attempt

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_megatron.base.files import write_json_atomically, write_text_atomically
 from pytest_megatron.base.schema import validate
+from pytest_megatron.hooks.deselected import deselected_of
 from pytest_megatron.hooks.gangs.other_plugins import seed_of_examples
 from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
@@ -124,6 +125,8 @@ def _options(config: pytest.Config, options: Options) -> RecordedOptions:
         gang_start=options.gang_start,
         workload_start=options.workload_start,
         ranks_per_gpu=options.ranks_per_gpu,
+        stress=options.num_stress,
+        stress_seed=None if options.num_stress is None else options.stress_seed,
         signatures=tuple(str(path) for path in options.signatures),
     )
 
@@ -274,11 +277,19 @@ class RunFile(RecordCarrier):
             options=_options(config, session.options),
             **session.facts.as_keys(),
             patch=self._patch,
+            deselected=self._deselected(),
             items=self._records,
         )
         write_json_atomically(run_dir / RUN_FILE, to_json(run))
         if self._session.options.run_dir is None:
             link_latest(run_dir)
+
+    def _deselected(self) -> dict[str, dict[str, int]]:
+        redact = self._session.redactor.text
+        return {
+            redact(reason): {redact(node_id): number for node_id, number in tests.items()}
+            for reason, tests in deselected_of(self._config).items()
+        }
 
 
 _OWN = pytest.StashKey[RunFile]()

@@ -26,6 +26,7 @@ from pytest_megatron.verdict.attempt import (
     Verdict,
     diagnose_phase,
     find_non_finite,
+    has_metrics,
     join_windows,
     measured_in,
     signature_of,
@@ -78,6 +79,8 @@ class EarlyStop:
             ends: Its phases; the last is as if it were stopped now, if it runs.
             facts: Of the job that it runs in; None where it runs on this machine.
         """
+        if not all(has_metrics(end.plan.dirs) for end in ends):
+            return None
         try:
             attempt = replace(_settled(self.attempt_of(plan, ends)), facts=facts)
             found = self._not_finite(attempt)
@@ -87,7 +90,7 @@ class EarlyStop:
             saved_s = _saved_s(plan, attempt)
             is_over = saved_s is not None and saved_s < _LEAST_SAVED_S
             return None if found is None or is_over or self._is_transient(ends[-1]) else found
-        except (MegatronError, OSError):  # nothing is there yet; at the end it is an error
+        except (MegatronError, OSError):  # half written; at the end it is an error
             return None
 
     def attempt_of(self, plan: AttemptPlan, ends: Sequence[PhaseEnd]) -> Attempt:

@@ -1,4 +1,4 @@
-"""Reads the files of one job of CI: `job.json`, run directories, JUnit XML.
+"""Reads the plan, and the files of each job of CI: `job.json`, run directories, JUnit XML.
 
 A job without results never counts as passed.
 """
@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
+from pytest_megatron.base.files import read_json
+from pytest_megatron.base.schema import SchemaError, parse, validate
 from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord
+from pytest_megatron.ci.jobs import PlanFile
 from pytest_megatron.ci.summary.causes import (
     cause_of_case,
     cause_of_test,
@@ -24,6 +27,7 @@ from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.record import (
     RecordedItem,
     RecordedOptions,
@@ -37,6 +41,48 @@ from pytest_megatron.runs.record import (
 from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.names import SKIPPED_DIRECTORIES, is_worth_reading
+
+_PLAN = "plan.json"
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read what `pytest-megatron plan --format json` wrote; a directory has it as `plan.json`.
+
+    Raises:
+        CiError: It cannot be read, or is no plan.
+    """
+    file = path / _PLAN if path.is_dir() else path
+    try:
+        return validate(PlanFile, read_json(file))
+    except SchemaError as error:
+        problem = f"{error.problems[0].in_output}; expected what 'plan --format json' prints"
+        raise CiError(str(file), problem) from None
+    except (OSError, ValueError) as error:
+        raise CiError(str(file), f"cannot be read as a plan: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobResult:
+    """An entry of GitHub's `toJSON(needs)`."""
+
+    result: str
+
+
+_RESULTS = dict[str, str | _JobResult]
+
+
+def read_results(text: str) -> dict[str, str]:
+    """Read GitHub's `toJSON(needs)`: job of the workflow -> how it ended.
+
+    Raises:
+        CiError: It is something else.
+    """
+    try:
+        found = parse(_RESULTS, text)
+    except SchemaError as error:
+        raise CiError("--results", f"{error}; give toJSON(needs)") from None
+    return {n: one if isinstance(one, str) else one.result for n, one in found.items()}
+
 
 _NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
 _DEPTH = 3  # directories from a job's to its run directories
@@ -58,6 +104,7 @@ class _JobCollector:
     problems: list[str] = field(default_factory=list)
     commits: set[str] = field(default_factory=set)
     junits: list[Junit] = field(default_factory=list)
+    deselected: list[Deselected] = field(default_factory=list)
 
 
 def is_job(directory: Path) -> bool:
@@ -101,6 +148,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
         has_run_file=bool(run_dirs),
+        deselected=tuple(book.deselected),
     )
 
 
@@ -154,6 +202,7 @@ def _read_run_dir(
         return
     if run.commit is not None:
         book.commits.add(run.commit)
+    book.deselected.append(run.deselected)
     for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
@@ -273,7 +322,7 @@ def _nothing(root: Path) -> str:
 
 
 _ARCHIVE_DEPTH = 4  # directories from what is named to a job's
-_PLAN = "plan"  # an artifact of the plan is no job's
+_PLAN_ARTIFACT = "plan"  # an artifact of the plan is no job's
 
 
 def read_jobs(
@@ -337,7 +386,7 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
         return
     found = list(_in(root, workspace, f"{shown}!", _ARCHIVE_DEPTH))
     yield from found
-    is_other = path.name.startswith(_PLAN) or (root / SUMMARY_FILE).is_file()
+    is_other = path.name.startswith(_PLAN_ARTIFACT) or (root / SUMMARY_FILE).is_file()
     if not found and not is_other:
         yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
 

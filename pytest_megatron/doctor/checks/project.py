@@ -14,8 +14,7 @@ from packaging.utils import canonicalize_name
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import find_pyproject
 from pytest_megatron.base.text import listed
-from pytest_megatron.doctor.facts import EnvironmentFacts
-from pytest_megatron.doctor.system import SystemView
+from pytest_megatron.doctor.facts import EnvironmentFacts, SystemView
 from pytest_megatron.workload.checks.rules import RuleMatch
 
 _MOST_SHOWN = 5

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.base.text import listed
 from pytest_megatron.doctor.checks.packages import fitting
-from pytest_megatron.doctor.compat import Compiled, compat
-from pytest_megatron.doctor.facts import EnvironmentFacts
-from pytest_megatron.doctor.system import SystemView
+from pytest_megatron.doctor.facts import Compiled, EnvironmentFacts, SystemView, compat
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
 from pytest_megatron.recipe.case import Launcher, WorkloadCase, case_path, read_case

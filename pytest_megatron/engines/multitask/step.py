@@ -24,8 +24,8 @@ from pytest_megatron.engines.multitask.topology import (
 )
 from pytest_megatron.engines.records import JobSpec
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import RunningCommand
 from pytest_megatron.workload.plan.plan import PhasePlan
 

@@ -19,6 +19,7 @@ from pytest_megatron.errors import LaunchError, MegatronError, SelectionError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.ci_log import register_ci_log
+from pytest_megatron.hooks.deselected import REASON
 from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.options import (
     LOCAL,
@@ -526,6 +527,8 @@ class SelectionPlugin:
         dropped = [item for item in workloads if id(item.workload) not in chosen]
         if dropped:
             gone = set(dropped)
+            for item in dropped:
+                item.stash[REASON] = f"deselected by {self._session.options.selected_by}"
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if item not in gone]
         if not self._session.options.selection["platform"]:

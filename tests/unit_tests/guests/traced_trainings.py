@@ -5,6 +5,7 @@ python traced_trainings.py '[[directory, world size, port, argument, ...], ...]'
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -36,6 +37,7 @@ def train(rank: int, directory: str, world_size: int, port: int, arguments: list
 
 def main() -> None:
     children = []
+    gc.freeze()  # no rank searches all of torch for garbage
     for directory, world_size, port, *arguments in json.loads(sys.argv[1]):
         for rank in range(world_size):
             child = os.fork()

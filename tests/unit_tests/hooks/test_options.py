@@ -33,6 +33,7 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
+--keep-gangs
 --keep-runs
 --labels
 --lightweight
@@ -57,6 +58,8 @@ OPTIONS = """\
 --scope
 --signatures
 --stop-early
+--stress
+--stress-seed
 --tag
 --tee-ranks
 --tensor-trace

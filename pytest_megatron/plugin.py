@@ -74,8 +74,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")
-def pytest_keep_gangs(early_config: pytest.Config) -> Generator[None]:
+def pytest_keep_gangs(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None]:
     """Run the session in a kept process, if there is one, before pytest captures output."""
+    options.release_paths(early_config, parser, args)
     minutes = options.early_minutes(early_config)
     plugin = None
     if minutes and not _is_rank(early_config):

@@ -8,7 +8,10 @@ imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -195,8 +198,8 @@ def _minutes(name: str, value: object) -> float:
         minutes = -1.0
     if not 0 <= minutes < float("inf"):
         raise pytest.UsageError(
-            f"--{name}: {found!r} is no number of minutes; type --{name}={DEFAULT_MINUTES}, or the "
-            f"option after the paths"
+            f"--{name}: {found!r} is no number of minutes, expected one such as "
+            f"--{name}={DEFAULT_MINUTES}"
         )
     return minutes
 
@@ -733,6 +736,19 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
     lines = [lists] if isinstance(lists, str) else lists
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
+
+
+def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
+    """Have pytest read a path that follows a bare --keep-gangs, which argparse takes for its value.
+
+    Numbers and further options stay. Runs before conftest files are loaded.
+    """
+    for index, (option, value) in enumerate(itertools.pairwise(arguments)):
+        if option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value):
+            arguments[index] = f"{option}={DEFAULT_MINUTES}"
+            early_config.known_args_namespace = parser.parse_known_args(
+                arguments, namespace=copy.copy(early_config.option)
+            )
 
 
 def early_minutes(early_config: pytest.Config) -> float:

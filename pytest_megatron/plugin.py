@@ -61,6 +61,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         from pytest_megatron.hooks.workloads.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
+    if vars(early_config.known_args_namespace).get(options.dest("record-changed")):
+        from pytest_megatron.hooks.changed import start_recording
+
+        start_recording(early_config)
     words = options.early_words(early_config, "bucket")
     if words:
         from pytest_megatron.hooks.test_selection import add_folders
@@ -76,6 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_megatron.hooks.test_selection import register_units
 
         register_units(config, options.read_options(config))
+    if options.asks_for_changes(config):
+        from pytest_megatron.hooks.changed import register_changed
+
+        register_changed(config, options.read_options(config), is_rank=_is_rank(config))
     if _is_rank(config):
         declare_marks(config)
         return
@@ -121,12 +129,18 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
+        if options.asks_for_changes(config):
+            from pytest_megatron.hooks.changed import count_collected, leave_out_unchanged
+
+            count_collected(config, items)
         yield
         has_gang = (
             config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
         )
         if not has_gang and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
+        if options.asks_for_changes(config):
+            leave_out_unchanged(config, items)
         if not _is_rank(config):
             _quarantine(config, items)
     except pytest.UsageError as error:

@@ -36,11 +36,13 @@ class ValueKind(Generic[T_co]):
         parse: Return the value for an option's name and the user's input.
         metavar: Its placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
+        is_optional: Whether the option may stand without a value, which is "" then.
     """
 
     parse: Callable[[str, object], T_co]
     metavar: str = ""
     is_repeatable: bool = False
+    is_optional: bool = False
 
     def __call__(
         self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
@@ -226,6 +228,7 @@ INDEX = ValueKind(_index, "N")
 SECONDS = ValueKind(_seconds, "S")
 WORDS = ValueKind(_words, "LIST", is_repeatable=True)
 FILES = ValueKind(lambda name, v: tuple(map(Path, _words(name, v))), "FILE", is_repeatable=True)
+BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", is_optional=True)
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
 RANKS = ValueKind(_ranks, "LIST")
 GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
@@ -254,6 +257,7 @@ Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
+LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
@@ -322,6 +326,24 @@ class Options:
         "python tests of these files or dir/**/*.py, without those of !pattern",
         (),
         "all files",
+    )
+    changed: str | None = BASE(
+        "changed",
+        "run the tests and workloads for which something changed since they were recorded",
+        None,
+        "all run",
+    )
+    is_recording_changed: bool = FLAG(
+        "record-changed",
+        "record the code and the files that tests and workloads use, for --changed",
+        default=False,
+    )
+    changed_file: Path | None = PATH(
+        "changed-file",
+        "the record of --changed and --record-changed",
+        None,
+        ".pytest_megatron/changed.z below the project's root",
+        metavar="FILE",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
@@ -528,8 +550,12 @@ class Options:
 
     @property
     def settled_workload_start(self) -> WorkloadStart:
-        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`."""
-        if self.workload_start == "auto" and self.is_writing_goldens:
+        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`.
+
+        What a training imports is recorded while it does.
+        """
+        is_fresh = self.is_writing_goldens or self.is_recording_changed
+        if self.workload_start == "auto" and is_fresh:
             return "fresh"
         return self.workload_start
 
@@ -561,6 +587,7 @@ def add_options(parser: pytest.Parser) -> None:
     for row in OPTION_ROWS.values():
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
+        settings |= {"nargs": "?", "const": ""} if row.kind.is_optional else {}
         name = dest(row.name)
         group.addoption(f"--{row.name}", dest=name, default=None, help=row.help, **settings)
         parser.addini(name, help=f"default of --{row.name}", default=None)
@@ -621,6 +648,11 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
         environment=options.environment or (decision.environment,),
         is_lightweight=options.is_lightweight or decision.is_lightweight,
     )
+
+
+def asks_for_changes(config: pytest.Config) -> bool:
+    """Return true if what tests use is recorded, or decides which of them run."""
+    return any(given(config, name) is not None for name in ("changed", "record-changed"))
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:

@@ -20,6 +20,8 @@ OPTIONS = """\
 --audit-determinism
 --bucket
 --cadence
+--changed
+--changed-file
 --ci-event
 --device
 --environment
@@ -51,6 +53,7 @@ OPTIONS = """\
 --ranks
 --ranks-per-gpu
 --rdzv-endpoint
+--record-changed
 --rerun-transient
 --retry-backoff
 --run-dir

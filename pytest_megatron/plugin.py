@@ -61,10 +61,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         from pytest_megatron.hooks.workloads.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
-    if vars(early_config.known_args_namespace).get(options.dest("record-changed")):
-        from pytest_megatron.hooks.changed import start_recording
+    if options.asks_early_for_changes(early_config):
+        from pytest_megatron.hooks.changed import begin_early
 
-        start_recording(early_config)
+        begin_early(early_config, is_rank=_is_rank(early_config))
     words = options.early_words(early_config, "bucket")
     if words:
         from pytest_megatron.hooks.test_selection import add_folders

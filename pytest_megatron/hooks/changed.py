@@ -33,7 +33,14 @@ from pytest_megatron.changed.record import (
 )
 from pytest_megatron.changed.select import Changes, blocks_at, summary
 from pytest_megatron.changed.sources import Sources, environment, files_of
-from pytest_megatron.hooks.options import LEFT_OUT, WORKLOADS_PLUGIN, Options, usage_errors
+from pytest_megatron.hooks.options import (
+    COLLECTING_PLUGIN,
+    LEFT_OUT,
+    WORKLOADS_PLUGIN,
+    Options,
+    dest,
+    usage_errors,
+)
 
 RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of the controller
 SELECTOR = "megatron-changed"
@@ -196,12 +203,9 @@ class Selector:
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
             output[_OUTPUT] = {"lines": self._lines, "left_out": self._left_out}
-            return
-        directory = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
-        self._config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
-        (directory / "left_out.json").write_text(json.dumps(self._left_out), encoding="utf-8")
-        os.environ[_LEFT_OUT_FILE] = str(directory / "left_out.json")
-        self._config.add_cleanup(partial(os.environ.__delitem__, _LEFT_OUT_FILE))
+        if _LEFT_OUT_FILE in os.environ:  # not where the plugin was loaded late
+            text = json.dumps(self._left_out)
+            Path(os.environ[_LEFT_OUT_FILE]).write_text(text, encoding="utf-8")
 
     def pytest_report_collectionfinish(self) -> list[str]:
         """Print how many tests run, and why."""
@@ -300,6 +304,16 @@ def start_recording(config: pytest.Config) -> None:
     _recorders.append(ChangedRecorder(config, directory))
 
 
+def begin_early(early_config: pytest.Config, *, is_rank: bool) -> None:
+    """Start recording, and name the file of tests that ranks leave out, before they are started."""
+    if not is_rank:
+        directory = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
+        early_config.add_cleanup(partial(shutil.rmtree, directory, ignore_errors=True))
+        os.environ[_LEFT_OUT_FILE] = str(directory / "left_out.json")
+    if vars(early_config.known_args_namespace).get(dest("record-changed")):
+        start_recording(early_config)
+
+
 def register_changed(config: pytest.Config, options: Options, *, is_rank: bool) -> None:
     """Register the roles that the options ask for."""
     if options.is_recording_changed:
@@ -324,6 +338,6 @@ def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None
             selector.select(items)
         return
     path = os.environ.get(_LEFT_OUT_FILE)
-    if path and config.pluginmanager.has_plugin("megatron-collecting"):
+    if path and Path(path).exists() and config.pluginmanager.has_plugin(COLLECTING_PLUGIN):
         left_out = set(cast("list[str]", json.loads(Path(path).read_text(encoding="utf-8"))))
         items[:] = [item for item in items if item.nodeid not in left_out]

@@ -655,6 +655,13 @@ def asks_for_changes(config: pytest.Config) -> bool:
     return any(given(config, name) is not None for name in ("changed", "record-changed"))
 
 
+def asks_early_for_changes(early_config: pytest.Config) -> bool:
+    """Return the same before conftest files are loaded."""
+    given = vars(early_config.known_args_namespace)
+    names = [dest(name) for name in ("changed", "record-changed")]
+    return any(given.get(n) is not None or early_config.getini(n) is not None for n in names)
+
+
 def may_ask_for_units(config: pytest.Config) -> bool:
     """Return true if an option is given that leaves out python tests by file or by mark.
 

@@ -64,6 +64,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         from pytest_megatron.hooks.workloads.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
+    if options.asks_early_for_changes(early_config):
+        from pytest_megatron.hooks.changed import begin_early
+
+        begin_early(early_config, is_rank=_is_rank(early_config))
     words = options.early_words(early_config, "bucket")
     if words:
         from pytest_megatron.hooks.test_selection import add_folders
@@ -92,10 +96,7 @@ def pytest_keep_gangs(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
-    if options.may_ask_for_units(config):
-        from pytest_megatron.hooks.test_selection import register_units
-
-        register_units(config, options.read_options(config))
+    _register_selections(config)
     if _is_rank(config):
         declare_marks(config)
         return
@@ -125,6 +126,17 @@ def pytest_configure(config: pytest.Config) -> None:
         _register_run_file(config, chosen)
 
 
+def _register_selections(config: pytest.Config) -> None:
+    if options.may_ask_for_units(config):
+        from pytest_megatron.hooks.test_selection import register_units
+
+        register_units(config, options.read_options(config))
+    if options.asks_for_changes(config):
+        from pytest_megatron.hooks.changed import register_changed
+
+        register_changed(config, options.read_options(config), is_rank=_is_rank(config))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Send a worker of pytest-xdist the run directory and the command line."""
@@ -143,12 +155,18 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
+        if options.asks_for_changes(config):
+            from pytest_megatron.hooks.changed import count_collected, leave_out_unchanged
+
+            count_collected(config, items)
         yield
         has_gang = (
             config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
         )
         if not has_gang and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
+        if options.asks_for_changes(config):
+            leave_out_unchanged(config, items)
         if not _is_rank(config):
             _quarantine(config, items)
     except pytest.UsageError as error:

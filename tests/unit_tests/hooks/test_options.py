@@ -20,6 +20,8 @@ OPTIONS = """\
 --audit-determinism
 --bucket
 --cadence
+--changed
+--changed-file
 --ci-event
 --device
 --environment
@@ -52,6 +54,7 @@ OPTIONS = """\
 --ranks
 --ranks-per-gpu
 --rdzv-endpoint
+--record-changed
 --rerun-transient
 --retry-backoff
 --run-dir

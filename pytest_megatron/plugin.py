@@ -36,6 +36,8 @@ from pytest_megatron.hooks.start.environment import (
     record_start_environment,
     refuse_launcher,
 )
+from pytest_megatron.hooks.stress import NAME as STRESS
+from pytest_megatron.hooks.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.hooks.workloads.items import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
@@ -62,6 +64,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         from pytest_megatron.hooks.workloads.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
+    if options.asks_early_for_changes(early_config):
+        from pytest_megatron.hooks.changed import begin_early
+
+        begin_early(early_config, is_rank=_is_rank(early_config))
     words = options.early_words(early_config, "bucket")
     if words:
         from pytest_megatron.hooks.test_selection import add_folders
@@ -72,8 +78,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")
-def pytest_keep_gangs(early_config: pytest.Config) -> Generator[None]:
+def pytest_keep_gangs(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None]:
     """Run the session in a kept process, if there is one, before pytest captures output."""
+    options.release_paths(early_config, parser, args)
     minutes = options.early_minutes(early_config)
     plugin = None
     if minutes and not _is_rank(early_config):
@@ -87,14 +96,13 @@ def pytest_keep_gangs(early_config: pytest.Config) -> Generator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
-    if options.may_ask_for_units(config):
-        from pytest_megatron.hooks.test_selection import register_units
-
-        register_units(config, options.read_options(config))
+    _register_selections(config)
     if _is_rank(config):
         declare_marks(config)
         return
     chosen = options.read_options(config)
+    if chosen.num_stress is not None:
+        config.pluginmanager.register(StressPlugin(config, chosen), STRESS)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
         config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
@@ -118,6 +126,17 @@ def pytest_configure(config: pytest.Config) -> None:
         _register_run_file(config, chosen)
 
 
+def _register_selections(config: pytest.Config) -> None:
+    if options.may_ask_for_units(config):
+        from pytest_megatron.hooks.test_selection import register_units
+
+        register_units(config, options.read_options(config))
+    if options.asks_for_changes(config):
+        from pytest_megatron.hooks.changed import register_changed
+
+        register_changed(config, options.read_options(config), is_rank=_is_rank(config))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Send a worker of pytest-xdist the run directory and the command line."""
@@ -136,12 +155,18 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
+        if options.asks_for_changes(config):
+            from pytest_megatron.hooks.changed import count_collected, leave_out_unchanged
+
+            count_collected(config, items)
         yield
         has_gang = (
             config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
         )
         if not has_gang and any(map(asks_for_gang, items)):
             _register_gangs(config).pytest_collection_modifyitems(items)
+        if options.asks_for_changes(config):
+            leave_out_unchanged(config, items)
         if not _is_rank(config):
             _quarantine(config, items)
     except pytest.UsageError as error:
@@ -200,7 +225,7 @@ def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin
-    from pytest_megatron.hooks.history import register_history
+    from pytest_megatron.hooks.run_file import register_history
     from pytest_megatron.hooks.session import session_of
 
     session = session_of(config)
@@ -228,8 +253,7 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
     from pytest_megatron.hooks.ci_log import register_ci_log
     from pytest_megatron.hooks.gangs.results import NAME, GangResults
-    from pytest_megatron.hooks.pages import register_pages
-    from pytest_megatron.hooks.run_file import run_file_of
+    from pytest_megatron.hooks.run_file import register_pages, run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))
@@ -252,8 +276,9 @@ def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests whose mark names several world sizes."""
+    """Parametrise tests whose mark names several world sizes, and those of `--stress`."""
     parametrise_sizes(metafunc)
+    parametrise_repeats(metafunc)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.yaml import YamlError, read_document
+from pytest_megatron.changed.select import Unaffected
 from pytest_megatron.ci.decide import (
     Decision,
     PathChange,
@@ -23,6 +24,7 @@ from pytest_megatron.ci.policy import planned_policy
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.ci.test_jobs import (
+    UNCHANGED,
     LeftOut,
     UnitChoice,
     UnitJobs,
@@ -65,6 +67,7 @@ class PlanRequest:
         num_shards: None makes jobs of the buckets that recipes name.
         durations: Files of recorded durations; empty is the project's history, if it is there.
         changes: Changed paths, None where they are not known.
+        unaffected: Items for which nothing changed, which are left out; None leaves out none.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
     """
@@ -83,6 +86,7 @@ class PlanRequest:
     gpus: int = 0
     ranks: int = 0
     changes: tuple[PathChange, ...] | None = None
+    unaffected: Unaffected | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
 
@@ -160,13 +164,16 @@ def make_plan(request: PlanRequest) -> CiPlan:
     left_out: list[LeftOut] = []
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words, table)
+        workloads, unchanged = _leave_out_unaffected(workloads, request.unaffected)
+        left_out += unchanged
         policy = planned_policy(request.root, table.workflow.pytest_arguments)
         jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares, policy)
     if "unit" in request.kinds:
         units = _unit_jobs(unit_rows(rows), request, decision, table)
         jobs += units.jobs
         left_out += units.left_out
-    if not jobs and not request.is_empty_allowed:
+    is_unchanged = any(UNCHANGED in one.reasons for one in left_out)
+    if not jobs and not (request.is_empty_allowed or is_unchanged):
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
         raise EmptySelectionError("the plan", problem)
     return CiPlan(
@@ -243,6 +250,18 @@ def _select(
     return selected, left_out
 
 
+def _leave_out_unaffected(
+    workloads: tuple[Workload, ...], unaffected: Unaffected | None
+) -> tuple[tuple[Workload, ...], list[LeftOut]]:
+    """Return the rows for which something changed, and the others."""
+    if unaffected is None:
+        return workloads, []
+    names = {id(row): f"{row.file.as_posix()}::{row.item_name}" for row in workloads}
+    kept = tuple(row for row in workloads if names[id(row)] not in unaffected.node_ids)
+    gone = [names[id(row)] for row in workloads if row not in kept]
+    return kept, [LeftOut(name=name, reasons=(UNCHANGED,)) for name in gone]
+
+
 def _scopes_with_rows(rows: Sequence[Workload], decision: Decision, table: CiTable) -> str:
     """Return the scope that the rule asks for, the scopes that have rows, and their rules."""
     numbers = Counter(row.scope for row in rows if row.disabled_reason is None)
@@ -308,6 +327,7 @@ def _unit_jobs(
         SelectionError: There are rows of unit tests, and none is asked for.
     """
     tag = table.tag if request.tag is None else request.tag
+    unaffected = request.unaffected.files if request.unaffected else frozenset()
     if request.num_shards is not None:
         files = find_test_files(request.root, table.unit_tests)
         history = request.root / HISTORY
@@ -320,10 +340,16 @@ def _unit_jobs(
             ranks=request.ranks,
         )
         durations = read_durations(paths, files)
-        return shard_jobs(request.root, request.num_shards, durations, row, table)
-    choice = UnitChoice(environment=decision.environment, platforms=request.platforms, tag=tag)
+        return shard_jobs(request.root, request.num_shards, durations, row, table, unaffected)
+    choice = UnitChoice(
+        environment=decision.environment,
+        platforms=request.platforms,
+        tag=tag,
+        unaffected=unaffected,
+    )
     found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
-    is_empty = not found.jobs and (bool(rows) or request.kinds == ("unit",))
+    is_unchanged = any(UNCHANGED in one.reasons for one in found.left_out)
+    is_empty = not (found.jobs or is_unchanged) and (bool(rows) or request.kinds == ("unit",))
     if is_empty and not request.is_empty_allowed:
         where = f"--environment {choice.environment}" + (f" --tag {tag}" if tag else "")
         where += f" --platform {','.join(choice.platforms)}" if choice.platforms else ""

@@ -22,6 +22,7 @@ from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.recipe.model import UNIT_MODEL, Workload
 
 _LATEST = "latest"
+UNCHANGED = "nothing changed that it used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +41,13 @@ class UnitChoice:
         environment: One word.
         platforms: Empty is any.
         tag: "" is any.
+        unaffected: Files of tests for which nothing changed.
     """
 
     environment: str
     platforms: tuple[str, ...]
     tag: str
+    unaffected: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ def _of_platform(
                 f"bucket {row.test_case!r} is also at {first.where} for the same environment, "
                 f"platform and tag, expected it once; remove one",
             )
+        elif choice.unaffected.issuperset(buckets[row.test_case].files):
+            left_out.append(LeftOut(name=_name(row), reasons=(UNCHANGED,)))
         else:
             made = _jobs_of(buckets[row.test_case], UnitRow.of(row), table, root)
             jobs += made
@@ -131,9 +136,14 @@ def _missed(row: Workload, choice: UnitChoice) -> tuple[str, ...]:
 
 
 def shard_jobs(
-    root: Path, num_shards: int, durations_s: Mapping[str, float], row: UnitRow, table: CiTable
+    root: Path,
+    num_shards: int,
+    durations_s: Mapping[str, float],
+    row: UnitRow,
+    table: CiTable,
+    unaffected: frozenset[str] = frozenset(),
 ) -> UnitJobs:
-    """Return a job for each shard of the test files.
+    """Return a job for each shard of the test files, without those that are unaffected.
 
     Raises:
         EmptySelectionError: There are no test files.
@@ -145,14 +155,16 @@ def shard_jobs(
             f"there are no test files in {', '.join(table.unit_tests)}, expected some; "
             f"set unit_tests in [tool.pytest-megatron.ci]",
         )
-    shards = balance(files, durations_s, num_shards)
+    left_out = [LeftOut(name=file, reasons=(UNCHANGED,)) for file in files if file in unaffected]
+    files = tuple(file for file in files if file not in unaffected)
+    shards = balance(files, durations_s, num_shards) if files else []
     jobs: list[CiJob] = []
     for shard in shards:
         name = f"shard-{shard.number}-of-{len(shards)}"
         jobs += _jobs_of(
             Bucket(pattern=name, files=shard.files, words=shard.files), row, table, root
         )
-    return UnitJobs(jobs=tuple(jobs))
+    return UnitJobs(jobs=tuple(jobs), left_out=tuple(left_out))
 
 
 def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[CiJob]:

@@ -16,7 +16,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import counted
 from pytest_megatron.cli.formats import PATH, format_option
-from pytest_megatron.doctor.checks.recipe import read_needs
+from pytest_megatron.doctor.checks.project import read_needs
 from pytest_megatron.doctor.examine import Examination, examine
 from pytest_megatron.doctor.facts import UNKNOWN, EnvironmentFacts, Slurm, compat, here
 from pytest_megatron.recipe.findings import Severity

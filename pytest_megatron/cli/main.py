@@ -61,7 +61,9 @@ class LazyGroup(click.Group):
 
 SUBCOMMANDS = {
     "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
+    "changed": ("changed:command", "Join records of what tests use, for --changed."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
+    "culprit": ("culprit:command", "Find the commit from which on an item fails."),
     "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),

@@ -12,6 +12,8 @@ import click
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.files import read_text
+from pytest_megatron.changed.record import FILE_NAME
+from pytest_megatron.changed.select import unaffected_since
 from pytest_megatron.ci.decide import (
     PathChange,
     Trigger,
@@ -52,6 +54,8 @@ class _PlanOptions(TypedDict):
     ranks: int
     changed_paths: str | None
     diff: str | None
+    changed: str | None
+    changed_file: Path
     apply_suggestion: bool
     explain: bool
     allow_empty: bool
@@ -105,6 +109,16 @@ class _PlanOptions(TypedDict):
     help="Changed paths, or git diff --name-status; suggests a label.",
 )
 @click.option("--diff", metavar="REV", help="The same for what changed since REV.")
+@click.option(
+    "--changed", metavar="BASE", help="Leave out jobs for which nothing changed since recorded."
+)
+@click.option(
+    "--changed-file",
+    type=PATH,
+    default=Path(".pytest_megatron") / FILE_NAME,
+    show_default=True,
+    help="The record of what tests use.",
+)
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
 @click.option("--explain", is_flag=True, help="Print why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
@@ -160,6 +174,9 @@ def _request(given: _PlanOptions) -> PlanRequest:
         gpus=given["gpus"],
         ranks=given["ranks"] or given["gpus"],
         changes=_changes(root, given["changed_paths"], given["diff"]),
+        unaffected=None
+        if given["changed"] is None
+        else unaffected_since(root, given["changed"], given["changed_file"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
     )

@@ -17,8 +17,7 @@ from pytest_megatron.doctor.checks.machine import (
     check_variables,
 )
 from pytest_megatron.doctor.checks.packages import check_build, check_compiled, check_requirements
-from pytest_megatron.doctor.checks.project import check_project
-from pytest_megatron.doctor.checks.recipe import Needs, check_recipe
+from pytest_megatron.doctor.checks.project import Needs, check_project, check_recipe
 from pytest_megatron.doctor.facts import EnvironmentFacts, Python, SystemView, compat
 from pytest_megatron.doctor.probes.child import ask
 from pytest_megatron.doctor.probes.devices import (

@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import remove_socket
 
 # Read while numpy and torch are loaded (recorded with a getenv() that logs), or by the
 # libraries that torch loads; the directory of its cache torch sets itself.
@@ -74,6 +75,11 @@ class KeptProcess:
             n for n in own.keys() | environment.keys() if own.get(n) != environment.get(n)
         )
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if it was stopped (SIGSTOP), and would not answer."""
+        return (_stat_fields(self.pid) or [""])[0] in ("T", "t")
+
     def num_sessions(self) -> int:
         """Return the number of sessions that run in it."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
@@ -90,10 +96,14 @@ class KeptProcess:
 
 def started_at(pid: int) -> int | None:
     """Return when a process started, in clock ticks since the host did; None if it is gone."""
-    try:  # "pid (name) state ...", and a name may hold anything
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return None
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of a process from its state on, none if it is gone."""
+    # "pid (name) state ...", and a name may hold anything.
+    return _content(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def private_directory() -> Path:
@@ -102,8 +112,9 @@ def private_directory() -> Path:
     Raises:
         LaunchError: There is one that others could have made or can enter.
     """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    own = Path(runtime or tempfile.gettempdir()) / f"pytest-megatron-kept-{os.geteuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    parent = runtime if Path(runtime or "-").is_dir() else tempfile.gettempdir()
+    own = Path(parent, f"pytest-megatron-kept-{os.geteuid()}")
     try:
         own.mkdir(mode=_PRIVATE, exist_ok=True)
         found = own.lstat()
@@ -135,14 +146,17 @@ def find_kept(path: Path) -> KeptProcess | None:
         return None
     with os.fdopen(descriptor, encoding="utf-8") as file:
         try:
+            kept = KeptProcess(**json.load(file))
+        except (ValueError, TypeError):  # it is still loading, or of another release
+            kept = None
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            try:
-                return KeptProcess(**json.load(file))
-            except (ValueError, TypeError):  # it is still loading, or of another release
-                return None
+            return kept
         with contextlib.suppress(OSError):
             path.unlink()
+        if kept is not None:
+            remove_socket(kept.address)
     return None
 
 

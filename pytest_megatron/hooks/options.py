@@ -8,7 +8,10 @@ imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -36,13 +39,13 @@ class ValueKind(Generic[T_co]):
         parse: Return the value for an option's name and the user's input.
         metavar: Its placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
-        bare: The value of an option that was typed without one; "" if it needs one.
+        bare: The value of an option that was typed without one; None if it needs one.
     """
 
     parse: Callable[[str, object], T_co]
     metavar: str = ""
     is_repeatable: bool = False
-    bare: str = ""
+    bare: str | None = None
 
     def __call__(
         self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
@@ -195,8 +198,8 @@ def _minutes(name: str, value: object) -> float:
         minutes = -1.0
     if not 0 <= minutes < float("inf"):
         raise pytest.UsageError(
-            f"--{name}: {found!r} is no number of minutes; type --{name}={DEFAULT_MINUTES}, or the "
-            f"option after the paths"
+            f"--{name}: {found!r} is no number of minutes, expected one such as "
+            f"--{name}={DEFAULT_MINUTES}"
         )
     return minutes
 
@@ -244,6 +247,7 @@ DEFAULT_MINUTES = "10"
 MINUTES = ValueKind(_minutes, "MINUTES", bare=DEFAULT_MINUTES)
 WORDS = ValueKind(_words, "LIST", is_repeatable=True)
 FILES = ValueKind(lambda name, v: tuple(map(Path, _words(name, v))), "FILE", is_repeatable=True)
+BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", bare="")
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
 RANKS = ValueKind(_ranks, "LIST")
 GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
@@ -272,6 +276,7 @@ Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
+LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
@@ -340,6 +345,24 @@ class Options:
         "python tests of these files or dir/**/*.py, without those of !pattern",
         (),
         "all files",
+    )
+    changed: str | None = BASE(
+        "changed",
+        "run the tests and workloads for which something changed since they were recorded",
+        None,
+        "all run",
+    )
+    is_recording_changed: bool = FLAG(
+        "record-changed",
+        "record the code and the files that tests and workloads use, for --changed",
+        default=False,
+    )
+    changed_file: Path | None = PATH(
+        "changed-file",
+        "the record of --changed and --record-changed",
+        None,
+        ".pytest_megatron/changed.z below the project's root",
+        metavar="FILE",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
@@ -501,6 +524,14 @@ class Options:
         "reruns of a distributed test that failed for a transient cause, at most",
         0,
     )
+    num_stress: int | None = COUNT(
+        "stress",
+        "run each distributed test N times, in another order and with delays at random in its "
+        "ranks, and report its failure rate",
+        None,
+        "once, without delays",
+    )
+    stress_seed: int = INDEX("stress-seed", "seed of order and delays of --stress", 0)
     pdb_rank: int | None = INDEX(
         "pdb-rank",
         "with --pdb, the rank to debug",
@@ -559,8 +590,12 @@ class Options:
 
     @property
     def settled_workload_start(self) -> WorkloadStart:
-        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`."""
-        if self.workload_start == "auto" and self.is_writing_goldens:
+        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`.
+
+        What a training imports is recorded while it does.
+        """
+        is_fresh = self.is_writing_goldens or self.is_recording_changed
+        if self.workload_start == "auto" and is_fresh:
             return "fresh"
         return self.workload_start
 
@@ -591,7 +626,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron", "training workloads and distributed tests")
     for row in OPTION_ROWS.values():
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
-        settings |= {"nargs": "?", "const": row.kind.bare} if row.kind.bare else {}
+        settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
         name = dest(row.name)
         group.addoption(f"--{row.name}", dest=name, default=None, help=row.help, **settings)
@@ -653,6 +688,18 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
         environment=options.environment or (decision.environment,),
         is_lightweight=options.is_lightweight or decision.is_lightweight,
     )
+
+
+def asks_for_changes(config: pytest.Config) -> bool:
+    """Return true if what tests use is recorded, or decides which of them run."""
+    return any(given(config, name) is not None for name in ("changed", "record-changed"))
+
+
+def asks_early_for_changes(early_config: pytest.Config) -> bool:
+    """Return the same before conftest files are loaded."""
+    given = vars(early_config.known_args_namespace)
+    names = [dest(name) for name in ("changed", "record-changed")]
+    return any(given.get(n) is not None or early_config.getini(n) is not None for n in names)
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:
@@ -725,6 +772,19 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
     lines = [lists] if isinstance(lists, str) else lists
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
+
+
+def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
+    """Have pytest read a path that follows a bare --keep-gangs, which argparse takes for its value.
+
+    Numbers and further options stay. Runs before conftest files are loaded.
+    """
+    for index, (option, value) in enumerate(itertools.pairwise(arguments)):
+        if option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value):
+            arguments[index] = f"{option}={DEFAULT_MINUTES}"
+            early_config.known_args_namespace = parser.parse_known_args(
+                arguments, namespace=copy.copy(early_config.option)
+            )
 
 
 def early_minutes(early_config: pytest.Config) -> float:

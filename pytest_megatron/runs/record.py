@@ -271,6 +271,8 @@ class RecordedOptions:
     gang_start: str | None = None
     workload_start: str | None = None
     ranks_per_gpu: _Number | None = None
+    stress: _Number | None = None
+    stress_seed: _Count | None = None
     signatures: tuple[str, ...] = ()
 
 

@@ -354,6 +354,7 @@ class RankConfig:
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
         is_audited: Whether it reports what tests leave behind.
+        stress_seed: Of the delays of its tests; None for none.
     """
 
     gang: int
@@ -370,6 +371,7 @@ class RankConfig:
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
     is_audited: bool = False
+    stress_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,7 @@ class RankConfigs:
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
                 is_audited=self._run.options.audit != "off",
+                stress_seed=self._stress_seed,
             )
             for place in places
         )
@@ -112,6 +113,11 @@ class RankConfigs:
     def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
         """Return a directory that ranks of all nodes of a gang can write to."""
         return self._dir_of_nodes if rank_configs[-1].node_rank > 0 else self._dir_of_node
+
+    @property
+    def _stress_seed(self) -> int | None:
+        options = self._run.options
+        return None if options.num_stress is None else options.stress_seed
 
     @cached_property  # read for each test
     def _dir_of_nodes(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -39,6 +40,7 @@ from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV
 from pytest_megatron.hooks.options import early_size
 from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.environment import KEY, find_user_module
+from pytest_megatron.hooks.start.preload import python_command
 
 _MOST_DESCRIPTORS = 50
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -55,7 +57,7 @@ class KeepPlugin:
     """Keeps a process after the session, unless something that the session did forbids it.
 
     Attributes:
-        state: Whether the session runs in a kept process, or why not.
+        state: State of kept processes for the header, with the reason why none is used.
     """
 
     def __init__(self, minutes: float) -> None:
@@ -71,7 +73,7 @@ class KeepPlugin:
         self.state = "none was kept yet"
 
     def pytest_report_header(self) -> str:
-        """Return whether the session runs in a kept process."""
+        """Return the state of kept processes."""
         return f"kept gangs: {self.state}"
 
     @pytest.hookimpl(tryfirst=True)
@@ -120,8 +122,8 @@ class KeepPlugin:
         elif differences := kept.differences(self._environment):
             kept.stop()
             self.state = f"outdated, {', '.join(differences)} changed"
-        elif doubt:
-            self.state = f"not used, {doubt}"
+        elif doubt or kept.is_stopped:
+            self.state = f"not used, {doubt or 'its process is stopped'}"
         else:
             self._run_in(kept)
 
@@ -144,22 +146,20 @@ class KeepPlugin:
             "minutes": self._minutes,
             "leader": _leader(),
         }
-        flags: list[str] = vars(subprocess)[
-            "_args_from_interpreter_flags"
-        ]()  # as multiprocessing does
-        process = subprocess.Popen(
-            [sys.executable, *flags, "-c", _CODE],
-            env={**HARMLESS_ENV, **self._env},
-            cwd=config.invocation_params.dir,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode())
-        process.stdin.close()
-        process.returncode = 0  # it outlives this process
+        with contextlib.suppress(OSError):  # the next session starts anew
+            process = subprocess.Popen(
+                python_command(_CODE),
+                env={**HARMLESS_ENV, **self._env},
+                cwd=config.invocation_params.dir,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            process.returncode = 0  # it outlives this process
+            assert process.stdin is not None
+            with process.stdin:
+                process.stdin.write(json.dumps(settings).encode())
 
 
 def run_preloaded(record: str, command: list[str]) -> None:
@@ -186,6 +186,8 @@ def _run_elsewhere(kept: KeptProcess, program: str) -> str:
         inherited = [0, 1, 2, *inherited_descriptors()]
         channel.send(_request(program, inherited), inherited)
         reply = channel.receive()
+    if reply is None:  # nothing has run yet
+        return "the kept process has ended"
     if isinstance(reply, SessionStarted):
         reply = _follow(channel, reply.pid)
     channel.close()

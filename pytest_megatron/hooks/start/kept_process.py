@@ -222,9 +222,11 @@ def main() -> None:
     lock = lock_record(record)
     if lock is None:
         return
+    report = record.with_suffix(".problem")
+    report.unlink(missing_ok=True)
     problem = _load()
     if problem:
-        record.with_suffix(".problem").write_text(problem)
+        report.write_text(problem)
         record.unlink()
         return
     os.chdir("/")

@@ -105,7 +105,7 @@ def start_preloaded(
     command = _command(path, "main", mode)
     session = kept_process.session
     if session is not None and mode == "fork":
-        command = _python(_IN_KEPT.format(record=str(session.record), command=command))
+        command = python_command(_IN_KEPT.format(record=str(session.record), command=command))
     process = subprocess.Popen(
         command,
         env=dict(env),
@@ -233,10 +233,10 @@ def fresh_main(fork_server: int) -> None:
 
 def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
     """Return the command that calls a function of this module in a fresh interpreter."""
-    return _python(_CODE.format(path=list(path), name=function, argument=argument))
+    return python_command(_CODE.format(path=list(path), name=function, argument=argument))
 
 
-def _python(code: str) -> list[str]:
+def python_command(code: str) -> list[str]:
     """Return the command that runs code in a fresh interpreter like this one."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
     return [sys.executable, *flags, "-c", code]

@@ -20,7 +20,6 @@ from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.ci_log import register_ci_log
 from pytest_megatron.hooks.deselected import REASON
-from pytest_megatron.hooks.history import register_history
 from pytest_megatron.hooks.options import (
     LOCAL,
     MIN_REFRESH_REPEATS,
@@ -29,12 +28,13 @@ from pytest_megatron.hooks.options import (
     has_workers,
     usage_errors,
 )
-from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,
     RunFile,
     put_record,
     record_on,
+    register_history,
+    register_pages,
     run_file_of,
 )
 from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks

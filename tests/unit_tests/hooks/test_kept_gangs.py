@@ -104,7 +104,7 @@ class Project:
 
     def run(self, *args: str, directory: str = ".", **env: str) -> tuple[int, str]:
         """Run pytest with --keep-gangs; return its exit code and output."""
-        process = self.start("--keep-gangs=10", *args, directory=directory, **env)
+        process = self.start("--keep-gangs", *args, directory=directory, **env)
         output, _ = process.communicate(timeout=60)
         return process.returncode, output
 
@@ -208,6 +208,8 @@ def test_an_edited_test_is_the_one_that_runs(project: Project) -> None:
     code, output = project.run("test_facts.py", "-x")
     assert (code, WARM in output) == (1, True)
     assert "'edit' == 'seen'" in output
+    known = project.root / ".pytest_cache/v/cache/lastfailed"
+    assert "test_new" in known.read_text()
     code, output = project.run("--lf", "--co", "-q")
     assert (code, "test_facts.py::test_new" in output) == (0, True)
     assert project.run("test_facts.py::test_gone")[0] == 4

@@ -20,6 +20,8 @@ OPTIONS = """\
 --audit-determinism
 --bucket
 --cadence
+--changed
+--changed-file
 --ci-event
 --device
 --environment
@@ -52,12 +54,15 @@ OPTIONS = """\
 --ranks
 --ranks-per-gpu
 --rdzv-endpoint
+--record-changed
 --rerun-transient
 --retry-backoff
 --run-dir
 --scope
 --signatures
 --stop-early
+--stress
+--stress-seed
 --tag
 --tee-ranks
 --tensor-trace

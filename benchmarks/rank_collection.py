@@ -1,4 +1,4 @@
-"""A suite that reads LOCAL_RANK, beside torchrun: `python benchmarks/rank_suite.py [--ranks 2 4]`.
+"""A suite that reads LOCAL_RANK, beside torchrun: `benchmarks/rank_collection.py [--ranks 2 4]`.
 
 Its conftest.py imports megatron-core and reads `LOCAL_RANK`, as that of Megatron-LM's unit tests
 does, so that every rank collects for itself. Both ways run the same files in turns; the median of

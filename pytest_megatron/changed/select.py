@@ -1,0 +1,237 @@
+"""Decide which tests run: those that used what has changed, and all of which that is not known."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pytest_megatron.base.project import ask_git, read_git
+from pytest_megatron.base.text import counted
+from pytest_megatron.changed.blocks import LISTING, WHOLE, blocks_of
+from pytest_megatron.changed.record import ProjectState, TestEntry, TestRecord, read_record
+from pytest_megatron.changed.sources import CONFTEST, LINK, Sources, files_of
+from pytest_megatron.errors import SelectionError
+
+FOR_ALL = (  # a change of these is one of the environment
+    *("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "pytest.toml", "tox.ini"),
+    *("*.lock", "requirements*.txt", "constraints*.txt", "environment.y*ml", "Dockerfile*"),
+    "sitecustomize.py",
+)
+IRRELEVANT = ("*.md", "*.rst", "LICENSE*", ".gitignore", ".gitattributes", "CODEOWNERS")
+_NEW = "it is not in the record"
+
+
+class Changes:
+    """What differs between a recorded state and now, and why a test has to run for it."""
+
+    def __init__(
+        self,
+        record: TestRecord,
+        sources: Sources,
+        now: ProjectState,
+        base_blocks: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
+        """Compare.
+
+        Args:
+            record: Of earlier runs.
+            sources: The project now.
+            now: Its files, and the environment; an empty one is not compared.
+            base_blocks: Path -> blocks in a base revision, of the files that differ from it.
+        """
+        self._record = record
+        self._sources = sources
+        self._now = now
+        self._base = base_blocks or {}
+        self._reasons: dict[int, str] = {}
+        self._is_changed: dict[int, bool] = {}
+        known = {block[:2] for block in record.blocks}
+        self._opened = {path for path, name in known if name == WHOLE}
+        self._listed = {path for path, name in known if name == LISTING}
+        self._new_imports: dict[int, frozenset[str]] = {}
+
+    def reason(self, node_id: str, mode: str | None) -> str | None:
+        """Return why a test runs; None for one that nothing changed for.
+
+        Args:
+            node_id: Of the test.
+            mode: As it would run now; None if that is not known.
+        """
+        entry = self._record.tests.get(node_id)
+        if entry is None:
+            return _NEW
+        if entry.problem:
+            return entry.problem
+        if mode is not None and entry.mode != mode:
+            return f"it was recorded as {entry.mode}, and would run as {mode}"
+        return self._reason_of_state(entry.state, node_id) or self._changed_block(entry)
+
+    def _changed_block(self, entry: TestEntry) -> str | None:
+        new = self._new_imports[entry.state]
+        for number in entry.blocks:
+            path, name, _ = block = self._record.blocks[number]
+            if path in new:
+                return f"{path} imports a new file"
+            if number not in self._is_changed:
+                self._is_changed[number] = self._differs(entry.state, block)
+            if self._is_changed[number]:
+                return f"{path}{'' if name in ('', WHOLE, LISTING) else f'::{name}'} changed"
+        return None
+
+    def _differs(self, state: int, block: tuple[str, str, str]) -> bool:
+        path, name, value = block
+        if path in self._base and self._base[path].get(name) != self._sources.blocks(path).get(
+            name
+        ):
+            return True
+        old = self._record.states[state].files.get(path, "")
+        if old and old == self._now.files.get(path) and not old.startswith(LINK):
+            return False  # still the file of the state
+        return self._sources.blocks(path).get(name) != value
+
+    def _reason_of_state(self, state: int, node_id: str) -> str | None:
+        """Return why a test runs that was recorded in a state, whatever it used."""
+        if state not in self._reasons:
+            self._reasons[state] = self._find_reason(self._record.states[state])
+            self._new_imports[state] = self._importers(self._record.states[state])
+        if self._reasons[state]:
+            return self._reasons[state]
+        new = self._now.files.keys() - self._record.states[state].files.keys()
+        folders = {
+            parent.as_posix() for parent in PurePosixPath(node_id.partition("::")[0]).parents
+        }
+        for path in sorted(new):
+            if PurePosixPath(path).name == CONFTEST and str(PurePosixPath(path).parent) in folders:
+                return f"{path} is new"
+        return None
+
+    def _find_reason(self, state: ProjectState) -> str:
+        if self._now.environment and self._now.environment != state.environment:
+            return f"the environment changed: {_difference(state, self._now)}"
+        for path in sorted(self._changed_since(state)):
+            if _matches(path, FOR_ALL):
+                return f"{path} changed, which all tests depend on"
+            if not (path.endswith(".py") or self._is_known(path, state)):
+                return f"{path} changed, and no record shows who uses it"
+        return ""
+
+    def _changed_since(self, state: ProjectState) -> set[str]:
+        paths = self._now.files.keys() | state.files.keys()
+        changed = {path for path in paths if self._now.files.get(path) != state.files.get(path)}
+        return changed | self._base.keys()
+
+    def _is_known(self, path: str, state: ProjectState) -> bool:
+        """Return true if tests that used a file that is no Python are known, or none can have."""
+        if path in self._opened:
+            return True
+        is_gone_or_new = (path in state.files) != (path in self._now.files)
+        if is_gone_or_new and str(PurePosixPath(path).parent) in self._listed:
+            return True
+        return _matches(path, IRRELEVANT)
+
+    def _importers(self, state: ProjectState) -> frozenset[str]:
+        """Return files as they were that may import a new Python file, as in `try: import it`."""
+        now, old = self._now.files, state.files
+        new = {path for path in now.keys() - old.keys() if path.endswith(".py")}
+        same = [p for p in old if new and p.endswith(".py") and old[p] == now.get(p)]
+        return frozenset(path for path in same if self._sources.imports(path) & new)
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    name = PurePosixPath(path).name
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _difference(old: ProjectState, new: ProjectState) -> str:
+    names = old.environment.keys() | new.environment.keys()
+    found = [
+        f"{name} {old.environment.get(name, 'none')} is {new.environment.get(name, 'none')}"
+        for name in sorted(names)
+        if old.environment.get(name) != new.environment.get(name)
+    ]
+    more = f" and {counted(len(found) - 1, 'other')}" if len(found) > 1 else ""
+    return f"{found[0]}{more}"
+
+
+def blocks_at(root: Path, base: str) -> dict[str, dict[str, str]]:
+    """Return path -> blocks at the merge base with a revision, of files that differ from it now.
+
+    Raises:
+        SelectionError: git does not know the revision, or there is no repository.
+    """
+    where = f"--changed {base}"
+    if base.startswith("-") or not re.fullmatch(r"\S+", base):
+        raise SelectionError(where, "is no revision, expected a branch, a tag or a commit")
+    commit = ask_git(root, "merge-base", "HEAD", base)
+    words = "diff", "--name-only", "--relative", "-z", commit or ""
+    differing = None if commit is None else read_git(root, *words)
+    if commit is None or differing is None:
+        shallow = ask_git(root, "rev-parse", "--is-shallow-repository") == "true"
+        problem = (
+            "git has no commit in common with it, as the clone is shallow; fetch more history"
+            if shallow
+            else "git does not know it here, expected a branch, a tag or a commit; fetch it, or "
+            "write --changed=BASE in front of the tests"
+        )
+        raise SelectionError(where, problem)
+    names = [name for name in differing.decode("utf-8", "surrogateescape").split("\0") if name]
+    return {name: _blocks_at(root, commit, name) for name in names}
+
+
+def _blocks_at(root: Path, commit: str, path: str) -> dict[str, str]:
+    source = read_git(root, "show", f"{commit}:./{path}")
+    if source is None:
+        return {}
+    found = blocks_of(source)
+    return found if path.endswith(".py") else {WHOLE: found[WHOLE]}
+
+
+def summary(reasons: Mapping[str, str], num_items: int, most: int = 3) -> list[str]:
+    """Return lines for the terminal: how many of the items run, and for which changes."""
+    lines = [f"{len(reasons)} of {num_items} run"]
+    numbers: dict[str, int] = {}
+    for reason in reasons.values():
+        numbers[reason] = numbers.get(reason, 0) + 1
+    ordered = sorted(numbers.items(), key=lambda pair: (-pair[1], pair[0]))
+    lines += [f"  {number}: {reason}" for reason, number in ordered[:most]]
+    if len(ordered) > most:
+        lines.append(f"  and {counted(len(ordered) - most, 'other reason')}")
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Unaffected:
+    """Items for which nothing changed.
+
+    Attributes:
+        node_ids: Of tests and workloads.
+        files: Files of tests, all of whose tests are recorded and unaffected.
+    """
+
+    node_ids: frozenset[str]
+    files: frozenset[str]
+
+
+def find_unaffected(record: TestRecord, changes: Changes) -> Unaffected:
+    """Return the items of a record that need not run."""
+    node_ids = frozenset(n for n in record.tests if changes.reason(n, None) is None)
+    of_files = Counter(node_id.partition("::")[0] for node_id in node_ids)
+    files = (file for file, number in record.collected.items() if of_files[file] == number > 0)
+    return Unaffected(node_ids, frozenset(files))
+
+
+def unaffected_since(root: Path, base: str, file: Path) -> Unaffected:
+    """Return the items of the record in a file for which nothing changed; never the environment.
+
+    Raises:
+        ConfigError: The record cannot be read.
+        SelectionError: git is missing, or does not know the base.
+    """
+    full = root.resolve()
+    record = read_record(file)
+    now = ProjectState(environment={}, files=files_of(full))
+    return find_unaffected(record, Changes(record, Sources(full), now, blocks_at(full, base)))

@@ -1,0 +1,154 @@
+"""Files of a project as they are now: digests of their blocks, what they import, what there is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pytest_megatron.base.files import parse_json
+from pytest_megatron.base.project import read_git
+from pytest_megatron.changed.blocks import LISTING, MODULE, WHOLE, blocks_of, digest, imports_of
+from pytest_megatron.errors import SelectionError
+
+CONFTEST = "conftest.py"
+LINK = "-> "  # in front of the target of a link, in the place of a digest
+
+
+class Sources:
+    """Files below a root, each read once. Paths are relative to it, with `/`."""
+
+    def __init__(self, root: Path, import_paths: Iterable[Path] = ()) -> None:
+        """Read nothing yet.
+
+        Args:
+            root: Of the project.
+            import_paths: Further directories, of which modules are imported.
+        """
+        self.root = root
+        self._roots = dict.fromkeys((root, *import_paths))
+        self._blocks: dict[str, dict[str, str]] = {}
+        self._edges: dict[str, frozenset[str]] = {}
+        self._closures: dict[str, frozenset[str]] = {}
+
+    def blocks(self, path: str) -> dict[str, str]:
+        """Return name -> digest of the blocks of a file or directory; none where it is gone."""
+        if path not in self._blocks:
+            self._blocks[path] = self._read_blocks(path)
+        return self._blocks[path]
+
+    def _read_blocks(self, path: str) -> dict[str, str]:
+        full = self.root / path
+        if full.is_dir():
+            names = sorted(child.name for child in full.iterdir() if _is_listed(child.name))
+            return {LISTING: digest("\0".join(names).encode("utf-8", "surrogateescape"))}
+        try:
+            source = full.read_bytes()
+        except OSError:
+            return {}
+        return blocks_of(source) if path.endswith(".py") else {WHOLE: digest(source)}
+
+    def closure(self, path: str) -> frozenset[str]:
+        """Return a file and all that it imports, directly and through others."""
+        if path not in self._closures:
+            reached, waiting = {path}, [path]
+            while waiting:
+                new = self.imports(waiting.pop()) - reached
+                reached |= new
+                waiting += new
+            self._closures[path] = frozenset(reached)
+        return self._closures[path]
+
+    def imports(self, path: str) -> frozenset[str]:
+        """Return the files of the project that a Python file names in its imports."""
+        if path not in self._edges:
+            full = self.root / path
+            try:
+                names = imports_of(full.read_bytes()) if path.endswith(".py") else frozenset()
+            except OSError:
+                names = frozenset()
+            self._edges[path] = frozenset(
+                found for name in names for found in self._resolve(name, full.parent)
+            )
+        return self._edges[path]
+
+    def _resolve(self, name: str, directory: Path) -> Iterator[str]:
+        """Yield the files that are executed to import a name, those of packages as well."""
+        words = name.lstrip(".")
+        level = len(name) - len(words)
+        starts: Sequence[Path] = (*self._roots, directory)
+        if level:
+            starts = [directory.joinpath(*[".."] * (level - 1))]
+        parts = words.split(".") if words else []
+        for start in starts:
+            for end in range(len(parts) + 1 if level else len(parts), -1 if level else 0, -1):
+                place = start.joinpath(*parts[:end])
+                for full in (place.with_suffix(".py"), place / "__init__.py"):
+                    if full.is_file() and (short := self.shorten(os.path.normpath(full))):
+                        yield short
+
+    def shorten(self, path: str) -> str | None:
+        """Return a full path as relative to the root; None outside of it."""
+        try:
+            return Path(path).relative_to(self.root).as_posix()
+        except ValueError:
+            return None
+
+    def conftests(self, path: str) -> list[str]:
+        """Return the `conftest.py` in the folders of a file."""
+        parents = [parent.as_posix() for parent in Path(path).parents]
+        found = [CONFTEST if parent == "." else f"{parent}/{CONFTEST}" for parent in parents]
+        return [conftest for conftest in found if (self.root / conftest).is_file()]
+
+
+def _is_listed(name: str) -> bool:
+    """Return false for what running tests leaves in a directory."""
+    return not name.startswith((".", "__pycache__")) and not name.endswith(".pyc")
+
+
+def files_of(root: Path) -> dict[str, str]:
+    """Return path -> digest of the files that git knows or would add.
+
+    Raises:
+        SelectionError: git is missing, or there is no checkout.
+    """
+    output = read_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if output is None:
+        problem = "git cannot list the files of the project, expected a checkout; run without it"
+        raise SelectionError("--changed", problem)
+    found = {}
+    for path in sorted(set(os.fsdecode(output).split("\0")) - {""}):
+        full = root / path
+        if full.is_symlink():
+            found[path] = f"{LINK}{full.readlink()}"
+        elif full.is_file():
+            found[path] = digest(full.read_bytes())
+    return found
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Return the versions of Python and of packages, but for the project's own."""
+    found = {"python": f"{platform.python_implementation()} {platform.python_version()}"}
+    for package in importlib.metadata.distributions():
+        if not _is_of(root, package):
+            found[package.name.lower()] = package.version
+    return found
+
+
+def _is_of(root: Path, package: importlib.metadata.Distribution) -> bool:
+    """Return true for a package that is installed from the project: its version is the commit's."""
+    text = package.read_text("direct_url.json")
+    if text is None:
+        return False
+    value = parse_json(text)
+    url = str(value.get("url", "")) if isinstance(value, dict) else ""
+    return url.removeprefix("file://").rstrip("/").startswith(str(root.resolve()))
+
+
+def block_named(path: str, name: str, blocks: dict[str, str]) -> str:
+    """Return the name of a block that stands for a name of code in a file."""
+    if name in blocks:
+        return name
+    return MODULE if path.endswith(".py") and MODULE in blocks else WHOLE

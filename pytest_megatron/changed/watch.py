@@ -1,0 +1,469 @@
+"""Recorder of the code that a process runs and of the files that it opens (effects).
+
+A window is a part of a session: one test, one fixture, one collected file, one import. Functions
+are counted in the window that is open. Each process appends a line of JSON for a window to a file
+of its own, which `changed.notes` reads. Imports the standard library alone, as programs that tests
+start load it before anything else.
+
+From Python 3.12 on `sys.monitoring` calls once for each function and window; earlier releases have
+a profiler in C, `cProfile`, which costs more.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
+
+if TYPE_CHECKING:
+    from cProfile import Profile
+
+NOTES = "PYTEST_MEGATRON_CHANGED"  # directory of the files
+KEY = "PYTEST_MEGATRON_CHANGED_KEY"  # the window that processes belong to
+ROOT = "PYTEST_MEGATRON_CHANGED_ROOT"
+HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+_IGNORED = ("/.git/", "/.pytest_megatron/", "/.pytest_cache/", "/__pycache__/", "/site-packages/")
+_ELSEWHERE = frozenset(
+    ("docker", "podman", "enroot", "kubectl", "sbatch", "srun", "salloc", "ssh", "env")
+)
+_BARE = frozenset(("-I", "-E", "-S"))  # options of Python that leave the recorder out
+_REWRITER = "/_pytest/assertion/rewrite.py"
+_FRAMES = 4  # between a file that is opened and the importer
+_HAS_MONITORING = sys.version_info >= (3, 12)
+
+
+class _Functions(Protocol):
+    """Source of the code objects that ran."""
+
+    def take(self) -> set[CodeType]:
+        """Return the code that ran since the last call.
+
+        Raises:
+            RuntimeError: Another tool has taken the place of the recorder.
+        """
+
+
+class _Monitoring:
+    """Code that ran, by `sys.monitoring`.
+
+    One tool finds code; it is called once for each object, ever. Another is on for code of the
+    project that has not run yet in this window.
+    """
+
+    def __init__(self, is_own: Callable[[str], bool]) -> None:
+        self._is_own = is_own
+        self._seen: set[CodeType] = set()
+        self._monitoring = monitoring = vars(sys)["monitoring"]
+        self._start = monitoring.events.PY_START
+        free = [tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None]
+        self._finder, self._local = free[:2]
+        for tool, call in ((self._finder, self._find), (self._local, self._hit)):
+            monitoring.use_tool_id(tool, "pytest-megatron")
+            monitoring.register_callback(tool, self._start, call)
+        monitoring.set_events(self._finder, self._start)
+
+    def _find(self, code: CodeType, _: int) -> object:
+        if self._is_own(code.co_filename):
+            self._seen.add(code)
+        return self._monitoring.DISABLE
+
+    def _hit(self, code: CodeType, _: int) -> None:
+        self._seen.add(code)
+        self._monitoring.set_local_events(self._local, code, 0)
+
+    def take(self) -> set[CodeType]:
+        seen, self._seen = self._seen, set()
+        for code in seen:
+            self._monitoring.set_local_events(self._local, code, self._start)
+        return seen
+
+
+class _Profiling:
+    """Code that ran, by `cProfile`: in the main thread, and in threads that start later."""
+
+    def __init__(self, is_own: Callable[[str], bool]) -> None:
+        from cProfile import Profile  # noqa: PLC0415 - most processes need none
+
+        self._is_own = is_own
+        self._make = Profile
+        self._profilers: list[Profile] = []
+        threading.setprofile(lambda *_: self._add())
+        self._add()
+
+    def _add(self) -> None:
+        profiler = self._make(subcalls=False, builtins=False)
+        self._profilers.append(profiler)
+        profiler.enable()
+
+    def take(self) -> set[CodeType]:
+        seen = {
+            entry.code
+            for profiler in self._profilers
+            for entry in profiler.getstats()
+            if not isinstance(entry.code, str) and self._is_own(entry.code.co_filename)
+        }
+        for profiler in self._profilers:
+            profiler.clear()
+        running: object = sys.getprofile()
+        if running is not self._profilers[0]:
+            self._profilers[0].enable()
+            raise RuntimeError("it sets another profiler, which replaces the recorder")
+        return seen
+
+
+class _Window:
+    """The notes of one window."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.code: set[CodeType] = set()
+        self.loaded: set[str] = set()
+        self.opened: set[str] = set()
+        self.listed: set[str] = set()
+        self.problem = ""
+        self.num_hits: list[int] = []  # of each cache, when the window was opened
+
+
+class Watch:
+    """Recorder of this process."""
+
+    def __init__(self, root: str, directory: str, key: str = "", *, has_windows: bool) -> None:
+        """Start recording.
+
+        Args:
+            root: Of the project.
+            directory: Of the notes.
+            key: Of the outermost window.
+            has_windows: Whether windows are opened; else a line is written for each thing seen, as
+                a process may be killed.
+        """
+        self._root = os.path.join(os.path.abspath(root), "")
+        self._directory = directory
+        self._has_windows = has_windows
+        self._windows = [_Window(key)]
+        self._written: set[str] = set()  # files
+        self._file = self._new_file()
+        self._is_busy = False
+        self._noted: set[tuple[str, str, str]] = set()
+        self._caches: list[functools._lru_cache_wrapper[object]] = []
+        self._functions: _Functions | None = None
+        if _HAS_MONITORING and not has_windows:
+            self._functions = _Immediate(self._is_own, self._note_code)
+        elif has_windows:
+            self._functions = (_Monitoring if _HAS_MONITORING else _Profiling)(self._is_own)
+            self._record_imports()
+        sys.addaudithook(self._audit)
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    @property
+    def _is_in_session(self) -> bool:
+        """True while pytest itself is at work, in a process that opens windows."""
+        return self._has_windows and len(self._windows) == 1
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(self._root) and not any(part in name for part in _IGNORED)
+
+    @contextmanager
+    def window(self, key: str) -> Generator[Callable[[Mapping[str, object]], None]]:
+        """Open a window; yield a function that adds facts to its line."""
+        facts: dict[str, object] = {}
+        self._settle()
+        window = _Window(key)
+        window.num_hits = [cache.cache_info()[0] for cache in self._caches]
+        self._windows.append(window)
+        before = {name: os.environ.get(name) for name in (NOTES, KEY, ROOT, "PYTHONPATH")}
+        self._pass_on(key)
+        try:
+            yield facts.update
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            self._settle()
+            self._windows.remove(window)
+            self._write(window, {"cached": self._used_caches(window), **facts})
+
+    def _used_caches(self, window: _Window) -> list[str]:
+        """Return the files of cached functions whose values of earlier windows were used."""
+        hits = zip(self._caches, [*window.num_hits, *[0] * len(self._caches)], strict=False)
+        used = (cache for cache, before in hits if cache.cache_info()[0] > before)
+        return sorted({_code_of(cache).co_filename for cache in used})
+
+    def _find_caches(self, module: ModuleType) -> None:
+        """Remember the cached functions and methods of a module."""
+        own = [
+            value
+            for value in vars(module).values()
+            if getattr(value, "__module__", "") == module.__name__
+        ]
+        values = [*own, *(v for kind in own if isinstance(kind, type) for v in vars(kind).values())]
+        self._caches += [
+            value
+            for value in values
+            if isinstance(value, functools._lru_cache_wrapper)
+            and isinstance(value.__wrapped__, FunctionType)
+        ]
+
+    def _pass_on(self, key: str) -> None:
+        """Have processes of this window record as well."""
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        os.environ["PYTHONPATH"] = os.pathsep.join([HOOK, *(p for p in paths if p != HOOK)])
+        os.environ |= {NOTES: self._directory, KEY: key, ROOT: self._root}
+
+    def _settle(self) -> None:
+        """Add what ran to the window that is open."""
+        if self._functions is None:
+            return
+        try:
+            self._windows[-1].code |= self._functions.take()
+        except RuntimeError as error:
+            self.spoil(str(error))
+
+    def spoil(self, problem: str) -> None:
+        """Note why the open window's record is incomplete."""
+        self._windows[-1].problem = self._windows[-1].problem or problem
+        if not self._has_windows:
+            self._append({"problem": problem})
+
+    def note_loaded(self, names: Iterable[str]) -> None:
+        """Note files that were loaded before: all of their code counts for the open window."""
+        whole = sorted({name for name in names if self._is_own(name)})
+        self._write_line({"key": self._windows[-1].key, "whole": whole})
+
+    def begin(self) -> None:
+        """Note that this process is recorded."""
+        self._append({"code": []})
+
+    def note(self, line: Mapping[str, object]) -> None:
+        """Write a line."""
+        self._write_line(line)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Note no files for a while, which the recorder's own side opens."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def end(self) -> None:
+        """Write the outermost window."""
+        self._settle()
+        self._write(self._windows[0], {})
+
+    def _record_imports(self) -> None:
+        """Give each import a window: its functions count for all who use the module."""
+        loader = importlib.machinery.SourceFileLoader
+        execute = loader.exec_module
+
+        def exec_module(own: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:
+            if not self._is_own(own.path):
+                return execute(own, module)
+            self._windows[-1].loaded.add(own.path)
+            with self._nested(f"import:{own.path}"):
+                execute(own, module)
+            self._find_caches(module)
+            return None
+
+        setattr(loader, "exec_module", exec_module)  # noqa: B010 - mypy refuses the assignment
+
+    @contextmanager
+    def _nested(self, key: str) -> Iterator[None]:
+        """Open a window whose processes count for the one around it."""
+        self._settle()
+        window = _Window(key)
+        self._windows.append(window)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._windows.remove(window)
+            self._write(window, {})
+
+    def _audit(self, event: str, args: tuple[object, ...]) -> None:
+        """Note files that are opened, directories that are listed, processes that are started."""
+        note = self._EVENTS.get(event)
+        if note is None or self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            note(self, args)
+        except Exception as error:  # noqa: BLE001 - must not fail what the test does
+            self.spoil(f"the recorder failed: {error!r}")
+        finally:
+            self._is_busy = False
+
+    def _on_open(self, args: tuple[object, ...]) -> None:
+        path, mode, flags = args
+        name = self._name(path)
+        is_code = name is not None and name.endswith(".py")
+        if name is None or (is_code and self._is_in_session):  # imports are recorded elsewhere
+            return
+        is_written = any(c in str(mode or "") for c in "wxa+") or (
+            isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+        )
+        if is_written:
+            self._written.add(name)
+        elif name not in self._written and not _is_importing():
+            self._add("opened", name)
+
+    def _add(self, kind: str, name: str) -> None:
+        if self._has_windows:
+            getattr(self._windows[-1], kind).add(name)
+        else:
+            self._append({kind: [name]})
+
+    def _on_list(self, args: tuple[object, ...]) -> None:
+        name = self._name(args[0] or ".")
+        if name is not None and not self._is_in_session and not _is_importing():
+            self._add("listed", name)
+
+    def _on_exec(self, args: tuple[object, ...]) -> None:
+        code = args[0]
+        if self._has_windows or not isinstance(code, CodeType):
+            return
+        name = os.path.abspath(code.co_filename)
+        if self._is_own(name):
+            self._append({"loaded" if _HAS_MONITORING else "whole": [name]})
+
+    def _on_start(self, args: tuple[object, ...]) -> None:
+        if self._is_in_session:
+            return
+        program, arguments, _, env = args
+        words = [os.fsdecode(cast("str", word)) for word in cast("Sequence[object]", arguments)]
+        variables = os.environ if env is None else cast("Mapping[object, object]", env)
+        names = {
+            os.fsdecode(cast("str", n)): os.fsdecode(cast("str", v)) for n, v in variables.items()
+        }
+        start = os.path.basename(os.fsdecode(cast("str", program)))
+        if start in _ELSEWHERE:
+            self.spoil(f"it starts {start}, whose processes are not recorded")
+        elif HOOK not in names.get("PYTHONPATH", "") or KEY not in names:
+            self.spoil("it starts a process with other environment variables")
+        elif start.startswith("python") and any(w in _BARE for w in words[1:4]):
+            self.spoil("it starts an isolated Python, which is not recorded")
+
+    def _on_replace(self, args: tuple[object, ...]) -> None:
+        env = next((one for one in args if isinstance(one, Mapping)), None)
+        self._on_start((args[0], [], None, env))
+
+    def _on_system(self, _: tuple[object, ...]) -> None:
+        self._on_start(("sh", [], None, None))
+
+    _EVENTS: ClassVar[dict[str, Callable[[Watch, tuple[object, ...]], None]]] = {
+        "open": _on_open,
+        "os.listdir": _on_list,
+        "os.scandir": _on_list,
+        "exec": _on_exec,
+        "subprocess.Popen": _on_start,
+        "os.exec": _on_replace,
+        "os.posix_spawn": _on_replace,
+        "os.system": _on_system,
+    }
+
+    def _name(self, path: object) -> str | None:
+        """Return the full name of a file of the project, None for any other."""
+        if isinstance(path, int):
+            return None
+        name = os.path.abspath(os.fsdecode(cast("str", path)))
+        return name if self._is_own(name) or f"{name}/" == self._root else None
+
+    def _note_code(self, code: CodeType) -> None:
+        self._append({"code": [[code.co_filename, code.co_qualname]]})
+
+    def _append(self, line: Mapping[str, Sequence[object] | str]) -> None:
+        """Write a thing at once, once for each window and process."""
+        key = os.environ.get(KEY, "")
+        fact = key, *next(iter((name, repr(value)) for name, value in line.items()))
+        if fact not in self._noted:
+            self._noted.add(fact)
+            self._write_line({"key": key, **_rank(), **line})
+
+    def _write(self, window: _Window, facts: Mapping[str, object]) -> None:
+        code = sorted({(c.co_filename, c.co_qualname) for c in window.code})
+        line: dict[str, object] = {"key": window.key, "code": code, "problem": window.problem}
+        line |= {name: sorted(getattr(window, name)) for name in ("loaded", "opened", "listed")}
+        self._write_line({**line, **facts})
+
+    def _write_line(self, line: Mapping[str, object]) -> None:
+        was_busy, self._is_busy = self._is_busy, True
+        try:
+            with open(self._file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError:
+            return  # the directory is gone, as the session has ended
+        finally:
+            self._is_busy = was_busy
+
+    def _new_file(self) -> str:
+        return os.path.join(self._directory, f"{os.getpid()}-{os.urandom(4).hex()}")
+
+    def _after_fork(self) -> None:
+        """Write to a file of its own; a rank opens windows, another child writes at once."""
+        self._file = self._new_file()
+        self._noted.clear()
+        self._is_busy = False
+        window = self._windows[-1]
+        if self._has_windows and not self._is_in_session:
+            self.spoil("it forks a process, which is not recorded")
+            self._write_line({"key": window.key, "problem": window.problem})
+
+
+class _Immediate:
+    """Code that runs, reported at once and once for each process."""
+
+    def __init__(self, is_own: Callable[[str], bool], note: Callable[[CodeType], None]) -> None:
+        monitoring = vars(sys)["monitoring"]
+        tool = next(tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None)
+
+        def start(code: CodeType, _: int) -> object:
+            if is_own(code.co_filename):
+                note(code)
+            return monitoring.DISABLE
+
+        monitoring.use_tool_id(tool, "pytest-megatron")
+        monitoring.register_callback(tool, monitoring.events.PY_START, start)
+        monitoring.set_events(tool, monitoring.events.PY_START)
+        os.register_at_fork(after_in_child=monitoring.restart_events)
+
+    def take(self) -> set[CodeType]:
+        return set()
+
+
+def _code_of(cache: functools._lru_cache_wrapper[object]) -> CodeType:
+    return cast("FunctionType", cache.__wrapped__).__code__
+
+
+def _rank() -> dict[str, object]:
+    """Return the place of this process in its training, where it is a rank of one."""
+    words = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not all(word.isdecimal() for word in words):
+        return {}
+    return {"rank": int(words[0]), "world": int(words[1])}
+
+
+def _is_importing() -> bool:
+    """Return true if Python's import system opens the file, or pytest's, and not a test."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(_FRAMES):
+        name = frame.f_code.co_filename if frame is not None else ""
+        if name.startswith("<frozen importlib") or name.endswith(_REWRITER):
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
+def start_from_environment() -> None:
+    """Record a program that a test started."""
+    if all(name in os.environ for name in (NOTES, KEY, ROOT)):
+        Watch(os.environ[ROOT], os.environ[NOTES], has_windows=False).begin()

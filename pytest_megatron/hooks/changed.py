@@ -1,0 +1,346 @@
+"""The roles that record what tests use, and leave out those for which nothing changed.
+
+The recorder lives in every process that runs tests: the controller, workers of pytest-xdist and
+ranks. The controller alone joins what all of them noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from pytest_megatron.changed import watch
+from pytest_megatron.changed.notes import COLLECT, FinishedTest, Joiner, WindowNotes, read_notes
+from pytest_megatron.changed.record import (
+    ProjectState,
+    TestRecord,
+    merge_records,
+    read_record,
+    restamped,
+    write_record,
+)
+from pytest_megatron.changed.select import Changes, blocks_at, summary
+from pytest_megatron.changed.sources import Sources, environment, files_of
+from pytest_megatron.hooks.deselected import REASON
+from pytest_megatron.hooks.options import (
+    COLLECTING_PLUGIN,
+    LEFT_OUT,
+    WORKLOADS_PLUGIN,
+    Options,
+    dest,
+    usage_errors,
+)
+
+RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of the controller
+SELECTOR = "megatron-changed"
+_COUNTS = "collected"  # key of the note with the number of tests of each file
+_OUTPUT = "megatron_changed"
+_LEFT_OUT_FILE = "PYTEST_MEGATRON_LEFT_OUT"  # variable: tests that ranks leave out as well
+
+
+class ChangedRecorder:
+    """Opens windows of the process's recorder for tests, fixtures and files."""
+
+    def __init__(self, config: pytest.Config, directory: str) -> None:
+        """Start recording; functions that ran before are known by the files that are loaded."""
+        self._config = config
+        self._root = config.rootpath
+        self.directory = directory
+        self.watch = watch.Watch(str(self._root), directory, has_windows=True)
+        self.watch.note_loaded(
+            str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())
+        )
+        self._keys: dict[object, set[str]] = {}  # definition of a fixture -> its windows
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Record the collection of a file; all of its tests depend on it."""
+        if not collector.path.is_file():
+            return (yield)
+        with self.watch.window(f"{COLLECT}{file_of(collector)}"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Record a test."""
+        with self.watch.window(item.nodeid) as add:
+            try:
+                return (yield)
+            finally:
+                keys = [self._keys.get(definition, ()) for definition in _fixtures_of(item)]
+                add({"uses": sorted({key for some in keys for key in some})})
+                add({"file": file_of(item), **_place_of(item)})
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, object, object]:
+        """Record a fixture that several tests share; all of them depend on it."""
+        if fixturedef.scope == "function":
+            return (yield)
+        keys = self._keys.setdefault(fixturedef, set())
+        key = f"fixture:{os.getpid()}:{len(self._keys)}:{len(keys)}"
+        keys.add(key)
+        with self.watch.window(key):
+            return (yield)
+
+    def count(self, items: list[pytest.Item]) -> None:
+        """Note how many tests the files have, before any is left out."""
+        self.watch.note({"key": _COUNTS, "counts": Counter(map(file_of, items))})
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Write what a worker of pytest-xdist did outside of tests."""
+        if hasattr(self._config, "workerinput"):
+            self.watch.end()
+
+
+def _fixtures_of(item: pytest.Item) -> list[object]:
+    """Return the definitions of the fixtures that a test asked for, also while it ran."""
+    info = getattr(item, "_fixtureinfo", None)
+    named = info.name2fixturedefs.values() if info is not None else ()
+    request = getattr(item, "_request", None)
+    return [d for some in named for d in some] + list(
+        getattr(request, "_fixture_defs", {}).values()
+    )
+
+
+def file_of(node: pytest.Item | pytest.Collector) -> str:
+    """Return the file of a test, relative to the root."""
+    return Path(os.path.relpath(node.path, node.config.rootpath)).as_posix()
+
+
+def _place_of(item: pytest.Item) -> dict[str, object]:
+    """Return how a test runs, and the rank that this process is."""
+    rank = item.config.pluginmanager.get_plugin("megatron-rank")
+    if rank is None:
+        return {"mode": mode_of(item)}
+    config = rank.rank_config
+    mode = f"{config.device} x{config.world_size}"
+    return {"mode": mode, "rank": config.rank, "world": config.world_size}
+
+
+def mode_of(item: pytest.Item) -> str:
+    """Return the kind and the number of the processes that run a test."""
+    gangs = item.config.pluginmanager.get_plugin("megatron-gangs")
+    spec = None if gangs is None else gangs.spec_of(item)
+    if spec is not None:
+        return f"{spec.device} x{spec.world_size}"
+    is_workload = item.config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) and not isinstance(
+        item, pytest.Function
+    )
+    return "workload" if is_workload else "plain"
+
+
+class Selector:
+    """Leaves out tests in the controller, and writes the record at its end."""
+
+    def __init__(self, config: pytest.Config, options: Options) -> None:
+        self._config = config
+        self._options = options
+        self._root = config.rootpath
+        self._file = options.changed_file or Path(".pytest_megatron", "changed.z")
+        self._started = time.time()
+        self._state: ProjectState | None = None
+        self._record = TestRecord()
+        self._left_out: list[str] = []
+        self._lines: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._durations: Counter[str] = Counter()
+        self._output: dict[str, list[str]] = {}
+        self._problem = ""
+
+    @property
+    def _path(self) -> Path:
+        return self._root / self._file
+
+    def _prepare(self) -> ProjectState:
+        if self._state is None:
+            with usage_errors():
+                self._record = read_record(self._path)
+                self._state = ProjectState(
+                    environment=environment(self._root), files=files_of(self._root)
+                )
+        return self._state
+
+    def select(self, items: list[pytest.Item]) -> None:
+        """Leave out the tests for which nothing changed."""
+        state = self._prepare()
+        if self._options.changed is None:
+            return
+        with usage_errors():
+            base = self._options.changed
+            blocks = blocks_at(self._root, base) if base else {}
+        changes = Changes(self._record, Sources(self._root, _import_paths()), state, blocks)
+        reasons: dict[str, str] = {}
+        for item in items:
+            reason = changes.reason(item.nodeid, mode_of(item))
+            if reason is not None:
+                reasons[item.nodeid] = reason
+        dropped = [item for item in items if item.nodeid not in reasons]
+        self._left_out = [item.nodeid for item in dropped]
+        self._lines = [f"--changed: {line}" for line in summary(reasons, len(items))]
+        if dropped:
+            self._config.stash[LEFT_OUT] = len(dropped)
+            for item in dropped:
+                item.stash[REASON] = "deselected by --changed"
+            self._config.hook.pytest_deselected(items=dropped)
+            items[:] = [item for item in items if item.nodeid in reasons]
+            gangs = self._config.pluginmanager.get_plugin("megatron-gangs")
+            if gangs is not None:
+                gangs.leave_out(dropped)
+        output = getattr(self._config, "workeroutput", None)
+        if output is not None:
+            output[_OUTPUT] = {"lines": self._lines, "left_out": self._left_out}
+        if _LEFT_OUT_FILE in os.environ:  # not where the plugin was loaded late
+            text = json.dumps(self._left_out)
+            Path(os.environ[_LEFT_OUT_FILE]).write_text(text, encoding="utf-8")
+
+    def pytest_report_collectionfinish(self) -> list[str]:
+        """Print how many tests run, and why."""
+        return self._lines
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Take what a worker of pytest-xdist left out; all of them leave out the same."""
+        found = getattr(node, "workeroutput", {}).get(_OUTPUT)
+        if found is not None:
+            self._left_out, self._output = found["left_out"], found
+            self._config.stash[LEFT_OUT] = len(self._left_out)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print what workers of pytest-xdist left out."""
+        for line in self._output.get("lines", ()):
+            terminalreporter.write_line(line)
+        if self._problem:
+            terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how a test ended."""
+        self._durations[report.nodeid] += int(report.duration * 1000)
+        if report.outcome != "passed":
+            self._failed.setdefault(report.nodeid, f"it {report.outcome} last time")
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Write the record; a session that left out everything has succeeded."""
+        result = yield
+        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and (
+            self._config.stash.get(LEFT_OUT, 0)
+        ):
+            session.exitstatus = pytest.ExitCode.OK
+        recorder = self._config.pluginmanager.get_plugin(RECORDER)
+        if recorder is not None and not hasattr(self._config, "workerinput"):
+            with _unrecorded():
+                self._write(recorder)
+        return result
+
+    def _write(self, recorder: ChangedRecorder) -> None:
+        """Join what all processes noted, and add it to the file."""
+        recorder.watch.end()
+        state = self._prepare()
+        notes = read_notes(Path(recorder.directory))
+        joiner = Joiner(notes, Sources(self._root, _import_paths()), self._started)
+        tests = {
+            node_id: self._finished(node_id, found)
+            for node_id, found in notes.items()
+            if found.file and node_id in self._durations
+        }
+        counts = notes.get(_COUNTS, WindowNotes()).counts
+        now = time.time()
+        new = joiner.record(tests, state, counts, now)
+        kept = restamped(self._record, self._left_out, state)
+        try:
+            write_record(self._path, merge_records([self._record, kept, new]))
+        except OSError as error:
+            self._problem = f"{self._path}: {error.strerror}; what tests used is not kept"
+        shutil.rmtree(recorder.directory, ignore_errors=True)
+
+    def _finished(self, node_id: str, notes: WindowNotes) -> FinishedTest:
+        problem = self._failed.get(node_id, "")
+        is_training_noted = notes.num_processes > 1  # besides the controller
+        if notes.mode == "workload" and not (is_training_noted or problem):
+            problem = "its training was not recorded"
+        return FinishedTest(
+            file=notes.file,
+            mode=notes.mode,
+            num_ranks=int(notes.mode.partition(" x")[2] or 0),
+            duration_s=self._durations[node_id] / 1000,
+            problem=problem,
+        )
+
+
+def _import_paths() -> list[Path]:
+    return [Path(path) for path in dict.fromkeys(sys.path) if path and Path(path).is_dir()]
+
+
+_recorders: list[ChangedRecorder] = []  # of this process; a recorder cannot be stopped
+
+
+def _unrecorded() -> AbstractContextManager[None]:
+    """Return a context in which files that the roles open do not count for tests."""
+    return _recorders[0].watch.paused() if _recorders else nullcontext()
+
+
+def start_recording(config: pytest.Config) -> None:
+    """Record this process from now on, once."""
+    if _recorders:
+        return
+    # A worker of pytest-xdist and a fresh rank have no window; a pytest that a test starts has.
+    directory = "" if watch.KEY in os.environ else os.environ.get(watch.NOTES, "")
+    directory = directory or tempfile.mkdtemp(prefix="pytest-megatron-changed-")
+    os.environ[watch.NOTES] = directory
+    _recorders.append(ChangedRecorder(config, directory))
+
+
+def begin_early(early_config: pytest.Config, *, is_rank: bool) -> None:
+    """Start recording, and name the file of tests that ranks leave out, before they are started."""
+    if not is_rank:
+        directory = Path(tempfile.mkdtemp(prefix="pytest-megatron-"))
+        early_config.add_cleanup(partial(shutil.rmtree, directory, ignore_errors=True))
+        os.environ[_LEFT_OUT_FILE] = str(directory / "left_out.json")
+    if vars(early_config.known_args_namespace).get(dest("record-changed")):
+        start_recording(early_config)
+
+
+def register_changed(config: pytest.Config, options: Options, *, is_rank: bool) -> None:
+    """Register the roles that the options ask for."""
+    if options.is_recording_changed:
+        start_recording(config)
+        config.pluginmanager.register(_recorders[0], RECORDER)
+    if not is_rank and options.node_rank == 0:
+        config.pluginmanager.register(Selector(config, options), SELECTOR)
+
+
+def count_collected(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have the recorder note the tests of each file, if it runs."""
+    recorder = config.pluginmanager.get_plugin(RECORDER)
+    if recorder is not None:
+        recorder.count(items)
+
+
+def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests for which nothing changed: in a rank those of the controller."""
+    selector: Selector | None = config.pluginmanager.get_plugin(SELECTOR)
+    if selector is not None:
+        with _unrecorded():
+            selector.select(items)
+        return
+    path = os.environ.get(_LEFT_OUT_FILE)
+    if path and Path(path).exists() and config.pluginmanager.has_plugin(COLLECTING_PLUGIN):
+        left_out = set(cast("list[str]", json.loads(Path(path).read_text(encoding="utf-8"))))
+        items[:] = [item for item in items if item.nodeid not in left_out]

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.project import run_git
+from pytest_megatron.changed.record import ProjectState, TestRecord, read_record
+from pytest_megatron.changed.select import Changes
+from pytest_megatron.changed.sources import Sources, files_of
+
+FILES = {
+    ".gitignore": ".pytest_*\n__pycache__\n",
+    "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
+    "pkg/__init__.py": "",
+    "pkg/a.py": """
+import functools
+
+from pkg.b import decorated
+
+def one():
+    return 1
+
+def two():
+    return 2
+
+@decorated
+def three():
+    return 3
+
+@functools.cache
+def table():
+    return one() + 4
+
+def shared():
+    return 6
+""",
+    "pkg/b.py": """
+def decorated(function):
+    return function
+
+def read():
+    with open("data.txt") as file:
+        return file.read()
+""",
+    "pkg/program.py": "from pkg.a import two\n\nprint(two())\n",
+    "data.txt": "text\n",
+    "tests/test_gang.py": """
+import pytest
+
+from pkg import a
+
+@pytest.mark.world_size(2)
+def test_of_one_rank(rank):
+    assert rank == 0 or a.two() == 2
+
+@pytest.mark.world_size(2)
+def test_of_no_code(rank):
+    pass
+""",
+    "tests/test_plain.py": """
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pkg import a, b
+
+@pytest.fixture(scope="module")
+def six():
+    return a.shared()
+
+def test_one():
+    assert a.one() == 1
+
+def test_first_shared(six):
+    assert six == 6
+
+def test_second_shared(six):
+    assert six == 6
+
+def test_first_table():
+    assert a.table() == 5
+
+def test_second_table():
+    assert a.table() == 5
+
+def test_data():
+    assert b.read() == "text\\n"
+
+def test_program():
+    assert subprocess.check_output([sys.executable, "-m", "pkg.program"]) == b"2\\n"
+
+def test_hidden_program():
+    subprocess.check_call([sys.executable, "-c", ""], env={"PATH": os.environ["PATH"]})
+""",
+}
+GANG, PLAIN = "tests/test_gang.py", "tests/test_plain.py"
+
+
+class Project:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name, text in FILES.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        assert run_git(root, "init", "-q").returncode == 0
+
+    def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        names = ("PYTEST_", "COV_", "COVERAGE_")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+        command = [sys.executable, "-m", "pytest", "-q", *arguments]
+        return subprocess.run(
+            command, cwd=self.root, env=env, capture_output=True, text=True, check=False
+        )
+
+    def selected(self) -> set[str]:
+        """Return the tests for which something changed since they were recorded."""
+        record = self.record
+        now = ProjectState(environment=record.states[0].environment, files=files_of(self.root))
+        changes = Changes(record, Sources(self.root), now)
+        return {n.split("::")[1] for n in record.tests if changes.reason(n, None) is not None}
+
+    def selected_with(self, path: str, old: str, new: str) -> set[str]:
+        text = (self.root / path).read_text()
+        assert old in text
+        (self.root / path).write_text(text.replace(old, new, 1))
+        try:
+            return self.selected() - {HIDDEN}
+        finally:
+            (self.root / path).write_text(text)
+
+    @property
+    def record(self) -> TestRecord:
+        return read_record(self.root / ".pytest_megatron/changed.z")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    found = Project(tmp_path_factory.mktemp("project"))
+    done = found.pytest("--record-changed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return found
+
+
+HIDDEN = "test_hidden_program"  # always runs: nothing records its process
+
+
+def test_tests_run_whose_code_changed_in_any_process(project: Project) -> None:
+    """Code of rank 1 alone, of a program, of a fixture and of a cache's first caller counts."""
+    assert project.selected() == {HIDDEN}
+    programs = {"test_program"}
+    first, second = {"test_first_table"}, {"test_second_table"}
+    for function, value, expected in (
+        ("one", "1", {"test_one"} | first | second),
+        ("two", "2", {"test_of_one_rank"} | second | programs),
+        ("three", "3", set()),
+        ("shared", "6", {"test_first_shared", "test_second_shared"} | second),
+    ):
+        found = project.selected_with("pkg/a.py", f"return {value}", f"return {value}0")
+        # Of a program of a test, Python 3.11 gives the files.
+        is_by_function = sys.version_info >= (3, 12) or function == "two"
+        assert found == expected | (set() if is_by_function else programs), function
+    assert project.selected_with("data.txt", "text", "other") == {"test_data"}
+
+
+def test_what_runs_on_import_counts_for_all_that_import(project: Project) -> None:
+    found = project.selected_with("pkg/b.py", "return function", "return print or function")
+    assert found >= {"test_of_no_code", "test_one", "test_second_shared", "test_program"}
+
+
+def test_entries_say_how_tests_ran(project: Project) -> None:
+    tests = project.record.tests
+    assert tests[f"{GANG}::test_of_one_rank"].mode == "cpu x2"
+    assert tests[f"{PLAIN}::test_one"].mode == "plain"
+    problem = "it starts a process with other environment variables"
+    assert tests[f"{PLAIN}::{HIDDEN}"].problem == problem
+    assert project.record.collected == {GANG: 2, PLAIN: 8}
+
+
+def test_a_session_without_changes_succeeds_and_keeps_the_record(project: Project) -> None:
+    before = project.record
+    done = project.pytest("--changed", "--record-changed", GANG)
+    assert (done.returncode, "--changed: 0 of 2 run" in done.stdout) == (0, True)
+    assert project.record.tests.keys() == before.tests.keys()
+
+
+def test_a_base_that_is_none_ends_the_session(project: Project) -> None:
+    done = project.pytest("--changed", "tests")
+    assert done.returncode == 4
+    assert "git does not know it here, expected a branch, a tag or a commit" in done.stderr
+
+
+def test_without_a_record_all_tests_run(project: Project) -> None:
+    done = project.pytest("--changed", "--changed-file=elsewhere.z", f"{PLAIN}::test_one")
+    assert (done.returncode, "--changed: 1 of 1 run" in done.stdout) == (0, True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ LONG = (
     *("test_gang_hosts", "test_gang_collection", "test_failing_workloads", "test_slurm_lab"),
     *("test_gang_xdist", "test_golden_writing", "test_warm_start"),
 )
+
+gc.disable()  # collecting 5,000 tests makes no garbage to speak of
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()  # nor do the tests search all of it, and torch, again and again
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

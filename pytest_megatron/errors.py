@@ -65,6 +65,10 @@ class AdoptError(MegatronError):
     """A project cannot be searched, changed or proved, or nothing was found in it."""
 
 
+class CulpritError(MegatronError):
+    """Commits cannot be searched, or an end of them is not as it has to be."""
+
+
 class SelectionError(MegatronError):
     """The selection options match no workload, or name something unknown."""
 

@@ -6,7 +6,7 @@ no pydantic, no yaml) and change nothing while none of our options is given.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import pytest
 
 from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
 from pytest_megatron.hooks import options
+from pytest_megatron.hooks.deselected import fold, note_deselected, take_deselected
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -35,6 +36,8 @@ from pytest_megatron.hooks.start.environment import (
     record_start_environment,
     refuse_launcher,
 )
+from pytest_megatron.hooks.stress import NAME as STRESS
+from pytest_megatron.hooks.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.hooks.workloads.items import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
@@ -74,20 +77,32 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         record_start_environment(early_config)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")
+def pytest_keep_gangs(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None]:
+    """Run the session in a kept process, if there is one, before pytest captures output."""
+    options.release_paths(early_config, parser, args)
+    minutes = options.early_minutes(early_config)
+    plugin = None
+    if minutes and not _is_rank(early_config):
+        from pytest_megatron.hooks.start.keep import keep_gangs
+
+        plugin = keep_gangs(early_config, minutes)
+    yield
+    if plugin is not None:
+        plugin.check(early_config)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
-    if options.may_ask_for_units(config):
-        from pytest_megatron.hooks.test_selection import register_units
-
-        register_units(config, options.read_options(config))
-    if options.asks_for_changes(config):
-        from pytest_megatron.hooks.changed import register_changed
-
-        register_changed(config, options.read_options(config), is_rank=_is_rank(config))
+    _register_selections(config)
     if _is_rank(config):
         declare_marks(config)
         return
     chosen = options.read_options(config)
+    if chosen.num_stress is not None:
+        config.pluginmanager.register(StressPlugin(config, chosen), STRESS)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
         config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
@@ -109,6 +124,17 @@ def pytest_configure(config: pytest.Config) -> None:
         _register_gangs(config)
     elif chosen.run_dir is not None:
         _register_run_file(config, chosen)
+
+
+def _register_selections(config: pytest.Config) -> None:
+    if options.may_ask_for_units(config):
+        from pytest_megatron.hooks.test_selection import register_units
+
+        register_units(config, options.read_options(config))
+    if options.asks_for_changes(config):
+        from pytest_megatron.hooks.changed import register_changed
+
+        register_changed(config, options.read_options(config), is_rank=_is_rank(config))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -149,6 +175,18 @@ def pytest_collection_modifyitems(
         raise
 
 
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Note who left out tests; `run.json` has them, and the list of tests that ran nowhere."""
+    if items:
+        note_deselected(items[0].config, items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep the tests that were left out; ranks leave out those of their controller."""
+    if not _is_rank(session.config):
+        fold(session)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
@@ -159,6 +197,7 @@ def pytest_testnodedown(node: WorkerController) -> None:
         pytest.UsageError: It did.
     """
     output = getattr(node, "workeroutput", {})
+    take_deselected(node.config, output)
     problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
@@ -186,7 +225,7 @@ def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin
-    from pytest_megatron.hooks.history import register_history
+    from pytest_megatron.hooks.run_file import register_history
     from pytest_megatron.hooks.session import session_of
 
     session = session_of(config)
@@ -214,8 +253,7 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
     from pytest_megatron.hooks.ci_log import register_ci_log
     from pytest_megatron.hooks.gangs.results import NAME, GangResults
-    from pytest_megatron.hooks.pages import register_pages
-    from pytest_megatron.hooks.run_file import run_file_of
+    from pytest_megatron.hooks.run_file import register_pages, run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))
@@ -238,8 +276,9 @@ def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests whose mark names several world sizes."""
+    """Parametrise tests whose mark names several world sizes, and those of `--stress`."""
     parametrise_sizes(metafunc)
+    parametrise_repeats(metafunc)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

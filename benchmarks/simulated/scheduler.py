@@ -91,7 +91,7 @@ class _Silent:
     def on_lines(self, lines: list[str]) -> None:
         """Drop the lines."""
 
-    def on_progress(self, phase: int, progress: Progress) -> None:
+    def on_progress(self, phase: str, progress: Progress) -> None:
         """Drop it."""
 
 

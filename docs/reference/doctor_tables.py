@@ -15,8 +15,8 @@ from pathlib import Path
 
 from generated_page import write_tables
 
-from pytest_megatron.doctor.compat import compat
 from pytest_megatron.doctor.examine import rules
+from pytest_megatron.doctor.facts import compat
 from pytest_megatron.workload.checks.rules import CheckRule, check_rules
 
 PAGE = Path(__file__).parent / "doctor.md"

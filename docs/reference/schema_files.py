@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 
 from pytest_megatron.ci.table import table_json_schema
-from pytest_megatron.cli.schema import SCHEMAS, schema_path
+from pytest_megatron.cli.recipes import SCHEMAS, schema_path
 from pytest_megatron.engines import config_file
 from pytest_megatron.golden import schema as golden
 from pytest_megatron.golden.policy import policy_json_schema

@@ -17,7 +17,7 @@ from typing import cast
 from generated_page import write_tables
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.schema import SCHEMAS, schema_path
+from pytest_megatron.cli.recipes import SCHEMAS, schema_path
 
 PAGE = Path(__file__).parent / "schemas.md"
 _TYPES = {

@@ -129,6 +129,7 @@ class Workflow:
     ] = ()
     cache: Annotated[Texts, About("Paths kept from run to run.")] = ()
     keeps_history: Annotated[bool, About("Keep history and durations.")] = False
+    comments: Annotated[bool, About("Write the summary on the pull request.")] = False
 
     @property
     def light_setup(self) -> tuple[str, ...]:

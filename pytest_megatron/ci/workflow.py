@@ -38,6 +38,12 @@ _TRUSTED = (
     "(github.event_name != 'pull_request' || "
     "github.event.pull_request.head.repo.full_name == github.repository)"
 )
+_COMMENT = """\
+- name: Comment on the pull request
+  if: always() && github.event_name == 'pull_request'
+  env:
+    GITHUB_TOKEN: ${{ github.token }}
+  run: pytest-megatron ci comment summary/comment.md"""
 _SHARED_MEMORY = "--ipc=host --ulimit memlock=-1"
 _GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
 
@@ -72,6 +78,8 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
         "cache": _cache_step(workflow),
         "fetch_history": _history_step(workflow, "restore"),
         "keep_history": _keep_history(workflow),
+        "comment": _COMMENT if workflow.comments else "",
+        "comment_permission": "pull-requests: write" if workflow.comments else "",
     }
     words = {
         "branches": json.dumps(list(workflow.branches)),
@@ -249,7 +257,7 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         }
     if len(jobs) == 2:  # noqa: PLR2004 - stages and the plan's own
         raise CiError(where, "has no jobs, expected what 'plan --format json' prints")
-    jobs["verdict"] = {
+    verdict: dict[str, JsonValue] = {
         "stage": "verdict",
         "image": f"python:{workflow.python}",
         "timeout": "20 minutes",
@@ -266,6 +274,9 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
             "expire_in": f"{workflow.retention_days} days",
         },
     }
+    if workflow.comments:  # a script ends where the verdict is bad
+        verdict["after_script"] = ["pytest-megatron ci comment summary/comment.md"]
+    jobs["verdict"] = verdict
     return yaml.safe_dump(jobs, sort_keys=False, width=1000)
 
 

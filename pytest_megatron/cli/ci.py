@@ -1,4 +1,4 @@
-"""`pytest-megatron ci`: files for CI, and one verdict of many jobs."""
+"""`pytest-megatron ci`: files for CI, one verdict of many jobs, and the comment with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def init(*, kind: str, force: bool) -> None:
 @click.argument("plan", metavar="PLAN", type=PATH)
 def child(*, plan: Path) -> None:
     """Print GitLab's child pipeline of a plan, which has a job for each of its jobs."""
-    from pytest_megatron.ci.summary.expected import read_plan  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.read import read_plan  # noqa: PLC0415 - each command its own
     from pytest_megatron.ci.workflow import (  # noqa: PLC0415
         child_pipeline,
         project_workflow,
@@ -140,9 +140,12 @@ def summary(
 
     Exit code 0: all passed. 1: something failed or is missing. 2: the input is unusable.
     """
-    from pytest_megatron.ci.summary.expected import read_plan, read_results  # noqa: PLC0415
     from pytest_megatron.ci.summary.merge import merge  # noqa: PLC0415
-    from pytest_megatron.ci.summary.read import read_jobs  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.read import (  # noqa: PLC0415
+        read_jobs,
+        read_plan,
+        read_results,
+    )
     from pytest_megatron.ci.summary.render import (  # noqa: PLC0415
         as_markdown,
         as_text,
@@ -171,6 +174,33 @@ def summary(
         case _:
             click.echo(as_text(found))
     sys.exit(0 if found.has_passed else EXIT_FAILED)
+
+
+@command.command("comment")
+@click.argument("file", metavar="FILE", type=PATH, default=Path("summary/comment.md"))
+def comment(*, file: Path) -> None:
+    """Write the summary as a comment on the pull request, or replace the one of an earlier run.
+
+    FILE is `comment.md` of `ci summary --output`.  [default: summary/comment.md]
+
+    On GitHub the token is GITHUB_TOKEN, on GitLab GITLAB_TOKEN. Exit code 0 also where there is
+    no pull request or no token, or the server refuses: the verdict is that of `ci summary`.
+    """
+    from pytest_megatron.base.files import read_text  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.comment import comment_place, post_comment  # noqa: PLC0415
+
+    try:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        raise CiError(str(file), f"cannot be read: {error}; expected comment.md") from error
+    place = comment_place(os.environ)
+    if isinstance(place, str):
+        click.echo(f"no comment: {place}")
+        return
+    try:
+        click.echo(post_comment(place, text))
+    except CiError as error:
+        click.echo(f"no comment: {error}", err=True)
 
 
 def _fetch(paths: tuple[Path, ...]) -> str | None:

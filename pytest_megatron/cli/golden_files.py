@@ -25,7 +25,7 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.formats.convert import Converted, ConvertOptions
 from pytest_megatron.golden.formats.convert import convert as convert_text
 from pytest_megatron.golden.formats.layout import Form
-from pytest_megatron.golden.lint.lint import Project, find_goldens, lint_goldens
+from pytest_megatron.golden.lint import Project, find_goldens, lint_goldens
 from pytest_megatron.golden.store import place_of, project_form, read_text
 from pytest_megatron.recipe.case import CASES, GOLDENS
 from pytest_megatron.recipe.load import project_words

@@ -6,11 +6,14 @@ everything that was accepted, together.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from typing import ParamSpec
 
 import click
@@ -21,11 +24,12 @@ from pytest_megatron.cli.formats import EXIT_FAILED, PATH, format_option, root_o
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.golden.build import series_in
 from pytest_megatron.golden.model import is_loss
-from pytest_megatron.golden.policy import policy_named
+from pytest_megatron.golden.policy import ComparisonPolicy, policy_named
 from pytest_megatron.refresh.accept import AcceptOutcome, Offer, Terms, consider, write_pages
 from pytest_megatron.refresh.accept import accept as accept_candidates
 from pytest_megatron.refresh.candidate import Candidate, GateRule, hard
-from pytest_megatron.refresh.difference import FileChange, MetricDifference
+from pytest_megatron.refresh.clusters import MIN_CLUSTERED, cluster
+from pytest_megatron.refresh.difference import FileChange, FileDifference, MetricDifference
 from pytest_megatron.refresh.gate import MIN_REPEATS
 from pytest_megatron.refresh.pull_request import (
     BOTH,
@@ -36,10 +40,63 @@ from pytest_megatron.refresh.pull_request import (
     plot,
     refusals_text,
 )
-from pytest_megatron.refresh.read import CANDIDATE, REJECTED
-from pytest_megatron.refresh.sources import open_runs, read_candidates, select
+from pytest_megatron.refresh.read import CANDIDATE, REJECTED, read_run
 from pytest_megatron.refresh.text import FORMS, metric_line, outcome_text
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.layout import COMPARISON_FILE, OWN_DIR, PLAN_FILE, make_own_dir
+
+_WANTED = (
+    *(CANDIDATE, PLAN_FILE, COMPARISON_FILE, "metrics.json", "metrics.jsonl"),
+    "generated.json",
+)
+_SKIPPED = ("checkpoints", "data_cache", "frozen_checkpoint", "project")
+
+
+@contextlib.contextmanager
+def open_runs(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
+    """Yield the run directories in `paths`; unpacked files are gone afterwards.
+
+    Raises:
+        RunError: There is no run in one of them, or an archive is refused.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        found = find_runs(paths, Path(scratch), _is_wanted)
+        yield tuple(run.directory for run in found)
+
+
+def read_candidates(
+    runs: Sequence[Path], root: Path, policy: ComparisonPolicy
+) -> tuple[Candidate, ...]:
+    """Return the workloads of several runs.
+
+    Raises:
+        GoldenError, RunError: As from `read_run`.
+    """
+    return tuple(candidate for run in runs for candidate in read_run(run, root, policy))
+
+
+def select(candidates: Sequence[Candidate], only: Sequence[str]) -> tuple[Candidate, ...]:
+    """Return those that `--only` names: by node id, part of one, or a pattern with `*`.
+
+    Raises:
+        GoldenError: One of the words names none.
+    """
+    if not only:
+        return tuple(candidates)
+    for word in only:
+        if not any(_is_named(c, word) for c in candidates):
+            known = ", ".join(sorted({c.node_id for c in candidates})) or "none"
+            raise GoldenError("--only", f"{word!r} is no workload of these runs, they have {known}")
+    return tuple(c for c in candidates if any(_is_named(c, word) for word in only))
+
+
+def _is_named(candidate: Candidate, word: str) -> bool:
+    return word in candidate.node_id or fnmatchcase(candidate.node_id, word)
+
+
+def _is_wanted(path: PurePath) -> bool:
+    return path.name in _WANTED and not set(_SKIPPED) & set(path.parts[:-1])
+
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -170,6 +227,7 @@ def _print_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_erro
 
 
 _KEYS = "a accept, r reject, s skip, m show more, q quit"
+_CLUSTER_KEYS = "a accept all, r reject all, s skip all, o one by one, m list them, q quit"
 _LATEST = OWN_DIR / "runs" / "latest"
 _MOST_WIDTH = 100
 _MOST_NAMED = 8  # node ids in a line to type; of more, their recipes
@@ -258,38 +316,83 @@ def _ask_all(offers: Sequence[Offer]) -> tuple[list[Candidate], list[Candidate]]
     Raises:
         Exit: The user quit; nothing was decided.
     """
-    accepted: list[Candidate] = []
-    rejected: list[Candidate] = []
-    for number, offer in enumerate(offers, start=1):
-        _print(f"\n{number} of {len(offers)}: {offer.candidate.node_id}")
-        _show(offer, is_all=False)
-        key = _ask(offer)
-        if key == "q":
-            click.echo("quit: nothing was decided, nothing was written")
-            raise click.exceptions.Exit(0)
-        if key == "a":
-            accepted.append(offer.candidate)
-        elif key == "r":
-            rejected.append(offer.candidate)
+    decided: dict[str, list[Candidate]] = {"a": [], "r": [], "s": []}
+    done = 0
+    for text, together in _by_change(offers):
+        first, done = done + 1, done + len(together)
+        _print(f"\n{first} to {done} of {len(offers)}: {text}" if len(together) > 1 else "")
+        if len(together) > 1 and (key := _ask_cluster(together)) != "o":
+            decided[key] += [offer.candidate for offer in together]
+            continue
+        for number, offer in enumerate(together, start=first):
+            _print(f"{number} of {len(offers)}: {offer.candidate.node_id}")
+            _show(offer, is_all=False)
+            decided[_ask(offer)].append(offer.candidate)
     if not offers:
         click.echo("nothing waits for a decision")
-    return accepted, rejected
+    return decided["a"], decided["r"]
+
+
+def _by_change(offers: Sequence[Offer]) -> list[tuple[str, tuple[Offer, ...]]]:
+    """Return many offers by the way in which they change, the rarest first; few one by one."""
+    if len(offers) < MIN_CLUSTERED:
+        return [("", (offer,)) for offer in offers]
+    changing = [offer for offer in offers if _difference(offer).state is not FileChange.UNCHANGED]
+    found = cluster(changing, _difference, lambda offer: [r.rule.value for r in offer.refusals])
+    same = [("", (offer,)) for offer in offers if offer not in changing]
+    return [*((one.text, one.members) for one in found), *same]
+
+
+def _difference(offer: Offer) -> FileDifference:
+    assert offer.difference is not None
+    return offer.difference
+
+
+def _ask_cluster(offers: Sequence[Offer]) -> str:
+    """Show the largest change of goldens that change in the same way; return the decision."""
+    _print(f"the largest change of them is that of {offers[0].candidate.node_id}")
+    _show(offers[0], is_all=False)
+    while True:
+        key = _key(_CLUSTER_KEYS)
+        if key == "m":
+            for offer in offers:
+                _print(f"    {offer.candidate.node_id}  largest {_difference(offer).largest:.1e}")
+        elif key == "a" and offers[0].refusals:
+            _print(_why_not(offers[0]))
+        elif key in ("a", "r", "s", "o"):
+            return key
 
 
 def _ask(offer: Offer) -> str:
     """Return the letter of a decision."""
-    refused = bool(offer.refusals)
     while True:
-        click.echo(f"{_KEYS}: ", nl=False)
-        key = click.getchar().lower() or "q"  # nobody is there to answer
-        click.echo(key if key.isprintable() else "")
+        key = _key(_KEYS)
         if key == "m":
             _show(offer, is_all=True)
-        elif key == "a" and refused:
-            needs = "it never may" if hard(offer.refusals) else "give --reason TEXT"
-            _print(f"cannot be accepted, {needs}: {offer.refusals[0].line}")
-        elif key in ("a", "r", "s", "q"):
+        elif key == "a" and offer.refusals:
+            _print(_why_not(offer))
+        elif key in ("a", "r", "s"):
             return key
+
+
+def _why_not(offer: Offer) -> str:
+    needs = "it never may" if hard(offer.refusals) else "give --reason TEXT"
+    return f"cannot be accepted, {needs}: {offer.refusals[0].line}"
+
+
+def _key(keys: str) -> str:
+    """Return the letter that the user typed.
+
+    Raises:
+        Exit: The user quit; nothing was decided.
+    """
+    click.echo(f"{keys}: ", nl=False)
+    key = click.getchar().lower() or "q"  # nobody is there to answer
+    click.echo(key if key.isprintable() else "")
+    if key == "q":
+        click.echo("quit: nothing was decided, nothing was written")
+        raise click.exceptions.Exit(0)
+    return key
 
 
 def _show(offer: Offer, *, is_all: bool) -> None:

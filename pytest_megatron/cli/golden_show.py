@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
 
 import click
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import mend_of_owner, run_git
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable
 from pytest_megatron.cli.formats import (
@@ -23,20 +26,268 @@ from pytest_megatron.cli.formats import (
     root_option,
 )
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.lint.lint import find_goldens
-from pytest_megatron.golden.model import Generation, parse_provenance, provenance_to_json, series_of
-from pytest_megatron.golden.store import document_of, is_baseline, load_object, read_text
-from pytest_megatron.golden.summary import MetricSummary, shown, summarise
-from pytest_megatron.refresh.difference import FileChange
-from pytest_megatron.refresh.pull_request import markdown
-from pytest_megatron.refresh.revision import (
-    DEFAULT_PATHS,
-    compare_sides,
-    side_of_path,
-    side_of_revision,
-    side_of_tree,
+from pytest_megatron.golden.lint import find_goldens
+from pytest_megatron.golden.model import (
+    Generation,
+    Golden,
+    Series,
+    Value,
+    parse_provenance,
+    provenance_to_json,
+    series_of,
 )
+from pytest_megatron.golden.store import (
+    document_of,
+    is_baseline,
+    load_object,
+    parse_golden,
+    read_text,
+)
+from pytest_megatron.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
+from pytest_megatron.refresh.difference import FileChange, FileDifference, differ
+from pytest_megatron.refresh.pull_request import markdown
 from pytest_megatron.refresh.text import FORMS, differences_json, differences_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One file of a side.
+
+    Attributes:
+        where: Its name in messages.
+        content: Its bytes.
+    """
+
+    where: str
+    content: bytes
+
+
+def side_of_path(path: Path) -> Mapping[str, Text]:
+    """Return the goldens at a path by name: one file has the name "", below a directory its own.
+
+    Raises:
+        GoldenError: There is nothing, or it cannot be read.
+    """
+    if path.is_dir():
+        files = {p.relative_to(path).as_posix(): p for p in sorted(_goldens_below(path))}
+    elif path.exists():
+        files = {"": path}
+    else:
+        raise GoldenError(str(path), "no such file or directory")
+    try:
+        return {name: Text(where=str(p), content=p.read_bytes()) for name, p in files.items()}
+    except OSError as error:
+        raise GoldenError(
+            str(error.filename or path), f"cannot be read: {error.strerror}"
+        ) from error
+
+
+def side_of_tree(root: Path, paths: Sequence[str]) -> Mapping[str, Text]:
+    """Return the goldens below `paths` in the working tree of `root`, by path.
+
+    Raises:
+        GoldenError: One of them cannot be read.
+    """
+    found: dict[str, Text] = {}
+    for path in paths:
+        place = root / path
+        if place.exists():
+            for name, text in side_of_path(place).items():
+                found[PurePosixPath(path, name).as_posix()] = text
+    return found
+
+
+def side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> Mapping[str, Text]:
+    """Return the goldens below `paths` at a commit, by path.
+
+    Raises:
+        GoldenError: git does not know the commit, or `root` is in no repository.
+    """
+    prefix = _git(root, "rev-parse", "--show-prefix").decode().strip()
+    names = _git(root, "ls-tree", "-r", "-z", "--name-only", "--end-of-options", revision, *paths)
+    wanted = [name for name in names.decode().split("\0") if name and _is_golden(name)]
+    contents = _contents(root, [f"{revision}:{prefix}{name}" for name in wanted])
+    return {
+        name: Text(where=f"{revision}:{name}", content=content)
+        for name, content in zip(wanted, contents, strict=True)
+    }
+
+
+DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
+
+
+def compare_sides(
+    old: Mapping[str, Text], new: Mapping[str, Text]
+) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
+    """Return how goldens differ, file by file, and the problems of those that cannot be read.
+
+    Files whose bytes are the same are not parsed; they count as unchanged.
+    """
+    found: list[FileDifference] = []
+    problems: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        shown = name or (b or a or Text(where="", content=b"")).where
+        before, broken_before = _parse(a)
+        same = a is not None and b is not None and a.content == b.content
+        after, broken_after = (before, broken_before) if same else _parse(b)
+        problems += [p for p in dict.fromkeys((broken_before, broken_after)) if p]
+        if before is not None or after is not None:
+            found.append(differ(shown, before, after, broken=broken_before))
+    return tuple(found), tuple(problems)
+
+
+def _parse(text: Text | None) -> tuple[Golden | None, str]:
+    if text is None:
+        return None, ""
+    try:
+        return parse_golden(text.content.decode("utf-8-sig"), text.where), ""
+    except UnicodeDecodeError as error:
+        return None, f"{text.where}: not UTF-8 text, at byte {error.start}"
+    except GoldenError as error:
+        return None, str(error)
+
+
+def _goldens_below(directory: Path) -> Iterator[Path]:
+    return (p for p in directory.rglob(f"{GOLDEN_PREFIX}*.json") if p.is_file())
+
+
+def _is_golden(name: str) -> bool:
+    path = PurePosixPath(name)
+    is_named = path.name.startswith(GOLDEN_PREFIX) and path.suffix == ".json"
+    return is_named and "\n" not in name
+
+
+def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
+    """Yield the content of objects of git, with one process for all of them."""
+    answer = _git(root, "cat-file", "--batch", given="\n".join(objects) + "\n") if objects else b""
+    at = 0
+    for _ in objects:
+        end = answer.index(b"\n", at)
+        size = int(answer[at:end].rpartition(b" ")[2])
+        yield answer[end + 1 : end + 1 + size]
+        at = end + 1 + size + 1
+
+
+def _git(root: Path, *arguments: str, given: str = "") -> bytes:
+    try:
+        done = run_git(root, *arguments, given=given.encode())
+    except OSError as error:
+        raise GoldenError("git", f"cannot be started: {error.strerror}") from error
+    if done.returncode:
+        words = done.stderr.decode(errors="replace")
+        if (mend := mend_of_owner(words)) is not None:
+            raise GoldenError(str(root), f"git refuses it, another user owns it; {mend}")
+        said = words.strip().splitlines() or ["it failed"]
+        raise GoldenError(
+            str(root), f"git says: {said[-1]}; give a commit that `git log` shows here"
+        )
+    return done.stdout
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+_GAP = "·"
+_SHOWN_TEXT = 16  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSummary:
+    """One metric of a golden.
+
+    Attributes:
+        steps: As in `1-100`, or `1-100 by 5` where they are more than one apart.
+        spark: The finite values as a curve of at most the width asked for.
+    """
+
+    name: str
+    num_values: int
+    num_finite: int
+    steps: str
+    first: Value | None
+    last: Value | None
+    least: float | None
+    most: float | None
+    precision: str
+    spark: str
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the summary for a program; a value that is not finite is a text."""
+        return {
+            "metric": self.name,
+            "num_values": self.num_values,
+            "num_finite": self.num_finite,
+            "steps": self.steps,
+            "first": _json_value(self.first),
+            "last": _json_value(self.last),
+            "least": self.least,
+            "most": self.most,
+            "precision": self.precision,
+        }
+
+
+def summarise(name: str, series: Series, *, width: int) -> MetricSummary:
+    """Return the summary of one metric; its curve has at most `width` characters."""
+    finite = series.finite().values()
+    return MetricSummary(
+        name=name,
+        num_values=len(series),
+        num_finite=len(finite),
+        steps=_steps(series.steps),
+        first=series.values[0] if len(series) else None,
+        last=series.values[-1] if len(series) else None,
+        least=min(finite, default=None),
+        most=max(finite, default=None),
+        precision="full" if series.is_full_precision else "5 decimals",
+        spark=sparkline(series.values, width=width),
+    )
+
+
+def sparkline(values: Sequence[Value], *, width: int) -> str:
+    """Return a curve of block characters; each stands for the mean of as many values.
+
+    A part without any finite number is a dot; where all are equal, the line is low.
+    """
+    num_parts = min(width, len(values))
+    bounds = [len(values) * i // max(num_parts, 1) for i in range(num_parts + 1)]
+    parts = [_mean(values[a:b]) for a, b in pairwise(bounds)]
+    finite = [mean for mean in parts if mean is not None]
+    least = min(finite, default=0.0)
+    height = max(finite, default=0.0) - least
+    return "".join(
+        _GAP if mean is None else SPARKS[_level((mean - least) / height if height > 0 else 0.0)]
+        for mean in parts
+    )
+
+
+def shown(value: Value | None) -> str:
+    """Return a value for a cell: text quoted and cut, so that it stays on its line."""
+    if value is None:
+        return "-"
+    return ascii(value[:_SHOWN_TEXT]) if isinstance(value, str) else f"{value:.10g}"
+
+
+def _level(share: float) -> int:
+    return min(int(share * len(SPARKS)), len(SPARKS) - 1)
+
+
+def _mean(values: Sequence[Value]) -> float | None:
+    finite = [v for v in values if isinstance(v, float) and math.isfinite(v)]
+    return sum(v / len(finite) for v in finite) if finite else None
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "-"
+    if len(steps) == 1:
+        return str(steps[0])
+    distances = {b - a for a, b in pairwise(steps[1:])}
+    every = f" by {distances.pop()}" if len(distances) == 1 and distances != {1} else ""
+    return f"{steps[0]}-{steps[-1]}{every}"
+
+
+def _json_value(value: Value | None) -> JsonValue:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
 
 _WIDTH = 24  # of a curve
 _COLUMNS = ("metric", "values", "steps", "first", "last", "least", "most", "precision", "curve")

@@ -63,10 +63,12 @@ SUBCOMMANDS = {
     "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
     "changed": ("changed:command", "Join records of what tests use, for --changed."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
+    "culprit": ("culprit:command", "Find the commit from which on an item fails."),
     "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),
     "flaky": ("flaky:command", "Count how often items passed only when run again."),
+    "gangs": ("gangs:gangs", "List and stop the processes that --keep-gangs keeps."),
     "golden": ("golden:command", "Compare observed metrics with golden values."),
     "interactive": ("slurm:interactive", "Print how to get a shell of Slurm for a workload."),
     "lint": ("recipes:lint", "Report errors in recipes, cases and goldens."),
@@ -75,9 +77,10 @@ SUBCOMMANDS = {
     "report": ("runs:report", "Write pages and pictures of finished runs."),
     "runs": ("runs:runs", "List and remove the runs that a project keeps."),
     "sbatch": ("slurm:sbatch", "Print the script that runs a workload in Slurm."),
-    "schema": ("schema:command", "Print the JSON Schema of a kind of file, or its path."),
+    "schema": ("recipes:schema", "Print the JSON Schema of a kind of file, or its path."),
     "trace": ("trace:command", "Compare and print traces of tensors."),
     "triage": ("triage:command", "Find why a run failed, from its logs."),
+    "watch": ("gangs:watch", "Run tests, and again after each edit, on kept gangs."),
 }
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one
 

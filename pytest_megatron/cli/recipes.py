@@ -1,4 +1,4 @@
-"""`pytest-megatron expand` and `lint`: the rows of recipes, and their errors."""
+"""`pytest-megatron expand`, `lint` and `schema`: rows of recipes, their errors, formats."""
 
 from __future__ import annotations
 
@@ -92,3 +92,35 @@ def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
     )
     click.echo(findings_text(findings, form), nl=False)
     sys.exit(any(finding.is_error for finding in findings))
+
+
+# Name -> the files that it is for, as an editor takes them.
+SCHEMAS = {
+    "case": "tests/functional_tests/test_cases/**/model_config.yaml",
+    "ci": "[tool.pytest-megatron.ci] of pyproject.toml",
+    "executor-config": "the file of --executor-config",
+    "golden": "golden_values*.json",
+    "policy": "the file of --golden-policy",
+    "recipe": "recipes/**/*.yaml",
+    "run": "run.json of a run directory",
+}
+
+
+def schema_path(name: str) -> Path:
+    """Return the file of a schema."""
+    return Path(__file__).parents[1] / "schemas" / f"{name}.schema.json"
+
+
+@click.command(name="schema")
+@click.argument("name", type=click.Choice(list(SCHEMAS)), required=False)
+@click.option("--path", "is_path", is_flag=True, help="Print where the file is.")
+def schema(name: str | None, *, is_path: bool) -> None:
+    """Print a JSON Schema, or without NAME their names, files and paths."""
+    if name is None:
+        width = max(map(len, SCHEMAS))
+        for each, files in SCHEMAS.items():
+            click.echo(f"{each:{width}}  {files}\n{'':{width}}  {schema_path(each)}")
+    elif is_path:
+        click.echo(schema_path(name))
+    else:
+        click.echo(schema_path(name).read_text(encoding="utf-8"), nl=False)

@@ -5,16 +5,17 @@ Thin: finds, compares and prints. Errors go up to `main`, which ends with exit c
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import click
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import columns, counted, printable
+from pytest_megatron.base.text import columns, counted, listed, printable
 from pytest_megatron.cli.formats import (
     EXIT_FAILED,
     EXIT_UNUSABLE,
@@ -23,7 +24,16 @@ from pytest_megatron.cli.formats import (
     format_option,
 )
 from pytest_megatron.errors import RunError, TraceError
-from pytest_megatron.runs.traces import FoundTrace, differences_beside, find_traces, pair_traces
+from pytest_megatron.runs.find import FoundRun, find_runs
+from pytest_megatron.runs.layout import PLAN_FILE, TRACE_DIR, item_dirs
+from pytest_megatron.runs.record import (
+    RecordedPhase,
+    RecordedPlan,
+    RecordedRun,
+    RecordedWorkload,
+    read_if_whole,
+    read_run,
+)
 from pytest_megatron.trace.bits import compare_bits, headline
 from pytest_megatron.trace.divergences import TraceComparison, as_text, comparison_to_json
 from pytest_megatron.trace.files import (
@@ -33,6 +43,203 @@ from pytest_megatron.trace.files import (
     read_header,
     read_records,
 )
+
+_MOST_LISTED = 10
+_PHASE = re.compile(r"phase_(\d+)").fullmatch
+# Of a machine or a start, not of what is computed.
+_PASSED_OVER = frozenset(
+    (
+        *("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "PYTHONPATH"),
+        *("PYTEST_MEGATRON_TRACE", "VIRTUAL_ENV"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTrace:
+    """The trace of a phase.
+
+    Attributes:
+        node_id: Of the item; "" for a directory that is in no run.
+        number: Of the phase; 0 for such a directory.
+        directory: With a file for each rank.
+        plan: Of the attempt, where it can be read.
+    """
+
+    node_id: str
+    number: int
+    directory: Path
+    plan: RecordedPlan | None = None
+
+    @property
+    def phase(self) -> RecordedPhase | None:
+        """The phase as it was planned."""
+        phases = () if self.plan is None else self.plan.phases
+        return next((phase for phase in phases if phase.number == self.number), None)
+
+    @property
+    def name(self) -> str:
+        """Item and phase, for a person."""
+        if not self.node_id:
+            return str(self.directory)
+        return f"{self.node_id}, {'phase' if self.phase is None else self.phase.name or 'phase'}"
+
+
+def find_traces(path: Path, scratch: Path, item: str | None = None) -> list[FoundTrace]:
+    """Return the traces at a path: those of the last attempt of the first repeat of each item.
+
+    Args:
+        path: A directory of a trace, a run directory, or an artifact of a run.
+        scratch: A directory for the files of an artifact.
+        item: A node id, or a part of one; None takes all.
+
+    Raises:
+        RunError: There is none.
+    """
+    bare = next((p for p in (path, path / TRACE_DIR) if any(p.glob("rank_*.jsonl"))), None)
+    if bare is not None:
+        return [FoundTrace(node_id="", number=0, directory=bare)]
+    runs = find_runs([path], scratch, _is_wanted, looks_up=True)
+    found = [trace for run in runs for trace in _traces_of(run)]
+    if not found:
+        raise RunError(
+            str(path), "has no trace of tensors; run it with --tensor-trace hash to record one"
+        )
+    if item is None:
+        return found
+    ids = dict.fromkeys(trace.node_id for trace in found)
+    named = [one for one in ids if one == item or one.endswith(f"::{item}")]
+    named = named or [one for one in ids if item in one]
+    if not named:
+        there = listed(list(ids), _MOST_LISTED)
+        raise RunError(str(path), f"has no trace of {item!r}, expected a part of one of {there}")
+    return [trace for trace in found if trace.node_id in named]
+
+
+def _is_wanted(name: PurePath) -> bool:
+    return name.name == PLAN_FILE or (name.parent.name == TRACE_DIR and name.suffix == ".jsonl")
+
+
+def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
+    record: RecordedRun = read_run(run.directory)
+    for node_id, item in record.items.items():
+        if isinstance(item, RecordedWorkload):
+            yield from _traces_in(item_dirs(run.directory, node_id).root, node_id)
+
+
+def _traces_in(directory: Path, node_id: str) -> Iterator[FoundTrace]:
+    attempts = {path.parents[1] for path in directory.glob(f"repeat_*/attempt_*/*/{TRACE_DIR}")}
+    if not attempts:
+        return
+    first = min(attempts, key=_numbers)
+    attempt = max((one for one in attempts if one.parent == first.parent), key=_numbers)
+    plan = read_if_whole(attempt / PLAN_FILE, RecordedPlan)
+    phases = {path: match for path in attempt.iterdir() if (match := _PHASE(path.name))}
+    for path, match in sorted(phases.items(), key=lambda pair: int(pair[1][1])):
+        trace = path / TRACE_DIR
+        if trace.is_dir() and not trace.is_symlink():
+            yield FoundTrace(node_id=node_id, number=int(match[1]), directory=trace, plan=plan)
+
+
+def _numbers(attempt: Path) -> tuple[int, ...]:
+    """Return repeat and attempt."""
+    return tuple(int(part.rpartition("_")[2]) for part in attempt.parts[-2:])
+
+
+def pair_traces(
+    reference: Sequence[FoundTrace], candidate: Sequence[FoundTrace]
+) -> list[tuple[FoundTrace, FoundTrace]]:
+    """Return traces that belong together: of one item and phase, or the only one on each side.
+
+    Phases of an item that one side alone has are left out; where the sides have none in common,
+    the first ones belong together.
+
+    Raises:
+        RunError: No two do.
+    """
+    theirs = {(one.node_id, one.number): one for one in candidate}
+    pairs = [
+        (one, theirs[key]) for one in reference if (key := (one.node_id, one.number)) in theirs
+    ]
+    if not pairs:
+        firsts = {one.node_id: one for one in reversed(candidate)}
+        ours = {one.node_id: one for one in reversed(reference)}
+        pairs = [(one, firsts[node_id]) for node_id, one in ours.items() if node_id in firsts]
+    if not pairs and len(reference) == len(candidate) == 1:
+        pairs = [(reference[0], candidate[0])]
+    if not pairs:
+        names = [listed([one.name for one in side], 3) for side in (reference, candidate)]
+        raise RunError(
+            "trace diff",
+            f"no trace of one item in both: the first has {names[0]}, the second {names[1]}; name "
+            f"ITEM, or give the directory of each trace",
+        )
+    return pairs
+
+
+def differences_beside(reference: FoundTrace, candidate: FoundTrace) -> list[str]:
+    """Return a line for each thing that two trainings were not given alike: `torch: 2.12 and 2.13`.
+
+    Paths below the run directories do not count.
+    """
+    a, b = reference.plan, candidate.plan
+    if a is None or b is None:
+        return []
+    rows: list[tuple[str, object, object]] = [
+        (name, getattr(a, name), getattr(b, name)) for name in ("commit", "image", "python")
+    ]
+    rows += _rows("", a.versions, b.versions)
+    rows += [(name, getattr(a, name), getattr(b, name)) for name in ("driver", "gpus", "cpu")]
+    one, other = reference.phase, candidate.phase
+    if one is not None and other is not None:
+        rows += _rows("", _arguments(one, reference), _arguments(other, candidate))
+        rows += _rows("variable ", _variables(one, reference), _variables(other, candidate))
+    lines = [f"{name}: {_shown(old)} and {_shown(new)}" for name, old, new in rows if old != new]
+    for plan, which in ((a, "first"), (b, "second")):
+        lines += [f"uncommitted changes in the {which}"] if plan.is_dirty else []
+    return lines
+
+
+def _rows(
+    prefix: str, old: Mapping[str, str], new: Mapping[str, str]
+) -> list[tuple[str, object, object]]:
+    names = dict.fromkeys((*old, *new))
+    return [(f"{prefix}{name}", old.get(name), new.get(name)) for name in names]
+
+
+def _arguments(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+    """Return the program's flags with their values; what is no flag belongs to the one before."""
+    words = phase.argv
+    start = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
+    found: dict[str, str] = {}
+    name = "program"
+    for word in words[start:]:
+        is_flag = word.startswith("--")
+        name = word if is_flag else name
+        value = "" if is_flag else _without_run(word, of)
+        found[name] = f"{found.get(name, '')} {value}".strip()
+    return found
+
+
+def _variables(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+    return {
+        name: _without_run(value, of)
+        for name, value in phase.env.items()
+        if name not in _PASSED_OVER
+    }
+
+
+def _without_run(text: str, of: FoundTrace) -> str:
+    """Return a text without the path of its run and the number of its phase."""
+    item = re.escape(item_dirs(Path(), of.node_id).root.name)
+    return re.sub(rf"[^\s\"'=]*/{item}/repeat_\d+/attempt_\d+/?(phase_\d+)?", "", text)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else str(value) or "given"
+
 
 _COLUMNS = ("step", "phase", "module", "tensor", "shape", "dtype", "norm", "hash")
 

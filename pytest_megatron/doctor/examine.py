@@ -14,13 +14,11 @@ from pytest_megatron.doctor.checks.machine import (
     check_communication,
     check_machine,
     check_megatron,
+    check_variables,
 )
 from pytest_megatron.doctor.checks.packages import check_build, check_compiled, check_requirements
-from pytest_megatron.doctor.checks.project import check_project
-from pytest_megatron.doctor.checks.recipe import Needs, check_recipe
-from pytest_megatron.doctor.checks.variables import check_variables
-from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.facts import EnvironmentFacts, Python
+from pytest_megatron.doctor.checks.project import Needs, check_project, check_recipe
+from pytest_megatron.doctor.facts import EnvironmentFacts, Python, SystemView, compat
 from pytest_megatron.doctor.probes.child import ask
 from pytest_megatron.doctor.probes.devices import (
     SCRIPTS,
@@ -40,7 +38,6 @@ from pytest_megatron.doctor.probes.packages import (
     read_extensions,
     read_packages,
 )
-from pytest_megatron.doctor.system import SystemView
 from pytest_megatron.errors import HostError
 from pytest_megatron.recipe.findings import Severity
 from pytest_megatron.workload.checks.rules import (

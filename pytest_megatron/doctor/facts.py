@@ -1,13 +1,22 @@
-"""Facts about a machine and an environment; a fact that is not known is None."""
+"""Facts about a machine and an environment, their source, and tables of compatible versions.
+
+A fact that is not known is None.
+"""
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import tempfile
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from pytest_megatron.base.schema import trusted
 from pytest_megatron.gpu.host import Gpu
 
 UNKNOWN = "unknown"  # the version of a program that does not say
@@ -299,3 +308,98 @@ def minor_of(text: str | None) -> str | None:
     """Return `12.8` of `12.8.1+cu128`."""
     version = version_of(text)
     return f"{version.major}.{version.minor}" if version else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemView:
+    """Everything that a probe looks at.
+
+    Attributes:
+        python: The interpreter of the environment.
+        project: The directory that trainings are started in.
+        root: What `/proc`, `/sys`, `/dev`, `/run` and `/usr` are below.
+        env: Variables; its `PATH` is where programs are looked for.
+        home: For caches that no variable names.
+        temporary: The directory for temporary files.
+        wheel_host: Host and port where projects publish wheels.
+        rendezvous_port: The port that launchers take by default.
+        import_limit_s: Time limit for torch and its extensions to be imported; a fifth of it for
+            each extension.
+        collective_limit_s: Time limit for one all_reduce with all that it starts.
+    """
+
+    python: Path
+    project: Path = field(default_factory=Path.cwd)
+    root: Path = Path("/")
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    home: Path = field(default_factory=Path.home)
+    temporary: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    wheel_host: tuple[str, int] = ("github.com", 443)
+    rendezvous_port: int = 29500
+    import_limit_s: float = 300.0
+    collective_limit_s: float = 120.0
+
+    def under(self, path: str) -> Path:
+        """Return an absolute path of the machine that is looked at."""
+        return self.root / path.lstrip("/")
+
+    def read(self, path: str) -> str:
+        """Return a file of the machine, empty where there is none."""
+        try:
+            return self.under(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+def here(python: Path | None = None) -> SystemView:
+    """Return this machine, and the environment of `python`; by default the one that runs this."""
+    return SystemView(python=python or Path(sys.executable))
+
+
+TABLE = Path(__file__).parent / "compat.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A package that is compiled against torch.
+
+    Attributes:
+        name: Of the distribution; `also`: other distributions of the same code.
+        modules: Whose import shows that it works.
+        objects: Patterns of its shared objects, below site-packages.
+        wheel: Template of the names of published wheels, None where none are published.
+        build: The command that compiles it, where that is the only way.
+        needs: Arguments of a training that cannot do without it.
+    """
+
+    name: str
+    also: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
+    wheel: str | None = None
+    build: str | None = None
+    latest: str
+    force: str
+    needs: tuple[str, ...] = ()
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compat:
+    """The tables.
+
+    Attributes:
+        least_driver: CUDA's major version -> the least driver.
+        release_driver: CUDA's version -> the driver that its release came with.
+    """
+
+    least_driver: Mapping[str, str]
+    release_driver: Mapping[str, str]
+    compiled: tuple[Compiled, ...]
+
+
+@functools.cache
+def compat() -> Compat:
+    """Return the built-in tables."""
+    return trusted(Compat, tomllib.loads(TABLE.read_text(encoding="utf-8")))

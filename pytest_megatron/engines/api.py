@@ -19,7 +19,7 @@ from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
-from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd, StopEarly
+from pytest_megatron.workload.run.runner import AttemptListener, PhaseEnd
 
 GROUP = "pytest_megatron.engines"  # of entry points
 
@@ -62,6 +62,15 @@ class Planned:
     description: dict[str, JsonValue]
 
 
+class FindFailure(Protocol):
+    """Returns why an attempt can only fail, None while it may pass; as `StopEarly`."""
+
+    def __call__(
+        self, ends: Sequence[PhaseEnd], facts: SessionFacts | None = None, /
+    ) -> str | None:
+        """Judge its phases so far; `facts` are of the job, None where it runs on this machine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One attempt of a workload, to be run somewhere.
@@ -76,8 +85,8 @@ class Submission:
         avoid_gpus: UUIDs of GPUs that failed under one; to be taken last.
         delay_s: Pause before it may be submitted.
         listener: Sees lines and progress, where the engine can show them live.
-        stop_early: For `run_attempt`, where the engine runs it in this process; None to let every
-            attempt train to its end.
+        stop_early: For `run_attempt`, where the engine runs it in this process, else for
+            `RunningJobs`; None to let every attempt train to its end.
     """
 
     key: str
@@ -89,7 +98,7 @@ class Submission:
     avoid_gpus: frozenset[str] = frozenset()
     delay_s: float = 0.0
     listener: AttemptListener
-    stop_early: StopEarly | None = None
+    stop_early: FindFailure | None = None
 
 
 class TroubleKind(Enum):

@@ -37,12 +37,13 @@ from pytest_megatron.engines.api import (
 from pytest_megatron.engines.warm_process import (
     PRELOADED,
     PRELOADED_FOR_MEGATRON,
+    PRELOADED_FOR_OPTIMIZERS,
     receive,
     send,
 )
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
-from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, execute_guard
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.recipe.model import Workload
@@ -127,13 +128,14 @@ class LeasingEngine:
         self._waiting = [order for order in self._waiting if order.key not in keys]
 
     def _run(self, order: Submission) -> SubmissionOutcome:
-        """Run an order on leased GPUs."""
+        """Run an order, on leased GPUs unless it is one for the CPU."""
         needed = order.resources
+        if needed.platform == CPU_PLATFORM:
+            return self._carry_out(order, order.planned(None), Lease(gpus=(), descriptors=()))
         fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
         leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
         with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
-            is_on_gpus = needed.platform != CPU_PLATFORM
-            devices = tuple(gpu.uuid for gpu in lease.gpus) if is_on_gpus else None
+            devices = tuple(gpu.uuid for gpu in lease.gpus)
             outcome = self._carry_out(order, order.planned(devices), lease)
             return replace(outcome, health=watch.finish())
 
@@ -296,7 +298,7 @@ class WarmProcesses:
         if phase.world_size > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torch.distributed.run sets it for ranks
         assert phase.start is not None
-        names = [*PRELOADED, *(PRELOADED_FOR_MEGATRON if uses_megatron(script) else ())]
+        names = [*PRELOADED, *imports_of(script)]
         process = self._process(phase.start.python, names, env, start.cwd)
         order = {"words": list(start.words), "env": dict(start.env), "free": free}
         with contextlib.ExitStack() as undo:
@@ -401,23 +403,29 @@ def obstacle_of(script: Path, env: Mapping[str, str]) -> str:
     return f"{watched} is set" if watched else _examine(script)[0]
 
 
-def uses_megatron(script: Path) -> bool:
-    """Return true if a program imports a part of Megatron."""
+def imports_of(script: Path) -> Sequence[str]:
+    """Return the parts of torch that a program imports late, through what it uses."""
     return _examine(script)[1]
 
 
 @functools.cache
-def _examine(script: Path) -> tuple[str, bool]:
-    """Return where a program changes its environment, or "", and whether it imports Megatron."""
+def _examine(script: Path) -> tuple[str, Sequence[str]]:
+    """Return where a program changes its environment, or "", and what it imports late."""
     imported: set[str] = set()
+    has_optimizer = False
     try:
         for path, tree in _own_modules(script):
             if (line := _changed_environment(tree)) is not None:
-                return f"{path.name}:{line} changes the environment, maybe for torch", False
-            imported |= {name.partition(".")[0] for name in _imported(tree)}
+                return f"{path.name}:{line} changes the environment, maybe for torch", ()
+            names = set(_imported(tree))
+            imported |= {name.partition(".")[0] for name in names}
+            attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            has_optimizer |= any("torch.optim" in n for n in names) or "optim" in attributes
     except (OSError, SyntaxError, ValueError) as error:
-        return f"it cannot be read: {error}", False
-    return "", "megatron" in imported
+        return f"it cannot be read: {error}", ()
+    if "megatron" in imported:
+        return "", PRELOADED_FOR_MEGATRON
+    return "", PRELOADED_FOR_OPTIMIZERS if has_optimizer else ()
 
 
 def _own_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:

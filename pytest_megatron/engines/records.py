@@ -1,26 +1,37 @@
 """Files that a job reads and writes: `SPEC.json` and an outcome.
 
+While it runs, it leaves its phases so far for the controller, which may ask it to stop.
+
 A spec holds the plan without the environment that the controller has: a job has its own. It can
 hold what a case sets, and so is readable by its owner only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Self
 
 from pytest_megatron.base.files import parse_json, read_bytes, write_json_atomically
 from pytest_megatron.base.schema import SchemaError, adapter, parse
-from pytest_megatron.engines.api import EngineError, Planned, SubmissionOutcome
+from pytest_megatron.engines.api import (
+    EngineError,
+    FindFailure,
+    Planned,
+    Submission,
+    SubmissionOutcome,
+)
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workload.plan.plan import AttemptPlan
-from pytest_megatron.workload.run.runner import PhaseEnd, PhaseResult
+from pytest_megatron.workload.run.runner import JudgePace, PhaseEnd, PhaseResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,7 @@ class JobSpec:
         description: The content of `plan.json`, as JSON.
         env: Variables of the engine's configuration, over the job's own and under the plan's.
         watches_gpus: Whether the job asks its GPUs how they are.
+        stops_early: The controller judges the training while it runs.
         secret: What tasks of one job on several nodes know one another by.
         options: For the engine's own programs.
     """
@@ -45,6 +57,7 @@ class JobSpec:
     description: str
     env: dict[str, str]
     watches_gpus: bool
+    stops_early: bool = False
     secret: str = ""
     options: dict[str, str]
 
@@ -64,6 +77,27 @@ class EndRecord(PhaseResult):
         script = None if end.script is None else replace(end.script, env={})
         result = {name: getattr(end, name) for name in _RESULT}
         return cls(number=end.plan.number, **{**result, "script": script})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningRecord:
+    """Phases of a job that runs, the last as if it were stopped now; written now and then."""
+
+    ends: tuple[EndRecord, ...]
+    facts: SessionFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """Request of the controller to stop a job in a phase.
+
+    Attributes:
+        number: Of the phase.
+        problem: Why it can only fail.
+    """
+
+    number: int
+    problem: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +183,11 @@ def write_record(path: Path, record: JobRecord) -> None:
         OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(path, parse_json(adapter(JobRecord).dump_json(record)))
+    _write(path, record)
+
+
+def _write(path: Path, record: JobRecord | RunningRecord | StopRequest) -> None:
+    write_json_atomically(path, parse_json(adapter(type(record)).dump_json(record)))
 
 
 def read_record(path: Path) -> JobRecord | None:
@@ -174,15 +212,83 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
         planned: What the job carried out.
         controller: The commit is known by the controller's checkout.
     """
-    phases = {phase.number: phase for phase in planned.plan.phases}
     facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
     return SubmissionOutcome(
-        ends=tuple(
-            PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
-            for end in record.ends
-        ),
+        ends=_with_plans(record.ends, planned.plan),
         health=record.health,
         facts=facts,
         hosts=record.hosts,
         trouble=record.trouble,
     )
+
+
+def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd, ...]:
+    phases = {phase.number: phase for phase in plan.phases}
+    return tuple(
+        PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
+        for end in ends
+    )
+
+
+def _running_file(outcome: Path) -> Path:
+    return outcome.with_name(f"{outcome.name}.running")
+
+
+def _stop_file(outcome: Path) -> Path:
+    return outcome.with_name(f"{outcome.name}.stop")
+
+
+def ask_controller(outcome: Path, facts: SessionFacts, ends: Sequence[PhaseEnd]) -> str | None:
+    """Leave a job's phases so far for the controller; return why it wants the last one stopped.
+
+    Args:
+        outcome: The file that the job leaves when it ends.
+        facts: Of the job.
+        ends: As in `StopEarly`.
+    """
+    running = RunningRecord(ends=tuple(map(EndRecord.of, ends)), facts=facts)
+    try:
+        _write(_running_file(outcome), running)
+        request = parse(StopRequest, read_bytes(_stop_file(outcome)))
+    except (OSError, SchemaError):  # no answer yet, or a full disk
+        return None
+    return request.problem if request.number == ends[-1].plan.number else None
+
+
+def remove_requests(outcome: Path) -> None:
+    """Remove what a job that has ended and the controller asked each other."""
+    for path in (_running_file(outcome), _stop_file(outcome)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@dataclass(slots=True)
+class RunningJobs:
+    """The jobs of an engine that run, as the controller judges them."""
+
+    _pace: JudgePace = field(default_factory=JudgePace)
+
+    def judge(self, jobs: Iterable[tuple[Submission, Path]]) -> None:
+        """Have jobs stopped that can only fail, unless it is too soon to judge them again.
+
+        Args:
+            jobs: Orders, and the files that their jobs leave when they end.
+        """
+        if not self._pace.is_due:
+            return
+        began = time.monotonic()
+        for order, outcome in jobs:
+            if order.stop_early is not None:
+                self._judge(order, order.stop_early, outcome)
+        self._pace.pause(time.monotonic() - began)
+
+    @staticmethod
+    def _judge(order: Submission, find_failure: FindFailure, outcome: Path) -> None:
+        with contextlib.suppress(OSError, SchemaError):  # it has just begun, or a full disk
+            running = parse(RunningRecord, read_bytes(_running_file(outcome)))
+            ends = _with_plans(running.ends, order.planned(None).plan)
+            problem = find_failure(ends, running.facts)
+            if problem is not None:
+                _write(
+                    _stop_file(outcome), StopRequest(number=ends[-1].plan.number, problem=problem)
+                )

@@ -42,6 +42,7 @@ _LAUNCHER = "torch.distributed.run"
 # Parts of torch, and what they import. Neither megatron-core nor its plugins are among them: a
 # program may have to change torch before it imports these.
 PRELOADED = ("torch", "torch.distributed.launcher.api", _STARTS_RANKS)
+PRELOADED_FOR_OPTIMIZERS = ("torch._dynamo",)  # torch.optim imports it for the first optimizer
 PRELOADED_FOR_MEGATRON = (
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
@@ -136,7 +137,9 @@ def main(descriptor: int, controller: int, names: Sequence[str]) -> None:
 
 def _serve(connection: socket.socket, names: Sequence[str]) -> None:
     imported = dict(os.environ)
+    gc.disable()  # searches for garbage take an eighth of the imports, and find none
     problem = _import(names) or find_obstacle("torch was imported")
+    gc.enable()
     added = {name: value for name, value in os.environ.items() if imported.get(name) != value}
     gc.collect()
     gc.freeze()  # keep present objects shared with what is forked
@@ -376,7 +379,7 @@ def _fork_ranks(connection: socket.socket, launcher: int) -> None:
             continue
         message, descriptors = receive(connection)
         if message is None:
-            return
+            os._exit(0)  # nothing but torch is here to be torn down
         ready, ready_write = os.pipe()
         pid = _fork()
         if pid == 0:

@@ -30,13 +30,14 @@ from pytest_megatron.engines.records import (
     EndRecord,
     JobRecord,
     JobSpec,
+    ask_controller,
     of_start,
     read_spec,
+    remove_requests,
     write_record,
 )
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.gpu.health import Health, merge_health
-from pytest_megatron.gpu.monitor import HealthWatch
+from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workload.plan.plan import AttemptPlan, inherited
 from pytest_megatron.workload.run.runner import ForwardingListener, StartPhase, run_attempt
@@ -144,6 +145,7 @@ def run(spec: JobSpec, step: Step | None) -> int:
     )
     if not (is_second and spec.outcome.exists()):  # which says how the first start ended
         write_record(spec.outcome, record)
+    remove_requests(spec.outcome)
     if trouble is not None and trouble.kind is not TroubleKind.CANCELLED:  # who told it knows
         _say(trouble.text)
     return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
@@ -180,11 +182,13 @@ def _carry_out(
         _need_one_node(spec.plan)
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
+        ask = partial(ask_controller, spec.outcome, gather_facts(spec.root))
         ends = run_attempt(
             plan,
             json.loads(spec.description),
             ForwardingListener(on_lines=_print_lines),
             start=start,
+            stop_early=ask if spec.stops_early else None,
         )
         return tuple(map(EndRecord.of, ends)), watch.finish()
 

@@ -33,6 +33,7 @@ from pytest_megatron.changed.record import (
 )
 from pytest_megatron.changed.select import Changes, blocks_at, summary
 from pytest_megatron.changed.sources import Sources, environment, files_of
+from pytest_megatron.hooks.deselected import REASON
 from pytest_megatron.hooks.options import (
     COLLECTING_PLUGIN,
     LEFT_OUT,
@@ -195,6 +196,8 @@ class Selector:
         self._lines = [f"--changed: {line}" for line in summary(reasons, len(items))]
         if dropped:
             self._config.stash[LEFT_OUT] = len(dropped)
+            for item in dropped:
+                item.stash[REASON] = "deselected by --changed"
             self._config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if item.nodeid in reasons]
             gangs = self._config.pluginmanager.get_plugin("megatron-gangs")

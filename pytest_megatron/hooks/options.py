@@ -8,7 +8,10 @@ imports nothing heavy.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -36,13 +39,13 @@ class ValueKind(Generic[T_co]):
         parse: Return the value for an option's name and the user's input.
         metavar: Its placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
-        is_optional: Whether the option may stand without a value, which is "" then.
+        bare: The value of an option that was typed without one; None if it needs one.
     """
 
     parse: Callable[[str, object], T_co]
     metavar: str = ""
     is_repeatable: bool = False
-    is_optional: bool = False
+    bare: str | None = None
 
     def __call__(
         self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
@@ -187,6 +190,20 @@ def seconds_of(value: object, where: str, more: str = "") -> float:
     return seconds
 
 
+def _minutes(name: str, value: object) -> float:
+    found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
+    try:
+        minutes = float(found)
+    except ValueError:
+        minutes = -1.0
+    if not 0 <= minutes < float("inf"):
+        raise pytest.UsageError(
+            f"--{name}: {found!r} is no number of minutes, expected one such as "
+            f"--{name}={DEFAULT_MINUTES}"
+        )
+    return minutes
+
+
 def _words(name: str, value: object) -> tuple[str, ...]:
     lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     found = [word.strip() for line in lists for word in str(line).split(",")]
@@ -226,9 +243,11 @@ FLAG = ValueKind(_flag)
 COUNT = ValueKind(_count, "N")
 INDEX = ValueKind(_index, "N")
 SECONDS = ValueKind(_seconds, "S")
+DEFAULT_MINUTES = "10"
+MINUTES = ValueKind(_minutes, "MINUTES", bare=DEFAULT_MINUTES)
 WORDS = ValueKind(_words, "LIST", is_repeatable=True)
 FILES = ValueKind(lambda name, v: tuple(map(Path, _words(name, v))), "FILE", is_repeatable=True)
-BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", is_optional=True)
+BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", bare="")
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
 RANKS = ValueKind(_ranks, "LIST")
 GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
@@ -505,6 +524,14 @@ class Options:
         "reruns of a distributed test that failed for a transient cause, at most",
         0,
     )
+    num_stress: int | None = COUNT(
+        "stress",
+        "run each distributed test N times, in another order and with delays at random in its "
+        "ranks, and report its failure rate",
+        None,
+        "once, without delays",
+    )
+    stress_seed: int = INDEX("stress-seed", "seed of order and delays of --stress", 0)
     pdb_rank: int | None = INDEX(
         "pdb-rank",
         "with --pdb, the rank to debug",
@@ -513,6 +540,13 @@ class Options:
     )
     gang_start: GangStart = _GANG_START(
         "gang-start", "fork ranks from what pytest has loaded, or start fresh interpreters", "fork"
+    )
+    keep_gangs_minutes: float = MINUTES(
+        "keep-gangs",
+        "after the session, keep a process with torch loaded for the next one, until it was not "
+        f"used for MINUTES; without a number, {DEFAULT_MINUTES}",
+        0.0,
+        "0: none is kept",
     )
     is_empty_allowed: bool = FLAG(
         "allow-empty", "a selection that matches no workload is no error", default=False
@@ -529,6 +563,12 @@ class Options:
     def selection(self) -> dict[str, tuple[str, ...]]:
         """Option name without dashes in front -> words given; empty means no filter."""
         return {name: getattr(self, name.replace("-", "_")) for name in SELECTION}
+
+    @property
+    def selected_by(self) -> str:
+        """The options that leave out tests or workloads, with the values that apply."""
+        words = (f"--{name} {','.join(w)}" for name, w in self.selection.items() if w)
+        return " ".join(words) + (" (--labels)" if self.decision is not None else "")
 
     @property
     def is_attached(self) -> bool:
@@ -586,8 +626,8 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron", "training workloads and distributed tests")
     for row in OPTION_ROWS.values():
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
+        settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
-        settings |= {"nargs": "?", "const": ""} if row.kind.is_optional else {}
         name = dest(row.name)
         group.addoption(f"--{row.name}", dest=name, default=None, help=row.help, **settings)
         parser.addini(name, help=f"default of --{row.name}", default=None)
@@ -732,6 +772,28 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
     lines = [lists] if isinstance(lists, str) else lists
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
+
+
+def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
+    """Have pytest read a path that follows a bare --keep-gangs, which argparse takes for its value.
+
+    Numbers and further options stay. Runs before conftest files are loaded.
+    """
+    for index, (option, value) in enumerate(itertools.pairwise(arguments)):
+        if option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value):
+            arguments[index] = f"{option}={DEFAULT_MINUTES}"
+            early_config.known_args_namespace = parser.parse_known_args(
+                arguments, namespace=copy.copy(early_config.option)
+            )
+
+
+def early_minutes(early_config: pytest.Config) -> float:
+    """Return the minutes of --keep-gangs before conftest files are loaded; 0 if they are wrong."""
+    key = dest("keep-gangs")
+    value = vars(early_config.known_args_namespace).get(key) or early_config.getini(key)
+    with contextlib.suppress(pytest.UsageError):
+        return _minutes("keep-gangs", value or 0)
+    return 0.0
 
 
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:

@@ -1,10 +1,12 @@
-"""`run.json` of a session, which the roles for workloads and for distributed tests share.
+"""Files that a session leaves: `run.json`, pages and the history. `--fail-flaky` reads these.
 
-It also closes the run directory: when everything has ended, secrets are removed from its files.
+The roles for workloads and for distributed tests share them; reports carry their data. When
+everything has ended, secrets are removed from the files of the run directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Generator
@@ -14,13 +16,16 @@ import pytest
 
 from pytest_megatron.base.files import write_json_atomically, write_text_atomically
 from pytest_megatron.base.schema import validate
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.hooks.deselected import deselected_of
 from pytest_megatron.hooks.gangs.other_plugins import seed_of_examples
 from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import kept_variables, utc_now
-from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
+from pytest_megatron.runs.layout import RUN_FILE, make_own_dir
 from pytest_megatron.runs.prune import remove_old_runs
 from pytest_megatron.runs.record import (
     RecordedItem,
@@ -124,6 +129,8 @@ def _options(config: pytest.Config, options: Options) -> RecordedOptions:
         gang_start=options.gang_start,
         workload_start=options.workload_start,
         ranks_per_gpu=options.ranks_per_gpu,
+        stress=options.num_stress,
+        stress_seed=None if options.num_stress is None else options.stress_seed,
         signatures=tuple(str(path) for path in options.signatures),
     )
 
@@ -136,7 +143,7 @@ def _rank_timeout_s(config: pytest.Config, options: Options) -> float:
         return options.rank_timeout_s
 
 
-NAME = "megatron-run-file"
+_RUN_FILE = "megatron-run-file"
 _MOST_SHOWN = 5
 _CHEAP_S = 0.1
 _SPARINGLY = 20  # a dear file is written in one twentieth of the time
@@ -274,11 +281,19 @@ class RunFile(RecordCarrier):
             options=_options(config, session.options),
             **session.facts.as_keys(),
             patch=self._patch,
+            deselected=self._deselected(),
             items=self._records,
         )
         write_json_atomically(run_dir / RUN_FILE, to_json(run))
         if self._session.options.run_dir is None:
             link_latest(run_dir)
+
+    def _deselected(self) -> dict[str, dict[str, int]]:
+        redact = self._session.redactor.text
+        return {
+            redact(reason): {redact(node_id): number for node_id, number in tests.items()}
+            for reason, tests in deselected_of(self._config).items()
+        }
 
 
 _OWN = pytest.StashKey[RunFile]()
@@ -288,7 +303,7 @@ def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
     """Return the one `run.json` of a session, which all roles share."""
     if _OWN not in config.stash:
         config.stash[_OWN] = RunFile(config, session)
-        config.pluginmanager.register(config.stash[_OWN], NAME)
+        config.pluginmanager.register(config.stash[_OWN], _RUN_FILE)
     return config.stash[_OWN]
 
 
@@ -299,3 +314,166 @@ def _started(session: RunSession) -> str:
         if earlier is not None and earlier.started is not None:
             return earlier.started
     return utc_now()
+
+
+_PAGES = "megatron-pages"
+_GOOD = ("passed", "skipped")
+
+
+class PagesPlugin:
+    """Writes `index.html` and every workload's `curves.html`; prints the path after failures."""
+
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
+        self._has_workloads = False
+        self._has_failures = False
+        self._line: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note whether there is anything to show."""
+        record = record_on(report)
+        self._has_workloads |= isinstance(record, RecordedWorkload)
+        self._has_failures |= record is not None and record.verdict not in _GOOD
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
+    def pytest_sessionfinish(self) -> Generator[None]:
+        """Write them; a run whose pages cannot be written is as good or bad as without."""
+        yield
+        run_dir = self._session.run_dir
+        has_any = self._has_workloads or self._has_failures
+        if not has_any or not (run_dir / RUN_FILE).is_file():
+            return
+        # Loads all of goldens and triage, which a run of tests that pass does without.
+        from pytest_megatron.pages import read, write  # noqa: PLC0415
+
+        try:
+            index = write.write_in_place(read.RunReader(run_dir))
+        except (MegatronError, OSError) as error:
+            self._line = f"the pages of this run are not complete: {error}"
+            return
+        if self._has_failures:
+            self._line = f"curves and logs of this run: {index}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the path of the pages."""
+        if self._line is not None:
+            terminalreporter.write_line(self._session.shorten(f"megatron: {self._line}"))
+
+
+def register_pages(config: pytest.Config, session: RunSession) -> None:
+    """Have pages written at the end of a session, once, whoever asks."""
+    if not config.pluginmanager.has_plugin(_PAGES):
+        config.pluginmanager.register(PagesPlugin(session), _PAGES)
+
+
+_HISTORY = "megatron-history"
+
+
+class HistoryPlugin:
+    """Writes a line for each item and run, and fails a session that was flaky, if asked to."""
+
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
+        self._path = None if session.options.history == "off" else session.history_file
+        self._kept: dict[str, HistoryEntry] = {}
+        self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
+        self._known: frozenset[str] | None = None
+        self._num_flaky = 0
+        self._problem: str | None = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the record of an item; write that of a training at once."""
+        record = record_on(report)
+        if record is not None and self._is_worth_a_line(report.nodeid, record):
+            self._kept[report.nodeid] = self._entry(report.nodeid, record)
+            if isinstance(record, RecordedWorkload):
+                self._write()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the rest, and fail a session that was flaky, if asked to."""
+        self._write()
+        is_failure = self._num_flaky > 0 and self._session.options.is_flaky_failure
+        if is_failure and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Report that flaky items fail the session, and that the history lacks something."""
+        if self._num_flaky and self._session.options.is_flaky_failure:
+            items = "1 item was" if self._num_flaky == 1 else f"{self._num_flaky} items were"
+            terminalreporter.write_line(
+                f"megatron: {items} flaky, and --fail-flaky is given", red=True
+            )
+        if self._problem is not None:
+            terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
+
+    def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
+        """Return true for every workload, and for tests that are or were flaky or failed."""
+        if record.verdict == "flaky" and not record.is_held:
+            self._num_flaky += 1
+        if self._path is None or node_id in self._earlier:
+            return False
+        is_workload = isinstance(record, RecordedWorkload)
+        return is_workload or record.verdict in ("flaky", "failed") or self._knows(node_id)
+
+    def _of_this_run(self) -> frozenset[str]:
+        """Return the items of which the controller that is gone wrote already."""
+        if self._path is None:
+            return frozenset()
+        with contextlib.suppress(OSError):  # `_knows` says it
+            entries = read(self._path).entries
+            return frozenset(e.node_id for e in entries if e.run == self._session.run_dir.name)
+        return frozenset()
+
+    def _knows(self, node_id: str) -> bool:
+        """Return true if the history has an item: then its passes count as well."""
+        if self._known is None:
+            assert self._path is not None
+            try:
+                self._known = known_items(self._path)
+            except OSError as error:
+                self._known = frozenset()
+                self._problem = f"{self._session.shorten(str(self._path))}: {error.strerror}"
+        return node_id in self._known
+
+    def _entry(self, node_id: str, record: RecordedItem) -> HistoryEntry:
+        facts = self._session.facts
+        if isinstance(record, RecordedTest):
+            kind, platform = "test", f"{record.device} x{record.world_size}"
+        else:
+            kind, platform = "workload", str(record.platform)
+        return HistoryEntry(
+            time=utc_now(),
+            run=self._session.run_dir.name,
+            node_id=self._session.redactor.text(node_id),
+            kind=kind,
+            verdict=record.verdict,
+            num_attempts=len(record.attempts),
+            causes=record.causes,
+            duration_s=round(record.duration_s or 0.0, 3),
+            commit=facts.commit,
+            is_dirty=facts.is_dirty,
+            platform=platform,
+            is_quarantined=record.is_held,
+        )
+
+    def _write(self) -> None:
+        """Append new entries; a history that cannot be written is reported and fails nothing."""
+        entries, self._kept = self._kept, {}
+        if self._path is None or not entries:
+            return
+        try:
+            if not self._session.options.history:
+                make_own_dir(self._session.root)
+            append(self._path, entries.values())
+        except OSError as error:
+            where = self._session.shorten(str(error.filename or self._path))
+            self._problem = f"{where}: {error.strerror}; the history of this run is not complete"
+
+
+def register_history(config: pytest.Config, session: RunSession) -> None:
+    """Register the role, once for a session."""
+    if not session.is_worker and not config.pluginmanager.has_plugin(_HISTORY):
+        config.pluginmanager.register(HistoryPlugin(session), _HISTORY)

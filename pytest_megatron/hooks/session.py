@@ -43,6 +43,7 @@ class RunSession:
         options: Values of the options.
         run_dir: Made when the first workload starts; a worker has the controller's.
         is_worker: Whether this is a worker of pytest-xdist.
+        is_open: Whether the run directory was made.
         warned: Warnings about workloads that were shown, and are not shown again.
     """
 
@@ -55,7 +56,7 @@ class RunSession:
         self.is_worker = worker is not None
         self._worker_id = None if worker is None else worker["workerid"]
         self.warned: set[str] = set()
-        self._is_open = False
+        self.is_open = False
         self._is_ours = False
         self._lock: int | None = None  # on the run directory
         self._lock_owner: int | None = None  # a process
@@ -168,7 +169,7 @@ class RunSession:
         Raises:
             pytest.UsageError: It cannot be made.
         """
-        if not self._is_open:
+        if not self.is_open:
             try:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 if self.options.run_dir is None:
@@ -176,7 +177,7 @@ class RunSession:
                     link_latest(self.run_dir)
             except OSError as error:
                 raise pytest.UsageError(self.cannot_write(error)) from None
-            self._is_open = True
+            self.is_open = True
         return self.run_dir
 
     def refuse_used_run_dir(self) -> None:
@@ -233,7 +234,7 @@ class RunSession:
         """True if the run directory was opened, or holds more than the files that claim it."""
         if not self.run_dir.is_dir():
             return False
-        return self._is_open or any(
+        return self.is_open or any(
             path.name not in (_LOCK, ".gitignore") for path in self.run_dir.iterdir()
         )
 

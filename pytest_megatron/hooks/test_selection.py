@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,14 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.ci.decide import Decision, matches_any
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import (
+    EXPERIMENTAL,
     MarkChoice,
     base_of,
     known_marks,
     reason_to_leave_out,
     wanted_launch_marks,
 )
+from pytest_megatron.hooks.deselected import REASON, note_ignored
 from pytest_megatron.hooks.options import LEFT_OUT, Options, usage_errors
 from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.model import Vocabulary
@@ -84,6 +87,8 @@ class UnitPlugin:
         self._choice = choice
         self._table = table
         self._launch_marks = wanted_launch_marks(choice.platforms, table)
+        self._launch = f"without {' or '.join(self._launch_marks)}"
+        self._patterns: list[str] = config.getini("python_files")
         self._left_out: Counter[str] = Counter()
         self._ignored: set[Path] = set()
         self._unlaunched: set[Path] = set()
@@ -103,10 +108,10 @@ class UnitPlugin:
             self._from_root(collection_path), self._options.bucket
         ):
             self._ignored.add(collection_path)
-            return True
+            return self._ignore(collection_path, "outside --bucket")
         if self._options.bucket and not self._may_launch(collection_path):
             self._unlaunched.add(collection_path)
-            return True
+            return self._ignore(collection_path, self._reason(self._launch))
         return None
 
     @pytest.hookimpl(tryfirst=True)
@@ -123,6 +128,7 @@ class UnitPlugin:
             else:
                 dropped.append(item)
                 self._left_out[reason] += 1
+                item.stash[REASON] = self._reason(reason)
         if dropped:
             self._config.hook.pytest_deselected(items=dropped)
             items[:] = kept
@@ -157,12 +163,23 @@ class UnitPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print numbers of tests that were left out, and the reasons."""
         parts = [f"{number} {reason}" for reason, number in sorted(self._left_out.items())]
-        launch = f"without {' or '.join(self._launch_marks)}"
-        for files, what in ((self._unlaunched, launch), (self._ignored, "of other buckets")):
+        for files, what in ((self._unlaunched, self._launch), (self._ignored, "of other buckets")):
             if files:
                 parts.append(f"{len(files)} file{'' if len(files) == 1 else 's'} {what}")
         if parts:
             terminalreporter.write_line(f"megatron: left out {', '.join(parts)}")
+
+    def _reason(self, mark: str) -> str:
+        """Return why a test is left out, with the option; `mark` as `reason_to_leave_out`."""
+        if mark.endswith(EXPERIMENTAL):
+            return f"deselected by --experimental-tests {self._choice.experimental}"
+        return f"deselected by {self._options.selected_by}: {mark}"
+
+    def _ignore(self, path: Path, reason: str) -> bool:
+        """Leave a file out; note it if it can hold tests."""
+        if any(fnmatch(path.name, pattern) for pattern in self._patterns):
+            note_ignored(self._config, self._from_root(path), reason)
+        return True
 
     def _may_launch(self, path: Path) -> bool:
         """Return true if a file's text has a mark of the platform; it need not be importable."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, plain
 from pytest_megatron.refresh.accept import AcceptOutcome
+from pytest_megatron.refresh.clusters import MIN_CLUSTERED, MOST_OUTLIERS, cluster
 from pytest_megatron.refresh.difference import BUCKETS, FileChange, FileDifference, MetricDifference
 from pytest_megatron.refresh.pull_request import interpret, markdown
 
@@ -29,7 +30,17 @@ def differences_text(differences: Sequence[FileDifference]) -> str:
     num_same = sum(d.state is FileChange.UNCHANGED for d in differences)
     if num_same:
         lines.append(f"{num_same} unchanged")
-    return plain("\n".join([*lines, *interpret(differences)]))
+    return plain("\n".join([*lines, *_clusters(differences), *interpret(differences)]))
+
+
+def _clusters(differences: Sequence[FileDifference]) -> Iterator[str]:
+    """Yield a line for each way in which many goldens change; the files follow where few do."""
+    if sum(d.state is not FileChange.UNCHANGED for d in differences) < MIN_CLUSTERED:
+        return
+    yield "by the way in which they change, the rarest first:"
+    for one in cluster(differences, lambda difference: difference):
+        yield f"    {one.text}"
+        yield from (f"        {d.path}" for d in one.members if len(one.members) <= MOST_OUTLIERS)
 
 
 def metric_line(metric: MetricDifference) -> str:
@@ -60,6 +71,10 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
     return {
         "schema": 1,
         "goldens": [_file_json(difference) for difference in differences],
+        "clusters": [
+            {"change": one.kind.text, "paths": [d.path for d in one.members]}
+            for one in cluster(differences, lambda difference: difference)
+        ],
         "interpretation": list[JsonValue](interpret(differences)),
     }
 

@@ -126,17 +126,21 @@ def command_for(
         run_dir: Where results go.
     """
     env, left_out = _environment(chosen, wishes)
-    words = ["--rootdir", ".", "--run-dir", run_dir, "--history", "off", "--maxfail", "0"]
     if isinstance(chosen.item, RecordedTest):
-        words += _test_words(chosen, chosen.item, wishes)
+        words = _test_words(chosen, chosen.item, wishes)
     else:
-        words += _workload_words(chosen, chosen.item, wishes)
+        words = _workload_words(chosen, chosen.item, wishes)
         env |= _replay_env(chosen, wishes)
     words += _seed_words(chosen.run.seeds, seeded)
     words += [*wishes.words, *before, chosen.node_id]
-    return Again(
-        argv=(python, "-m", "pytest", "-p", "megatron", *words), env=env, left_out=tuple(left_out)
-    )
+    argv = pytest_argv(python, run_dir, words)
+    return Again(argv=argv, env=env, left_out=tuple(left_out))
+
+
+def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that runs pytest once, with the plugin and without a history."""
+    own = ("--rootdir", ".", "--run-dir", run_dir, "--history", "off", "--maxfail", "0")
+    return (python, "-m", "pytest", "-p", "megatron", *own, *words)
 
 
 def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> list[str]:
@@ -189,6 +193,8 @@ def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]
     ):
         if value is not None and value != default:
             words += [name, f"{value:g}"]
+    if options.stress is not None:
+        words += ["--stress", str(options.stress), "--stress-seed", str(options.stress_seed or 0)]
     if options.gang_start == "fresh":
         words += ["--gang-start", "fresh"]
     if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:

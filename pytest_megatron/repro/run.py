@@ -40,7 +40,7 @@ class ReproOutcome:
     text: str
 
 
-_PYTEST = {
+PYTEST_EXITS = {
     2: "pytest was interrupted, or could not import a test module",
     3: "pytest itself failed",
     4: "pytest has no such test here, could not import its module, or refused an option",
@@ -57,7 +57,8 @@ def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> 
         returncode: Of pytest.
     """
     if again is None or again.verdict == "skipped":
-        why = "it was skipped" if again is not None else _PYTEST.get(returncode, "it did not run")
+        did_not = PYTEST_EXITS.get(returncode, "it did not run")
+        why = did_not if again is None else "it was skipped"
         return ReproOutcome(
             exit=ReproExit.UNKNOWN, text=f"cannot tell: {why} (pytest ended with {returncode})"
         )
@@ -92,7 +93,7 @@ def is_same_failure(chosen: Chosen, again: RecordedItem) -> bool:
     return there.signature == here.signature
 
 
-_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class Stage:
 
     def env(self, again: Again) -> dict[str, str]:
         """Return the whole environment of what is started."""
-        own = {k: v for k, v in os.environ.items() if k not in _OF_PYTEST}
+        own = {k: v for k, v in os.environ.items() if k not in OF_PYTEST}
         return {**own, **again.env}
 
     def _item(self, node_id: str, name: str) -> RecordedItem | None:

@@ -203,14 +203,32 @@ def flaky_records(
     return tuple(sorted(kept, key=lambda r: (-r.share, -r.num_flaky, -r.num_bad, r.node_id)))
 
 
-def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
-    odd = [e for e in entries if e.verdict not in ("passed", "skipped")]
-    causes = Counter(cause for entry in entries for cause in entry.causes)
+def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int, int] | None:
+    """Return the number of runs of an item that others of the same commit contradict, and of all.
+
+    Counts the rarer outcome of each commit with several runs; None where no commit has two
+    outcomes.
+    """
+    outcomes = _outcomes([entry for entry in entries if entry.node_id == node_id]).values()
+    repeated = [found for found in outcomes if len(found) > 1]
+    rarer = sum(min(found.count(True), found.count(False)) for found in repeated)
+    return (rarer, sum(map(len, repeated))) if rarer else None
+
+
+def _outcomes(entries: Iterable[HistoryEntry]) -> dict[str, list[bool]]:
+    """Return commit -> whether each run of it was good; changed trees are of no commit."""
     outcomes: dict[str, list[bool]] = {}
     for entry in entries:
         is_known = entry.commit is not None and not entry.is_dirty
         if is_known and entry.verdict not in ("broken", "skipped"):
             outcomes.setdefault(str(entry.commit), []).append(entry.verdict in _GOOD)
+    return outcomes
+
+
+def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
+    odd = [e for e in entries if e.verdict not in ("passed", "skipped")]
+    causes = Counter(cause for entry in entries for cause in entry.causes)
+    outcomes = _outcomes(entries)
     return HistoryRecord(
         node_id=node_id,
         num_runs=len(entries),

@@ -10,7 +10,7 @@ An artifact is untrusted: its texts are data. Nothing here follows a path that t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
@@ -249,30 +249,6 @@ _ABSENT = frozenset(
 )
 
 
-_SIZE = re.compile(r"\[world\d+\]$|(?<=\[)world\d+-|-world\d+(?=[]-])")  # of a node id
-
-
-def ran_nowhere(tests: Iterable[tuple[str, str | None]]) -> dict[str, list[str]]:
-    """Return reasons -> tests that were skipped or deselected wherever they could run.
-
-    Args:
-        tests: Node id, of any world size, and the reason why it did not run, None if it ran.
-    """
-    reasons: dict[str, str] = {}
-    have_run: set[str] = set()
-    for node_id, reason in tests:
-        test = _SIZE.sub("", node_id)
-        if reason is None:
-            have_run.add(test)
-        else:
-            reasons.setdefault(test, reason)
-    found: dict[str, list[str]] = {}
-    for test, reason in reasons.items():
-        if test not in have_run:
-            found.setdefault(reason, []).append(test)
-    return dict(sorted(found.items(), key=lambda row: -len(row[1])))
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordedPatch:
     """The changes of a tree beside its commit."""
@@ -295,6 +271,8 @@ class RecordedOptions:
     gang_start: str | None = None
     workload_start: str | None = None
     ranks_per_gpu: _Number | None = None
+    stress: _Number | None = None
+    stress_seed: _Count | None = None
     signatures: tuple[str, ...] = ()
 
 
@@ -315,7 +293,11 @@ class _RecordedFacts(RecordedFile):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(_RecordedFacts):
-    """`run.json`."""
+    """`run.json`.
+
+    Attributes:
+        deselected: As `runs.nowhere` folds them.
+    """
 
     started: str | None = None
     updated: str | None = None
@@ -329,6 +311,7 @@ class RecordedRun(_RecordedFacts):
     seeds: dict[str, str | None] = field(default_factory=dict)
     options: RecordedOptions = field(default_factory=RecordedOptions)
     patch: RecordedPatch | None = None
+    deselected: dict[str, dict[str, _Count]] = field(default_factory=dict)
     items: dict[str, RecordedItem]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ class TraceWriter:
 
     def write_record(self, record: TraceRecord) -> None:
         """Write one tensor."""
-        line: dict[str, object] = {name: getattr(record, name) for name in _RECORD_FIELDS}
+        line: dict[str, object] = dict(zip(_RECORD_FIELDS, _values_of(record), strict=True))
         if record.parameter is not None:
             for name in _PARAMETER_FIELDS:
                 line[name] = getattr(record.parameter, name)
@@ -189,6 +190,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 _RECORD_FIELDS = tuple(
     one.name for one in dataclasses.fields(TraceRecord) if one.name != "parameter"
 )
+_values_of = operator.attrgetter(*_RECORD_FIELDS)
 _AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
 _T = TypeVar("_T")
 _HEADER_TYPES = (("rank", int), ("world_size", int), ("device", str), ("values", str))

@@ -15,11 +15,15 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-_CHUNK = 1 << 20  # words that are measured at once; part of the definition of the hash
+Array: TypeAlias = NDArray[np.float64]  # or of another type
+_CHUNK = 1 << 20  # words that are hashed at once; part of the definition of the hash
+_DOUBLES = 1 << 13  # at once: what is much longer the allocator maps anew each time, page by page
 _MASK = (1 << 64) - 1
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -43,32 +47,54 @@ class Pending:
     hash: torch.Tensor
 
 
+def bits_on_cpu(tensor: torch.Tensor) -> Array:
+    """Return the values of a tensor on the CPU one after the other.
+
+    They are integers of the same bits where numpy lacks the type.
+    """
+    try:
+        values = tensor.numpy(force=True)
+    except TypeError:
+        values = tensor.detach().view(_WORDS[tensor.element_size()]).numpy(force=True)
+    values = values.ravel()
+    return values.view(values.real.dtype) if values.dtype.kind == "c" else values
+
+
+def hash_on_cpu(bits: Array) -> str:
+    """Return the hash of values on the CPU."""
+    words = bits.view(f"i{math.gcd(bits.nbytes, 8)}")
+    value = 0
+    for number, start in enumerate(range(0, len(words), _CHUNK)):
+        chunk = words[start : start + _CHUNK]
+        value += int(np.dot(chunk, _multipliers(len(chunk)))) * _odd(number)
+    return _hex(value)
+
+
+@np.errstate(invalid="ignore")  # a conversion warns of NaN
+def measure_on_cpu(bits: Array, dtype: torch.dtype, digest: str) -> TensorMeasurement:
+    """Measure values on the CPU, whose hash is known."""
+    squares = total = 0.0
+    not_finite = 0
+    is_narrow = dtype.is_floating_point and bits.dtype.kind != "f"
+    for start in range(0, len(bits), _DOUBLES):
+        part = bits[start : start + _DOUBLES]
+        if is_narrow:
+            part = torch.from_numpy(part).view(dtype).float().numpy()
+        doubles = part.astype(np.float64)
+        part_squares = float(np.dot(doubles, doubles))
+        if not math.isfinite(part_squares):
+            not_finite += len(part) - int(np.count_nonzero(np.isfinite(doubles)))
+        squares += part_squares
+        total += float(np.add.reduce(doubles))
+    return _measurement(len(bits), squares, total, not_finite, digest)
+
+
 def flat_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor one after the other, without gradients."""
+    """Return the values of a tensor on a GPU one after the other, without gradients."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
     return values.contiguous().view(-1)
-
-
-def hash_on_cpu(values: torch.Tensor) -> str:
-    """Return the hash of a flat tensor on the CPU."""
-    value = 0
-    for number, chunk in enumerate(_chunks(_words(values))):
-        words = chunk.numpy()
-        value += int(np.add.reduce(words * _multipliers(len(words)))) * _odd(number)
-    return _hex(value)
-
-
-def measure_on_cpu(values: torch.Tensor, digest: str) -> TensorMeasurement:
-    """Measure a flat tensor on the CPU, whose hash is known."""
-    squares = total = 0.0
-    for part in _chunks(values):
-        doubles = part.double().numpy()
-        squares += float(np.dot(doubles, doubles))
-        total += float(np.add.reduce(doubles))
-    not_finite = 0 if math.isfinite(squares) else int((~torch.isfinite(values)).sum())
-    return _measurement(len(values), squares, total, not_finite, digest)
 
 
 def resolve(pending: Sequence[Pending]) -> list[TensorMeasurement]:
@@ -81,10 +107,6 @@ def resolve(pending: Sequence[Pending]) -> list[TensorMeasurement]:
         _measurement(one.num_values, squares, total, int(not_finite), _hex(value))
         for one, (squares, total, not_finite), value in zip(pending, floats, hashes, strict=True)
     ]
-
-
-def _chunks(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (values,) if len(values) <= _CHUNK else torch.split(values, _CHUNK)
 
 
 def measure_on_device(values: torch.Tensor) -> Pending:
@@ -122,8 +144,7 @@ def _hex(value: int) -> str:
 def _words(values: torch.Tensor) -> torch.Tensor:
     """View a flat tensor as its longest whole words of at most 64 bits."""
     size = values.element_size()
-    num_bytes = len(values) * size
-    word = next(length for length in _WORDS if num_bytes % length == 0)
+    word = math.gcd(len(values) * size, 8)
     if word > size and values.storage_offset() * size % word:
         values = values.clone()  # begins inside a word
     return values.view(_WORDS[word])

@@ -13,21 +13,24 @@ its tensors have gradients then. Draws no random numbers, keeps no graph and no 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 
 from pytest_megatron.trace import layout
 from pytest_megatron.trace.files import ParameterShard, Phase, TraceEnd, TraceRecord, TraceWriter
 from pytest_megatron.trace.measure import (
+    Array,
     Pending,
     TensorMeasurement,
+    bits_on_cpu,
     flat_values,
     hash_on_cpu,
     measure_on_cpu,
@@ -48,10 +51,9 @@ from pytest_megatron.trace.weights import read_weights, write_weights
 _WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
 _PLAIN = torch._C.DisableTorchFunction  # no torch function mode of the program, no subclass
 At = tuple[int, int] | None  # offset and bytes of stored values
-_ON_ITS_WAY = TensorMeasurement(norm=None, mean=None, not_finite=0, hash="")
 _RANGES = "_get_model_param_range_map"  # of megatron-core's distributed optimizer
 _MAX_CALLS = 1 << 12  # of a model without a step: the optimizer is of a kind that is not known
-_MAX_PENDING = 1 << 14  # records whose measurements wait on a GPU for the end of the step
+_MAX_PENDING = 1 << 14  # records that wait for the end of the step
 
 
 class _OptimizerStep(Protocol):
@@ -106,7 +108,7 @@ class Recorder:
         self._models: list[_Model] = []
         self._known: set[int] = set()  # modules that have hooks
         self._watched: dict[int, _Watched] = {}
-        self._pending: list[tuple[TraceRecord, Pending | TensorMeasurement]] = []
+        self._pending: list[tuple[partial[TraceRecord], Pending | TensorMeasurement]] = []
         self._measured: dict[tuple[str, torch.dtype, int], tuple[TensorMeasurement, At]] = {}
         self._order = 0
         self._step = 1
@@ -170,7 +172,7 @@ class Recorder:
         )
         step = getattr(kind, "step", None)
         if step is not None and not is_known:
-            vars(optimizer)["step"] = functools.partial(self._traced(step), optimizer)
+            vars(optimizer)["step"] = partial(self._traced(step), optimizer)
             self._undo.callback(vars(optimizer).pop, "step")
 
     def step(self) -> None:
@@ -198,14 +200,13 @@ class Recorder:
         return writer
 
     def _flush(self) -> None:
-        """Write the records whose measurements were on their way."""
+        """Write the records that wait."""
         assert self._writer is not None
         arrived = iter(resolve([one for _, one in self._pending if isinstance(one, Pending)]))
-        for record, found in self._pending:
+        for make, found in self._pending:
             measured = next(arrived) if isinstance(found, Pending) else found
             self._writer.write_record(
-                dataclasses.replace(
-                    record,
+                make(
                     norm=measured.norm,
                     mean=measured.mean,
                     hash=measured.hash,
@@ -265,8 +266,8 @@ class Recorder:
         for module_name, one, _ in named_modules(inner, name):
             if type(one).__name__ in _WITHOUT_EFFECT:
                 continue
-            before = functools.partial(self._before_module, model, module_name)
-            after = functools.partial(self._after_module, module_name)
+            before = partial(self._before_module, model, module_name)
+            after = partial(self._after_module, module_name)
             for hook in (
                 one.register_forward_pre_hook(before, with_kwargs=True),
                 one.register_forward_hook(after, with_kwargs=True),
@@ -368,7 +369,7 @@ class Recorder:
             self._watch(place, tensor, microbatch)
 
     def _watch(self, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
-        place = dataclasses.replace(place, tensor=f"grad_{place.tensor}")
+        place = _Place(place.module, place.kind, f"grad_{place.tensor}")
         known = self._watched.get(id(tensor))
         if known and known.tensor() is tensor and known.version == tensor._version:
             if place not in known.places:  # a recomputed module gets the same tensor again
@@ -377,7 +378,7 @@ class Recorder:
         places = [place]
         self._watched[id(tensor)] = _Watched(weakref.ref(tensor), tensor._version, places)
         tensor.register_hook(  # type: ignore[no-untyped-call] # torch's stub lacks it
-            functools.partial(self._on_gradient, places, microbatch)
+            partial(self._on_gradient, places, microbatch)
         )
 
     def _on_gradient(
@@ -485,22 +486,24 @@ class Recorder:
         self._append(phase, place, tensor, measured, at, microbatch=microbatch)
 
     def _measure(self, tensor: torch.Tensor) -> tuple[TensorMeasurement | Pending, At]:
-        assert self._writer is not None
-        with torch.no_grad():
-            values = flat_values(local_values(tensor))
-            if values.device.type != "cpu":
-                return measure_on_device(values), self._store(values)
-            # Most tensors are recorded several times, as what one module returns and another gets.
-            key = (hash_on_cpu(values), values.dtype, len(values))
-            if key not in self._measured:
-                self._measured[key] = measure_on_cpu(values, key[0]), self._store(values)
-            return self._measured[key]
+        values = local_values(tensor)
+        if values.device.type != "cpu":
+            with torch.no_grad():
+                values = flat_values(values)
+                return measure_on_device(values), self._store(bits_on_cpu(values.cpu()))
+        bits = bits_on_cpu(values)
+        # Most tensors are recorded several times, as what one module returns and another gets.
+        key = (hash_on_cpu(bits), values.dtype, len(bits))
+        if key not in self._measured:
+            measured = measure_on_cpu(bits, values.dtype, key[0])
+            self._measured[key] = measured, self._store(bits)
+        return self._measured[key]
 
-    def _store(self, values: torch.Tensor) -> At:
+    def _store(self, bits: Array) -> At:
         if self._settings.values != "full":
             return None
         assert self._writer is not None
-        return self._writer.write_values(values.cpu().view(torch.uint8).numpy().data)
+        return self._writer.write_values(bits.view(np.uint8).data)
 
     def _append(  # noqa: PLR0913 - the fields of a record
         self,
@@ -515,9 +518,8 @@ class Recorder:
         shape: tuple[int, ...] | None = None,
         step: int | None = None,
     ) -> None:
-        assert self._writer is not None
-        arrived = measured if isinstance(measured, TensorMeasurement) else _ON_ITS_WAY
-        record = TraceRecord(
+        make = partial(
+            TraceRecord,
             order=self._order,
             step=self._step if step is None else step,
             microbatch=microbatch,
@@ -527,18 +529,11 @@ class Recorder:
             tensor=place.tensor,
             shape=tuple(tensor.shape) if shape is None else shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            norm=arrived.norm,
-            mean=arrived.mean,
-            hash=arrived.hash,
-            not_finite=arrived.not_finite,
             at=at,
             parameter=shard,
         )
         self._order += 1
-        if arrived is measured and not self._pending:
-            self._writer.write_record(record)
-            return
-        self._pending.append((record, measured))
+        self._pending.append((make, measured))
         if len(self._pending) >= _MAX_PENDING:
             self._flush()
 
@@ -547,19 +542,24 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the activations in what a module gets or returns, with their names."""
+def _tensors(name: str, value: object) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the activations in what a module gets or returns, with their names."""
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, torch.nn.Parameter) and value.layout is torch.strided:
-            yield (name if "." in name else f"{name}.0"), value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _tensors(f"{name}.{key}", one)
-    elif isinstance(value, list | tuple):
-        for index, one in enumerate(value):
-            # The keyword arguments are the last of a module's arguments.
-            is_named = isinstance(one, Mapping) and "." not in name
-            yield from _tensors(name if is_named else f"{name}.{index}", one)
+        is_other = isinstance(value, torch.nn.Parameter) or value.layout is not torch.strided
+        return () if is_other else ((name if "." in name else f"{name}.0", value),)
+    if isinstance(value, list | tuple):
+        # The keyword arguments are the last of a module's arguments.
+        return [
+            found
+            for index, one in enumerate(value)
+            if one is not None
+            for found in _tensors(
+                name if isinstance(one, dict) and "." not in name else f"{name}.{index}", one
+            )
+        ]
+    if isinstance(value, Mapping):
+        return [found for key, one in value.items() for found in _tensors(f"{name}.{key}", one)]
+    return ()
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -40,7 +40,7 @@ from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
 from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
-from pytest_megatron.verdict.audit import Audit
+from pytest_megatron.verdict.equivalence import Audit
 from pytest_megatron.workload.plan.phases import PhaseRole, Target
 from pytest_megatron.workload.run.rank_failures import (
     RankFailure,
@@ -283,7 +283,7 @@ def judge_attempt(
             return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
             continue
-        if not _has_metrics(end.plan.dirs):
+        if not has_metrics(end.plan.dirs):
             return tuple(measured), FailureCause(
                 text="the training ended with exit code 0, but wrote no metrics: neither JSON "
                 "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; "
@@ -326,7 +326,8 @@ def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
     return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
 
 
-def _has_metrics(dirs: PhaseDirs) -> bool:
+def has_metrics(dirs: PhaseDirs) -> bool:
+    """Return whether a phase has begun to write what it measures."""
     return dirs.metrics_lines.exists() or bool(find_event_files(dirs.tensorboard))
 
 

@@ -36,9 +36,8 @@ from pytest_megatron.verdict.attempt import (
     note_triage,
     why_it_failed,
 )
-from pytest_megatron.verdict.audit import judge_audit
 from pytest_megatron.verdict.early_stop import EarlyStop
-from pytest_megatron.verdict.equivalence import compare_traces
+from pytest_megatron.verdict.equivalence import compare_traces, judge_audit
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy

@@ -26,6 +26,7 @@ from pytest_megatron.verdict.attempt import (
     Verdict,
     diagnose_phase,
     find_non_finite,
+    has_metrics,
     join_windows,
     measured_in,
     signature_of,
@@ -48,7 +49,7 @@ class EarlyStop:
     Attributes:
         golden: None leaves only losses that are not finite.
         policy: As in `judge`.
-        facts: Of the host where the attempts run.
+        facts: Of this machine.
     """
 
     job: WorkloadJob
@@ -68,15 +69,20 @@ class EarlyStop:
             return False
         return case.evaluation is Evaluation.PASS and case.mode is not CaseMode.INFERENCE
 
-    def find_failure(self, plan: AttemptPlan, ends: Sequence[PhaseEnd]) -> str | None:
+    def find_failure(
+        self, plan: AttemptPlan, ends: Sequence[PhaseEnd], facts: SessionFacts | None = None
+    ) -> str | None:
         """Return why an attempt can only fail, None while it may pass, or fail for another cause.
 
         Args:
             plan: Of the attempt.
             ends: Its phases; the last is as if it were stopped now, if it runs.
+            facts: Of the job that it runs in; None where it runs on this machine.
         """
+        if not all(has_metrics(end.plan.dirs) for end in ends):
+            return None
         try:
-            attempt = _settled(self.attempt_of(plan, ends))
+            attempt = replace(_settled(self.attempt_of(plan, ends)), facts=facts)
             found = self._not_finite(attempt)
             failed = () if found else self._disagreeing(plan, attempt)
             if failed:
@@ -84,7 +90,7 @@ class EarlyStop:
             saved_s = _saved_s(plan, attempt)
             is_over = saved_s is not None and saved_s < _LEAST_SAVED_S
             return None if found is None or is_over or self._is_transient(ends[-1]) else found
-        except (MegatronError, OSError):  # nothing is there yet; at the end it is an error
+        except (MegatronError, OSError):  # half written; at the end it is an error
             return None
 
     def attempt_of(self, plan: AttemptPlan, ends: Sequence[PhaseEnd]) -> Attempt:
@@ -114,7 +120,7 @@ class EarlyStop:
         metrics = self._continued(self.golden, plan, attempt)
         continued = replace(attempt, metrics=metrics, cause=None, stopped=None)
         training = Training(job=self.job, attempts=(continued,), verdict=Verdict.PASSED)
-        judgement = judge(training, self.golden, self.policy, self.facts)
+        judgement = judge(training, self.golden, self.policy, training.facts(self.facts))
         failed = [replace(one, comparisons=one.failed) for one in judgement.failed]
         return tuple(r for r in failed if not all(c.is_golden_to_blame for c in r.failed))
 

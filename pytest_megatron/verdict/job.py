@@ -32,7 +32,7 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.trace.settings import TraceValues
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
-from pytest_megatron.verdict.audit import Audit
+from pytest_megatron.verdict.equivalence import Audit
 from pytest_megatron.verdict.gradients import tolerance_of
 from pytest_megatron.verdict.retry import (
     RetryPolicy,

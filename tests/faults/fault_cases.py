@@ -67,12 +67,10 @@ class Case:
     @property
     def is_alone(self) -> bool:
         """Whether it needs a session of its own."""
-        return (
-            self.exit_code is not None or bool(self.driver or self.options) or self.place == "end"
-        )
+        return self.exit_code is not None or bool(self.driver) or self.place == "end"
 
 
-_FRESH = ("--gang-start", "fresh")
+_FRESH = ("--gang-start", "fresh", "--continue-on-collection-errors")  # else the session ends
 _IF_LAST = 'if os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1):'
 _SPLIT = r"rank {g} skipped, ranks? \S+ did not"
 _STRUCK = r"\[rank {g}\] AssertionError: struck"
@@ -269,7 +267,7 @@ CASES: tuple[Case, ...] = (
         name="collect_import_error",
         body="sound",
         says="rank {g}.*ImportError: struck",
-        options=(*_FRESH, "--continue-on-collection-errors"),  # else the session ends
+        options=_FRESH,
         text=f'import os\n\n{_IF_LAST}\n    raise ImportError("struck")',
         has_own_file=True,
     ),

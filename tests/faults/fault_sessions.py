@@ -90,6 +90,11 @@ class Session:
         return tuple(slot for file in self.files for slot in file)
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """Those of its cases, which have the same ones."""
+        return next(slot.case.options for slot in self.slots if slot.case is not None)
+
+    @property
     def lone_case(self) -> Case | None:
         cases = [slot.case for slot in self.slots if slot.case is not None]
         return cases[0] if len(cases) == 1 else None
@@ -125,34 +130,47 @@ def plan(
 
     Args:
         is_single: Whether no two cases share one.
-        parts: Into how many the one that they share is divided, to run several at a time.
+        parts: Into how many the one of those without options is divided, to run several at a time.
     """
     shared = [case for case in cases if not (case.is_alone or is_single)]
+    by_options: dict[tuple[str, ...], list[Case]] = {}
+    for case in shared:
+        by_options.setdefault(case.options, []).append(case)
+    plain = by_options.pop((), [])
+    groups = [*(plain[part::parts] for part in range(parts)), *by_options.values()]
     sessions: list[Session] = []
-    for part in range(min(parts, len(shared))):
+    for group in filter(None, groups):
         files: list[tuple[Slot, ...]] = []
-        for case in shared[part::parts]:
+        for case in group:
             start = sum(map(len, files))
             innocents = INNOCENTS[len(files) % len(INNOCENTS) :] + INNOCENTS
-            files.append(_around(case, position, innocents[:2], start))
+            files += _files_of(case, position, innocents[:2], start)
         sessions.append(
             Session(world_size=world_size, position=position, device=device, files=tuple(files))
         )
-    for case in cases:
-        if case not in shared:
-            slots = _around(case, position, (*INNOCENTS, "sound", "sound"), 0)
-            place = next(i for i, slot in enumerate(slots) if slot.case is not None)
-            pieces = (slots[:place], slots[place : place + 1], slots[place + 1 :])
-            sessions.append(
-                Session(
-                    world_size=world_size,
-                    position=position,
-                    device=device,
-                    files=tuple(filter(None, pieces)) if case.has_own_file else (slots,),
-                    fault_at_end=case.way if case.place == "end" else "",
-                )
-            )
+    sessions += [
+        Session(
+            world_size=world_size,
+            position=position,
+            device=device,
+            files=tuple(_files_of(case, position, (*INNOCENTS, "sound", "sound"), 0)),
+            fault_at_end=case.way if case.place == "end" else "",
+        )
+        for case in cases
+        if case not in shared
+    ]
     return sessions
+
+
+def _files_of(
+    case: Case, position: str, innocents: Sequence[str], start: int
+) -> list[tuple[Slot, ...]]:
+    slots = _around(case, position, innocents, start)
+    if not case.has_own_file:
+        return [slots]
+    place = next(i for i, slot in enumerate(slots) if slot.case is not None)
+    pieces = (slots[:place], slots[place : place + 1], slots[place + 1 :])
+    return [piece for piece in pieces if piece]
 
 
 def _around(case: Case, position: str, innocents: Sequence[str], start: int) -> tuple[Slot, ...]:
@@ -208,7 +226,7 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
                 *("--rank-grace", str(limits.grace_s), "--rank-timeout", "120", "-rA"),
                 *("--run-dir", str(disk / "run"), "--basetemp", str(directory / "temp")),
                 *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider"),
-                *(() if case is None else case.options),
+                *session.options,
             ]
             started = time.monotonic()
             with (directory / "output.txt").open("wb") as output:

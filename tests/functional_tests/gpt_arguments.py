@@ -119,6 +119,7 @@ class Arguments:
     )
     recompute_num_layers: int | None = flag(None, "layers per unit of full recomputing")
     overlap_grad_reduce: bool = flag(default=False, text="reduce gradients during backward")
+    overlap_param_gather: bool = flag(default=False, text="gather parameters during forward")
     distributed_backend: str = flag(
         "auto", "auto is nccl where there is a GPU", ("nccl", "gloo", "auto")
     )

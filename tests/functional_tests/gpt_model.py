@@ -101,6 +101,7 @@ def wrap(
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=arguments.overlap_grad_reduce,
+            overlap_param_gather=arguments.overlap_param_gather,
             use_distributed_optimizer=arguments.use_distributed_optimizer,
             check_for_nan_in_grad=arguments.check_for_nan_in_loss_and_grad,
         ),
@@ -289,6 +290,7 @@ def build_optimizer(
         bf16=arguments.bf16,
         params_dtype=torch.bfloat16 if arguments.bf16 else torch.float32,
         use_distributed_optimizer=arguments.use_distributed_optimizer,
+        overlap_param_gather=arguments.overlap_param_gather,
         log_num_zeros_in_grad=arguments.log_num_zeros_in_grad,
     )
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)

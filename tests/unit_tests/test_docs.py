@@ -12,7 +12,7 @@ import pytest
 from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
 from pytest_megatron.cli.main import group
-from pytest_megatron.cli.schema import SCHEMAS
+from pytest_megatron.cli.recipes import SCHEMAS
 from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
-from pytest_megatron.gpu.health import GpuProcess, GpuState, Health, Xid
+from pytest_megatron.gpu.health import GpuProcess, GpuState, Health, HealthWatch, Xid
 from pytest_megatron.gpu.host import Gpu, this_host
-from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.gpu.nvml_probe import parse_xid
 
 PRETENDED = Path(__file__).parent / "guests" / "pretend_nvml.py"
@@ -126,7 +125,7 @@ def test_a_gpu_that_does_not_answer_is_left_out(nvml: Nvml) -> None:
 def test_an_nvml_that_fails_is_noted_and_nothing_more(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, state: str, problem: str
 ) -> None:
-    monkeypatch.setattr("pytest_megatron.gpu.monitor._LIMIT_S", 0.5 if state == "hang" else 20.0)
+    monkeypatch.setattr("pytest_megatron.gpu.health._LIMIT_S", 0.5 if state == "hang" else 20.0)
     nvml.write(**{state: []})
     with HealthWatch(GPUS) as watch:
         health = watch.finish()

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.summary.model import JobItem, JobRun
-from pytest_megatron.runs.record import ran_nowhere
+from pytest_megatron.runs.nowhere import NowhereGroup, ran_nowhere
 
 SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
@@ -96,12 +96,13 @@ class CiSummary:
         return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
 
     @property
-    def nowhere(self) -> dict[str, list[str]]:
-        """Reasons -> tests that were skipped in every job and at every world size."""
-        return ran_nowhere(
+    def nowhere(self) -> tuple[NowhereGroup, ...]:
+        """Tests that were skipped or deselected in every job and at every world size."""
+        tests = (
             (item.node_id, item.skip_reason or "no reason" if item.verdict == SKIPPED else None)
             for item in self.items
         )
+        return ran_nowhere(tests, (run for job in self.jobs for run in job.deselected))
 
     def slowest(self, number: int) -> tuple[JobItem, ...]:
         """Return the items that took longest."""
@@ -125,7 +126,7 @@ class CiSummary:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "jobs": [job.as_json() for job in self.jobs],
-            "nowhere": {reason: list(tests) for reason, tests in self.nowhere.items()},
+            "nowhere": {group.reason: dict(group.tests) for group in self.nowhere},
             "failures": [
                 {
                     **first.as_json(),
@@ -188,8 +189,9 @@ def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
             f"{len(same)} artifacts say that they are this job, try {last.run_attempt}: {names}"
         )
         items = tuple(item for run in same for item in run.items)
+        deselected = tuple(found for run in same for found in run.deselected)
         problems = tuple(problem for run in same for problem in run.problems)
-        last = replace(last, items=items, problems=(problem, *problems))
+        last = replace(last, items=items, deselected=deselected, problems=(problem, *problems))
     earlier = [
         f"{run.name}: try {run.run_attempt} was {run.verdict} ({run.artifact}); "
         f"try {last.run_attempt} counts"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.job_file import CiJobRecord
 from pytest_megatron.ci.summary.junit import Junit
+from pytest_megatron.runs.nowhere import Deselected
 
 BAD = ("failed", "broken")
 _ASSERTION = re.compile(r"(?:\[rank \d+\] )?(?:E +)?(?:AssertionError\b|assert\b)")
@@ -129,6 +130,7 @@ class JobRun:
         problems: Why the job counts as failed beside its items.
         commits: Those that its runs tested.
         has_run_file: Whether it left a `run.json`, and not JUnit XML alone.
+        deselected: Tests that it deselected, of each of its runs.
     """
 
     name: str
@@ -139,6 +141,7 @@ class JobRun:
     problems: tuple[str, ...] = ()
     commits: frozenset[str] = frozenset()
     has_run_file: bool = False
+    deselected: tuple[Deselected, ...] = ()
 
     @property
     def run_attempt(self) -> int:

@@ -1,42 +1,190 @@
-"""Reads the files of one job of CI: `job.json`, run directories, JUnit XML.
+"""Reads the plan, and the files of each job of CI: `job.json`, run directories, JUnit XML.
 
 A job without results never counts as passed.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
+from pytest_megatron.base.files import read_json
+from pytest_megatron.base.schema import SchemaError, parse, validate
 from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord
-from pytest_megatron.ci.summary.causes import (
-    cause_of_case,
-    cause_of_test,
-    cause_of_workload,
-    is_within,
-    telling_line,
-)
+from pytest_megatron.ci.jobs import PlanFile
 from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
-from pytest_megatron.ci.summary.model import JobItem, JobRun
+from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
-from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
+from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedEvidence,
+    RecordedExecution,
     RecordedItem,
     RecordedOptions,
     RecordedPlan,
     RecordedRun,
     RecordedTest,
+    RecordedTriage,
     RecordedWorkload,
     read_if_whole,
     read_record,
 )
 from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.triage.api import triage
-from pytest_megatron.triage.names import SKIPPED_DIRECTORIES, is_worth_reading
+from pytest_megatron.triage.find import SKIPPED_DIRECTORIES, is_worth_reading
+
+_RANK = re.compile(r"^(?:\[rank (\d+)\]|rank (\d+) of )")
+_TELLING = re.compile(r"^Fatal Python error|^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b|Traceback \(")
+_TAIL_BYTES = 1 << 16
+_MOST_LINES = 2  # of a headline
+
+
+def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> ItemCause | None:
+    """Return why a workload did not pass; None if it did.
+
+    Args:
+        record: The one in `run.json`.
+        run_dir: The run directory here.
+        shown: How a user would name that directory.
+    """
+    problem = record.problem
+    bad = [attempt for attempt in record.attempts if attempt.cause]
+    if problem is None and not bad:
+        return None
+    last = bad[-1] if bad else RecordedAttempt()
+    lines = (problem or "").partition("]: ")[2] or problem or ""  # without the item's own name
+    triage = _triage(record, run_dir)
+    evidence = triage.evidence[0] if triage.evidence else None
+    return ItemCause(
+        text=last.cause or "\n".join(lines.splitlines()[:_MOST_LINES]),
+        rank=last.root_rank,
+        place=_place(evidence, record, run_dir, shown),
+        line=None if evidence is None else evidence.text,
+        signature=last.signature or triage.signature,
+        advice=next((d.advice for d in (*triage.attempts[-1:], triage) if d.advice), None),
+        is_transient=last.is_transient,
+        fingerprint=last.fingerprint or "",
+    )
+
+
+def cause_of_test(
+    record: RecordedTest, case: JUnitCase | None, run_dir: Path, shown: str
+) -> ItemCause | None:
+    """Return why a distributed test did not pass; None if it did."""
+    problem = record.problem
+    if problem is None:
+        return None
+    found = _RANK.match(problem)
+    rank = None if found is None else int(found[1] or found[2])
+    place, line = (None if case is None else case.location), None
+    last = record.attempts[-1] if record.attempts else RecordedExecution()
+    has_log = last.end != "done"  # else the rank's log is of its other tests
+    if place is None and rank is not None and last.directory and has_log:
+        log = Path(*Path(last.directory).parts[-2:], str(rank), "stderr.log")
+        if is_within(run_dir / log, run_dir):
+            number, line = telling_line(run_dir / log)
+            place = f"{shown}/{log}" + (f":{number}" if number else "")
+    return ItemCause(text=problem, rank=rank, place=place, line=line)
+
+
+def cause_of_case(case: JUnitCase) -> ItemCause | None:
+    """Return why a test that ran on no gang did not pass; None if it did."""
+    if case.outcome not in ("failed", "broken"):
+        return None
+    return ItemCause(text=case.message or case.text or case.outcome, place=case.location)
+
+
+def _triage(record: RecordedWorkload, run_dir: Path) -> RecordedTriage:
+    file = run_dir / Path(record.directory or "").name / TRIAGE_FILE
+    found = read_if_whole(file, RecordedTriage) if is_within(file, run_dir) else None
+    return found or RecordedTriage()
+
+
+def is_within(path: Path, directory: Path) -> bool:
+    """Return true if a file exists and lies in a directory, links resolved."""
+    return path.is_file() and path.resolve().is_relative_to(directory.resolve())
+
+
+def _place(
+    evidence: RecordedEvidence | None, record: RecordedWorkload, run_dir: Path, shown: str
+) -> str | None:
+    """Name the line as it can be found in the artifact: the run was somewhere else."""
+    if not record.directory:
+        return None
+    item = Path(record.directory).name
+    if evidence is None:
+        is_compared = (run_dir / item / "comparison.json").is_file()
+        return f"{shown}/{item}/comparison.json" if is_compared else None
+    _, found, rest = evidence.file.partition(f"{item}/")
+    number = f":{evidence.line}" if evidence.line else ""
+    return (f"{shown}/{item}/{rest}" if found else evidence.file) + number
+
+
+def telling_line(log: Path) -> tuple[int | None, str | None]:
+    """Return number and text of the line of a log that shows the failure, if one does."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            start = file.tell()
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return None, None
+    numbers = [i for i, line in enumerate(lines) if _TELLING.match(line)]
+    numbers = numbers or [i for i, line in enumerate(lines) if line.strip()][-1:]
+    if not numbers:
+        return None, None
+    number = numbers[-1]
+    return (number + 1 if start == 0 else None), lines[number]
+
+
+_PLAN = "plan.json"
+
+
+def read_plan(path: Path) -> PlanFile:
+    """Read what `pytest-megatron plan --format json` wrote; a directory has it as `plan.json`.
+
+    Raises:
+        CiError: It cannot be read, or is no plan.
+    """
+    file = path / _PLAN if path.is_dir() else path
+    try:
+        return validate(PlanFile, read_json(file))
+    except SchemaError as error:
+        problem = f"{error.problems[0].in_output}; expected what 'plan --format json' prints"
+        raise CiError(str(file), problem) from None
+    except (OSError, ValueError) as error:
+        raise CiError(str(file), f"cannot be read as a plan: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobResult:
+    """An entry of GitHub's `toJSON(needs)`."""
+
+    result: str
+
+
+_RESULTS = dict[str, str | _JobResult]
+
+
+def read_results(text: str) -> dict[str, str]:
+    """Read GitHub's `toJSON(needs)`: job of the workflow -> how it ended.
+
+    Raises:
+        CiError: It is something else.
+    """
+    try:
+        found = parse(_RESULTS, text)
+    except SchemaError as error:
+        raise CiError("--results", f"{error}; give toJSON(needs)") from None
+    return {n: one if isinstance(one, str) else one.result for n, one in found.items()}
+
 
 _NO_ITEMS = "ran no workload and nothing on a gang, and left no JUnit XML of other tests"
 _DEPTH = 3  # directories from a job's to its run directories
@@ -58,6 +206,7 @@ class _JobCollector:
     problems: list[str] = field(default_factory=list)
     commits: set[str] = field(default_factory=set)
     junits: list[Junit] = field(default_factory=list)
+    deselected: list[Deselected] = field(default_factory=list)
 
 
 def is_job(directory: Path) -> bool:
@@ -101,6 +250,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
         has_run_file=bool(run_dirs),
+        deselected=tuple(book.deselected),
     )
 
 
@@ -154,6 +304,7 @@ def _read_run_dir(
         return
     if run.commit is not None:
         book.commits.add(run.commit)
+    book.deselected.append(run.deselected)
     for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
@@ -273,7 +424,7 @@ def _nothing(root: Path) -> str:
 
 
 _ARCHIVE_DEPTH = 4  # directories from what is named to a job's
-_PLAN = "plan"  # an artifact of the plan is no job's
+_PLAN_ARTIFACT = "plan"  # an artifact of the plan is no job's
 
 
 def read_jobs(
@@ -337,7 +488,7 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
         return
     found = list(_in(root, workspace, f"{shown}!", _ARCHIVE_DEPTH))
     yield from found
-    is_other = path.name.startswith(_PLAN) or (root / SUMMARY_FILE).is_file()
+    is_other = path.name.startswith(_PLAN_ARTIFACT) or (root / SUMMARY_FILE).is_file()
     if not found and not is_other:
         yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
 

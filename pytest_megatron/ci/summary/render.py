@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.base.templates import render, render_macro
-from pytest_megatron.base.text import counted, listed, plain
+from pytest_megatron.base.text import counted, plain
 from pytest_megatron.ci.summary.junit import JUnitCase, Suite, address, join
 from pytest_megatron.ci.summary.merge import CiSummary
 from pytest_megatron.ci.summary.model import JobItem, JobRun
@@ -48,8 +48,8 @@ def as_text(summary: CiSummary) -> str:
         blocks.append("\n".join(["flaky", *lines]))
     if summary.nowhere:
         lines = (
-            f"{_INDENT}{counted(len(tests), 'test')}: {reason}: {listed(tests, _MOST_ALSO)}"
-            for reason, tests in summary.nowhere.items()
+            f"{_INDENT}{group.amount}: {group.reason}: {group.names(_MOST_ALSO)}"
+            for group in summary.nowhere
         )
         blocks.append("\n".join(["ran nowhere", *lines]))
     slow = summary.slowest(_MOST_SLOW)
@@ -133,6 +133,7 @@ def _sections(summary: CiSummary) -> Iterator[tuple[str, Iterator[str]]]:
     yield "### What failed", (_block("group", group) for group in summary.groups)
     yield "### Flaky", _blocks("flaky", summary.flaky, _BLOCK_ROWS)
     jobs = sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky"))
+    yield "### Ran nowhere", _blocks("nowhere", summary.nowhere, _BLOCK_ROWS)
     yield "### Jobs", _blocks("jobs", jobs, _BLOCK_ROWS)
     yield "### Slowest", _blocks("slowest", summary.slowest(_MOST_SLOW), _BLOCK_ROWS)
 

@@ -8,8 +8,14 @@ from pathlib import Path
 from packaging.version import Version
 
 from pytest_megatron.base.text import listed
-from pytest_megatron.doctor.compat import compat
-from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, Torch, major_of, version_of
+from pytest_megatron.doctor.facts import (
+    Devices,
+    EnvironmentFacts,
+    Torch,
+    compat,
+    major_of,
+    version_of,
+)
 from pytest_megatron.workload.checks.rules import RuleMatch
 
 _MOST_SHADOWS = 4

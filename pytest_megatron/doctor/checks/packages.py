@@ -9,13 +9,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from pytest_megatron.doctor.compat import Compiled, compat
 from pytest_megatron.doctor.facts import (
+    Compiled,
     EnvironmentFacts,
     Extension,
     Package,
     Python,
     Torch,
+    compat,
     major_of,
     minor_of,
     version_of,

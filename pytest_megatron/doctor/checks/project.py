@@ -1,9 +1,10 @@
-"""The project's uv.lock against its requirements and the environment."""
+"""The project against the environment: its uv.lock, and what its recipes need."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -14,9 +15,17 @@ from packaging.utils import canonicalize_name
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import find_pyproject
 from pytest_megatron.base.text import listed
-from pytest_megatron.doctor.facts import EnvironmentFacts
-from pytest_megatron.doctor.system import SystemView
+from pytest_megatron.doctor.checks.packages import fitting
+from pytest_megatron.doctor.facts import Compiled, EnvironmentFacts, SystemView, compat
+from pytest_megatron.errors import CaseError, EmptySelectionError
+from pytest_megatron.gpu.host import CPU_PLATFORM, Host
+from pytest_megatron.recipe.case import Launcher, WorkloadCase, case_path, read_case
+from pytest_megatron.recipe.expand import Profile
+from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
+from pytest_megatron.recipe.model import UNIT_MODEL, Workload
+from pytest_megatron.workload.checks.check import hits_of
 from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workload.plan.plan import LAUNCHER_VARIABLE
 
 _MOST_SHOWN = 5
 _Table = dict[str, JsonValue]
@@ -134,3 +143,133 @@ def _differences(
     names = [str(row["name"]) for row in direct if "marker" not in row]
     if lost := sorted(name for name in names if name not in facts.packages):
         yield RuleMatch("lock-missing", packages=listed(lost, _MOST_SHOWN))
+
+
+_MOST_ROWS = 3
+_FT_DISTRIBUTION = "nvidia-resiliency-ext"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Selection of a recipe's rows.
+
+    Attributes:
+        rows: The workloads that CI would run.
+        root: The directory with the test cases.
+    """
+
+    rows: tuple[Workload, ...]
+    root: Path
+
+
+def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs:
+    """Read the rows of a recipe, or of all recipes in a directory.
+
+    Raises:
+        RecipeError: There is no such recipe, or it has an error.
+        EmptySelectionError: No row is left.
+    """
+    words, chosen = project_words(root), frozenset(platforms)
+    loaded = [
+        row
+        for file in find_recipes([recipe])
+        for row in load_recipe(file, Profile.STRICT, words)
+        if row.model != UNIT_MODEL
+    ]
+    rows = tuple(
+        row
+        for row in loaded
+        if row.disabled_reason is None and (not chosen or row.platform in chosen)
+    )
+    if not rows:
+        there = ", ".join(sorted({row.platform for row in loaded})) or "no row at all"
+        raise EmptySelectionError(
+            str(recipe), f"no row is left to be checked, expected a platform of {there}"
+        )
+    return Needs(rows=rows, root=root)
+
+
+def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> Iterator[RuleMatch]:
+    """Yield what rows need and this environment does not have; equal wants are one finding."""
+    found: dict[tuple[str, ...], tuple[RuleMatch, list[str]]] = {}
+    for row in needs.rows:
+        for hit in _row(row, facts, places, needs.root):
+            values = (f"{name}={value}" for name, value in sorted(hit.values.items()))
+            key = (hit.rule, hit.where or "", *values)
+            found.setdefault(key, (hit, []))[1].append(row.item_name)
+    for hit, names in found.values():
+        rows = listed(names, _MOST_ROWS)
+        if hit.where is None:
+            yield RuleMatch(hit.rule, rows=rows, **hit.values)
+        else:  # of the checks of workloads
+            yield RuleMatch(hit.rule, f"{hit.where} ({rows})", **hit.values)
+
+
+def _row(
+    row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path
+) -> Iterator[RuleMatch]:
+    host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
+    if lacks := host.lacks(row.platform, row.gpus * row.nodes):
+        yield RuleMatch("recipe-gpus", lacks=lacks)
+    if row.nodes > 1 and row.platform != CPU_PLATFORM and "sbatch" not in facts.slurm.programs:
+        yield RuleMatch("recipe-nodes", nodes=row.nodes)
+    yield from _paths(row, root)
+    build = row.spec.get("build")
+    if isinstance(build, str) and facts.machine.container is None and row.platform != CPU_PLATFORM:
+        yield RuleMatch("recipe-image", image=build)
+    path = case_path(root, row)
+    if not path.is_file():
+        if row.script is None:
+            yield RuleMatch("recipe-data", key="test case", path=path)
+        return
+    try:
+        case = read_case(path)
+    except CaseError as problem:
+        yield RuleMatch("recipe-case", problem=problem)
+        return
+    yield from _case(row, case, facts, host, places.env)
+
+
+def _paths(row: Workload, root: Path) -> Iterator[RuleMatch]:
+    """Yield the paths that a row names and that are not there; those with variables are skipped."""
+    paths = {
+        "data_path": row.data_path,
+        "checkpoint_load_path": row.checkpoint_load_path,
+        "training_script_path": row.training_script_path,
+    }
+    for key, path in paths.items():
+        if path and not set(path) & set("{}$") and not (root / path).exists():
+            yield RuleMatch("recipe-data", key=key, path=path)
+
+
+def _case(
+    row: Workload, case: WorkloadCase, facts: EnvironmentFacts, host: Host, env: Mapping[str, str]
+) -> Iterator[RuleMatch]:
+    starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
+    if starter == Launcher.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
+        yield RuleMatch("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
+    # Of the smallest GPU here that the row may get.
+    memory_bytes = min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
+    yield from hits_of(row, case, env, memory_bytes=memory_bytes)
+    for compiled in compat().compiled:
+        if {compiled.name, *compiled.also} & facts.packages.keys():
+            continue
+        if (argument := _needed_by(compiled, case)) is not None:
+            fits = fitting(compiled, facts)
+            yield RuleMatch(
+                "recipe-package",
+                argument=argument,
+                package=compiled.name,
+                fits=fits,
+                source=compiled.source,
+            )
+
+
+def _needed_by(compiled: Compiled, case: WorkloadCase) -> str | None:
+    """Return the argument of a case that needs a package."""
+    for needed in compiled.needs:
+        option, _, value = needed.partition(" ")
+        text = case.argument(option)
+        if text is not None and (not value or text == value):
+            return needed
+    return None

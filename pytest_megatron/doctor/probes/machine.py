@@ -15,9 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.project import mend_of_owner
-from pytest_megatron.doctor.facts import UNKNOWN, Clock, Disk, MachineFacts, Slurm, Toolkit
+from pytest_megatron.doctor.facts import (
+    UNKNOWN,
+    Clock,
+    Disk,
+    MachineFacts,
+    Slurm,
+    SystemView,
+    Toolkit,
+)
 from pytest_megatron.doctor.probes.child import run
-from pytest_megatron.doctor.system import SystemView
 
 _PROGRAM_LIMIT_S = 10.0
 _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which torch tries first

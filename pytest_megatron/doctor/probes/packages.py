@@ -15,8 +15,7 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import canonicalize_name
 
 from pytest_megatron.base.files import JsonValue, parse_json
-from pytest_megatron.doctor.compat import Compiled
-from pytest_megatron.doctor.facts import Extension, Package, Shadow
+from pytest_megatron.doctor.facts import Compiled, Extension, Package, Shadow
 
 _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little endian
 _DYNAMIC, _DYNSYM = 6, 11

@@ -44,7 +44,13 @@ from pytest_megatron.engines.docker.messages import (
     StopContainer,
 )
 from pytest_megatron.engines.local import LeasingEngine
-from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
+from pytest_megatron.engines.records import (
+    JobSpec,
+    RunningJobs,
+    outcome_of,
+    read_record,
+    write_spec,
+)
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Lease
 from pytest_megatron.recipe.model import Workload
@@ -52,6 +58,7 @@ from pytest_megatron.runs.record import read_if_whole
 from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workload.run.runner import LiveLog
 
+_OUTCOME = "outcome.json"
 _POLL_S = 0.1
 _SLACK_S = 600.0  # for the container to start and end, beside what the training may take
 _END_S = 60.0
@@ -85,6 +92,7 @@ class DockerEngine(LeasingEngine):
         self._token = secrets.token_hex(3)
         self._num_run = 0
         self._link: DriverLink | None = None
+        self._running = RunningJobs()
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting for plans: a container has nothing of this process's environment."""
@@ -137,11 +145,12 @@ class DockerEngine(LeasingEngine):
         spec = JobSpec(
             key=order.key,
             plan=planned.plan,
-            outcome=Path(JOB_DIR) / "outcome.json",
+            outcome=Path(JOB_DIR) / _OUTCOME,
             root=self._context.root,
             description=json.dumps(planned.description),
             env=self._config.env,
             watches_gpus=False,  # this process does, which sees who else uses them
+            stops_early=order.stop_early is not None,
             options={},
         )
         module = "pytest_megatron.engines.docker.inside"
@@ -225,7 +234,7 @@ class DockerEngine(LeasingEngine):
         link = self._driver()
         link.send(request, lease.descriptors)
         try:
-            return self._until_gone(link, order, live, _limit_s(live.plan))
+            return self._until_gone(link, order, live, Path(request.job_dir) / _OUTCOME)
         except (DriverGoneError, LaunchError):
             raise
         except BaseException:  # Ctrl-C; the second one comes through the wait below
@@ -238,9 +247,10 @@ class DockerEngine(LeasingEngine):
             raise
 
     def _until_gone(
-        self, link: DriverLink, order: Submission, live: LiveLog, limit_s: float
+        self, link: DriverLink, order: Submission, live: LiveLog, outcome: Path
     ) -> Gone:
         """Follow a container's logs until it is gone."""
+        limit_s = _limit_s(live.plan)
         stop_at = time.monotonic() + limit_s
         while True:
             match link.receive(_POLL_S):
@@ -256,6 +266,7 @@ class DockerEngine(LeasingEngine):
                     stop_at = time.monotonic() + limit_s
                 case _:
                     live.poll()
+                    self._running.judge([(order, outcome)])
             if time.monotonic() >= stop_at:
                 link.send(StopContainer())
                 stop_at = float("inf")
@@ -277,7 +288,7 @@ class DockerEngine(LeasingEngine):
         began = job_dir / "began.json"
         if not began.exists():
             raise LaunchError(f"docker image {self._config.image!r}", self._no_start(gone, job_dir))
-        record = read_record(job_dir / "outcome.json")
+        record = read_record(job_dir / _OUTCOME)
         if record is None:
             trouble = _trouble(gone) or self._other_version(began)
             return SubmissionOutcome(trouble=trouble)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
+from pytest_megatron.base.text import counted
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig
-from pytest_megatron.engines.multitask.commands import begin_phase
 from pytest_megatron.engines.multitask.coordinator import Peers, TeamProcess
-from pytest_megatron.engines.multitask.messages import encode
+from pytest_megatron.engines.multitask.messages import Begin, Join, encode
 from pytest_megatron.engines.multitask.participant import Participant, describe_task
 from pytest_megatron.engines.multitask.rendezvous import call, free_port, gather
 from pytest_megatron.engines.multitask.topology import (
@@ -24,10 +25,177 @@ from pytest_megatron.engines.multitask.topology import (
 )
 from pytest_megatron.engines.records import JobSpec
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.gpu.monitor import HealthWatch
 from pytest_megatron.process.guarded import RunningCommand
-from pytest_megatron.workload.plan.plan import PhasePlan
+from pytest_megatron.workload.plan.plan import PhasePlan, Started, inherited
+from pytest_megatron.workload.run.node_agents import node_command
+
+RANK_LOGS = Path("srun_native", "attempt_0")  # as torch.distributed.run has it, with its run id
+NODE_LOG = "launcher.node{node}.log"  # until its lines are in the phase's launcher.log
+# What torch.distributed.run gives ranks whose environment has none of it.
+_RANK_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+def begin_phase(
+    mode: LaunchMode,
+    phase: PhasePlan,
+    cwd: Path,
+    members: Mapping[int, Join],
+    endpoint: tuple[str, int],
+    env: Mapping[str, str],
+) -> dict[int, Begin]:
+    """Return what each task runs; one that has no rank runs nothing.
+
+    Args:
+        mode: Who starts the ranks.
+        phase: What to run, with the environment that task 0 would run it in.
+        cwd: Where.
+        members: All tasks.
+        endpoint: Where the ranks meet, unless the job has that set.
+        env: The environment of task 0 itself: what differs from it goes to every task.
+
+    Raises:
+        LaunchError: The tasks are not those that the phase needs.
+    """
+    start = phase.start
+    if start is None:
+        raise LaunchError(
+            phase.name,
+            f"is a recipe's script, and the step has {len(members)} tasks, expected one; "
+            f"a script starts its ranks itself, on one node",
+        )
+    base = inherited(env)
+    own = {k: v for k, v in phase.env.items() if base.get(k) != v}
+    unset = tuple(name for name in base if name not in phase.env)
+    chosen = _chosen(mode, start, members)
+    meeting = _endpoint(endpoint, members[0], own)
+    common = Begin(
+        number=phase.number,
+        argv=start.rank_words,
+        env=own,
+        unset=unset,
+        cwd=cwd,
+        output=phase.dirs.launcher_log,
+    )
+    if mode is LaunchMode.SRUN_NATIVE:
+        return _ranks(common, phase.dirs.logs / RANK_LOGS, start, chosen, meeting)
+    words, ranks, found = start.launcher_words, start.ranks, {}
+    for member in chosen:
+        _check_devices(start, member, own)
+        found[member.task] = replace(
+            common,
+            argv=tuple(node_command(words, member.node, ranks.per_node, ranks.copied, meeting)),
+            output=phase.dirs.root / NODE_LOG.format(node=member.node),
+        )
+    return found
+
+
+def _chosen(mode: LaunchMode, start: Started, members: Mapping[int, Join]) -> list[Join]:
+    """Return the tasks that take part, in the order of ranks; those of idle nodes do not."""
+    is_native, ranks = mode is LaunchMode.SRUN_NATIVE, start.ranks
+    ordered = [members[task] for task in sorted(members)]
+    there = Counter(member.host for member in ordered)
+    num_nodes = ranks.num_nodes + ranks.idle_nodes
+    wanted = ranks.per_node if is_native else 1
+    fits = all(found >= wanted if is_native else found == 1 for found in there.values())
+    if len(there) != num_nodes or not fits:
+        found = ", ".join(f"{number} on {host}" for host, number in there.items())
+        raise LaunchError(
+            "srun",
+            f"started {counted(len(ordered), 'task')} ({found}), expected {wanted} on each of "
+            f"{counted(num_nodes, 'node')} in mode {mode.value}; give srun "
+            f"--nodes={num_nodes} --ntasks-per-node={wanted}",
+        )
+    hosts = list(there)[: ranks.num_nodes]
+    return [member for member in ordered if member.local < wanted and member.host in hosts]
+
+
+def _check_devices(start: Started, member: Join, own: Mapping[str, str]) -> None:
+    """Refuse a node that shows fewer GPUs than it has ranks.
+
+    Raises:
+        LaunchError: It does.
+    """
+    devices = own.get("CUDA_VISIBLE_DEVICES", member.devices or "")
+    num_devices, wanted = len([d for d in devices.split(",") if d]), start.ranks.per_node
+    if 0 < num_devices < wanted:
+        raise LaunchError(
+            member.host,
+            f"shows {counted(num_devices, 'GPU')} (CUDA_VISIBLE_DEVICES={devices}) to a task with "
+            f"{wanted} ranks, expected {wanted}; give --gpus-per-node={wanted} and no "
+            f"--gpus-per-task, or mode {LaunchMode.SRUN_NATIVE.value}",
+        )
+
+
+def _endpoint(endpoint: tuple[str, int], first: Join, own: Mapping[str, str]) -> tuple[str, int]:
+    """Return where ranks meet: what the case or the job has set comes first."""
+    given = {**first.given, **own}
+    host, port = given.get("MASTER_ADDR", endpoint[0]), given.get("MASTER_PORT", str(endpoint[1]))
+    if not port.isdecimal():
+        raise LaunchError("MASTER_PORT", f"is {port!r} in the job's environment, expected a number")
+    return host, int(port)
+
+
+def _ranks(
+    common: Begin, logs: Path, start: Started, chosen: Sequence[Join], endpoint: tuple[str, int]
+) -> dict[int, Begin]:
+    """Return what each rank runs."""
+    tee, found = start.ranks.tee_ranks, {}
+    for index, member in enumerate(chosen):
+        env = {**rank_env(member, index, start, endpoint, common.env), **common.env}
+        rank = env["RANK"]
+        found[member.task] = replace(
+            common,
+            env={**env, "TORCHELASTIC_ERROR_FILE": str(logs / rank / "error.json")},
+            defaults=_RANK_DEFAULTS,
+            output=logs / rank / "stdout.log",
+            errors=logs / rank / "stderr.log",
+            is_rank=True,
+            is_copied=tee is None or rank in map(str, tee),
+        )
+    _check_ranks(chosen, [begin.env["RANK"] for begin in found.values()])
+    return found
+
+
+def rank_env(
+    member: Join, index: int, start: Started, endpoint: tuple[str, int], own: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that torch.distributed reads; what the job has set stays as it is.
+
+    A task that sees one GPU of several uses that one: its LOCAL_RANK is 0, since programs choose
+    their device by it.
+
+    Source: torch.distributed.run's worker environment.
+    """
+    devices = own.get("CUDA_VISIBLE_DEVICES", member.devices or "")
+    is_bound = len([device for device in devices.split(",") if device]) == 1
+    return {
+        "RANK": str(index),
+        "WORLD_SIZE": str(start.ranks.world_size),
+        "LOCAL_RANK": "0" if is_bound else str(member.local),
+        "LOCAL_WORLD_SIZE": str(start.ranks.per_node),
+        "MASTER_ADDR": endpoint[0],
+        "MASTER_PORT": str(endpoint[1]),
+        **member.given,
+    }
+
+
+def _check_ranks(chosen: Sequence[Join], ranks: Sequence[str]) -> None:
+    """Refuse ranks that are not 0, 1, 2 and so on, each once.
+
+    Raises:
+        LaunchError: RANK is set for all tasks alike, for example.
+    """
+    if sorted(ranks) == sorted(map(str, range(len(chosen)))):
+        return
+    shown = ", ".join(f"{rank} on {m.host}" for rank, m in zip(ranks, chosen, strict=True))
+    raise LaunchError(
+        "RANK",
+        f"is {shown} in the job's environment, expected each of 0-{len(chosen) - 1} once; "
+        f"drop it from job_env, setup or the prolog, so that it follows from SLURM_PROCID",
+    )
+
 
 _CONFIG = SlurmConfig()
 # Of `Spec.options`.

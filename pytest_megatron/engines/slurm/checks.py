@@ -21,19 +21,17 @@ from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.check import findings_of
 from pytest_megatron.workload.checks.cluster import (
     MOUNTS,
+    SINFO_FORMAT,
+    Cluster,
     MountEntry,
     NamedPath,
+    Wanted,
+    check_partition,
     check_ports,
     check_shared,
     in_container,
-    parse_mounts,
-)
-from pytest_megatron.workload.checks.partitions import (
-    SINFO_FORMAT,
-    Cluster,
-    Wanted,
-    check_partition,
     parse_cluster,
+    parse_mounts,
 )
 from pytest_megatron.workload.checks.rules import CheckFinding, RuleMatch
 from pytest_megatron.workload.plan.plan import Setting

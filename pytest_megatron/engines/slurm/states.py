@@ -26,7 +26,7 @@ from pytest_megatron.engines.api import (
     SubmissionPhase,
     TroubleKind,
 )
-from pytest_megatron.engines.records import JobRecord, outcome_of, read_record
+from pytest_megatron.engines.records import JobRecord, outcome_of, read_record, remove_requests
 from pytest_megatron.engines.slurm.journal import JobEnd
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.runs.environment import SessionFacts
@@ -413,7 +413,8 @@ def taken_up(
 
 
 def remove_spec(files: JobFiles) -> None:
-    """Remove the spec of a job; a job that is started again does not find it."""
+    """Remove what a job read; a job that is started again does not find its spec."""
+    remove_requests(files.record)
     with contextlib.suppress(OSError):
         files.spec.unlink()
 

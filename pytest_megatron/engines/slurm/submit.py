@@ -451,6 +451,7 @@ class Submitter:
                 description=json.dumps(found.description),
                 env=dict(script.env),
                 watches_gpus=order.resources.gpus_per_node > 0,
+                stops_early=order.stop_early is not None,
                 secret=secrets.token_hex(32),
                 options=dict(script.options),
             )

@@ -78,6 +78,55 @@ class SessionEnded:
     text: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSession:
+    """Start of a session in a kept process; its descriptors are attached.
+
+    Attributes:
+        program: `pytest`, `python -m pytest`, or `preload` for ranks that collect for themselves.
+        argv: `sys.argv`, and `orig_argv` likewise.
+        env: All variables.
+        descriptors: Numbers of the attached descriptors.
+        streams: Encoding and error handler of stdin, stdout and stderr, then `line` if it writes
+            lines at once, and `raw` if it has no buffer.
+        limits: Soft and hard limits, in the order of `kept.LIMITS`.
+        ignored: Signals that are ignored.
+        blocked: Signals that are blocked.
+    """
+
+    program: str
+    argv: tuple[str, ...]
+    orig_argv: tuple[str, ...]
+    env: Mapping[str, str]
+    directory: str
+    umask: int
+    descriptors: tuple[int, ...]
+    streams: tuple[list[str], ...]
+    limits: tuple[list[int], ...]
+    ignored: tuple[int, ...]
+    blocked: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStarted:
+    """Reply of a kept process to `StartSession`."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionExited:
+    """A session in a kept process ended, or has to be started elsewhere.
+
+    Attributes:
+        exit_code: As of a subprocess; negative for a signal.
+        doubt: Reason why it has to be started anew without a kept process, or "".
+    """
+
+    exit_code: int
+    doubt: str = ""
+
+
 INTERRUPTED_LINE = "\x03"  # the text of a `DebuggerLine` for Ctrl-C
 
 
@@ -134,7 +183,8 @@ class Register:
     """First message of every connection, to the controller.
 
     Attributes:
-        role: `rank`, `fork_server`, or `node` for the session of another node.
+        role: `rank`, `fork_server`, `node` for the session of another node, or `session` to a kept
+            process.
         gang: The gang of a rank; else 0.
         rank: The rank; of a fork server the one that it forks, or -1 for all of its node.
         node_rank: Index of its host.
@@ -168,7 +218,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank is ready to run tests.
+    """A rank is ready to run tests, or a kept process to start a session.
 
     Attributes:
         missing: Node id of a test of the controller -> reason why this rank lacks it.
@@ -304,6 +354,7 @@ class RankConfig:
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
         is_audited: Whether it reports what tests leave behind.
+        stress_seed: Of the delays of its tests; None for none.
     """
 
     gang: int
@@ -320,6 +371,7 @@ class RankConfig:
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
     is_audited: bool = False
+    stress_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,6 +515,9 @@ Message: TypeAlias = (
     | Joined
     | Mirrored
     | SessionEnded
+    | StartSession
+    | SessionStarted
+    | SessionExited
 )
 
 

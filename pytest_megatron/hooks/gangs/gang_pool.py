@@ -14,8 +14,9 @@ from functools import partial
 import pytest
 
 from pytest_megatron.base.text import counted
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.ipc.channel import listen_locally
-from pytest_megatron.gang.ipc.messages import Welcome
+from pytest_megatron.gang.ipc.messages import RankConfig, Welcome
 from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.bootstrap import state_if_seeded
@@ -31,6 +32,7 @@ from pytest_megatron.hooks.nodes.leader import Leader, nodes_of
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate, TemplateProcess
+from pytest_megatron.hooks.start.learnt import learn
 from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why_per_rank
 
 
@@ -107,33 +109,21 @@ class GangPool:
         tee: Copies output of ranks to the terminal.
     """
 
-    def __init__(
-        self, config: pytest.Config, run: RunSession, specs: Iterable[GangSpec], default_size: int
-    ) -> None:
+    def __init__(self, config: pytest.Config, run: RunSession, default_size: int) -> None:
         """Start listening.
 
         Args:
             config: Of the session.
             run: Its run directory and options.
-            specs: Specs of its tests.
             default_size: World size of tests without a marker; 0 if they need no gang.
         """
         open_standard_descriptors()
         self._config = config
         options = self._options = run.options
-        self._is_worker = run.is_worker
-        self._specs = set(specs)
+        self._run = run
         self.gangs: dict[int, Gang] = {}
         self._num_gangs = 0
         self._spares: dict[GangSpec, Gang] = {}
-        self.num_slots = max([default_size, *(spec.world_size for spec in self._specs)])
-        self._nodes = nodes_of(options)
-        if options.num_nodes == 1:
-            self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
-        coverage = measure.settings_of_running(
-            is_by_test=getattr(config.option, "cov_context", None) == "test"
-        )
-        self.rank_configs = RankConfigs(config, run, self._nodes, coverage)
         self.tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
         self.leases = Leases(partial(write_line, config))
@@ -141,10 +131,74 @@ class GangPool:
         self.leader: Leader | None = None
         self._default_size = default_size
         self._template: TemplateProcess | None = None
+        self._ahead: tuple[RankConfig, ...] = ()
+        self._listen()
+        self.plan(())
+
+    def _listen(self) -> None:
         self._listener = listen_locally()
         self._supervisor: Supervisor | None = Supervisor(
             self._listener, on_debugger=self._console.handle
         )
+
+    def plan(self, specs: Iterable[GangSpec]) -> None:
+        """Make room for gangs of some specs."""
+        config, options = self._config, self._options
+        self._specs = set(specs)
+        self.num_slots = max([self._default_size, *(spec.world_size for spec in self._specs)])
+        self._nodes = nodes_of(options)
+        if options.num_nodes == 1:
+            self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
+        coverage = measure.settings_of_running(
+            is_by_test=getattr(config.option, "cov_context", None) == "test"
+        )
+        self.rank_configs = RankConfigs(config, self._run, self._nodes, coverage)
+
+    def begin_ahead(self, spec: GangSpec) -> None:
+        """Have ranks collect beside the controller; see `go_on_ahead`.
+
+        Args:
+            spec: A gang that the session will probably have. If no devices are free for it, its
+                ranks begin later.
+
+        Raises:
+            pytest.UsageError, LaunchError: Ranks cannot be started here.
+        """
+        refuse_unfit_host(self._options)
+        self.plan([spec])
+        self.per_rank = PerRank(self._config, self.supervisor, self._listener, self._options, None)
+        lease = None
+        if spec.device == "cuda":
+            num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
+            lease = try_lease(this_host().gpus, num_gpus)
+            if lease is None:
+                return
+            self.leases.prepared[spec] = lease
+        self._ahead = self.rank_configs.write(0, spec, lease, is_ahead=True)
+
+    def go_on_ahead(self) -> None:
+        """Start ranks once the preloaded process has connected; call it now and then.
+
+        Raises:
+            pytest.UsageError, LaunchError: Ranks cannot be started here.
+        """
+        if self._ahead and self.per_rank is not None:
+            self.supervisor.pump(0.0)
+            self.per_rank.start_ahead(self._ahead)
+
+    def drop_ahead(self) -> None:
+        """End ranks that collected for nothing, as if there had been none."""
+        if self.per_rank is not None:
+            self.close_ahead()
+            self.per_rank = None
+            self._ahead = ()
+            self._listen()
+
+    def close_ahead(self) -> None:
+        """End ranks that collected, in a session that runs none of its tests."""
+        if not self.is_closed:
+            self.shut_down()
+            self.rank_configs.remove_ahead()
 
     def open(self, session: pytest.Session) -> None:
         """Start the process that starts ranks, and listen for other nodes.
@@ -159,10 +213,19 @@ class GangPool:
         # of torch for garbage, which took 0.6 s.
         gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
+        self._learn()
+        if not reason:
+            self.drop_ahead()
+        self.leases.close()  # those of ranks that began ahead: a wider gang may come first
         if reason:
             if config.getoption("verbose", 0) > 0:
                 write_line(config, f"every rank collects for itself: {reason}")
-            self.per_rank = PerRank(session, self.supervisor, self._listener, self._options)
+            if self.per_rank is None:
+                self.per_rank = PerRank(
+                    config, self.supervisor, self._listener, self._options, session.items
+                )
+            else:
+                self.per_rank.compare_with(session.items)
         else:
             for item in session.items:
                 _ = item.location  # cached by pytest, so that ranks inherit it
@@ -179,6 +242,15 @@ class GangPool:
             self._template = TemplateProcess(template, self.supervisor)
         if self._options.num_nodes > 1:
             self.leader = self._lead(session)
+
+    def _learn(self) -> None:
+        """Keep what lets ranks begin ahead next time."""
+        start_env = self._config.stash[KEY]
+        is_plain = self._options.num_nodes == 1 and not self._run.is_worker
+        if start_env.size and start_env.watch and is_plain and self._options.gang_start == "fork":
+            is_forkable = not find_obstacle()
+            size, watch = start_env.size, start_env.watch
+            learn(self._config, size, self._specs, watch, is_forkable=is_forkable)
 
     def _lead(self, session: pytest.Session) -> Leader:
         """Listen for the sessions of other nodes."""
@@ -282,7 +354,7 @@ class GangPool:
         if not failures or self._config.option.continue_on_collection_errors:
             return
         problem = f"{counted(len(failures), 'error')} during collection of ranks"
-        if not self._is_worker:
+        if not self._run.is_worker:
             raise pytest.Session.Interrupted(problem)
         if is_lost:
             self._session.shouldstop = problem

@@ -45,6 +45,7 @@ from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.hooks.run_file import RecordCarrier, put_record
 from pytest_megatron.hooks.session import RunSession, show_no_stacks, write_line
+from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.triage.signatures import Signature
@@ -164,6 +165,30 @@ class GangPlugin(RecordCarrier):
                 f"--pdb-rank: {rank} is no rank of a gang, expected 0 to {widest - 1}; lower it"
             )
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
+        """Have ranks begin to collect, if those of the last session did for themselves."""
+        learnt = session.config.stash[KEY].learnt
+        is_forking = self._options.gang_start == "fork" and not self._options.is_plan
+        if learnt is None or not is_forking:
+            return
+        world_size, device = learnt.gang
+        self._pool = GangPool(self._config, self._run, self._default_size())
+        try:
+            self._run.refuse_used_run_dir()
+            self._pool.begin_ahead(GangSpec(world_size=world_size, device=device))
+        except (LaunchError, pytest.UsageError):  # reported when tests are about to run
+            self._pool.drop_ahead()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(self) -> None:
+        """Go on with ranks that collect at the same time."""
+        if self._pool is not None and self._dispatcher is None:
+            try:
+                self._pool.go_on_ahead()
+            except (LaunchError, pytest.UsageError):  # reported when tests are about to run
+                self._pool.drop_ahead()
+
     # The loop
 
     @pytest.hookimpl(tryfirst=True)
@@ -232,8 +257,10 @@ class GangPlugin(RecordCarrier):
 
     def _open(self, session: pytest.Session) -> Dispatcher:
         """Open the pool of gangs, and replace the phases of items of gangs."""
-        pool = GangPool(self._config, self._run, self._specs.values(), self._default_size())
-        self._pool = pool
+        if self._pool is None:
+            self._pool = GangPool(self._config, self._run, self._default_size())
+        pool = self._pool
+        pool.plan(self._specs.values())
         dispatcher = self._dispatcher = Dispatcher(
             session,
             pool,
@@ -342,6 +369,8 @@ class GangPlugin(RecordCarrier):
         if dispatcher is not None:
             dispatcher.shut_down()
             self._report_late()
+        elif self._pool is not None:  # tests were collected, and none runs
+            self._pool.close_ahead()
 
     # Phases of one item
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -47,15 +48,19 @@ class RankConfigs:
         self.coverage = coverage
         self.coverage_dir = run.run_dir / run.ranks_dir / "coverage"
 
-    def write(self, number: int, spec: GangSpec, lease: Lease | None) -> tuple[RankConfig, ...]:
+    def write(
+        self, number: int, spec: GangSpec, lease: Lease | None, *, is_ahead: bool = False
+    ) -> tuple[RankConfig, ...]:
         """Return the configurations of a gang, by rank.
 
         Args:
             number: Number of the gang; 0 for one that is not started yet.
             spec: Its spec.
             lease: Its devices on this node, if it has any.
+            is_ahead: Whether it is not known yet that a gang will run: only ranks make directories.
         """
-        directory = self._run.open_run_dir() / self._run.ranks_dir / f"attempt_{number}"
+        run_dir = self._run.run_dir if is_ahead else self._run.open_run_dir()
+        directory = run_dir / self._run.ranks_dir / f"attempt_{number}"
         places = self._nodes.place(spec.world_size)
         shares = spec.device == "cuda" and self._ranks_per_gpu > 1
         shown = share_gpus(spec.world_size, self._ranks_per_gpu) if shares else places
@@ -90,13 +95,29 @@ class RankConfigs:
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
                 is_audited=self._run.options.audit != "off",
+                stress_seed=self._stress_seed,
             )
             for place in places
         )
 
+    def remove_ahead(self) -> None:
+        """Remove the directories of ranks that collected for nothing, and those around them."""
+        if not self._run.is_open:
+            run_dir = self._run.run_dir
+            shutil.rmtree(run_dir / self._run.ranks_dir, ignore_errors=True)
+            made = () if self._run.options.run_dir else (run_dir, *run_dir.parents[:2])
+            for directory in made:
+                with contextlib.suppress(OSError):  # it has other files
+                    directory.rmdir()
+
     def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
         """Return a directory that ranks of all nodes of a gang can write to."""
         return self._dir_of_nodes if rank_configs[-1].node_rank > 0 else self._dir_of_node
+
+    @property
+    def _stress_seed(self) -> int | None:
+        options = self._run.options
+        return None if options.num_stress is None else options.stress_seed
 
     @cached_property  # read for each test
     def _dir_of_nodes(self) -> str:

@@ -23,18 +23,20 @@ from pytest_megatron.gang.record import (
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.topology import count_gpus, count_unused_nodes
 from pytest_megatron.gpu.host import Gpu, this_host
+from pytest_megatron.hooks.deselected import deselected_of
 from pytest_megatron.hooks.gangs.rank_config import refuse_unfit_host
 from pytest_megatron.hooks.markers import device_of, limit_of_session
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.run_file import RunFile, record_on
 from pytest_megatron.hooks.session import RunSession, write_line
-from pytest_megatron.runs.record import RecordedTest, ran_nowhere
+from pytest_megatron.runs.nowhere import ran_nowhere
+from pytest_megatron.runs.record import RecordedTest
 from pytest_megatron.runs.reproduce import reproduce_line
 
 NAME = "megatron-gangs-results"
 LEFT = "megatron.left"  # user property of a report: what the test left behind
-_MOST_LEAKERS = 3
+_MOST_SHOWN = 3
 _WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
 
@@ -82,10 +84,6 @@ class GangResults:
             lines.append(unused_nodes_line(num_unused))
         return lines
 
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """Note tests that an option leaves out."""
-        self._ran += [(item.nodeid, "deselected") for item in items]
-
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the record of a test; an error that follows makes it a failure."""
@@ -119,8 +117,11 @@ class GangResults:
         """List tests that passed at a rerun, and gangs that were replaced."""
         lines = flaky_lines(self._records)
         replaced = replaced_line(self._records.values())
-        if terminalreporter.verbosity > 0:
-            lines += _nowhere_lines(self._ran)
+        if terminalreporter.verbosity > 0 and not terminalreporter.config.option.collectonly:
+            lines += [
+                f"megatron: {group.amount} ran nowhere: {group.reason}: {group.names(_MOST_SHOWN)}"
+                for group in ran_nowhere(self._ran, [deselected_of(terminalreporter.config)])
+            ]
         if self._left:
             lines.append(_audit_line(self._left, len(self._records)))
         if replaced is not None:
@@ -133,20 +134,11 @@ class GangResults:
             terminalreporter.write_line(line)
 
 
-def _nowhere_lines(ran: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Return the lines on tests that ran at no world size."""
-    return [
-        f"megatron: {counted(len(found), 'test')} ran nowhere: "
-        f"{reason}: {listed(found, _MOST_LEAKERS)}"
-        for reason, found in ran_nowhere(ran).items()
-    ]
-
-
 def _audit_line(left: Mapping[str, Sequence[str]], num_tests: int) -> str:
     """Return the line on tests that left something behind."""
     shown = [f"{node_id} ({listed(texts, 1)})" for node_id, texts in left.items()]
     what = f"{len(left)} of {counted(num_tests, 'test')} left something behind in their ranks"
-    return f"megatron: audit: {what}: {listed(shown, _MOST_LEAKERS)}"
+    return f"megatron: audit: {what}: {listed(shown, _MOST_SHOWN)}"
 
 
 def _refuse_lack(options: Options) -> None:

@@ -19,6 +19,7 @@ from _pytest.junitxml import xml_key
 
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.collection import digest_of
 from pytest_megatron.gang.ipc.channel import Channel, WrongKeyError, connect
 from pytest_megatron.gang.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
 from pytest_megatron.gang.rank.bootstrap import state_if_seeded
@@ -246,7 +247,7 @@ class FollowerPlugin:
             self._config,
             address=self._address,
             key=key,
-            node_ids=welcome.node_ids,
+            digest=digest_of(welcome.node_ids),
             is_single=welcome.collecting == "fresh",
         )
         devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}

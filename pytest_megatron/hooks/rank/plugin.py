@@ -28,6 +28,7 @@ from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.collectives import count_collectives
+from pytest_megatron.gang.rank.delays import Delays
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
 from pytest_megatron.gang.rank.process_state import StateKeeper
@@ -61,6 +62,7 @@ class RankPlugin:
     _logs: RankLogs
     _pipes: RankPipes
     _state: StateKeeper
+    _delays: Delays
     _pid: int
 
     def __init__(self) -> None:
@@ -90,6 +92,7 @@ class RankPlugin:
         self._state = state
         self.rank_config, self._channel, self._logs, self._pipes = rank_config, channel, logs, pipes
         self._pid = getpid()
+        self._delays = Delays(rank_config.stress_seed, rank_config.rank, rank_config.world_size)
         self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
@@ -351,6 +354,7 @@ class RankPlugin:
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
         self._pipes.note(when)
+        self._delays.before_phase(item.nodeid)
         self._is_in_phase = True
         if self.measurement is not None:
             self.measurement.enter(item.nodeid, when)

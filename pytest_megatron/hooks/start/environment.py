@@ -23,6 +23,7 @@ from pytest_megatron.hooks.options import has_workers
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.rank.bootstrap import RandomState
+    from pytest_megatron.hooks.start.learnt import LearntStart
     from pytest_megatron.hooks.start.preload import PreloadedProcess
 
 
@@ -55,6 +56,8 @@ class EnvWatch:
     Attributes:
         rank_readers: `VARIABLE in file:line`, each place once.
         size_readers: The same for variables that are equal in gangs of one size.
+        loaded: Modules that were loaded when code of the user first changed a variable; None if it
+            did not.
     """
 
     def __init__(self, env: Mapping[str, str], on_rank_read: Callable[[], None]) -> None:
@@ -69,6 +72,12 @@ class EnvWatch:
         self._before: dict[str, str | None] | None = None
         self.rank_readers: list[str] = []
         self.size_readers: list[str] = []
+        self.loaded: frozenset[str] | None = None
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        """The variables that it sets."""
+        return self._env
 
     def start(self, *, is_noting: bool = True) -> None:
         """Set the variables; a second call does nothing."""
@@ -77,7 +86,7 @@ class EnvWatch:
         self._before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         if is_noting:
-            os.environ.__class__ = _watched(self._note)
+            os.environ.__class__ = _watched(self._note, self._note_change)
 
     def stop(self) -> None:
         """Restore the variables, except those that other code has set meanwhile."""
@@ -92,6 +101,10 @@ class EnvWatch:
             else:
                 os.environ[name] = value
         self._before = None
+
+    def _note_change(self, place: str) -> None:
+        if self.loaded is None and not is_library(place):
+            self.loaded = frozenset(sys.modules)
 
     def _note(self, name: str, place: str) -> None:
         readers = self.rank_readers if name in RANK_VARIABLES else self.size_readers
@@ -126,6 +139,16 @@ def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
     return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
 
 
+def is_library(file: str) -> bool:
+    """Return whether a file is one of an installed package."""
+    return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
+
+
+def find_user_module(root: Path) -> str:
+    """Return the file of a module of the project that is loaded, or ""."""
+    return next(_sources(list(sys.modules.values()), root), ("", ""))[0]
+
+
 def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, str]]:
     """Yield file and text of a project's modules."""
     for module in modules:
@@ -133,8 +156,7 @@ def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, s
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
         path = Path(file)
-        is_library = any(part in _LIBRARIES for part in path.parts) or file.startswith(_PACKAGE)
-        if is_library or not path.is_relative_to(root):
+        if is_library(file) or not path.is_relative_to(root):
             continue
         try:
             yield file, path.read_text(encoding="utf-8", errors="replace")
@@ -142,8 +164,8 @@ def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, s
             continue
 
 
-def _watched(note: Callable[[str, str], None]) -> type:
-    """Return a class for `os.environ` that reports reads by name.
+def _watched(note: Callable[[str, str], None], note_change: Callable[[str], None]) -> type:
+    """Return a class for `os.environ` that reports reads by name, and changes by their place.
 
     Copies of the whole environment are no reads: those list the keys first, then get each.
     """
@@ -162,6 +184,16 @@ def _watched(note: Callable[[str, str], None]) -> type:
             return str(super().__getitem__(key))
 
         @override
+        def __setitem__(self, key: str, value: str) -> None:
+            _record_change(note_change)
+            super().__setitem__(key, value)
+
+        @override
+        def __delitem__(self, key: str) -> None:
+            _record_change(note_change)
+            super().__delitem__(key)
+
+        @override
         def __iter__(self) -> Iterator[str]:
             nonlocal copying
             keys = list(super().__iter__())
@@ -178,12 +210,21 @@ def _watched(note: Callable[[str, str], None]) -> type:
 
 def _record_read(note: Callable[[str, str], None], name: str) -> None:
     """Record a read, unless this package or the standard library made it."""
-    frame = sys._getframe(2)  # who reads is the question
+    file, line = _user_of_environ()
+    if not file.startswith(_PACKAGE):
+        note(name, f"{file}:{line}")
+
+
+def _record_change(note: Callable[[str], None]) -> None:
+    note(_user_of_environ()[0])
+
+
+def _user_of_environ() -> tuple[str, int]:
+    """Return file and line of the code that uses `os.environ` now."""
+    frame = sys._getframe(3)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
         frame = frame.f_back
-    file = frame.f_code.co_filename
-    if not file.startswith(_PACKAGE):
-        note(name, f"{file}:{frame.f_lineno}")
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 PLUGIN_NAME = "megatron-start-environment"
@@ -196,6 +237,8 @@ class StartEnvironment:
     Attributes:
         watch: None in a session without options for gangs.
         preloaded: The process that ranks which collect for themselves are forked from, if any.
+        size: Ranks of a node, and nodes, as typed; None without options for gangs.
+        learnt: What the last session of this suite learnt, if it is to begin with that.
     """
 
     env: Mapping[str, str]
@@ -204,11 +247,13 @@ class StartEnvironment:
     random_state: RandomState
     watch: EnvWatch | None = None
     preloaded: PreloadedProcess | None = None
+    size: tuple[int, int] | None = None
+    learnt: LearntStart | None = None
 
     def stop_preloaded(self) -> None:
         """End the process, unless it was taken."""
         if self.preloaded is not None:
-            self.preloaded.stop()
+            self.preloaded.stop(has_ranks=False)
 
 
 KEY = pytest.StashKey[StartEnvironment]()
@@ -250,28 +295,39 @@ def record_start_environment(early_config: pytest.Config) -> None:
         random_state=random.getstate(),
     )
     early_config.stash[KEY] = start_env
-    size = options.early_size(early_config)
+    size = start_env.size = options.early_size(early_config)
     if size is None:
         return
     from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV, rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.topology import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.start.preload import start_preloaded  # noqa: PLC0415 - not for all
 
-    def start_early() -> None:
-        given = early_config.known_args_namespace
-        is_needed = not (given.collectonly or _is_for_others(early_config))
-        if is_needed and given.megatron_gang_start != "fresh":
-            start_env.preloaded = start_preloaded("fork", start_env.env, start_env.path)
-            early_config.add_cleanup(start_env.stop_preloaded)
+    def preload() -> None:
+        modules = start_env.learnt.modules if start_env.learnt else ()
+        start_env.preloaded = start_preloaded("fork", start_env.env, start_env.path, modules)
+        early_config.add_cleanup(start_env.stop_preloaded)
 
+    def on_rank_read() -> None:
+        if is_forking and start_env.learnt is None:
+            preload()
+
+    given = early_config.known_args_namespace
+    is_forking = not (given.collectonly or _is_for_others(early_config))
+    is_forking = is_forking and given.megatron_gang_start != "fresh"
     per_node, num_nodes = size
     world_size = per_node * num_nodes
     nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)
     env = rank_env(nodes.place(world_size)[0], world_size)
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
-    watch = start_env.watch = EnvWatch({**env, **harmless}, start_early)
+    watch = start_env.watch = EnvWatch({**env, **harmless}, on_rank_read)
     watch.start()
     early_config.add_cleanup(watch.stop)
+    if is_forking and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ:
+        from pytest_megatron.hooks.start.learnt import recall  # noqa: PLC0415 - not for all
+
+        start_env.learnt = recall(early_config, size)
+    if start_env.learnt is not None:
+        preload()
     early_config.pluginmanager.register(StartEnvironmentPlugin(watch), PLUGIN_NAME)
 
 

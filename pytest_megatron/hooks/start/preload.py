@@ -7,6 +7,7 @@ It is a fork server whose children are fork servers, one for each rank of each s
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
@@ -18,12 +19,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import connect, remove_socket
 from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
+from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.tree import die_with, run_guarded
 
@@ -34,6 +37,13 @@ import sys
 sys.path[:] = {path!r}
 from pytest_megatron.hooks.start.preload import {name}
 {name}({argument!r})
+"""
+
+_IN_KEPT = """
+import sys
+if not sys.flags.safe_path: del sys.path[0]
+from pytest_megatron.hooks.start.keep import run_preloaded
+run_preloaded({record!r}, {command!r})
 """
 
 
@@ -58,8 +68,14 @@ class PreloadedProcess:
             if not info.has_parent_pipe:
                 self.process.stdin.close()
 
-    def stop(self) -> None:
-        """Wait for its end, which follows the end of its connection to the controller."""
+    def stop(self, *, has_ranks: bool = True) -> None:
+        """Wait for its end, which follows the end of its connection to the controller.
+
+        Args:
+            has_ranks: False kills it: it still imports.
+        """
+        if not has_ranks:
+            self.process.kill()
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -75,7 +91,7 @@ class PreloadedProcess:
 
 
 def start_preloaded(
-    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str]
+    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str], modules: Sequence[str] = ()
 ) -> PreloadedProcess:
     """Start the process, which preloads modules until it receives the session's data.
 
@@ -83,16 +99,30 @@ def start_preloaded(
         mode: Whether ranks are forked, or fresh interpreters.
         env: Start environment of the session.
         path: Its `sys.path`.
+        modules: Modules of third-party packages to import beside torch, for ranks that are forked.
     """
     log = os.memfd_create("preload")
+    command = _command(path, "main", mode)
+    session = kept_process.session
+    if session is not None and mode == "fork":
+        command = python_command(_IN_KEPT.format(record=str(session.record), command=command))
     process = subprocess.Popen(
-        _command(path, "main", mode),
+        command,
         env=dict(env),
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         start_new_session=True,
     )
+    assert process.stdin is not None
+    names = json.dumps(list(modules)).encode()
+    try:  # nothing that is written waits for imports
+        fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(names) + (1 << 16))
+    except OSError:
+        names = b"[]"
+    with contextlib.suppress(OSError):  # it is gone, which `problem` reports
+        process.stdin.write(names + b"\n")
+        process.stdin.flush()
     return PreloadedProcess(mode, process, log)
 
 
@@ -101,15 +131,54 @@ def main(mode: PreloadMode) -> None:
     run_guarded(lambda: _serve(mode))
 
 
+def _import_in_child(modules: Sequence[str]) -> None:
+    """Import modules in a fork, which goes on instead of this process.
+
+    This one goes on if a module cannot be imported or keeps the fork from being forked: ranks
+    import them where the user's code does.
+    """
+    parent = os.getpid()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        die_with(parent)
+        os.close(read_end)
+        try:
+            for name in modules:
+                importlib.import_module(name)
+            obstacle = find_obstacle()
+        except BaseException as error:  # noqa: BLE001 - ranks report it
+            obstacle = repr(error)
+        if obstacle:
+            os._exit(0)
+        os.write(write_end, b"1")
+        os.close(write_end)
+        return
+    os.close(write_end)
+    has_imported = bool(os.read(read_end, 1))
+    os.close(read_end)
+    os.waitpid(pid, 0)
+    if has_imported:
+        os._exit(0)
+
+
 def _serve(mode: PreloadMode) -> None:
+    env, path = dict(os.environ), list(sys.path)
+    modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     if mode == "fork":
         for name in _PRELOADED:
             if importlib.util.find_spec(name) is not None:
                 importlib.import_module(name)
+        if modules:
+            _import_in_child(modules)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
     info = SessionInfo(**json.loads(line))
+    if mode == "fork":  # what importing packages has changed
+        changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
+        added = [entry for entry in sys.path if entry not in path]
+        info = replace(info, env={**info.env, **changed}, path=[*info.path, *added])
     parent_pipe = os.dup(0) if info.has_parent_pipe else None
     close_stdin()
     registration = Register(
@@ -164,6 +233,10 @@ def fresh_main(fork_server: int) -> None:
 
 def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
     """Return the command that calls a function of this module in a fresh interpreter."""
+    return python_command(_CODE.format(path=list(path), name=function, argument=argument))
+
+
+def python_command(code: str) -> list[str]:
+    """Return the command that runs code in a fresh interpreter like this one."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
-    code = _CODE.format(path=list(path), name=function, argument=argument)
     return [sys.executable, *flags, "-c", code]

@@ -86,9 +86,17 @@ def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
 
 
 def make_session_info(
-    config: pytest.Config, *, address: str, key: bytes, node_ids: Sequence[str], is_single: bool
+    config: pytest.Config, *, address: str, key: bytes, digest: str, is_single: bool
 ) -> SessionInfo:
-    """Return the data of a session on this node for ranks."""
+    """Return the data of a session on this node for ranks.
+
+    Args:
+        config: Of the session.
+        address: Of the controller.
+        key: Of the session.
+        digest: Digest of the tests that the controller collected; "" while it does so.
+        is_single: Whether ranks must never be forked.
+    """
     start_env = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
     if config.pluginmanager.has_plugin("capture"):  # ranks have logs instead
@@ -104,7 +112,7 @@ def make_session_info(
         argv=start_env.argv,
         path=start_env.path,
         env=start_env.env,
-        digest=digest_of(node_ids),
+        digest=digest,
         is_single=is_single,
     )
 
@@ -155,35 +163,64 @@ class _World:
 
 
 class PerRank:
-    """Ranks of a session that collect for themselves."""
+    """Ranks of a session that collect for themselves.
+
+    They may begin before the controller has collected: what they collected is then compared later.
+    """
 
     def __init__(
         self,
-        session: pytest.Session,
+        config: pytest.Config,
         supervisor: Supervisor,
         listener: Listener,
         options: Options,
+        items: Sequence[pytest.Item] | None,
     ) -> None:
-        """Send the session to the preloaded process; ranks are started with their first gang."""
-        config = self._config = session.config
+        """Send the session to the preloaded process; ranks are started with their first gang.
+
+        Args:
+            config: Of the session.
+            supervisor: Starts the ranks.
+            listener: Its socket.
+            options: What the user asked for.
+            items: Tests of the controller; None until it has collected them.
+        """
+        self._config = config
         self._supervisor = supervisor
         self._start_env: StartEnvironment = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
         self._reported: set[tuple[str, str]] = set()
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
-        # Ranks collect tests only, no workloads.
-        own = __package__.partition(".")[0]
-        tests = [i for i in session.items if type(i).__module__.partition(".")[0] != own]
-        self._node_ids = [item.nodeid for item in tests]
+        self._node_ids: list[str] | None = None if items is None else _node_ids(items)
+        self._uncompared: list[tuple[_World, int, Collected]] = []
         self._has_nodes = any("::" in argument for argument in config.args)
         self._info = make_session_info(
             config,
             address=listener.address,
             key=listener.key,
-            node_ids=self._node_ids,
+            digest="" if self._node_ids is None else digest_of(self._node_ids),
             is_single=options.gang_start == "fresh",
         )
+        self._has_served = False
         self._preloaded = self._begin()
+
+    def start_ahead(self, rank_configs: Sequence[RankConfig]) -> None:
+        """Start the collectors of a gang, once, if they can be started already."""
+        size = rank_configs[0].world_size
+        self._has_served = self._has_served or self._supervisor.fork_servers.has(0)
+        if self._has_served and size not in self._worlds:
+            self._start_collectors(self._worlds.setdefault(size, _World()), rank_configs)
+
+    def compare_with(self, items: Sequence[pytest.Item]) -> None:
+        """Take the tests of the controller, which has collected after ranks had begun."""
+        self._node_ids = _node_ids(items)
+        for world, rank, word in self._uncompared:
+            self._compare(world, rank, word)
+        self._uncompared.clear()
+        until = time.monotonic() + self._limit_s  # nobody has read the messages of ranks meanwhile
+        for world in self._worlds.values():
+            for collector in world.collectors.values():
+                collector.until = until
 
     def is_ready(self, rank_configs: Sequence[RankConfig]) -> bool:
         """Return whether a gang can be started now; starts missing collectors of its ranks."""
@@ -219,7 +256,7 @@ class PerRank:
         world = self._worlds[size]
         missing = {rank: dict(d.missing) for rank, d in world.differences.items()}
         for rank, reason in world.lost.items():
-            missing[rank] = dict.fromkeys(self._node_ids, last_line(reason))
+            missing[rank] = dict.fromkeys(self._node_ids or (), last_line(reason))
         return missing
 
     def take_failures(self, size: int) -> list[tuple[str, str]]:
@@ -284,7 +321,7 @@ class PerRank:
 
     def close(self) -> None:
         """Wait for the end of all processes, once the supervisor was stopped."""
-        self._preloaded.stop()
+        self._preloaded.stop(has_ranks=self._has_served)
 
     def _begin(self) -> PreloadedProcess:
         return serve_preloaded(self._start_env, self._info)
@@ -301,6 +338,7 @@ class PerRank:
             return self._preloaded.problem()
 
         wait_for_fork_server(self._supervisor, _PRELOAD_S, problem, restart)
+        self._has_served = True
 
     def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
         """Start the collectors of ranks."""
@@ -333,14 +371,10 @@ class PerRank:
                 pass  # of a collector that was replaced
             case Collected():
                 collector.is_ready, collector.is_single = True, bool(word.obstacle)
-                difference = CollectionDifference()
-                if not word.is_same and not word.node_ids and "" in word.problems:
-                    world.lost[rank] = word.problems[""]  # pytest itself did not start
-                elif not word.is_same:
-                    difference = compare(self._node_ids, word.node_ids, word.problems)
-                    if difference.is_total(len(self._node_ids)):
-                        world.lost[rank] = _NOTHING_FOUND
-                world.differences[rank] = difference
+                if self._node_ids is None:
+                    self._uncompared.append((world, rank, word))
+                else:
+                    self._compare(world, rank, word)
             case Died(exit_code=exit_code, phase=node_id):
                 del world.collectors[rank]
                 if not collector.is_ready:
@@ -349,6 +383,18 @@ class PerRank:
                     _blame(world, rank, node_id, f"{what}; see {log}")
             case _:
                 assert_never(word)
+
+    def _compare(self, world: _World, rank: int, word: Collected) -> None:
+        """Compare the tests of a rank with those of the controller."""
+        known = self._node_ids or []
+        difference = CollectionDifference()
+        if not word.is_same and not word.node_ids and "" in word.problems:
+            world.lost[rank] = word.problems[""]  # pytest itself did not start
+        elif not word.is_same:
+            difference = compare(known, word.node_ids, word.problems)
+            if difference.is_total(len(known)):
+                world.lost[rank] = _NOTHING_FOUND
+        world.differences[rank] = difference
 
     def _drop_late(self, world: _World) -> None:
         """Request stacks of ranks that collect for too long; give up those that do not answer."""
@@ -374,6 +420,12 @@ class PerRank:
                 _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
             del world.collectors[rank]
         self._supervisor.collectors.kill(number)
+
+
+def _node_ids(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the tests that ranks collect as well: no workloads."""
+    own = __package__.partition(".")[0]
+    return [i.nodeid for i in items if type(i).__module__.partition(".")[0] != own]
 
 
 def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:

@@ -22,7 +22,8 @@ from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
 if TYPE_CHECKING:
     from pytest_megatron.recipe.model import Workload
     from pytest_megatron.runs.record import RecordedWorkload
-    from pytest_megatron.verdict.job import CheckedJob, Training
+    from pytest_megatron.verdict.early_stop import EarlyStop
+    from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 
 
 class WorkloadRunner(Protocol):
@@ -33,6 +34,9 @@ class WorkloadRunner(Protocol):
 
     def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory."""
+
+    def early_stop(self, job: WorkloadJob) -> EarlyStop | None:
+        """Return what ends attempts that can only fail; None where all train to their end."""
 
     def set_up(self, item: WorkloadItem) -> None:
         """Train a workload."""

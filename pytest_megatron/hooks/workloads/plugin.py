@@ -19,7 +19,7 @@ from pytest_megatron.errors import LaunchError, MegatronError, SelectionError
 from pytest_megatron.golden.policy import policy_named
 from pytest_megatron.golden.store import golden_path
 from pytest_megatron.hooks.ci_log import register_ci_log
-from pytest_megatron.hooks.history import register_history
+from pytest_megatron.hooks.deselected import REASON
 from pytest_megatron.hooks.options import (
     LOCAL,
     MIN_REFRESH_REPEATS,
@@ -28,12 +28,13 @@ from pytest_megatron.hooks.options import (
     has_workers,
     usage_errors,
 )
-from pytest_megatron.hooks.pages import register_pages
 from pytest_megatron.hooks.run_file import (
     RecordCarrier,
     RunFile,
     put_record,
     record_on,
+    register_history,
+    register_pages,
     run_file_of,
 )
 from pytest_megatron.hooks.session import RunSession, session_of, show_no_stacks
@@ -272,13 +273,13 @@ class WorkloadPlugin(RecordCarrier):
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
-            early = self._early_stop(checked.job)
+            early = self.early_stop(checked.job)
             facts, engine = self._session.facts, self._session.engine
             training = train(checked, facts, live, retries, engine, early)
             retries.note_end(training)
             return training
 
-    def _early_stop(self, job: WorkloadJob) -> EarlyStop | None:
+    def early_stop(self, job: WorkloadJob) -> EarlyStop | None:
         """Return what ends attempts that can only fail; None where all train to their end.
 
         Raises:
@@ -526,6 +527,8 @@ class SelectionPlugin:
         dropped = [item for item in workloads if id(item.workload) not in chosen]
         if dropped:
             gone = set(dropped)
+            for item in dropped:
+                item.stash[REASON] = f"deselected by {self._session.options.selected_by}"
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if item not in gone]
         if not self._session.options.selection["platform"]:

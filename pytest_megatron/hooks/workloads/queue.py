@@ -98,7 +98,7 @@ class QueueTerminal:
             self._counts, self._detail, self._printed_at = counts, detail, now
             self.write(rows)
 
-    def note_progress(self, name: str, phase: int, progress: Progress) -> None:
+    def note_progress(self, name: str, phase: str, progress: Progress) -> None:
         """Show how far a workload is, in a line of its own until it ends."""
         clock, _ = self._progress.get(name) or (StepClock(), "")
         text = progress_text(name, phase, clock.timed(phase, progress))
@@ -157,7 +157,7 @@ class QueueListener:
         if shown:
             self._terminal.write([f"{self._name}: {line}" for line in shown])
 
-    def on_progress(self, phase: int, progress: Progress) -> None:
+    def on_progress(self, phase: str, progress: Progress) -> None:
         """Show it with the state of the queue."""
         self._terminal.note_progress(self._name, phase, progress)
 
@@ -305,12 +305,14 @@ class QueuePlugin:
 
     def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
         """Plan a workload; its lines go to the terminal under its name."""
-        checked = runner_of(self._config).prepare(item)
+        runner = runner_of(self._config)
+        checked = runner.prepare(item)
         live = self._terminal.listener(item.name)
         checked = show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (checked.job, retries)
-        return begin(checked, self._session.facts, live, retries)
+        early = runner.early_stop(checked.job)
+        return begin(checked, self._session.facts, live, retries, early)
 
 
 def register_queue(config: pytest.Config, session: RunSession) -> None:

@@ -38,7 +38,7 @@ from pytest_megatron.verdict.compare import Judgement
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.workload.plan.phases import Frozen, PhaseRole, Rewind
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workload.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
 from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class LiveTerminal:
         if shown:
             self._write(shown, None)
 
-    def on_progress(self, phase: int, progress: Progress) -> None:
+    def on_progress(self, phase: str, progress: Progress) -> None:
         """Show the progress, on a terminal always, elsewhere now and then."""
         text = progress_text(self._name, phase, self._clock.timed(phase, progress))
         if self._is_tty:
@@ -157,11 +157,11 @@ class LiveTerminal:
 class StepClock:
     """Measures the time of an iteration, for trainings that print none."""
 
-    _phase: int = 0
+    _phase: str = ""
     _first: int = 0
     _at: float = 0.0
 
-    def timed(self, phase: int, progress: Progress) -> Progress:
+    def timed(self, phase: str, progress: Progress) -> Progress:
         """Return the progress with a time of its iterations, once there are two of them."""
         if progress.iteration_ms is not None:
             return progress
@@ -221,9 +221,9 @@ def _text_of(note: Path) -> str:
         return ""
 
 
-def progress_text(name: str, phase: int, progress: Progress) -> str:
+def progress_text(name: str, phase: str, progress: Progress) -> str:
     """Return how far a training is, in words; short, as 80 columns have to do."""
-    of_phase = f", phase {phase}" if phase > 1 else ""
+    of_phase = "" if phase == ONLY_PHASE else f", {phase}"
     parts = [f"{name}{of_phase}: iteration {progress.iteration}/{progress.last}"]
     if progress.loss is not None:
         parts.append(f"lm loss {_rounded(progress.loss)}")

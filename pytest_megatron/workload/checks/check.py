@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError, MegatronError
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.case import WorkloadCase, case_path, read_case
 from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.model import Workload
@@ -38,7 +39,8 @@ def hits_of(
     for start in starts_of(workload, case):
         yield from check_layout(start)
         yield from check_connections(start, env)
-        yield from check_memory(start, memory_bytes)
+        if start.platform != CPU_PLATFORM:
+            yield from check_memory(start, memory_bytes)
 
 
 def findings_of(hits: Iterable[RuleMatch]) -> tuple[CheckFinding, ...]:

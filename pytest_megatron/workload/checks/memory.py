@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
+from pytest_megatron.gpu.host import gpu_model_of
 from pytest_megatron.recipe.case import CaseMode, ModelArgs, ParallelSizes, sizes_of
 from pytest_megatron.workload.checks.layout import (
     CheckedStart,
@@ -332,7 +332,7 @@ def check_memory(start: CheckedStart, memory_bytes: int | None = None) -> Iterat
     """
     model = gpu_model_of(start.platform)
     capacity = memory_bytes or (0 if model is None else model.memory_gib * GIB)
-    if start.platform == CPU_PLATFORM or not capacity or not start.ranks:
+    if not capacity or not start.ranks:
         return
     found = estimate_memory(start)
     if found is None:

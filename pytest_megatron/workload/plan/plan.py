@@ -282,6 +282,9 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
+ONLY_PHASE = "phase 1"  # maybe the first of several
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
     """One start of a training program.
@@ -306,7 +309,7 @@ class PhasePlan:
     """
 
     number: int
-    name: str = "phase 1"
+    name: str = ONLY_PHASE
     argv: tuple[str, ...]
     env: Mapping[str, str]
     own_env: Mapping[str, str]

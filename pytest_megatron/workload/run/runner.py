@@ -135,6 +135,7 @@ class LogWatch:
     Attributes:
         ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
         scripts: Where a script of the recipe may have its own ranks log, or None.
+        last: Iteration that the phase ends after, where its program prints a later one; or None.
         progress: The furthest that any rank printed, or None.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
     """
@@ -142,6 +143,7 @@ class LogWatch:
     dirs: PhaseDirs
     ranks_per_node: int = 1
     scripts: Path | None = None
+    last: int | None = None
     progress: Progress | None = None
     hung_rank: int | None = None
     _launcher: FollowedFile = field(init=False)
@@ -195,8 +197,9 @@ class LogWatch:
     def _take(self, line: str, *, rank: int) -> None:
         self._note_watchdog(line, rank)
         progress = parse_progress(line) if "iteration" in line else None
-        if progress is not None:
-            self.progress = progress
+        if progress is not None and self.last is not None and progress.iteration <= self.last:
+            progress = replace(progress, last=self.last)
+        self.progress = progress or self.progress
 
     def _note_watchdog(self, line: str, rank: int | None) -> None:
         """Remember the rank of a watchdog's report, which may stand in a log of no rank."""
@@ -228,7 +231,7 @@ class AttemptListener(Protocol):
     def on_lines(self, lines: list[str]) -> None:
         """Take lines of tee'd ranks."""
 
-    def on_progress(self, phase: int, progress: Progress) -> None:
+    def on_progress(self, phase: str, progress: Progress) -> None:
         """Take how far the training of a phase is."""
 
 
@@ -241,7 +244,7 @@ class ForwardingListener:
     """Listener made of functions."""
 
     on_lines: Callable[[list[str]], None] = _ignore
-    on_progress: Callable[[int, Progress], None] = _ignore
+    on_progress: Callable[[str, Progress], None] = _ignore
 
 
 class End(Enum):
@@ -452,8 +455,24 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
 
 
 @dataclass(slots=True)
+class JudgePace:
+    """When trainings that run are to be judged: now and then, and for little of the time."""
+
+    _next_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+
+    @property
+    def is_due(self) -> bool:
+        """True if they may be judged now."""
+        return time.monotonic() >= self._next_at
+
+    def pause(self, took_s: float) -> None:
+        """Wait after a judgement that took so long."""
+        self._next_at = time.monotonic() + max(_JUDGE_EVERY_S, took_s / _JUDGE_SHARE)
+
+
+@dataclass(slots=True)
 class _Judge:
-    """Asks now and then whether the phase that runs can only fail; takes little time for it.
+    """Asks now and then whether the phase that runs can only fail.
 
     Attributes:
         earlier: The phases before.
@@ -462,13 +481,13 @@ class _Judge:
     stop_early: StopEarly | None
     earlier: tuple[PhaseEnd, ...]
     _began: float = field(default_factory=time.monotonic)
-    _ask_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+    _pace: JudgePace = field(default_factory=JudgePace)
 
     def problem(self, phase: PhasePlan, progress: Progress | None) -> str | None:
         """Return what can only fail; None if nothing, or if it is too soon to ask again."""
-        now = time.monotonic()
-        if self.stop_early is None or phase.is_script or now < self._ask_at:
+        if self.stop_early is None or phase.is_script or not self._pace.is_due:
             return None
+        now = time.monotonic()
         so_far = PhaseEnd(  # as if it were stopped now
             plan=phase,
             end=End.STOPPED,
@@ -479,8 +498,7 @@ class _Judge:
             progress=progress,
         )
         problem = self.stop_early((*self.earlier, so_far))
-        took = time.monotonic() - now
-        self._ask_at = now + max(_JUDGE_EVERY_S, took / _JUDGE_SHARE)
+        self._pace.pause(time.monotonic() - now)
         return problem
 
 
@@ -565,7 +583,12 @@ def _train(
 
 def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
     scripts = plan.dirs.assets if phase.is_script else None
-    return LogWatch(phase.dirs, phase.world_size // phase.num_nodes, scripts=scripts)
+    return LogWatch(
+        phase.dirs,
+        phase.world_size // phase.num_nodes,
+        scripts=scripts,
+        last=None if phase.role is PhaseRole.TRAINING else phase.last_iteration,
+    )
 
 
 class LiveLog:
@@ -602,7 +625,7 @@ def _tell(
     if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)
     if watch.progress is not None and watch.progress != before:
-        listener.on_progress(phase.number, watch.progress)
+        listener.on_progress(phase.name, watch.progress)
 
 
 def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.adopt.advise import command_for
+from pytest_megatron.adopt.find import launched_in_script, launched_in_yaml
 from pytest_megatron.adopt.launch import is_test_path
-from pytest_megatron.adopt.scripts import launched_in_script, launched_in_yaml
 from pytest_megatron.adopt.shell import read_shell, unquote
 
 

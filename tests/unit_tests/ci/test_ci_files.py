@@ -44,6 +44,7 @@ pytest_arguments = ["--rank-timeout", "600"]
 secrets = ["HF_TOKEN", "WANDB_API_KEY"]
 registry_secrets = ["NGC_USER", "NGC_PASSWORD"]
 cache = ["~/.cache/uv"]
+comments = true
 keeps_history = true
 """
 )
@@ -371,3 +372,18 @@ def test_a_gitlab_job_whose_secrets_cannot_be_taken_out_uploads_nothing() -> Non
     assert not any(job["artifacts"]["paths"][0] in line for line in job["script"])
     assert job["retry"]["when"] == ["runner_system_failure", "scheduler_failure"]
     assert job["interruptible"] is False
+
+
+def test_only_the_verdict_may_comment_and_only_where_the_project_wants_it() -> None:
+    project(PLAIN + "comments = true\n")
+    Path("plan.json").write_text(json.dumps({"image": "dev", "jobs": JOBS}))
+    ci("init")
+    jobs = cast("dict[str, dict[str, JsonValue]]", github()["jobs"])
+    may_write = {"contents": "read", "pull-requests": "write"}
+    assert [name for name, job in jobs.items() if job["permissions"] == may_write] == ["verdict"]
+    line = "pytest-megatron ci comment summary/comment.md"
+    assert line in str(jobs["verdict"]["steps"])
+    assert line in ci("child", "plan.json").output
+    project(PLAIN)
+    ci("init", "--force")
+    assert "ci comment" not in GITHUB_FILE.read_text() + ci("child", "plan.json").output

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_megatron.cli.schema import SCHEMAS, command, schema_path
+from pytest_megatron.cli.recipes import SCHEMAS, schema, schema_path
 
 ROOT = Path(__file__).parents[3]
 CASE = "TEST_TYPE: ckpt-resume\nMODEL_ARGS:\n  --seed: 1\nMODEL_ARGS_2: {}\n"
@@ -86,9 +86,9 @@ def test_what_readers_refuse_does_not_fit(tmp_path: Path, name: str, text: str) 
 
 def test_the_command_prints_a_schema_its_path_or_all_names() -> None:
     run = CliRunner().invoke
-    schema = json.loads(run(command, ["recipe"]).output)
-    assert schema["title"] == "pytest-megatron recipe"
-    assert run(command, ["run", "--path"]).output == f"{schema_path('run')}\n"
-    listed = run(command).output
+    document = json.loads(run(schema, ["recipe"]).output)
+    assert document["title"] == "pytest-megatron recipe"
+    assert run(schema, ["run", "--path"]).output == f"{schema_path('run')}\n"
+    listed = run(schema).output
     assert [name for name in SCHEMAS if f"\n{name} " not in f"\n{listed}"] == []
     assert [name for name in SCHEMAS if str(schema_path(name)) not in listed] == []

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from pytest_megatron.doctor.system import SystemView
+from pytest_megatron.doctor.facts import SystemView
 
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 NEW_ERROR = "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcEE"

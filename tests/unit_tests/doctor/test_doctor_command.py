@@ -14,12 +14,11 @@ import pytest
 from click.testing import CliRunner
 from staged_environment import Staged
 
-from pytest_megatron.cli.doctor import command
+from pytest_megatron.cli.doctor import FORMATS, command
 from pytest_megatron.doctor.checks.machine import check_machine
-from pytest_megatron.doctor.checks.recipe import read_needs
+from pytest_megatron.doctor.checks.project import read_needs
 from pytest_megatron.doctor.examine import examine, finding_of, rules
 from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineFacts, Python
-from pytest_megatron.doctor.report import FORMATS
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 
 UNITS = """\

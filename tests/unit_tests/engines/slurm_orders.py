@@ -47,7 +47,7 @@ class Heard:
     def on_lines(self, lines: list[str]) -> None:
         self.lines += lines
 
-    def on_progress(self, phase: int, progress: Progress) -> None:
+    def on_progress(self, phase: str, progress: Progress) -> None:
         del phase
         self.iterations.append(progress.iteration)
 

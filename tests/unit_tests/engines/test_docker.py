@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,10 +33,10 @@ from pytest_megatron.engines.docker.engine import DockerEngine
 from pytest_megatron.engines.docker.inside import _hand_over
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import AttemptListener, End, Progress
+from pytest_megatron.workload.run.runner import AttemptListener, End, PhaseEnd, Progress
 
 SOURCE = Path(pytest_megatron.__file__).parents[1]
 READY = "[default0]:up"  # as torch.distributed.run copies a line of rank 0
@@ -145,7 +145,7 @@ class OnLines:
             assert callable(self.act)
             self.act()
 
-    def on_progress(self, phase: int, progress: Progress) -> None: ...
+    def on_progress(self, phase: str, progress: Progress) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +224,19 @@ def test_a_link_that_leads_out_of_the_project_leads_there_in_the_container(
 def test_a_time_limit_is_the_workload_s_own(place: Place) -> None:
     outcome = place.run(place.order(*HANG, limit_s=0.5))
     assert [end.end for end in outcome.ends] == [End.TIME_LIMIT]
+
+
+def test_a_training_that_can_only_fail_is_ended(place: Place) -> None:
+    order = place.order(*bash(f"touch '{place.root}/nan'; exec sleep 300"))
+
+    def find_failure(ends: Sequence[PhaseEnd], facts: SessionFacts | None = None, /) -> str | None:
+        assert facts is not None
+        (end,) = ends
+        return f"phase {end.plan.number}: nan" if (place.root / "nan").exists() else None
+
+    outcome = place.run(replace(order, stop_early=find_failure))
+    (end,) = outcome.ends
+    assert (end.end, end.problem, outcome.trouble) == (End.STOPPED, "phase 1: nan", None)
 
 
 def test_memory_that_is_used_up_is_told_from_a_crash(place: Place) -> None:

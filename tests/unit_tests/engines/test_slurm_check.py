@@ -14,7 +14,7 @@ from pytest_megatron.engines.config import ContainerConfig, SlurmConfig
 from pytest_megatron.engines.slurm.checks import Around, SlurmChecks, ask_slurm, look_around
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.runs.environment import gather_facts
-from pytest_megatron.workload.checks.partitions import Cluster
+from pytest_megatron.workload.checks.cluster import Cluster
 from pytest_megatron.workload.plan.plan import Setting
 
 NEEDED = Resources(

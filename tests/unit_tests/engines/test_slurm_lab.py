@@ -226,3 +226,27 @@ def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
     assert f"on {host} ended as NODE_FAIL" in text
     first, second = run.attempts("moved")
     assert (first["signature"], second["signature"]) == ("engine_node_fail", None)
+
+
+def test_jobs_that_can_only_fail_are_ended_and_leave_their_record(
+    slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
+) -> None:
+    project = Project(root=tmp_path / "project", has_torch=True)
+    slow = {"TINY_TRAIN_STEP_MS": "60000.0"}  # as it prints
+    project.add("nan", "nan@3", "hang@8", env=slow)
+    off = project.add("off", "hang@8", env=slow)
+    project.golden(off, changes={3: 1.0})
+    process = session_of(project)
+    text, _ = process.communicate(timeout=_SLOW_S)
+    run = SessionRun(
+        returncode=process.returncode, stdout=text, stderr="", directory=project.root / "run"
+    )
+    for case, reason in (("nan", "is nan at step 3"), ("off", "is off at step 3")):
+        assert run.verdict(case) == ("FAILED", "failed"), text
+        assert f"stopped after iteration 7 of 10: lm loss {reason}" in run.problem(case)
+        (attempt,) = run.attempts(case)
+        stopped = attempt["stopped"]
+        assert isinstance(stopped, dict)
+        assert (stopped["iteration"], stopped["saved_s"]) == (7, 180.0)
+    assert text.count("stopped early: saved about 3 min; for all of it: --stop-early off") == 2
+    assert slurm_lab.ask("squeue", "-h", "-o", "%A %T").split() == []

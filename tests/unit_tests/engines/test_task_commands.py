@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.engines.config import LaunchMode
-from pytest_megatron.engines.multitask.commands import begin_phase
 from pytest_megatron.engines.multitask.coordinator import RankExit, first_line, format_table
 from pytest_megatron.engines.multitask.messages import Begin, Join, decode, encode
+from pytest_megatron.engines.multitask.step import begin_phase
 from pytest_megatron.engines.multitask.topology import TaskPlace, find_place, find_ports
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.recipe.case import Launcher

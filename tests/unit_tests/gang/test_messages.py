@@ -31,7 +31,10 @@ from pytest_megatron.gang.ipc.messages import (
     Register,
     Run,
     SessionEnded,
+    SessionExited,
+    SessionStarted,
     Stacks,
+    StartSession,
     StoreOpened,
     Welcome,
     decode,
@@ -104,6 +107,21 @@ MESSAGES: tuple[Message, ...] = (
     Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
     Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
     SessionEnded(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
+    StartSession(
+        program="python -m pytest",
+        argv=("pytest", "-x"),
+        orig_argv=("python", "-m", "pytest", "-x"),
+        env={"A": "\udcff"},
+        directory="/work",
+        umask=0o22,
+        descriptors=(0, 1, 2, 63),
+        streams=(["utf-8", "strict"], ["utf-8", "strict", "line"], ["ascii", "replace", "raw"]),
+        limits=([1, -1],),
+        ignored=(1,),
+        blocked=(),
+    ),
+    SessionStarted(pid=4),
+    SessionExited(exit_code=-9, doubt="torch has changed"),
 )
 
 

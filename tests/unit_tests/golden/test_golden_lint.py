@@ -12,7 +12,7 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.yaml import read_document
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.lint.lint import Project, lint_goldens
+from pytest_megatron.golden.lint import Project, lint_goldens
 from pytest_megatron.recipe.case import fingerprint
 from pytest_megatron.recipe.findings import GOLDEN_RULES, Finding
 from pytest_megatron.recipe.load import BUILT_IN_WORDS, load_recipe

@@ -1,10 +1,11 @@
 """Trains tiny GPTs with traces, all ranks forked from this process, which loads torch only once.
 
-python traced_trainings.py '[[directory, world size, port, argument, ...], ...]'
+python traced_trainings.py '[[settings, world size, port, argument, ...], ...]'
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -13,15 +14,14 @@ from pathlib import Path
 import gpt_training  # noqa: F401 - and torch and megatron-core with it
 
 from pytest_megatron.trace import run
-from pytest_megatron.trace.settings import VARIABLE, TraceSettings
+from pytest_megatron.trace.settings import VARIABLE
 
 _PROGRAM = Path(__file__).parents[2] / "traces/buggy_train.py"
 
 
-def train(rank: int, directory: str, world_size: int, port: int, arguments: list[str]) -> None:
+def train(rank: int, settings: str, world_size: int, port: int, arguments: list[str]) -> None:
     """Train as one rank."""
-    settings = TraceSettings(directory=Path(directory), steps=1, values="full")
-    os.environ[VARIABLE] = settings.to_json()
+    os.environ[VARIABLE] = settings
     if world_size > 1:
         os.environ |= {
             "RANK": str(rank),
@@ -34,17 +34,26 @@ def train(rank: int, directory: str, world_size: int, port: int, arguments: list
     run.main()
 
 
+def await_all(children: list[int]) -> None:
+    """Wait for the end of all trainings that were started, and forget them."""
+    while children:
+        if os.waitpid(children.pop(), 0)[1]:
+            sys.exit(1)
+
+
 def main() -> None:
-    children = []
-    for directory, world_size, port, *arguments in json.loads(sys.argv[1]):
+    children: list[int] = []
+    gc.freeze()  # no rank searches all of torch for garbage
+    for settings, world_size, port, *arguments in json.loads(sys.argv[1]):
+        if json.loads(settings)["weights_from"] is not None:
+            await_all(children)
         for rank in range(world_size):
             child = os.fork()
             if not child:
-                train(rank, directory, world_size, port, arguments)
+                train(rank, settings, world_size, port, arguments)
                 os._exit(0)
             children.append(child)
-    if any(os.waitpid(child, 0)[1] for child in children):
-        sys.exit(1)
+    await_all(children)
 
 
 if __name__ == "__main__":

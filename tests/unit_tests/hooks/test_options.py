@@ -35,6 +35,7 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
+--keep-gangs
 --keep-runs
 --labels
 --lightweight
@@ -60,6 +61,8 @@ OPTIONS = """\
 --scope
 --signatures
 --stop-early
+--stress
+--stress-seed
 --tag
 --tee-ranks
 --tensor-trace

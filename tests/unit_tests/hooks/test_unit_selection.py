@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pytest_megatron.ci.table  # noqa: F401 - pydantic's types do not outlive a re-import
+from pytest_megatron.runs.record import read_run
 
 CONFTEST = """
 import pytest
@@ -184,3 +185,44 @@ def test_a_project_may_have_marks_of_its_own(project: pytest.Pytester) -> None:
     )
     result = run(project, *BUCKET, "--platform", "cpu", "--environment", "dev")
     assert ran(result) - {"deep"} == ALL - {"internal", "experimental"}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2", "-p", "xdist")], ids=["alone", "xdist"])
+def test_the_run_records_what_was_left_out_and_the_option(
+    project: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
+    (project.path / "tests/moe/helper.py").write_text("")
+    result = run(
+        project,
+        "--environment=dev",
+        "--bucket=tests/moe/*.py,tests/test_*.py,!tests/test_broken.py",
+        "--run-dir=run",
+        "-k",
+        "not plain and not internal",
+        "-m",
+        "not launch_on_gb200",
+        "--deselect=tests/moe/test_moe.py::test_flaky",
+        *workers,
+    )
+    assert result.ret == pytest.ExitCode.OK, result.stdout.str()
+    moe = "tests/moe/test_moe.py::test"
+    assert read_run(project.path / "run").deselected == {
+        "deselected by --deselect": {f"{moe}_flaky": 1},
+        "deselected by --environment dev: flaky_in_dev": {f"{moe}_flaky_in_dev": 1},
+        "deselected by --experimental-tests exclude": {f"{moe}_experimental": 1},
+        "deselected by -k 'not plain and not internal'": {f"{moe}_plain": 1, f"{moe}_internal": 1},
+        "deselected by -m 'not launch_on_gb200'": {f"{moe}_gb200": 1},
+        "outside --bucket": {"tests/moe/deep/test_deep.py": 0, "tests/test_broken.py": 0},
+    }
+
+
+def test_a_conftest_that_leaves_out_tests_is_named(project: pytest.Pytester) -> None:
+    (project.path / "tests/moe/conftest.py").write_text(
+        "def pytest_collection_modifyitems(config, items):\n"
+        "    config.hook.pytest_deselected(items=items[1:])\n"
+        "    del items[1:]\n"
+    )
+    result = run(project, *BUCKET, "--experimental-tests=include", "--run-dir=run")
+    assert result.ret == pytest.ExitCode.OK
+    deselected = read_run(project.path / "run").deselected
+    assert deselected["deselected by tests/moe/conftest.py"] == {"tests/moe/test_moe.py": 7}

@@ -15,8 +15,12 @@ import pytest
 from tiny_project import Project, Run, wait_until
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.engines.local import obstacle_of, uses_megatron
-from pytest_megatron.engines.warm_process import replace_popen
+from pytest_megatron.engines.local import imports_of, obstacle_of
+from pytest_megatron.engines.warm_process import (
+    PRELOADED_FOR_MEGATRON,
+    PRELOADED_FOR_OPTIMIZERS,
+    replace_popen,
+)
 
 MIRROR = Path(__file__).parents[1] / "guests" / "mirror.py"
 HEAD = "from __future__ import annotations\n"
@@ -183,12 +187,16 @@ def test_a_tool_that_watches_programs_gets_fresh_interpreters(tmp_path: Path) ->
     assert found == "COVERAGE_PROCESS_CONFIG is set"
 
 
-def test_a_program_uses_megatron_through_a_module_of_its_own(tmp_path: Path) -> None:
+def test_a_program_imports_late_through_a_module_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def main():\n    import model")
     (tmp_path / "model.py").write_text("from megatron.core import parallel_state")
+    (tmp_path / "small.py").write_text("import torch\ndef f(m): torch.optim.SGD(m.parameters())")
+    (tmp_path / "named.py").write_text("from torch.optim import SGD")
     (tmp_path / "other.py").write_text("import torch, megatronic")
-    assert uses_megatron(tmp_path / "train.py")
-    assert not uses_megatron(tmp_path / "other.py")
+    assert imports_of(tmp_path / "train.py") == PRELOADED_FOR_MEGATRON
+    assert imports_of(tmp_path / "small.py") == PRELOADED_FOR_OPTIMIZERS
+    assert imports_of(tmp_path / "named.py") == PRELOADED_FOR_OPTIMIZERS
+    assert imports_of(tmp_path / "other.py") == ()
 
 
 def test_releases_of_torch_start_ranks_in_one_of_two_ways() -> None:

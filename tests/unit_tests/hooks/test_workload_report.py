@@ -25,9 +25,8 @@ from pytest_megatron.runs.record import RecordedAttempt, RecordedAudit
 from pytest_megatron.trace.divergences import TensorDivergence, TraceComparison, as_text
 from pytest_megatron.triage.signatures import match_signature
 from pytest_megatron.verdict.attempt import Attempt, FailureCause, Verdict, decide_training
-from pytest_megatron.verdict.audit import Audit
 from pytest_megatron.verdict.compare import Judgement, RepeatComparison
-from pytest_megatron.verdict.equivalence import REFERENCE, judge_equivalence
+from pytest_megatron.verdict.equivalence import REFERENCE, Audit, judge_equivalence
 from pytest_megatron.verdict.job import Training, WorkloadJob
 from pytest_megatron.verdict.retry import RetryPolicy, fingerprint
 from pytest_megatron.workload.plan.plan import Setting

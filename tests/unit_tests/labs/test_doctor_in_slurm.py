@@ -6,8 +6,8 @@ from pathlib import Path
 from labs import SlurmLab
 
 from pytest_megatron.doctor.checks.machine import check_slurm
+from pytest_megatron.doctor.facts import SystemView
 from pytest_megatron.doctor.probes.machine import look_at_slurm
-from pytest_megatron.doctor.system import SystemView
 
 
 def test_doctor_knows_a_client_whose_sacct_does_not_say_its_version(slurm_lab: SlurmLab) -> None:

@@ -233,6 +233,28 @@ def test_a_review_accepts_rejects_and_skips(
     assert goldens(staged) == {"better", "third"}
 
 
+def test_many_goldens_are_decided_by_the_way_in_which_they_change(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        staged.golden(f"worse{number}")
+        staged.add(f"worse{number}", [WORSE, WORSE])
+        staged.golden(f"better{number}")
+        staged.add(f"better{number}", [BETTER, BETTER])
+    result = review(monkeypatch, "samorsssssa")
+    assert result.exit_code == 0, result.output
+    headings = [x for x in result.stdout.splitlines() if " of 14: " in x]
+    assert headings[0] == "1 of 14: recipes/r.yaml::new[dev-cpu]"  # the only one of its kind
+    assert headings[1].startswith("2 to 7 of 14: 6 goldens: changed; loss worse, by < 1e-1 in the")
+    assert headings[1].endswith("outside the band; refused: loss-worse")
+    assert [x.partition(": ")[0] for x in headings[2:8]] == [f"{n} of 14" for n in range(2, 8)]
+    assert headings[8].startswith("8 to 14 of 14: 7 goldens: changed; loss better, by < 1e-3")
+    assert "cannot be accepted, give --reason TEXT: [loss-worse] lm loss" in result.stdout
+    assert "7 written" in result.stdout
+    assert read_golden(staged.root / staged.target("better5")).metrics == BETTER
+    assert read_golden(staged.root / staged.target("worse5")).metrics == SOUND
+
+
 def test_quitting_a_review_decides_nothing(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
     result = review(monkeypatch, "rmq")
     assert result.exit_code == 0

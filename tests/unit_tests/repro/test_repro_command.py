@@ -37,11 +37,13 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "rank_timeout": 60.0,
         "rank_grace": 10.0,
         "ranks_per_gpu": 4,
+        "stress": 20,
+        "stress_seed": 3,
         "gang_start": "fresh",
     }
     chosen = chosen_of(tmp_path, a_test(), options=options)
-    expected = ["--ranks", "2", "--device", "cpu", "--rank-timeout", "60"]
-    expected += ["--ranks-per-gpu", "4", "--gang-start", "fresh"]
+    expected = ["--ranks", "2", "--device", "cpu", "--rank-timeout", "60", "--ranks-per-gpu", "4"]
+    expected += ["--stress", "20", "--stress-seed", "3", "--gang-start", "fresh"]
     assert made(chosen, None, "a.py::b").argv == (*COMMON, *expected, "a.py::b", TEST)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import validate
-from pytest_megatron.cli.schema import schema_path
+from pytest_megatron.cli.recipes import schema_path
 from pytest_megatron.errors import RunError
 from pytest_megatron.runs.history import read as read_history
 from pytest_megatron.runs.record import (

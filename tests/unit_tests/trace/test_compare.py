@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -16,16 +17,19 @@ import pytest
 
 from pytest_megatron.trace.compare import main
 from pytest_megatron.trace.divergences import TraceComparison, read_comparison
+from pytest_megatron.trace.settings import TraceSettings
 
-pytest.importorskip("megatron.core")
+# Not imported: every worker of pytest-xdist would do so, and the tests train elsewhere.
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="has no megatron-core")
 
 _TESTS = Path(__file__).parents[2]
 _GUEST = _TESTS / "unit_tests/guests/traced_trainings.py"
 _ARGUMENTS = (
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2"),
     *("--seq-length", "8", "--vocab-size", "32", "--micro-batch-size", "2"),
-    *("--global-batch-size", "4", "--train-iters", "1"),
+    *("--global-batch-size", "4", "--train-iters", "2"),
 )
+_GATHERED_LATE = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _TP2 = ("--tensor-model-parallel-size", "2")
 
 
@@ -42,11 +46,18 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tp2", 2, *_TP2),
         ("bug", 2, *_TP2, "--exam-bug", "row-parallel-unreduced"),
         ("other_data", 1, "--seed", "5"),
+        ("gathered_late", 2, *_GATHERED_LATE, "--init-method-std", "0.5"),
     ):
+        settings = TraceSettings(
+            directory=root / str(name),
+            values="full",
+            weights_to=root / "weights" if name == "reference" else None,
+            weights_from=root / "weights" if name == "gathered_late" else None,
+        )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        trainings.append([str(root / str(name)), world_size, port, *_ARGUMENTS, *arguments])
+        trainings.append([settings.to_json(), world_size, port, *_ARGUMENTS, *arguments])
     path = os.pathsep.join((str(_TESTS / "functional_tests"), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [sys.executable, str(_GUEST), json.dumps(trainings)],
@@ -76,6 +87,13 @@ def test_layouts_that_train_the_same_are_equal(compare: Compare) -> None:
     assert (code, found.verdict, found.not_compared) == (0, "equal", ())
     assert found.num_compared > 200
     assert text.startswith("0 of ")
+
+
+def test_parameters_that_are_gathered_in_the_forward_pass_begin_as_the_reference_s(
+    compare: Compare,
+) -> None:
+    code, found, _ = compare("reference", "gathered_late")
+    assert (code, found.verdict, found.steps) == (0, "equal", 2)
 
 
 def test_both_may_be_cut(compare: Compare) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from pytest_megatron.trace.measure import (
     TensorMeasurement,
-    flat_values,
+    bits_on_cpu,
     hash_on_cpu,
     measure_on_cpu,
     measure_on_device,
@@ -14,8 +14,8 @@ from pytest_megatron.trace.measure import (
 
 
 def measured(tensor: torch.Tensor) -> TensorMeasurement:
-    values = flat_values(tensor)
-    return measure_on_cpu(values, hash_on_cpu(values))
+    bits = bits_on_cpu(tensor)
+    return measure_on_cpu(bits, tensor.dtype, hash_on_cpu(bits))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
@@ -41,11 +41,20 @@ def test_the_order_of_values_changes_the_hash() -> None:
 
 def test_a_view_measures_as_its_copy() -> None:
     whole = torch.arange(101, dtype=torch.bfloat16)
-    odd, column = whole[1:], torch.arange(64).view(8, 8)[:, 1]
-    assert measured(odd) == measured(odd.clone())
-    assert measured(column) == measured(column.clone())
+    column = torch.arange(64.0).view(8, 8)[:, 1]
+    for view in (whole[1:], whole[::2], column, column[0].expand(6)):
+        assert measured(view) == measured(view.clone(memory_format=torch.contiguous_format))
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
     found = measured(torch.tensor([1.0, float("nan"), float("inf")]))
     assert (found.norm, found.mean, found.not_finite) == (None, None, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_autocast_of_the_program_changes_no_measurement(dtype: torch.dtype) -> None:
+    values = torch.linspace(-1, 3, 1001).to(dtype)
+    plain, (on_device,) = measured(values), resolve([measure_on_device(values)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert measured(values) == plain
+        assert resolve([measure_on_device(values)]) == [on_device]

@@ -17,7 +17,7 @@ from launches import LOST, Launch, diagnosed, iterations, told, traceback
 from pytest_megatron.errors import TriageError
 from pytest_megatron.runs import archives
 from pytest_megatron.triage.api import triage
-from pytest_megatron.triage.names import is_worth_reading
+from pytest_megatron.triage.find import is_worth_reading
 
 ERROR = "ValueError: bad batch"
 

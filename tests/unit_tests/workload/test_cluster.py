@@ -8,12 +8,14 @@ import pytest
 from pytest_megatron.workload.checks.check import findings_of
 from pytest_megatron.workload.checks.cluster import (
     NamedPath,
+    Wanted,
+    check_partition,
     check_ports,
     check_shared,
     in_container,
+    parse_cluster,
     parse_mounts,
 )
-from pytest_megatron.workload.checks.partitions import Wanted, check_partition, parse_cluster
 from pytest_megatron.workload.checks.rules import check_rules
 
 MOUNTS = parse_mounts(

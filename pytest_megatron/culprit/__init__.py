@@ -1,0 +1,1 @@
+"""Search for the commit that made an item fail."""

@@ -1,0 +1,264 @@
+"""Kept processes: their records, and the conditions under which one may start a session.
+
+A kept process has torch imported and no code of the user. Its record is a file in a directory of
+the user; the process holds a lock on it as long as it lives, so that a record without one is stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import site
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import remove_socket
+
+# Read while numpy and torch are loaded (recorded with a getenv() that logs), or by the
+# libraries that torch loads; the directory of its cache torch sets itself.
+_READ_ON_LOAD = re.compile(
+    r"(?:TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|OMP_|GOMP_|KMP_|MKL|OPENBLAS|GOTO_|BLAS|NPY_|NUMPY"
+    r"|NVPL_|DNNL|ONEDNN|KINETO|FX_|COMPILE_|ACC_|GFORTRAN|INTEL_|I_MPI|MALLOC_|GLIBC_)"
+)
+_OF_PROCESS = re.compile(
+    r"(?:PYTHON|LD_|LC_|LANG|TZ$|HOME$|VIRTUAL_ENV|COVERAGE|COV_CORE|CUDA|NVIDIA|NCCL|GLOO|HIP_"
+    r"|ROCR_|XPU|SYCL|TRITON|OPENSSL)"
+)
+_STATUS = ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed", "Groups")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+LIMITS = tuple(sorted({v for k, v in vars(resource).items() if k.startswith("RLIMIT_")}))
+_PRIVATE = 0o700
+_LEAST_AVAILABLE = 0.05  # of the memory of the host
+_MOST_STALLED = 10.0  # per cent of the last 10 s in which some process waited for memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptProcess:
+    """A kept process, as its record has it.
+
+    Attributes:
+        project: Root directory of pytest.
+        pid: The process.
+        began: When it started, in clock ticks since the host's: with `pid` this is unique.
+        address: Where it listens.
+        key: Secret of its connections, in hexadecimal.
+        environment: Facts that a session must share with it, by name, as digests.
+        minutes: After so many without a session it ends.
+        started: Seconds of the epoch.
+    """
+
+    project: str
+    pid: int
+    began: int
+    address: str
+    key: str
+    environment: Mapping[str, str]
+    minutes: float
+    started: float
+
+    def differences(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the names of facts that differ."""
+        own = self.environment
+        return sorted(
+            n for n in own.keys() | environment.keys() if own.get(n) != environment.get(n)
+        )
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if it was stopped (SIGSTOP), and would not answer."""
+        return (_stat_fields(self.pid) or [""])[0] in ("T", "t")
+
+    def num_sessions(self) -> int:
+        """Return the number of sessions that run in it."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        with contextlib.suppress(OSError):
+            return len(children.read_text().split())
+        return 0
+
+    def stop(self) -> None:
+        """End it, once its sessions have ended; nothing if the number is of another process."""
+        if started_at(self.pid) == self.began:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+
+def started_at(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the host did; None if it is gone."""
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of a process from its state on, none if it is gone."""
+    # "pid (name) state ...", and a name may hold anything.
+    return _content(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def private_directory() -> Path:
+    """Return the directory of records, which only this user can enter.
+
+    Raises:
+        LaunchError: There is one that others could have made or can enter.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    parent = runtime if Path(runtime or "-").is_dir() else tempfile.gettempdir()
+    own = Path(parent, f"pytest-megatron-kept-{os.geteuid()}")
+    try:
+        own.mkdir(mode=_PRIVATE, exist_ok=True)
+        found = own.lstat()
+    except OSError as error:
+        raise LaunchError(str(own), f"{error.strerror}; it is needed to keep gangs") from error
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        raise LaunchError(
+            str(own), "is not a directory that this user alone can enter; remove it to keep gangs"
+        )
+    return own
+
+
+def record_path(project: Path) -> Path:
+    """Return the record of the kept process of a project for this interpreter, in this place.
+
+    Processes of another cgroup, namespace or security context have records of their own, as a
+    session must not leave its container or its Slurm job.
+    """
+    words = [str(project), sys.executable, *(f"{k}={v}" for k, v in _place().items())]
+    return private_directory() / f"{_digest(words)}.json"
+
+
+def find_kept(path: Path) -> KeptProcess | None:
+    """Return the kept process of a record; a stale record is removed."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        try:
+            kept = KeptProcess(**json.load(file))
+        except (ValueError, TypeError):  # it is still loading, or of another release
+            kept = None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return kept
+        with contextlib.suppress(OSError):
+            path.unlink()
+        if kept is not None:
+            remove_socket(kept.address)
+    return None
+
+
+def list_kept() -> list[tuple[Path, KeptProcess]]:
+    """Return all kept processes of this user with their records, the oldest first."""
+    found = [(path, find_kept(path)) for path in private_directory().glob("*.json")]
+    return sorted(((p, k) for p, k in found if k is not None), key=lambda pair: pair[1].started)
+
+
+def lock_record(path: Path) -> int | None:
+    """Create and lock the record of this process; None if another one has it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.fstat(descriptor).st_ino == path.stat().st_ino  # not removed meanwhile
+    except OSError:
+        return None
+    return descriptor if is_there else None
+
+
+def write_record(descriptor: int, kept: KeptProcess) -> None:
+    """Write the record of this process."""
+    os.pwrite(descriptor, json.dumps(asdict(kept)).encode(), 0)
+
+
+def describe_environment(env: Mapping[str, str], path: Sequence[str]) -> dict[str, str]:
+    """Return facts that a session must share with a kept process, by name, as digests.
+
+    Everything else of a session (directory, other variables, limits, ...) is passed to it.
+
+    Args:
+        env: Variables with which the session started.
+        path: Its `sys.path`, without the entry of the script or the current directory.
+    """
+    sites = [p for p in [*site.getsitepackages(), site.getusersitepackages()] if Path(p).is_dir()]
+    facts = {
+        "pytest-megatron": [version("pytest-megatron")],
+        "Python": [sys.version, str(sys.flags), str(sys.warnoptions), str(vars(sys)["_xoptions"])],
+        "sys.path": list(path),
+        "installed packages": [f"{p} {Path(p).stat().st_mtime_ns}" for p in sites],
+        **{name: [value] for name, value in env.items() if _READ_ON_LOAD.match(name)},
+        **{name: [value] for name, value in env.items() if _OF_PROCESS.match(name)},
+    }
+    return {name: _digest(words) for name, words in facts.items()}
+
+
+def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return variables that torch reads when it is loaded, and that were changed."""
+    names = sorted(name for name in before.keys() | now.keys() if _READ_ON_LOAD.match(name))
+    return [name for name in names if before.get(name) != now.get(name)]
+
+
+def is_memory_short(proc: Path = Path("/proc")) -> bool:
+    """Return whether this host needs the memory of processes that do nothing."""
+    meminfo, pressure = _content(proc / "meminfo"), _content(proc / "pressure/memory")
+    kib = {k: int(v) for k, v in re.findall(r"^(Mem\w+): +(\d+)", meminfo, re.MULTILINE)}
+    stalled = re.search(r"^some avg10=([\d.]+)", pressure, re.MULTILINE)
+    is_stalled = stalled is not None and float(stalled[1]) > _MOST_STALLED
+    least = kib.get("MemTotal", 0) * _LEAST_AVAILABLE
+    return is_stalled or kib.get("MemAvailable", least) < least
+
+
+def memory_bytes(pid: int) -> int:
+    """Return the memory of a process, where what it shares is divided among those that share it."""
+    found = re.search(r"^Pss: +(\d+)", _content(Path(f"/proc/{pid}/smaps_rollup")), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def inherited_descriptors() -> Iterator[int]:
+    """Yield descriptors beyond the standard ones that this process got from its parent."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a list before any is opened
+        number = int(name)
+        with contextlib.suppress(OSError):
+            if number > 2 and not fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:  # noqa: PLR2004 - stderr
+                yield number
+
+
+def _place() -> dict[str, str]:
+    """Return what a process cannot change of itself."""
+    own = Path("/proc/self")
+    status = dict(line.partition(":")[::2] for line in _content(own / "status").splitlines())
+    facts = {name: status.get(name, "").strip() for name in _STATUS}
+    for name in _NAMESPACES:
+        with contextlib.suppress(OSError):
+            facts[name] = str((own / "ns" / name).readlink())
+    return {
+        **facts,
+        "ids": f"{os.getresuid()} {os.getresgid()}",
+        "group": _content(own / "cgroup"),
+        "label": _content(own / "attr/current"),
+        "limits": str([resource.getrlimit(limit)[1] for limit in LIMITS]),
+        "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
+        "oom": _content(own / "oom_score_adj"),
+    }
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _digest(words: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:32]

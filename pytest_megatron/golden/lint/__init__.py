@@ -1,1 +1,0 @@
-"""Checks of committed golden files."""

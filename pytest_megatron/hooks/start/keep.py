@@ -1,0 +1,320 @@
+"""The session's side of `--keep-gangs`: runs in a kept process, or keeps one at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang.ipc.channel import Channel, connect
+from pytest_megatron.gang.ipc.messages import (
+    Message,
+    Ready,
+    Register,
+    SessionExited,
+    SessionStarted,
+    StartSession,
+)
+from pytest_megatron.gang.kept import (
+    LIMITS,
+    KeptProcess,
+    changed_variables,
+    describe_environment,
+    find_kept,
+    inherited_descriptors,
+    record_path,
+)
+from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV
+from pytest_megatron.hooks.options import early_size
+from pytest_megatron.hooks.start import kept_process
+from pytest_megatron.hooks.start.environment import KEY, find_user_module
+from pytest_megatron.hooks.start.preload import python_command
+
+_MOST_DESCRIPTORS = 50
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_CODE = """
+import sys
+if not sys.flags.safe_path: del sys.path[0]
+from pytest_megatron.hooks.start.kept_process import main
+main()
+"""
+PLUGIN_NAME = "megatron-keep"
+
+
+class KeepPlugin:
+    """Keeps a process after the session, unless something that the session did forbids it.
+
+    Attributes:
+        state: State of kept processes for the header, with the reason why none is used.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        """Record the environment of the session.
+
+        Args:
+            minutes: After so many without a session a kept process ends.
+        """
+        self._minutes = minutes
+        self._env = _initial_env()
+        self._doubt = ""
+        self._has_run_elsewhere = False
+        self.state = "none was kept yet"
+
+    def pytest_report_header(self) -> str:
+        """Return the state of kept processes."""
+        return f"kept gangs: {self.state}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config) -> None:
+        """Check what was imported."""
+        self.check(config)
+
+    def check(self, config: pytest.Config) -> None:
+        """Look for what the user's code changed and a kept process does not have.
+
+        A session in one is started anew; after another one, none is kept.
+        """
+        session = kept_process.session
+        watch = config.stash[KEY].watch
+        expected = {**self._env, **(watch.values if watch else {})}
+        changed = changed_variables(expected, os.environ)
+        if changed:
+            self._doubt = f"{', '.join(changed)} is set while tests are collected"
+        elif session is not None and (shadow := session.find_shadow()):
+            self._doubt = f"{shadow} has the name of a loaded module"
+        if self._doubt and session is not None:
+            session.start_anew(self._doubt)
+
+    def begin(self, early_config: pytest.Config) -> None:
+        """Run the session in a kept process, if there is one that fits; it then ends this one.
+
+        Raises:
+            SystemExit: It did.
+        """
+        if kept_process.session is not None:
+            self.state = "started in a process that had torch loaded"
+            return
+        try:
+            self._record = record_path(early_config.rootpath)
+        except LaunchError as error:
+            self.state = self._doubt = f"off, {error}"
+            return
+        self._environment = describe_environment(self._env, _base_path())
+        early_config.add_cleanup(lambda: self._keep(early_config))
+        kept = find_kept(self._record)
+        doubt = _why_not(early_config)
+        if kept is None:
+            problem = self._record.with_suffix(".problem")
+            if problem.exists():
+                self.state = f"none could be kept, {problem.read_text()}"
+        elif differences := kept.differences(self._environment):
+            kept.stop()
+            self.state = f"outdated, {', '.join(differences)} changed"
+        elif doubt or kept.is_stopped:
+            self.state = f"not used, {doubt or 'its process is stopped'}"
+        else:
+            self._run_in(kept)
+
+    def _run_in(self, kept: KeptProcess) -> None:
+        """Run this session in a kept process and exit; return if it has to run here."""
+        main = sys.modules["__main__"].__spec__
+        program = "pytest" if main is None else "python -m pytest"
+        self._has_run_elsewhere = True
+        self.state = f"not used, {_run_elsewhere(kept, program)}"
+        self._has_run_elsewhere = False
+
+    def _keep(self, config: pytest.Config) -> None:
+        """Start a process for the next session, without waiting for it."""
+        if self._doubt or self._has_run_elsewhere or find_kept(self._record) is not None:
+            return
+        settings = {
+            "record": str(self._record),
+            "project": str(config.rootpath),
+            "environment": self._environment,
+            "minutes": self._minutes,
+            "leader": _leader(),
+        }
+        with contextlib.suppress(OSError):  # the next session starts anew
+            process = subprocess.Popen(
+                python_command(_CODE),
+                env={**HARMLESS_ENV, **self._env},
+                cwd=config.invocation_params.dir,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            process.returncode = 0  # it outlives this process
+            assert process.stdin is not None
+            with process.stdin:
+                process.stdin.write(json.dumps(settings).encode())
+
+
+def run_preloaded(record: str, command: list[str]) -> None:
+    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible."""
+    kept = find_kept(Path(record))
+    if kept is not None:
+        _run_elsewhere(kept, "preload")
+    os.execv(command[0], command)  # noqa: S606 - needs no shell
+
+
+def _run_elsewhere(kept: KeptProcess, program: str) -> str:
+    """Run a program in a kept process and exit as it does; return why it has to run here.
+
+    Raises:
+        SystemExit: It ran.
+    """
+    registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
+    try:
+        channel = connect(kept.address, bytes.fromhex(kept.key), registration)
+    except OSError:
+        return "the kept process has ended"
+    reply = channel.receive()
+    if isinstance(reply, Ready):
+        inherited = [0, 1, 2, *inherited_descriptors()]
+        channel.send(_request(program, inherited), inherited)
+        reply = channel.receive()
+    if reply is None:  # nothing has run yet
+        return "the kept process has ended"
+    if isinstance(reply, SessionStarted):
+        reply = _follow(channel, reply.pid)
+    channel.close()
+    if not isinstance(reply, SessionExited):
+        sys.stderr.write(
+            f"kept gangs: process {kept.pid}, in which this session ran, was killed; start "
+            f"the session again\n"
+        )
+        raise SystemExit(int(pytest.ExitCode.INTERNAL_ERROR))
+    if reply.doubt:
+        return reply.doubt
+    if reply.exit_code < 0:
+        signal.signal(-reply.exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -reply.exit_code)
+    raise SystemExit(reply.exit_code)
+
+
+def keep_gangs(early_config: pytest.Config, minutes: float) -> KeepPlugin | None:
+    """Run this session in a kept process, or register the plugin that keeps one."""
+    size, given = early_size(early_config), early_config.known_args_namespace
+    is_xdist = getattr(given, "numprocesses", None) or getattr(given, "tx", None)
+    if size is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return None
+    plugin = KeepPlugin(minutes)
+    if size[1] > 1 or is_xdist:
+        plugin.state = "off, with --nnodes" if size[1] > 1 else "off, with pytest-xdist"
+    else:
+        plugin.begin(early_config)
+    early_config.pluginmanager.register(plugin, PLUGIN_NAME)
+    return plugin
+
+
+def _why_not(early_config: pytest.Config) -> str:
+    """Return the reason why a session cannot run in a kept process, or ""."""
+    given, main = early_config.known_args_namespace, sys.modules["__main__"]
+    is_typed = list(early_config.invocation_params.args) == sys.argv[1:]
+    is_pytest = getattr(main.__spec__, "name", "") == "pytest.__main__" or Path(
+        sys.argv[0]
+    ).name in ("pytest", "py.test")
+    tools = getattr(sys, "monitoring", None)
+    has_tool = tools is not None and any(tools.get_tool(number) for number in range(6))
+    num_inherited = len(list(inherited_descriptors()))
+    user_module = find_user_module(early_config.rootpath)
+    reasons = {
+        "pytest was called by another program": not (is_typed and is_pytest)
+        or bool(early_config.invocation_params.plugins),
+        "--pdb": given.usepdb or given.trace,
+        "--gang-start fresh": given.megatron_gang_start == "fresh",
+        "a debugger, profiler or measurement of coverage is active": has_tool
+        or sys.gettrace() is not None
+        or sys.getprofile() is not None,
+        "a plugin has started threads": threading.active_count() > 1,
+        "standard streams are closed or replaced": not all(
+            isinstance(stream, io.TextIOWrapper) for stream in (sys.stdin, sys.stdout, sys.stderr)
+        ),
+        f"{num_inherited} descriptors are inherited": num_inherited > _MOST_DESCRIPTORS,
+        f"{user_module} is loaded by -p": bool(user_module),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+def _request(program: str, descriptors: list[int]) -> StartSession:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
+    return StartSession(
+        program=program,
+        argv=tuple(sys.argv),
+        orig_argv=tuple(sys.orig_argv),
+        env=_initial_env(),
+        directory=os.getcwd(),  # noqa: PTH109 - as the user has it
+        umask=umask,
+        descriptors=tuple(descriptors),
+        streams=tuple(
+            [
+                *(s.encoding, s.errors or "strict"),
+                *(["line"] if s.line_buffering else []),
+                *(["raw"] if s.write_through else []),
+            ]
+            for s in (sys.stdin, sys.stdout, sys.stderr)
+            if isinstance(s, io.TextIOWrapper)
+        ),
+        limits=tuple(list(resource.getrlimit(limit)) for limit in LIMITS),
+        ignored=tuple(ignored),
+        blocked=tuple(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    )
+
+
+def _follow(channel: Channel, pid: int) -> Message | None:
+    """Pass signals to the session until it ends; return the last message."""
+
+    def suspend(_: int, __: FrameType | None) -> None:
+        os.killpg(pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.killpg(pid, signal.SIGCONT)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        os.kill(pid, number)
+
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]]
+    handlers = dict.fromkeys(_FORWARDED, forward)
+    handlers[signal.SIGINT] = lambda number, _: os.killpg(pid, number)  # as the terminal does
+    handlers[signal.SIGTSTP] = suspend
+    before = {number: signal.getsignal(number) for number in handlers}
+    for number, handler in handlers.items():
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    reply = channel.receive()
+    for number, old in before.items():
+        signal.signal(number, old)
+    return reply
+
+
+def _initial_env() -> dict[str, str]:
+    """Return the variables with which this process started, before any plugin changed them."""
+    words = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(word).partition("=")[::2] for word in words if b"=" in word)
+
+
+def _base_path() -> list[str]:
+    return sys.path[0 if sys.flags.safe_path else 1 :]
+
+
+def _leader() -> int:
+    """Return the process whose end is that of the terminal; 0 without a terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return 0
+    return os.getsid(0)

@@ -1,0 +1,404 @@
+"""The kept process: has torch and pytest imported, and forks sessions of pytest.
+
+It runs no session and imports no code of the user itself. A session is a fork, which gets all that
+a new process would get from its parent: arguments, variables, directory, descriptors, limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, cast
+
+import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
+from _pytest.config import default_plugins
+
+from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
+from pytest_megatron.gang.ipc.channel import Channel, listen_locally
+from pytest_megatron.gang.ipc.messages import (
+    Message,
+    Ready,
+    Register,
+    SessionExited,
+    SessionStarted,
+    StartSession,
+)
+from pytest_megatron.gang.kept import (
+    LIMITS,
+    KeptProcess,
+    is_memory_short,
+    lock_record,
+    started_at,
+    write_record,
+)
+from pytest_megatron.gang.supervisor.connections import Calls
+from pytest_megatron.process.tree import close_descriptors, die_with
+
+_LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin")
+_POLL_S = 5.0  # between checks of time and memory
+_WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
+_UNSTARTED = 70
+
+
+@dataclass(slots=True)
+class ForkedSession:
+    """Data of a session that runs in a fork of a kept process.
+
+    Attributes:
+        record: File of the kept process.
+        control: Write end of a pipe, which gets the reason why it has to be started anew.
+        path: `sys.path` of the kept process.
+        modules: Names of the modules that the kept process had imported.
+    """
+
+    record: Path
+    control: int
+    path: tuple[str, ...]
+    modules: frozenset[str]
+
+    def start_anew(self, doubt: str) -> NoReturn:
+        """End this process, and have the session started without a kept process."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.write(self.control, doubt.encode()[: fcntl.fcntl(self.control, fcntl.F_GETPIPE_SZ)])
+        os._exit(_UNSTARTED)
+
+    def find_shadow(self) -> str:
+        """Return a file of the user that would be loaded in the place of a loaded module, or ""."""
+        for entry in map(Path, set(sys.path).difference(self.path)):
+            names = {file.stem for file in entry.glob("*.py")}
+            names |= {file.parent.name for file in entry.glob("*/__init__.py")}
+            for name in sorted(names & self.modules):
+                file = getattr(sys.modules[name], "__file__", None)
+                if file is not None and not Path(file).is_relative_to(entry):
+                    return str(entry / name)
+        return ""
+
+
+session: ForkedSession | None = None  # in the fork that runs it
+
+
+@dataclass(slots=True)
+class _Running:
+    """A session in the kept process."""
+
+    pid: int
+    channel: Channel
+    end: int
+    control: int
+
+
+@dataclass(slots=True)
+class _KeptServer:
+    """Serves sessions until it has to end."""
+
+    minutes: float
+    lock: int
+    calls: Calls = field(init=False)
+    running: dict[int, _Running] = field(default_factory=dict)
+    wanted: list[tuple[Channel, StartSession, list[int]]] = field(default_factory=list)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    is_stopping: bool = False
+
+    def serve(self, on_stop: Callable[[], None]) -> tuple[StartSession, list[int], int] | None:
+        """Fork sessions; return in each fork, with its data, and in this process at its end.
+
+        Args:
+            on_stop: Called once no more session is taken.
+        """
+        used = time.monotonic()
+        while True:
+            left_s = used + self.minutes * 60 - time.monotonic()
+            self.calls.take(_POLL_S if self.running else min(_POLL_S, left_s))
+            while self.wanted:
+                request = self._fork(*self.wanted.pop())
+                if request is not None:
+                    return request
+            if self.running:
+                used = time.monotonic()
+            elif left_s <= 0 or is_memory_short():
+                self.is_stopping = True
+            if self.is_stopping:
+                on_stop()
+                if not self.running:
+                    return None
+
+    def stop(self) -> None:
+        """Take no more sessions."""
+        self.is_stopping = True
+
+    def on_register(
+        self, channel: Channel, registration: Register, rest: Sequence[Message]
+    ) -> None:
+        """Answer a session that asks to be started."""
+        if registration.role != "session" or rest or not channel.is_of_same_user:
+            self.calls.drop(channel)
+            return
+        changed = next((f for f, known in self.files.items() if _version_of(f) != known), "")
+        if changed or self.is_stopping:
+            self.is_stopping = True
+            doubt = f"{changed} has changed" if changed else "the kept process ends"
+            channel.send(SessionExited(exit_code=_UNSTARTED, doubt=doubt))
+            self.calls.drop(channel)
+            return
+        self.calls.read(channel, lambda: self._on_request(channel))
+        channel.send(Ready())
+
+    def _on_request(self, channel: Channel) -> None:
+        message, descriptors = channel.receive_with_descriptors()
+        if isinstance(message, StartSession):
+            self.calls.read(channel, lambda: self._on_news(channel))
+            self.wanted.append((channel, message, descriptors))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.calls.drop(channel)
+
+    def _on_news(self, channel: Channel) -> None:
+        """Kill a session whose client is gone."""
+        channel.drain()
+        if channel.is_closed:
+            self.calls.drop(channel)
+            for one in self.running.values():
+                if one.channel is channel:
+                    os.kill(one.pid, signal.SIGKILL)
+
+    def _fork(
+        self, channel: Channel, request: StartSession, descriptors: list[int]
+    ) -> tuple[StartSession, list[int], int] | None:
+        control, control_write = os.pipe()
+        kept = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.calls.forget()
+            close_descriptors([*descriptors, control_write])
+            os.setsid()
+            die_with(kept)
+            return request, descriptors, control_write
+        for descriptor in (*descriptors, control_write):
+            os.close(descriptor)
+        one = self.running[pid] = _Running(pid, channel, os.pidfd_open(pid), control)
+        self.calls.watch(one.end, lambda: self._on_end(one))
+        channel.send(SessionStarted(pid=pid))
+        return None
+
+    def _on_end(self, one: _Running) -> None:
+        _, status = os.waitpid(one.pid, 0)
+        os.set_blocking(one.control, False)  # a daemon of the session may have the other end
+        doubt = b""
+        with contextlib.suppress(BlockingIOError):
+            doubt = os.read(one.control, 1 << 16)
+        os.close(one.control)
+        code = os.waitstatus_to_exitcode(status)
+        one.channel.send(SessionExited(exit_code=code, doubt=doubt.decode(errors="replace")))
+        self.calls.unwatch(one.end)
+        self.calls.drop(one.channel)
+        del self.running[one.pid]
+        os.utime(self.lock)  # its last use
+        self.is_stopping |= bool(doubt)
+
+
+def main() -> None:
+    """Load torch and pytest, and serve; then run pytest in each fork."""
+    settings = json.loads(sys.stdin.buffer.read())
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    record = Path(settings.pop("record"))
+    lock = lock_record(record)
+    if lock is None:
+        return
+    report = record.with_suffix(".problem")
+    report.unlink(missing_ok=True)
+    problem = _load()
+    if problem:
+        report.write_text(problem)
+        record.unlink()
+        return
+    os.chdir("/")
+    os.umask(0o077)
+    server = _KeptServer(minutes=settings["minutes"], lock=lock)
+    server.files = {
+        file: _version_of(file)
+        for module in list(sys.modules.values())
+        if isinstance(file := getattr(module, "__file__", None), str)
+    }
+    modules = frozenset(name for name in sys.modules if "." not in name)
+    wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakeup_write)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    leader = settings.pop("leader")
+    listener = listen_locally()
+    server.calls = Calls(listener, server.on_register)
+    server.calls.watch(wakeup, lambda: _drain(wakeup))
+    if leader:
+        try:
+            end = os.pidfd_open(leader)
+        except OSError:  # it is gone
+            return
+        server.calls.watch(end, server.stop)
+    kept = KeptProcess(
+        pid=os.getpid(),
+        began=started_at(os.getpid()) or 0,
+        address=listener.address,
+        key=listener.key.hex(),
+        started=time.time(),
+        **settings,
+    )
+    write_record(lock, kept)
+    gc.collect()
+    gc.freeze()  # keep present objects shared with the sessions
+
+    def stop_listening() -> None:
+        with contextlib.suppress(OSError):
+            if record.stat().st_ino == os.fstat(lock).st_ino:
+                record.unlink()
+
+    request = server.serve(stop_listening)
+    if request is None:
+        server.calls.stop()
+        return
+    _run_session(*request, record=record, modules=modules)
+
+
+def _load() -> str:
+    """Load modules; return the reason why no session can be forked from here, or ""."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for name in (*_LOADED, *(f"_pytest.{name}" for name in default_plugins)):
+                if importlib.util.find_spec(name) is not None:
+                    importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - sessions report it
+            return f"{type(error).__name__}: {error}"
+    if caught:  # which a session reports as warnings of the test that imports torch
+        return f"a warning while torch is loaded: {caught[0].message}"
+    return find_obstacle("torch was loaded")
+
+
+def _run_session(
+    request: StartSession,
+    descriptors: list[int],
+    control: int,
+    *,
+    record: Path,
+    modules: frozenset[str],
+) -> NoReturn:
+    """Run a program as if this process had just been started."""
+    global session  # noqa: PLW0603 - one process, one session
+    path = tuple(sys.path)
+    started = ForkedSession(record, _move([control], 1 << 8)[0], path, modules)
+    try:
+        _take_streams(request, descriptors)
+        _take_process_state(request, path)
+    except Exception as error:  # noqa: BLE001 - the client starts it itself
+        started.start_anew(f"{type(error).__name__}: {error}")
+    if request.program == "preload":
+        from pytest_megatron.hooks.start.preload import main as preload  # noqa: PLC0415 - it imports this module
+
+        preload("fork")
+        sys.exit()
+    session = started
+    sys.exit(pytest.console_main())
+
+
+def _take_streams(request: StartSession, descriptors: list[int]) -> None:
+    """Put descriptors to their numbers, and open the standard streams."""
+    above = max(*request.descriptors, 1 << 8) + 1
+    for number, moved in zip(request.descriptors, _move(descriptors, above), strict=True):
+        os.dup2(moved, number)
+        os.close(moved)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        encoding, errors, *kinds = request.streams[number]
+        buffering = 0 if "raw" in kinds and mode == "w" else -1
+        stream = io.TextIOWrapper(
+            cast("io.BufferedWriter", open(number, f"{mode}b", buffering, closefd=False)),  # noqa: SIM115 - of a stream
+            encoding,
+            errors,
+            line_buffering="line" in kinds,
+            write_through="raw" in kinds,
+        )
+        vars(stream)["mode"] = mode
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _move(descriptors: Sequence[int], least: int) -> list[int]:
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least) for number in descriptors]
+    for number in descriptors:
+        os.close(number)
+    return moved
+
+
+def _take_process_state(request: StartSession, path: Sequence[str]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {
+        signal.SIGKILL,
+        signal.SIGSTOP,
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    }:
+        if number in request.ignored:
+            signal.signal(number, signal.SIG_IGN)
+        elif number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        elif signal.getsignal(number) not in (signal.SIG_DFL, None):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    for limit, (soft, hard) in zip(LIMITS, request.limits, strict=True):
+        resource.setrlimit(limit, (soft, hard))
+    os.umask(request.umask)
+    os.chdir(request.directory)
+    os.environ.clear()
+    os.environ.update(request.env)
+    time.tzset()
+    sys.argv[:] = request.argv
+    sys.orig_argv[:] = request.orig_argv
+    sys.path[:] = path
+    if not sys.flags.safe_path:
+        script = os.path.dirname(os.path.realpath(request.argv[0]))  # noqa: PTH120 - as Python does
+        sys.path.insert(0, script if request.program == "pytest" else request.directory)
+    importlib.invalidate_caches()
+    reseed(has_user_code=False)
+    _expect_loaded_modules()
+
+
+def _expect_loaded_modules() -> None:
+    """Have pytest not warn about modules that this process had imported."""
+    warn: Callable[[object, str], None] = getattr(AssertionRewritingHook, _WARN_IMPORTED)
+    loaded = frozenset(sys.modules)
+
+    def warn_of_others(hook: AssertionRewritingHook, name: str) -> None:
+        if name not in loaded:
+            warn(hook, name)
+
+    setattr(AssertionRewritingHook, _WARN_IMPORTED, warn_of_others)
+
+
+def _version_of(file: str) -> tuple[int, int]:
+    try:
+        found = os.stat(file)  # noqa: PTH116 - of 2,000 files at each start of a session
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(descriptor, 4096)

@@ -1,0 +1,300 @@
+"""Sessions in a kept process are those of a new one, and nothing of it stays that nobody lists.
+
+A module in the place of torch makes that cheap; the how-to page has a session with the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from gang_suite import wait_until
+
+from pytest_megatron.gang import kept
+
+MARK = "KEPT_SUITE"
+TORCH = """
+    import os, pathlib
+    with pathlib.Path(__file__).with_name("loads").open("a") as file:
+        file.write("x")
+    __version__ = "2.9"
+    initial_seed = lambda: 1 << 60
+    set_num_threads = lambda _: None
+
+    class default_generator:
+        manual_seed = lambda _: None
+"""
+FACTS = """
+    import json, locale, os, pathlib, resource, signal, sys
+
+    import torch
+    import helper
+
+    def describe():
+        mask, umask = signal.pthread_sigmask(signal.SIG_BLOCK, ()), os.umask(0)
+        os.umask(umask)
+        return {
+            "env": {k: v for k, v in os.environ.items() if k not in ("MASTER_PORT", "TMPDIR")},
+            "directory": os.getcwd(),
+            "umask": umask,
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "mask": sorted(mask),
+            "signals": [str(signal.getsignal(n)).partition(" at 0x")[0] for n in (1, 2, 3, 15)],
+            "argv": [a for a in sys.argv if "keep-gangs" not in a],
+            "orig": [a for a in sys.orig_argv if "keep-gangs" not in a],
+            "path": sys.path,
+            "locale": locale.setlocale(locale.LC_CTYPE),
+            "streams": [sys.stdout.encoding, sys.stdout.errors, sys.stdin.encoding],
+            "main": sys.modules["__main__"].__name__,
+            "helper": helper.VALUE,
+            "descriptors": [os.path.exists(f"/proc/self/fd/{n}") for n in (63, 77)],
+        }
+
+    HERE = describe()
+
+    def test_facts():
+        rank = os.environ["RANK"]
+        facts = json.dumps({"rank": describe(), "controller": HERE})
+        pathlib.Path(os.environ["FACTS"], rank).write_text(facts)
+"""
+WARM = "kept gangs: started in a process that had torch loaded"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project, with a directory of records for itself."""
+
+    root: Path
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+    def env(self, **more: str) -> dict[str, str]:
+        out = ("PYTEST_", "COV_", "COVERAGE", "PYTHON")
+        own = {k: v for k, v in os.environ.items() if not k.startswith(out)}
+        runtime = self.root / "runtime"
+        runtime.mkdir(exist_ok=True)
+        stub = str(self.root / "stub")
+        own |= {MARK: str(self.root), "XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": stub}
+        return own | {"PYTHONDONTWRITEBYTECODE": "1"} | more
+
+    def start(self, *args: str, directory: str = ".", **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "megatron", "--ranks", "2", *args],
+            cwd=self.root / directory,
+            env=self.env(**env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *args: str, directory: str = ".", **env: str) -> tuple[int, str]:
+        """Run pytest with --keep-gangs; return its exit code and output."""
+        process = self.start("--keep-gangs", *args, directory=directory, **env)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def records(self) -> list[Path]:
+        return [*self.root.glob("runtime/*/*.json")]
+
+    def kept(self) -> kept.KeptProcess:
+        """Wait for a kept process that has loaded everything."""
+        wait_until(lambda: any(f.stat().st_size for f in self.records()), "a kept process")
+        found = kept.find_kept(self.records()[0])
+        assert found is not None
+        return found
+
+    def others(self, *known: int) -> list[str]:
+        """Return the command lines of processes of this project that are not known."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == str(self.root) and process.pid not in known:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
+
+    def command(self, *args: str) -> str:
+        script = Path(sys.executable).with_name("pytest-megatron")
+        done = subprocess.run(
+            [script, *args],
+            cwd=self.root,
+            env=self.env(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    """A project whose first session has kept a process."""
+    made = Project(tmp_path)
+    made.write("pytest.ini", "[pytest]")
+    made.write("stub/torch.py", TORCH)
+    made.write("helper.py", "VALUE = 1")
+    made.write("test_facts.py", FACTS)
+    made.write("facts/.keep", "")
+    made.write("elsewhere/.keep", "")
+    yield made
+    for path in made.records():
+        found = kept.find_kept(path)
+        if found is not None:
+            found.stop()
+    wait_until(lambda: not made.others(), "the end of all processes")
+
+
+def first(project: Project, *args: str) -> kept.KeptProcess:
+    code, output = project.run("test_facts.py", *args, FACTS="facts")
+    assert (code, "none was kept yet" in output) == (0, True), output
+    return project.kept()
+
+
+def facts(project: Project) -> dict[str, dict[str, dict[str, str]]]:
+    found = [json.loads((project.root / "facts" / str(rank)).read_text()) for rank in range(2)]
+    return {f"{who} {rank}": found[rank][who] for rank in range(2) for who in found[rank]}
+
+
+def test_ranks_of_a_kept_process_are_those_of_a_new_one(project: Project) -> None:
+    process = first(project)
+    project.write("helper.py", "VALUE = 22")
+    project.write("conftest.py", "import os\nos.environ['OF_CONFTEST'] = '1'")
+    where = {"directory": "elsewhere", "FACTS": str(project.root / "facts"), "SET": "now"}
+    args = ["../test_facts.py", "-rA", "--run-dir"]
+    umask = os.umask(0o27)
+    try:
+        code, output = project.run(*args, "../run", **where)
+        assert (code, WARM in output) == (0, True), output
+        warm = facts(project)
+        plain = project.start(*args, "../run2", **where)
+        plain.communicate(timeout=60)
+        assert plain.returncode == 0
+    finally:
+        os.umask(umask)
+    cold = json.loads(json.dumps(facts(project)).replace("run2", "run"))
+    assert warm == cold
+    assert cold["rank 0"]["env"]["SET"] == "now"
+    assert cold["rank 0"]["helper"] == 22
+    assert project.kept().pid == process.pid
+
+    project.write("conftest.py", "import os\nRANK = int(os.environ['RANK'])")  # each rank collects
+    (project.root / "stub/loads").unlink()
+    code, output = project.run("test_facts.py", "-v", "--run-dir", "run3", FACTS="facts")
+    assert (code, WARM in output) == (0, True), output
+    assert "every rank collects for itself" in output
+    assert "SET" not in facts(project)["rank 1"]["env"]
+    assert not (project.root / "stub/loads").exists()  # torch was loaded once, by the kept process
+
+
+def test_an_edited_test_is_the_one_that_runs(project: Project) -> None:
+    first(project)
+    project.write("test_facts.py", "def test_new():\n    assert 'edit' == 'seen'")
+    code, output = project.run("test_facts.py", "-x")
+    assert (code, WARM in output) == (1, True)
+    assert "'edit' == 'seen'" in output
+    known = project.root / ".pytest_cache/v/cache/lastfailed"
+    assert "test_new" in known.read_text()
+    code, output = project.run("--lf", "--co", "-q")
+    assert (code, "test_facts.py::test_new" in output) == (0, True)
+    assert project.run("test_facts.py::test_gone")[0] == 4
+    assert len(project.others()) == 1
+
+
+def test_a_variable_that_torch_reads_ends_an_outdated_process(project: Project) -> None:
+    process = first(project)
+    code, output = project.run("test_facts.py", FACTS="facts", OMP_NUM_THREADS="2")
+    assert (code, "outdated, OMP_NUM_THREADS changed" in output) == (0, True), output
+    wait_until(lambda: not psutil.pid_exists(process.pid), "its end")
+    assert project.kept().pid != process.pid
+
+
+def test_a_changed_module_and_a_late_variable_start_a_session_anew(project: Project) -> None:
+    process = first(project)
+    project.write("stub/torch.py", TORCH + "\n    NEW = 1\n")
+    code, output = project.run("test_facts.py", FACTS="facts")
+    assert (code, "stub/torch.py has changed" in output) == (0, True), output
+    wait_until(lambda: not psutil.pid_exists(process.pid), "its end")
+    process = project.kept()
+    project.write("conftest.py", "import os\nos.environ['TORCH_LOGS'] = 'all'")
+    code, output = project.run("test_facts.py", FACTS="facts")
+    text = "kept gangs: not used, TORCH_LOGS is set while tests are collected"
+    assert (code, text in output, output.count("collected")) == (0, True, 2), output
+    wait_until(lambda: not project.others(), "no process is kept after it")
+
+
+SLOW = """
+    import os, pathlib, time
+
+    def test_slow():
+        pathlib.Path(f"began{os.environ['RANK']}").touch()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("way", ["interrupt", "client", "kept"])
+def test_nothing_is_left_of_a_session_that_was_killed(project: Project, way: str) -> None:
+    process = first(project)
+    project.write("test_slow.py", SLOW)
+    session = project.start("--keep-gangs=10", "test_slow.py")
+    wait_until((project.root / "began1").exists, "the test")
+    assert "after 1 session" in project.command("gangs", "list")
+    if way == "interrupt":
+        session.send_signal(signal.SIGINT)
+    elif way == "client":
+        session.kill()
+    else:
+        os.kill(process.pid, signal.SIGKILL)
+    output, _ = session.communicate(timeout=60)
+    wait_until(lambda: not project.others(process.pid), "the end of its processes")
+    assert session.returncode == {"interrupt": 2, "client": -9, "kept": 3}[way]
+    if way == "kept":
+        assert "was killed; start the session again" in output
+        assert project.command("gangs", "list") == "no gangs are kept\n"
+        assert project.records() == []
+    else:
+        shown = project.command("gangs", "list")
+        assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
+
+
+def test_the_end_of_the_terminal_ends_them(project: Project) -> None:
+    shell, terminal = pty.fork()
+    if shell == 0:
+        os.chdir(project.root)
+        words = ("-m", "pytest", "-p", "megatron", "--ranks", "2", "--keep-gangs", "-q")
+        for _ in range(2):
+            subprocess.run([sys.executable, *words], env=project.env(FACTS="facts"), check=False)
+        os.read(0, 1)  # as a shell that waits for the next command
+        os._exit(0)
+    process = project.kept()
+    output = b""
+    while output.count(b"1 passed") < 2:  # the second one runs in the kept process
+        output += os.read(terminal, 1 << 16)
+    assert psutil.pid_exists(process.pid)
+    os.close(terminal)
+    os.waitpid(shell, 0)
+    wait_until(lambda: not project.others(), "its end with the terminal")
+
+
+def test_stop_ends_them_and_time_does(project: Project) -> None:
+    process = first(project)
+    assert project.command("gangs", "stop") == f"stopped: process {process.pid} of {project.root}\n"
+    wait_until(lambda: not project.others() and not project.records(), "its end")
+    assert project.command("gangs", "stop", "--all") == "no gangs are kept\n"
+    first(project, "--keep-gangs=0.01")
+    wait_until(lambda: not project.others() and not project.records(), "its end by time")

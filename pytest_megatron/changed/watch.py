@@ -25,17 +25,19 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 if TYPE_CHECKING:
     from cProfile import Profile
 
-NOTES = "PYTEST_MEGATRON_CHANGED"  # directory of the files
-KEY = "PYTEST_MEGATRON_CHANGED_KEY"  # the window that processes belong to
-ROOT = "PYTEST_MEGATRON_CHANGED_ROOT"
+# No PYTEST_ in front, which trainings do not inherit.
+NOTES = "MEGATRON_CHANGED_NOTES"  # directory of the files
+KEY = "MEGATRON_CHANGED_WINDOW"  # the one that processes belong to
+ROOT = "MEGATRON_CHANGED_ROOT"
 HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
 _IGNORED = ("/.git/", "/.pytest_megatron/", "/.pytest_cache/", "/__pycache__/", "/site-packages/")
 _ELSEWHERE = frozenset(
     ("docker", "podman", "enroot", "kubectl", "sbatch", "srun", "salloc", "ssh", "env")
 )
 _BARE = frozenset(("-I", "-E", "-S"))  # options of Python that leave the recorder out
+_GUARD = "/pytest_megatron/process/guard.py"
 _REWRITER = "/_pytest/assertion/rewrite.py"
-_FRAMES = 4  # between a file that is opened and the importer
+_FRAMES = 7  # from here to the importer
 _HAS_MONITORING = sys.version_info >= (3, 12)
 
 
@@ -350,7 +352,7 @@ class Watch:
             self.spoil(f"it starts {start}, whose processes are not recorded")
         elif HOOK not in names.get("PYTHONPATH", "") or KEY not in names:
             self.spoil("it starts a process with other environment variables")
-        elif start.startswith("python") and any(w in _BARE for w in words[1:4]):
+        elif start.startswith("python") and _is_bare(words):
             self.spoil("it starts an isolated Python, which is not recorded")
 
     def _on_replace(self, args: tuple[object, ...]) -> None:
@@ -452,9 +454,15 @@ def _rank() -> dict[str, object]:
     return {"rank": int(words[0]), "world": int(words[1])}
 
 
+def _is_bare(words: Sequence[str]) -> bool:
+    """Return true if a Python starts without the recorder; our guard starts another."""
+    is_guard = any(word.endswith(_GUARD) for word in words[:4])
+    return not is_guard and not _BARE.isdisjoint(words[1:4])
+
+
 def _is_importing() -> bool:
     """Return true if Python's import system opens the file, or pytest's, and not a test."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe()
     for _ in range(_FRAMES):
         name = frame.f_code.co_filename if frame is not None else ""
         if name.startswith("<frozen importlib") or name.endswith(_REWRITER):

@@ -85,6 +85,7 @@ class StartSession:
     Attributes:
         program: `pytest`, `python -m pytest`, or `preload` for ranks that collect for themselves.
         argv: `sys.argv`, and `orig_argv` likewise.
+        path: `sys.path` of `preload`; empty for pytest, which gets that of a new process.
         env: All variables.
         descriptors: Numbers of the attached descriptors.
         streams: Encoding and error handler of stdin, stdout and stderr, then `line` if it writes
@@ -97,6 +98,7 @@ class StartSession:
     program: str
     argv: tuple[str, ...]
     orig_argv: tuple[str, ...]
+    path: tuple[str, ...]
     env: Mapping[str, str]
     directory: str
     umask: int

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -162,15 +162,21 @@ class KeepPlugin:
                 process.stdin.write(json.dumps(settings).encode())
 
 
-def run_preloaded(record: str, command: list[str]) -> None:
-    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible."""
+def run_preloaded(record: str, path: list[str], command: list[str]) -> None:
+    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible.
+
+    Args:
+        record: File of the kept process.
+        path: `sys.path` of the preloaded process.
+        command: Command of a new one.
+    """
     kept = find_kept(Path(record))
     if kept is not None:
-        _run_elsewhere(kept, "preload")
+        _run_elsewhere(kept, "preload", path)
     os.execv(command[0], command)  # noqa: S606 - needs no shell
 
 
-def _run_elsewhere(kept: KeptProcess, program: str) -> str:
+def _run_elsewhere(kept: KeptProcess, program: str, path: Sequence[str] = ()) -> str:
     """Run a program in a kept process and exit as it does; return why it has to run here.
 
     Raises:
@@ -184,7 +190,7 @@ def _run_elsewhere(kept: KeptProcess, program: str) -> str:
     reply = channel.receive()
     if isinstance(reply, Ready):
         inherited = [0, 1, 2, *inherited_descriptors()]
-        channel.send(_request(program, inherited), inherited)
+        channel.send(_request(program, path, inherited), inherited)
         reply = channel.receive()
     if reply is None:  # nothing has run yet
         return "the kept process has ended"
@@ -249,7 +255,7 @@ def _why_not(early_config: pytest.Config) -> str:
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
-def _request(program: str, descriptors: list[int]) -> StartSession:
+def _request(program: str, path: Sequence[str], descriptors: list[int]) -> StartSession:
     umask = os.umask(0o077)
     os.umask(umask)
     ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
@@ -257,6 +263,7 @@ def _request(program: str, descriptors: list[int]) -> StartSession:
         program=program,
         argv=tuple(sys.argv),
         orig_argv=tuple(sys.orig_argv),
+        path=tuple(path),
         env=_initial_env(),
         directory=os.getcwd(),  # noqa: PTH109 - as the user has it
         umask=umask,

@@ -370,8 +370,8 @@ def _take_process_state(request: StartSession, path: Sequence[str]) -> None:
     time.tzset()
     sys.argv[:] = request.argv
     sys.orig_argv[:] = request.orig_argv
-    sys.path[:] = path
-    if not sys.flags.safe_path:
+    sys.path[:] = request.path or path
+    if not request.path and not sys.flags.safe_path:
         script = os.path.dirname(os.path.realpath(request.argv[0]))  # noqa: PTH120 - as Python does
         sys.path.insert(0, script if request.program == "pytest" else request.directory)
     importlib.invalidate_caches()

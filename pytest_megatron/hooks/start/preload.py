@@ -43,7 +43,7 @@ _IN_KEPT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
 from pytest_megatron.hooks.start.keep import run_preloaded
-run_preloaded({record!r}, {command!r})
+run_preloaded({record!r}, {path!r}, {command!r})
 """
 
 
@@ -105,7 +105,8 @@ def start_preloaded(
     command = _command(path, "main", mode)
     session = kept_process.session
     if session is not None and mode == "fork":
-        command = python_command(_IN_KEPT.format(record=str(session.record), command=command))
+        settings = {"record": str(session.record), "path": list(path), "command": command}
+        command = python_command(_IN_KEPT.format(**settings))
     process = subprocess.Popen(
         command,
         env=dict(env),

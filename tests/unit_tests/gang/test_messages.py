@@ -111,6 +111,7 @@ MESSAGES: tuple[Message, ...] = (
         program="python -m pytest",
         argv=("pytest", "-x"),
         orig_argv=("python", "-m", "pytest", "-x"),
+        path=("/lib",),
         env={"A": "\udcff"},
         directory="/work",
         umask=0o22,

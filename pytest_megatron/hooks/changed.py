@@ -47,6 +47,7 @@ RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of t
 SELECTOR = "megatron-changed"
 _COUNTS = "collected"  # key of the note with the number of tests of each file
 _OUTPUT = "megatron_changed"
+_WORKLOAD = "workload"
 _LEFT_OUT_FILE = "PYTEST_MEGATRON_LEFT_OUT"  # variable: tests that ranks leave out as well
 
 
@@ -143,7 +144,7 @@ def mode_of(item: pytest.Item) -> str:
     is_workload = item.config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) and not isinstance(
         item, pytest.Function
     )
-    return "workload" if is_workload else "plain"
+    return _WORKLOAD if is_workload else "plain"
 
 
 class Selector:
@@ -273,8 +274,12 @@ class Selector:
     def _finished(self, node_id: str, notes: WindowNotes) -> FinishedTest:
         problem = self._failed.get(node_id, "")
         is_training_noted = notes.num_processes > 1  # besides the controller
-        if notes.mode == "workload" and not (is_training_noted or problem):
-            problem = "its training was not recorded"
+        if notes.mode == _WORKLOAD and not problem:
+            options = self._options
+            if options.is_lightweight or options.golden != "check":
+                problem = "its last run was not compared with a golden"
+            elif not is_training_noted:
+                problem = "its training was not recorded"
         return FinishedTest(
             file=notes.file,
             mode=notes.mode,

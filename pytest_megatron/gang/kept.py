@@ -40,6 +40,7 @@ _STATUS = ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_al
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 LIMITS = tuple(sorted({v for k, v in vars(resource).items() if k.startswith("RLIMIT_")}))
 _PRIVATE = 0o700
+forked_from: Path | None = None  # record of the process of which this session is a fork
 _LEAST_AVAILABLE = 0.05  # of the memory of the host
 _MOST_STALLED = 10.0  # per cent of the last 10 s in which some process waited for memory
 

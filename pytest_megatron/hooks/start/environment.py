@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from pytest_megatron.hooks import options
 from pytest_megatron.hooks.options import has_workers
+from pytest_megatron.hooks.start.learnt import LearntStart, is_library, recall
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.rank.bootstrap import RandomState
-    from pytest_megatron.hooks.start.learnt import LearntStart
     from pytest_megatron.hooks.start.preload import PreloadedProcess
 
 
@@ -47,7 +47,6 @@ _LOADS_TORCH = re.compile(
 )
 _PACKAGE = str(Path(__file__).parents[2])
 _READERS = ("<frozen", os.__file__)  # `getenv`, `get`
-_LIBRARIES = ("site-packages", "dist-packages")
 
 
 class EnvWatch:
@@ -137,11 +136,6 @@ def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
         root: Of the project; libraries below it are left out.
     """
     return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
-
-
-def is_library(file: str) -> bool:
-    """Return whether a file is one of an installed package."""
-    return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
 
 
 def find_user_module(root: Path) -> str:
@@ -323,8 +317,6 @@ def record_start_environment(early_config: pytest.Config) -> None:
     watch.start()
     early_config.add_cleanup(watch.stop)
     if is_forking and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ:
-        from pytest_megatron.hooks.start.learnt import recall  # noqa: PLC0415 - not for all
-
         start_env.learnt = recall(early_config, size)
     if start_env.learnt is not None:
         preload()

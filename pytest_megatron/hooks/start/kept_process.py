@@ -28,6 +28,7 @@ import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import default_plugins
 
+from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.gang.ipc.channel import Channel, listen_locally
 from pytest_megatron.gang.ipc.messages import (
@@ -47,6 +48,7 @@ from pytest_megatron.gang.kept import (
     write_record,
 )
 from pytest_megatron.gang.supervisor.connections import Calls
+from pytest_megatron.hooks.start.preload import main as preload
 from pytest_megatron.process.tree import close_descriptors, die_with
 
 _LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin")
@@ -301,7 +303,7 @@ def _run_session(
     modules: frozenset[str],
 ) -> NoReturn:
     """Run a program as if this process had just been started."""
-    global session  # noqa: PLW0603 - one process, one session
+    global session
     path = tuple(sys.path)
     started = ForkedSession(record, _move([control], 1 << 8)[0], path, modules)
     try:
@@ -310,11 +312,9 @@ def _run_session(
     except Exception as error:  # noqa: BLE001 - the client starts it itself
         started.start_anew(f"{type(error).__name__}: {error}")
     if request.program == "preload":
-        from pytest_megatron.hooks.start.preload import main as preload  # noqa: PLC0415 - it imports this module
-
         preload("fork")
         sys.exit()
-    session = started
+    session, kept.forked_from = started, record
     sys.exit(pytest.console_main())
 
 

@@ -14,20 +14,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-from pytest_megatron.hooks.start.environment import is_library
-
 if TYPE_CHECKING:
     from pytest_megatron.gang.spec import GangSpec
-    from pytest_megatron.hooks.start.environment import EnvWatch
 
 _CACHE = "megatron/ranks_that_collect"
 _MOST_SUITES = 8
 _CONFTEST = "conftest.py"
+_PACKAGE = str(Path(__file__).parents[2])
+_LIBRARIES = ("site-packages", "dist-packages")
+
+
+class RankReaders(Protocol):
+    """Readers of variables that differ between ranks, as `EnvWatch` records them."""
+
+    rank_readers: list[str]
+    size_readers: list[str]
+    loaded: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +51,11 @@ class LearntStart:
     conftest: str | None
     gang: tuple[int, str]
     modules: tuple[str, ...]
+
+
+def is_library(file: str) -> bool:
+    """Return whether a file is one of an installed package."""
+    return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
 
 
 def recall(config: pytest.Config, size: tuple[int, int]) -> LearntStart | None:
@@ -80,7 +92,7 @@ def learn(
     config: pytest.Config,
     size: tuple[int, int],
     specs: Iterable[GangSpec],
-    watch: EnvWatch,
+    readers: RankReaders,
     *,
     is_forkable: bool,
 ) -> None:
@@ -90,7 +102,7 @@ def learn(
         config: Of the session.
         size: Ranks of a node, and nodes.
         specs: Gangs of its tests.
-        watch: With the readers of rank variables; without any, the suite is forgotten.
+        readers: Of rank variables; without any, the suite is forgotten.
         is_forkable: Whether a process with all of its modules can be forked.
     """
     cache: pytest.Cache | None = getattr(config, "cache", None)
@@ -100,34 +112,34 @@ def learn(
     known = known if isinstance(known, dict) else {}
     before, key = dict(known), _key(config, size)
     known.pop(key, None)
-    if watch.rank_readers:
-        file = Path(watch.rank_readers[0].partition(" in ")[2].rpartition(":")[0])
+    if readers.rank_readers:
+        file = Path(readers.rank_readers[0].partition(" in ")[2].rpartition(":")[0])
         typed = size[0] * size[1]
         first = max(specs, key=lambda spec: (spec.world_size == typed, spec.world_size))
         entry = LearntStart(
             conftest=_folder(file, config.rootpath) if file.name == _CONFTEST else None,
             gang=(first.world_size, first.device),
-            modules=_modules(config, watch) if is_forkable else (),
+            modules=_modules(config, readers) if is_forkable else (),
         )
         known = {key: asdict(entry), **dict(list(known.items())[: _MOST_SUITES - 1])}
     if json.dumps(known) != json.dumps(before):
         cache.set(_CACHE, known)
 
 
-def _modules(config: pytest.Config, watch: EnvWatch) -> tuple[str, ...]:
+def _modules(config: pytest.Config, readers: RankReaders) -> tuple[str, ...]:
     """Return the third-party modules that can be imported before any code of the user.
 
     None where a library reads the rank while it is imported. Those that were imported after code
     of the user had changed variables may depend on these.
     """
-    readers = (*watch.rank_readers, *watch.size_readers)
-    if any(is_library(text.partition(" in ")[2]) for text in readers):
+    places = (*readers.rank_readers, *readers.size_readers)
+    if any(is_library(text.partition(" in ")[2]) for text in places):
         return ()
     plugins = {_top(getattr(p, "__name__", "")) for p in config.pluginmanager.get_plugins()}
     return tuple(
         name
         for name, module in list(sys.modules.items())
-        if (watch.loaded is None or name in watch.loaded)
+        if (readers.loaded is None or name in readers.loaded)
         and _is_plain(name, module)
         and _top(name) not in plugins
     )

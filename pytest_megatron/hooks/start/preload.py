@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
 
+from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
@@ -26,7 +27,6 @@ from pytest_megatron.gang.ipc.channel import connect, remove_socket
 from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
-from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.tree import die_with, run_guarded
 
@@ -103,9 +103,8 @@ def start_preloaded(
     """
     log = os.memfd_create("preload")
     command = _command(path, "main", mode)
-    session = kept_process.session
-    if session is not None and mode == "fork":
-        settings = {"record": str(session.record), "path": list(path), "command": command}
+    if kept.forked_from is not None and mode == "fork":
+        settings = {"record": str(kept.forked_from), "path": list(path), "command": command}
         command = python_command(_IN_KEPT.format(**settings))
     process = subprocess.Popen(
         command,

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue, json_objects, read_bytes
-from pytest_megatron.changed.blocks import LISTING, MODULE, WHOLE, block_of_code
 from pytest_megatron.changed.record import ProjectState, TestEntry, TestRecord
-from pytest_megatron.changed.sources import Sources, block_named
+from pytest_megatron.changed.sources import (
+    LISTING,
+    MODULE,
+    WHOLE,
+    Sources,
+    block_named,
+    block_of_code,
+)
 
 IMPORT = "import:"  # in front of the file
 COLLECT = "collect:"  # in front of the file

@@ -11,9 +11,16 @@ from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.base.text import counted
-from pytest_megatron.changed.blocks import LISTING, WHOLE, blocks_of
 from pytest_megatron.changed.record import ProjectState, TestEntry, TestRecord, read_record
-from pytest_megatron.changed.sources import CONFTEST, LINK, Sources, files_of
+from pytest_megatron.changed.sources import (
+    CONFTEST,
+    LINK,
+    LISTING,
+    WHOLE,
+    Sources,
+    blocks_of,
+    files_of,
+)
 from pytest_megatron.errors import SelectionError
 
 FOR_ALL = (  # a change of these is one of the environment

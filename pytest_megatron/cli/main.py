@@ -61,13 +61,13 @@ class LazyGroup(click.Group):
 
 SUBCOMMANDS = {
     "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
-    "changed": ("changed:command", "Join records of what tests use, for --changed."),
+    "changed": ("plan:changed", "Join records of what tests use, for --changed."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
     "culprit": ("culprit:command", "Find the commit from which on an item fails."),
     "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),
-    "flaky": ("flaky:command", "Count how often items passed only when run again."),
+    "flaky": ("runs:flaky", "Count how often items passed only when run again."),
     "gangs": ("gangs:gangs", "List and stop the processes that --keep-gangs keeps."),
     "golden": ("golden:command", "Compare observed metrics with golden values."),
     "interactive": ("slurm:interactive", "Print how to get a shell of Slurm for a workload."),

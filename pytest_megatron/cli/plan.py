@@ -1,4 +1,4 @@
-"""`pytest-megatron plan`: the jobs of CI for labels and an event, with their commands."""
+"""`pytest-megatron plan` and `changed`: the jobs of CI with their commands, and what changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import click
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.files import read_text
-from pytest_megatron.changed.record import FILE_NAME
+from pytest_megatron.base.text import counted
+from pytest_megatron.changed.record import FILE_NAME, merge_records, read_record, write_record
 from pytest_megatron.changed.select import unaffected_since
 from pytest_megatron.ci.decide import (
     PathChange,
@@ -24,7 +25,7 @@ from pytest_megatron.ci.decide import (
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, format_option
-from pytest_megatron.errors import EmptySelectionError, SelectionError
+from pytest_megatron.errors import ConfigError, EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.model import CADENCES
 
@@ -234,3 +235,33 @@ def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:
 
 
 _FORMS = {"text": _print_text, "json": _print_json, "github": _write_outputs}
+
+
+@click.group(name="changed")
+def changed() -> None:
+    """Records of the code and the files that tests use."""
+
+
+@changed.command(name="merge")
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path(".pytest_megatron") / FILE_NAME,
+    show_default=True,
+    help="The file to write.",
+)
+def merge(files: tuple[Path, ...], output: Path) -> None:
+    """Join the records of several jobs; of a test that two of them have, the later one counts."""
+    record = merge_records([read_record(file) for file in files])
+    try:
+        write_record(output, record)
+    except OSError as error:
+        raise ConfigError(str(output), f"cannot be written: {error.strerror}") from error
+    click.echo(f"{output}: {counted(len(record.tests), 'test')} of {counted(len(files), 'record')}")

@@ -24,10 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_megatron.changed.blocks import digest
 from pytest_megatron.changed.record import ProjectState, TestRecord, read_record
 from pytest_megatron.changed.select import Changes
-from pytest_megatron.changed.sources import Sources, files_of
+from pytest_megatron.changed.sources import Sources, digest, files_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {

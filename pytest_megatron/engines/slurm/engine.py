@@ -29,13 +29,18 @@ from pytest_megatron.engines.api import (
     TroubleKind,
     Update,
 )
+from pytest_megatron.engines.config_file import read_slurm_config
 from pytest_megatron.engines.records import RunningJobs
+from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm.commands import (
+    RealSlurm,
     SlurmAwayError,
     SlurmCommands,
     who_cancelled,
 )
 from pytest_megatron.engines.slurm.journal import JobEnd, Journal
+from pytest_megatron.engines.slurm.script import ScriptWriter
+from pytest_megatron.engines.slurm.shape import ShapePaths
 from pytest_megatron.engines.slurm.states import (
     JobFiles,
     Place,
@@ -58,6 +63,7 @@ from pytest_megatron.engines.slurm.submit import (
     scancel_labels,
 )
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.recipe.load import project_words
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workload.checks.rules import CheckFinding
@@ -563,3 +569,30 @@ def _for_good(trouble: EngineError, job: SlurmJob) -> EngineError:
     who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
     text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"
     return replace(trouble, text=text, is_transient=False)
+
+
+def open_slurm(context: EngineContext) -> SlurmEngine:
+    """Return the engine of a run; it goes on where an earlier controller of that run ended.
+
+    Raises:
+        ConfigError: The settings are wrong.
+        LaunchError: Another controller has the run.
+    """
+    config = read_slurm_config(context.config_file, project_words(context.root).platforms)
+    journal = Journal.open(context.engine_dir)
+    paths = ShapePaths(root=context.root, run_dir=context.run_dir, logs=context.engine_dir / "logs")
+    return SlurmEngine(
+        context,
+        RealSlurm(context.env, context.root, [journal.descriptor]),
+        ScriptWriter(config, paths, context.engine_dir),
+        SlurmSettings(
+            interval_s=config.interval,
+            max_jobs=config.max_jobs,
+            max_array=config.max_array,
+            remembers_s=config.remember_nodes * 3600.0,
+            retries_cancelled=config.retry_cancelled,
+            retries_timeout=config.retry_timeout,
+            checks=SlurmChecks(config, context, look_around(), lambda: ask_slurm(context.env)),
+        ),
+        journal,
+    )

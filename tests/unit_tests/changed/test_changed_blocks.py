@@ -4,8 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.changed.blocks import MODULE, WHOLE, block_of_code, blocks_of, imports_of
-from pytest_megatron.changed.sources import Sources
+from pytest_megatron.changed.sources import (
+    MODULE,
+    WHOLE,
+    Sources,
+    block_of_code,
+    blocks_of,
+    imports_of,
+)
 
 SOURCE = '''
 LIMIT = 3

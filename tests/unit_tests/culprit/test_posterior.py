@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from pytest_megatron.culprit.posterior import (
+from pytest_megatron.culprit.search import (
     CONFIDENCE,
     Tally,
     choose_next,

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
-from pytest_megatron.base.files import read_bytes
+from pytest_megatron.base.files import JsonValue, json_objects, read_bytes
 from pytest_megatron.base.schema import SchemaError, parse
+from pytest_megatron.changed.sources import (
+    LISTING,
+    MODULE,
+    WHOLE,
+    Sources,
+    block_named,
+    block_of_code,
+)
 from pytest_megatron.errors import ConfigError
 
 SCHEMA = 1
@@ -172,3 +181,193 @@ def restamped(record: TestRecord, node_ids: Iterable[str], state: ProjectState) 
         tests={node_id: replace(record.tests[node_id], state=0) for node_id in kept},
         collected={},
     )
+
+
+IMPORT = "import:"  # in front of the file
+COLLECT = "collect:"  # in front of the file
+_GONE = ("", "", "")  # the block of a file that a test has removed
+_FILES = ("loaded", "whole", "opened", "listed", "cached", "uses")
+
+
+@dataclass(slots=True)
+class WindowNotes:
+    """What all processes noted of one window.
+
+    Attributes:
+        code: File and qualified name.
+        files: Kind -> full names; `uses` are keys of other windows.
+        ranks: Those that noted something; `num_ranks` is their number, 0 without ranks.
+        num_processes: Lines of any process.
+        file: Of the test, relative to the root.
+        mode: Kind and number of its processes.
+        counts: File -> how many tests it has.
+    """
+
+    code: set[tuple[str, str]] = field(default_factory=set)
+    files: dict[str, set[str]] = field(default_factory=lambda: {kind: set() for kind in _FILES})
+    ranks: set[int] = field(default_factory=set)
+    num_ranks: int = 0
+    num_processes: int = 0
+    problem: str = ""
+    file: str = ""
+    mode: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, line: Mapping[str, JsonValue]) -> None:
+        """Join a line."""
+        self.num_processes += 1
+        self.problem = self.problem or str(line.get("problem", ""))
+        pairs = cast("list[tuple[str, str]]", line.get("code", []))
+        self.code |= {(path, name) for path, name in pairs}
+        for kind in _FILES:
+            self.files[kind] |= set(cast("list[str]", line.get(kind, [])))
+        self.file = str(line.get("file", self.file))
+        self.mode = str(line.get("mode", self.mode))
+        self.counts |= cast("dict[str, int]", line.get("counts", {}))
+        if "rank" in line:
+            self.ranks.add(cast("int", line["rank"]))
+            self.num_ranks = max(self.num_ranks, cast("int", line["world"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedTest:
+    """A test that ran.
+
+    Attributes:
+        file: Relative to the root.
+        mode: Kind and number of its ranks.
+        num_ranks: Ranks that have to have noted something; 0 for none.
+        problem: Why it runs whatever changes, or "".
+    """
+
+    file: str
+    mode: str
+    num_ranks: int
+    duration_s: float
+    problem: str
+
+
+def read_notes(directory: Path) -> dict[str, WindowNotes]:
+    """Return key -> notes of all processes; a line that was cut off spoils its window's file."""
+    found: dict[str, WindowNotes] = {}
+    for path in sorted(directory.iterdir()):
+        for line in json_objects(read_bytes(path)):
+            found.setdefault(str(line.get("key", "")), WindowNotes()).add(line)
+    return found
+
+
+class Joiner:
+    """Joins the notes of a session."""
+
+    def __init__(self, notes: Mapping[str, WindowNotes], sources: Sources, started: float) -> None:
+        """Read nothing yet.
+
+        Args:
+            notes: By key.
+            sources: The project now.
+            started: Seconds since 1970, when the session began: later files are not what ran.
+        """
+        self._notes = notes
+        self._sources = sources
+        self._started = started
+        self._all_code = {pair for notes in self._notes.values() for pair in self._code(notes)}
+
+    def record(
+        self,
+        tests: Mapping[str, FinishedTest],
+        state: ProjectState,
+        collected: Mapping[str, int],
+        now: float,
+    ) -> TestRecord:
+        """Return the record of the tests that ran."""
+        blocks: dict[tuple[str, str, str], int] = {}
+        entries = {}
+        for node_id, test in tests.items():
+            windows = self._windows(node_id, test.file)
+            used = self._blocks(windows, test.file)
+            problem = test.problem or self._problem(node_id, test, windows, used)
+            numbers = sorted(blocks.setdefault(block, len(blocks)) for block in used)
+            entries[node_id] = TestEntry(
+                state=0,
+                mode=test.mode,
+                time=now,
+                duration_s=round(test.duration_s, 3),
+                problem=problem,
+                blocks=tuple(numbers),
+            )
+        return TestRecord(
+            states=(state,), blocks=tuple(blocks), tests=entries, collected=dict(collected)
+        )
+
+    def _windows(self, node_id: str, file: str) -> list[WindowNotes]:
+        """Return the notes that count for a test: its own, its fixtures', the session's."""
+        keys = {node_id, f"{COLLECT}{file}", ""}
+        waiting = list(keys)
+        while waiting:
+            notes = self._notes.get(waiting.pop())
+            new = (notes.files["uses"] if notes else set()) - keys
+            keys |= new
+            waiting += new
+        return [self._notes[key] for key in sorted(keys) if key in self._notes]
+
+    def _problem(
+        self,
+        node_id: str,
+        test: FinishedTest,
+        windows: Iterable[WindowNotes],
+        used: Collection[tuple[str, str, str]],
+    ) -> str:
+        """Return why the record of a test is incomplete, or ""."""
+        own = self._notes.get(node_id)
+        if own is None:
+            return "no process recorded it"
+        num_ranks = max(test.num_ranks, own.num_ranks)
+        if len(own.ranks) < num_ranks:
+            return f"{len(own.ranks)} of {num_ranks} ranks were recorded"
+        for path, _, _ in used:
+            full = self._sources.root / path
+            if full.is_file() and full.stat().st_mtime > self._started:
+                return f"{path} was written while tests ran"
+        return next((window.problem for window in windows if window.problem), "")
+
+    def _blocks(self, windows: Iterable[WindowNotes], file: str) -> set[tuple[str, str, str]]:
+        """Return the blocks that the windows used, and all that is executed to import them."""
+        code: set[tuple[str, str]] = set()
+        kinds: dict[str, set[str]] = {kind: set() for kind in _FILES}
+        for window in windows:
+            code |= self._code(window)
+            for kind, full_names in window.files.items():
+                kinds[kind] |= {p for full in full_names if (p := self._short(full))}
+        # A value of an earlier test: of code that it can have called, all that any test ran.
+        callees = {p for cached in kinds["cached"] for p in self._sources.closure(cached)}
+        code |= {pair for pair in self._all_code if pair[0] in callees} if callees else set()
+        conftests = self._sources.conftests(file)
+        waiting = {file, *conftests, *kinds["loaded"], *kinds["whole"], *(p for p, _ in code)}
+        reached: set[str] = set()
+        while waiting:
+            path = waiting.pop()
+            for module in self._sources.closure(path) - reached:
+                reached.add(module)
+                notes = self._notes.get(f"{IMPORT}{self._sources.root / module}")
+                if notes is not None:
+                    found = self._code(notes)
+                    kinds["opened"] |= {p for f in notes.files["opened"] if (p := self._short(f))}
+                    loaded = {p for f in notes.files["loaded"] if (p := self._short(f))}
+                    code |= found
+                    waiting |= ({p for p, _ in found} | loaded) - reached
+        names = {(module, MODULE) for module in reached}
+        names |= {(p, block_of_code(name)) for p, name in code}
+        names |= {(p, WHOLE) for p in (*conftests, *kinds["whole"], *kinds["opened"])}
+        names |= {(p, LISTING) for p in kinds["listed"]}
+        return {self._block(*pair) for pair in names} - {_GONE}
+
+    def _code(self, notes: WindowNotes) -> set[tuple[str, str]]:
+        return {(path, name) for full, name in notes.code if (path := self._short(full))}
+
+    def _short(self, full: str) -> str | None:
+        return self._sources.shorten(full)
+
+    def _block(self, path: str, name: str) -> tuple[str, str, str]:
+        found = self._sources.blocks(path)
+        kept = block_named(path, name, found)
+        return (path, kept, found[kept]) if kept in found else _GONE

@@ -302,6 +302,12 @@ def _read_rows(request: PlanRequest, table: CiTable, words: Vocabulary) -> tuple
     return tuple(row for one in loaded for row in one.workloads)
 
 
+_ONLY_TESTS = (
+    'for test files without recipes give --shards N, in CI as plan = ["--shards", "N"] in '
+    "[tool.pytest-megatron.ci.workflow]"
+)
+
+
 def _select(
     rows: Sequence[Workload],
     request: PlanRequest,
@@ -330,7 +336,8 @@ def _select(
         selected = select(trainings, selection, words)
     except EmptySelectionError as error:
         if not request.is_empty_allowed:
-            problem = f"{error.problem}; {_scopes_with_rows(trainings, decision, table)}"
+            hint = _scopes_with_rows(trainings, decision, table) if rows else _ONLY_TESTS
+            problem = f"{error.problem}; {hint}"
             raise EmptySelectionError(error.where, problem) from None
         selected = ()
     chosen = set(map(id, selected))

@@ -406,7 +406,7 @@ def _advice(workflow: Workflow, root: Path, *, is_github: bool) -> Iterator[str]
     if not is_github:
         yield f"include it in .gitlab-ci.yml: include: [{{local: {GITLAB_FILE.as_posix()}}}]"
     yield f"fill in, in {_TABLE} of pyproject.toml, and write it again with --force:"
-    for platform in _platforms(root):
+    for platform in _platforms(root) or [CPU_PLATFORM]:
         labels = workflow.all_runners.get(platform)
         other = ["self-hosted", platform] if is_github else [platform]
         shown = other if labels is None else list(labels)
@@ -415,17 +415,19 @@ def _advice(workflow: Workflow, root: Path, *, is_github: bool) -> Iterator[str]
     yield f"  setup: {'; '.join(workflow.setup)} (set)"
     names = ", ".join(f"{name} = {image}" for name, image in workflow.images.items())
     yield f"  images: {names or 'none, jobs run on the runner itself'}"
+    if not _platforms(root) and "--shards" not in workflow.plan:
+        yield '  plan: there are no recipes; for test files alone set plan = ["--shards", "4"]'
     if is_github:
         yield "then require the check 'megatron verdict' on the branch"
 
 
 def _platforms(root: Path) -> list[str]:
-    """Return the platforms of the project's recipes; `cpu` where they cannot be read."""
+    """Return the platforms of the project's recipes; none where there are no recipes."""
     table, words = _read_table(root)
     folders = [root / name for name in table.recipes if (root / name).exists()]
     profile = Profile(table.recipe_profile)
     try:
         read = [read_recipe(file, profile, words) for file in find_recipes(folders)]
     except RecipeError:
-        read = []  # `pytest-megatron lint` reports why
-    return sorted({row.platform for one in read for row in one.workloads}) or ["cpu"]
+        return [CPU_PLATFORM]  # `pytest-megatron lint` reports why
+    return sorted({row.platform for one in read for row in one.workloads})

@@ -67,7 +67,7 @@ SUBCOMMANDS = {
     "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),
     "expand": ("recipes:expand", "Print the workloads that recipe files expand to."),
-    "flaky": ("runs:flaky", "Count how often items passed only when run again."),
+    "flaky": ("flaky:command", "Count how often items passed only when run again."),
     "gangs": ("gangs:gangs", "List and stop the processes that --keep-gangs keeps."),
     "golden": ("golden:command", "Compare observed metrics with golden values."),
     "interactive": ("slurm:interactive", "Print how to get a shell of Slurm for a workload."),

@@ -22,11 +22,15 @@ from typing import cast
 import pytest
 
 from pytest_megatron.changed import watch
-from pytest_megatron.changed.notes import COLLECT, FinishedTest, Joiner, WindowNotes, read_notes
 from pytest_megatron.changed.record import (
+    COLLECT,
+    FinishedTest,
+    Joiner,
     ProjectState,
     TestRecord,
+    WindowNotes,
     merge_records,
+    read_notes,
     read_record,
     restamped,
     write_record,

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 import pytest_megatron
 from pytest_megatron.base.templates import render, render_macro
+from pytest_megatron.runs.nowhere import NowhereGroup
 
 TEMPLATES = Path(pytest_megatron.__file__).parent / "templates"
 EVIL = (
@@ -71,6 +72,7 @@ ITEM = {
 }
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
 GROUP = [ITEM] * 9
+NOWHERE = [NowhereGroup(reason=EVIL, tests={EVIL: 1})]
 SUMMARY = {
     "verdict": "failed",
     "headline": EVIL,
@@ -80,6 +82,7 @@ SUMMARY = {
     "fetch": EVIL,
     "groups": [GROUP],
     "flaky": [ITEM],
+    "nowhere": NOWHERE,
     "jobs": [JOB],
 }
 METRIC = {
@@ -184,6 +187,7 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "reason": EVIL,
         "sentences": [EVIL],
         "causes": [(EVIL, EVIL)],
+        "clusters": [(EVIL, [EVIL])],
         "rows": [(EVIL, METRIC)],
         "buckets": ("0", "< 1e-6"),
         "histogram": [(EVIL, [(1, 0, 1), (0, 1, 0)])],
@@ -245,6 +249,7 @@ MACROS: dict[str, tuple[object, ...]] = {
     "fetch": (SUMMARY,),
     "group": (GROUP,),
     "flaky": ([ITEM],),
+    "nowhere": (NOWHERE,),
     "jobs": ([JOB],),
     "slowest": ([ITEM],),
 }

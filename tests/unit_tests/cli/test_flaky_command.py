@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_megatron.cli.runs import flaky as command
+from pytest_megatron.cli.flaky import command
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.runs.history import HistoryEntry, append
 

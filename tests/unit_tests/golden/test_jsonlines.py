@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.golden.formats.jsonlines import read_json_lines
+from pytest_megatron.golden.store import read_json_lines
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -1,0 +1,118 @@
+"""`pytest-megatron flaky`: items that passed only when they were run again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import columns, printable
+from pytest_megatron.cli.formats import format_option
+from pytest_megatron.errors import ConfigError
+from pytest_megatron.runs.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
+
+_SPAN = re.compile(r"(\d+)([hdw])").fullmatch
+_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
+
+
+@click.command(name="flaky")
+@click.option(
+    "--history",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path(".pytest_megatron") / FILE_NAME,
+    show_default=True,
+    help="The file that runs append to.",
+)
+@click.option("--since", metavar="SPAN", help="Only the last 30d, 12h, 2w; by default everything.")
+@click.option(
+    "--min-runs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Leave out items that ran less often.",
+)
+@format_option(
+    "text", "json", "markdown", about="markdown is a table for a pull request or an issue."
+)
+def command(path: Path, since: str | None, min_runs: int, form: str) -> None:
+    """Print how often each item was flaky, the worst first.
+
+    An item is listed if it passed only when it was run again, or passed and failed at the same
+    commit. Lines of the file that cannot be read are named on stderr and skipped.
+    """
+    if not path.exists():
+        raise ConfigError(
+            str(path), "is not there; runs with workloads or distributed tests write it"
+        )
+    try:
+        history = read(path)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    for problem in history.problems:
+        click.echo(printable(problem), err=True)
+    start = "" if since is None else days_ago(_days(since))
+    records = flaky_records(history.entries, since=start, min_runs=min_runs)
+    text = _FORMATS[form](records)
+    click.echo(text if form == "json" else printable(text), nl=False)
+
+
+def _days(span: str) -> float:
+    match = _SPAN(span)
+    if match is None:
+        raise ConfigError("--since", f"found {span!r}, expected a number with h, d or w, as in 30d")
+    return int(match[1]) * _DAYS[match[2]]
+
+
+def _as_text(records: Sequence[HistoryRecord]) -> str:
+    if not records:
+        return "no item was flaky\n"
+    head = ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
+    lines = columns([head, *map(_cells, records)], num_right=4)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _as_markdown(records: Sequence[HistoryRecord]) -> str:
+    return render("flaky.md", rows=[(record, _cells(record)) for record in records])
+
+
+def _as_json(records: Sequence[HistoryRecord]) -> str:
+    rows: list[JsonValue] = [
+        {
+            "node_id": record.node_id,
+            "num_runs": record.num_runs,
+            "num_flaky": record.num_flaky,
+            "share": round(record.share, 4),
+            "num_failed": record.num_bad,
+            "causes": dict[str, JsonValue](record.causes),
+            "is_contradictory": record.is_contradictory,
+            "num_contradictory": record.num_contradictory,
+            "first_seen": record.first_seen,
+            "last_seen": record.last_seen,
+        }
+        for record in records
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+_FORMATS = {"text": _as_text, "json": _as_json, "markdown": _as_markdown}
+
+
+def _cells(record: HistoryRecord) -> tuple[str, ...]:
+    causes = [f"{name} {count}" for name, count in record.causes]
+    if record.is_contradictory:
+        causes.append("passed and failed at one commit")
+    return (
+        str(record.num_flaky),
+        str(record.num_runs),
+        f"{record.share:.0%}",
+        str(record.num_bad),
+        record.last_seen[:10],
+        record.node_id,
+        ", ".join(causes),
+    )

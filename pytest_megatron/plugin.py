@@ -163,7 +163,8 @@ def pytest_collection_modifyitems(
         has_gang = (
             config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
         )
-        if not has_gang and any(map(asks_for_gang, items)):
+        functions = (item for item in items if isinstance(item, pytest.Function))
+        if not has_gang and any(map(asks_for_gang, functions)):
             _register_gangs(config).pytest_collection_modifyitems(items)
         if options.asks_for_changes(config):
             leave_out_unchanged(config, items)

@@ -200,10 +200,7 @@ def _blocks_at(root: Path, commit: str, path: str) -> dict[str, str]:
 def summary(reasons: Mapping[str, str], num_items: int, most: int = 3) -> list[str]:
     """Return lines for the terminal: how many of the items run, and for which changes."""
     lines = [f"{len(reasons)} of {num_items} run"]
-    numbers: dict[str, int] = {}
-    for reason in reasons.values():
-        numbers[reason] = numbers.get(reason, 0) + 1
-    ordered = sorted(numbers.items(), key=lambda pair: (-pair[1], pair[0]))
+    ordered = sorted(Counter(reasons.values()).items(), key=lambda pair: (-pair[1], pair[0]))
     lines += [f"  {number}: {reason}" for reason, number in ordered[:most]]
     if len(ordered) > most:
         lines.append(f"  and {counted(len(ordered) - most, 'other reason')}")

@@ -24,6 +24,7 @@ import pytest
 from pytest_megatron.changed import watch
 from pytest_megatron.changed.record import (
     COLLECT,
+    FILE_NAME,
     FinishedTest,
     Joiner,
     ProjectState,
@@ -46,6 +47,7 @@ from pytest_megatron.hooks.options import (
     dest,
     usage_errors,
 )
+from pytest_megatron.runs.layout import OWN_DIR
 
 RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of the controller
 SELECTOR = "megatron-changed"
@@ -158,7 +160,7 @@ class Selector:
         self._config = config
         self._options = options
         self._root = config.rootpath
-        self._file = options.changed_file or Path(".pytest_megatron", "changed.z")
+        self._file = options.changed_file or OWN_DIR / FILE_NAME
         self._started = time.time()
         self._state: ProjectState | None = None
         self._record = TestRecord()

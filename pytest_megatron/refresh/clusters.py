@@ -124,6 +124,15 @@ def cluster(
     )
 
 
+def clusters_of(
+    differences: Sequence[FileDifference],
+) -> tuple[GoldenCluster[FileDifference], ...]:
+    """Return the clusters of goldens that change; none where they are few, to be read singly."""
+    if sum(d.state is not FileChange.UNCHANGED for d in differences) < MIN_CLUSTERED:
+        return ()
+    return cluster(differences, lambda difference: difference)
+
+
 def _kind_of(difference: FileDifference, refused: tuple[str, ...]) -> ChangeKind:
     causes = tuple(cause for cause in difference.causes if not cause.startswith(_CONFIG))
     kind = ChangeKind(state=difference.state, causes=causes, refused=refused)

@@ -16,7 +16,7 @@ from pytest_megatron.base.text import counted, plain
 from pytest_megatron.golden.compare.result import relative
 from pytest_megatron.golden.model import Series, is_loss
 from pytest_megatron.refresh.candidate import Refusal
-from pytest_megatron.refresh.clusters import MIN_CLUSTERED, cluster
+from pytest_megatron.refresh.clusters import clusters_of
 from pytest_megatron.refresh.difference import (
     BUCKETS,
     NOISE,
@@ -49,7 +49,7 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
         reason=reason,
         sentences=interpret(differences),
         causes=[(cause, counted(n, "golden")) for cause, n in causes.most_common()],
-        clusters=_clusters(differences),
+        clusters=[(one.text, [d.path for d in one.members]) for one in clusters_of(differences)],
         rows=_rows(differences),
         buckets=BUCKETS,
         histogram=_histogram(differences),
@@ -177,14 +177,6 @@ def _headline(differences: Sequence[FileDifference]) -> str:
     counts = Counter(d.state for d in differences)
     parts = [f"{counts[state]} {state.value}" for state in FileChange if counts[state]]
     return f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}"
-
-
-def _clusters(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]:
-    """Return each way in which goldens change with their paths; none where they are few."""
-    if sum(d.state is not FileChange.UNCHANGED for d in differences) < MIN_CLUSTERED:
-        return []
-    found = cluster(differences, lambda difference: difference)
-    return [(one.text, [d.path for d in one.members]) for one in found]
 
 
 def _rows(differences: Sequence[FileDifference]) -> list[tuple[str, MetricDifference]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, plain
 from pytest_megatron.refresh.accept import AcceptOutcome
-from pytest_megatron.refresh.clusters import MIN_CLUSTERED, MOST_OUTLIERS, cluster
+from pytest_megatron.refresh.clusters import MOST_OUTLIERS, cluster, clusters_of
 from pytest_megatron.refresh.difference import BUCKETS, FileChange, FileDifference, MetricDifference
 from pytest_megatron.refresh.pull_request import interpret, markdown
 
@@ -35,10 +35,10 @@ def differences_text(differences: Sequence[FileDifference]) -> str:
 
 def _clusters(differences: Sequence[FileDifference]) -> Iterator[str]:
     """Yield a line for each way in which many goldens change; the files follow where few do."""
-    if sum(d.state is not FileChange.UNCHANGED for d in differences) < MIN_CLUSTERED:
-        return
-    yield "by the way in which they change, the rarest first:"
-    for one in cluster(differences, lambda difference: difference):
+    clusters = clusters_of(differences)
+    if clusters:
+        yield "by the way in which they change, the rarest first:"
+    for one in clusters:
         yield f"    {one.text}"
         yield from (f"        {d.path}" for d in one.members if len(one.members) <= MOST_OUTLIERS)
 

@@ -160,7 +160,16 @@ def write_text_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: The directory is not there, is read only, or the disk is full; `path` is as it was.
     """
-    _stage(path, text).replace(path)
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by a file with `content`, as `write_text_atomically` does.
+
+    Raises:
+        OSError: As from `write_text_atomically`.
+    """
+    _stage(path, content).replace(path)
 
 
 def write_texts_together(texts: Mapping[Path, str]) -> None:
@@ -173,7 +182,7 @@ def write_texts_together(texts: Mapping[Path, str]) -> None:
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged[path] = _stage(path, text)
+            staged[path] = _stage(path, text.encode())
         for path, temporary in staged.items():
             temporary.replace(path)
     finally:
@@ -181,15 +190,15 @@ def write_texts_together(texts: Mapping[Path, str]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _stage(path: Path, text: str) -> Path:
-    """Write `text` beside `path` and onto the disk; return the file that waits to be renamed."""
+def _stage(path: Path, content: bytes) -> Path:
+    """Write `content` beside `path` and onto the disk; return the file that waits to be renamed."""
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
     )
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.write(text)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.base.files import JsonValue, json_objects, read_bytes
+from pytest_megatron.base.files import (
+    JsonValue,
+    json_objects,
+    read_bytes,
+    write_bytes_atomically,
+)
 from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.changed.sources import (
     LISTING,
@@ -118,9 +123,7 @@ def write_record(path: Path, record: TestRecord) -> None:
         OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(zlib.compress(json.dumps(asdict(record)).encode(), 6))
-    temporary.replace(path)
+    write_bytes_atomically(path, zlib.compress(json.dumps(asdict(record)).encode(), 6))
 
 
 def merge_records(records: Iterable[TestRecord]) -> TestRecord:

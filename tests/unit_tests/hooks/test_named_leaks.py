@@ -126,6 +126,39 @@ def test_leaks_are_named_in_workers_and_in_ranks_that_collect(
     assert "audit" not in run.stdout
 
 
+FIRST_OPTIMIZER = """
+    import functools
+
+    import torch
+
+
+    def test_steps():
+        before = torch.manual_seed
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)  # loads torch._dynamo
+        weight.sum().backward()
+        optimizer.step()
+        assert torch.manual_seed is not before
+
+
+    def test_wraps():
+        seed = torch.manual_seed
+
+        @functools.wraps(seed)
+        def wrapper(value):
+            return seed(value)
+
+        torch.manual_seed = wrapper
+"""
+
+
+def test_a_function_that_torch_wraps_for_the_first_optimizer_is_no_leak(suite: Suite) -> None:
+    suite.write(test_first_optimizer=FIRST_OPTIMIZER)
+    run = suite.run("-v", "--ranks=1", "--device=cpu", "--audit=fail")
+    assert run.words == {"test_steps": "PASSED", "test_wraps": "PASSED ERROR"}, run.stdout
+    assert found(run) == {"test_wraps": "patched torch.manual_seed"}
+
+
 def test_a_mark_that_allows_something_unknown_is_a_usage_error(suite: Suite) -> None:
     suite.write(
         test_marks="""

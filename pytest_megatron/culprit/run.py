@@ -154,10 +154,11 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
     project = tree / state.prefix
     own = project / ".venv" / "bin" / "python"
     argv = [str(run_dir) if word == RUN_DIR else word for word in state.argv]
-    argv[0] = str(own) if state.setup and own.exists() else sys.executable
+    has_own = bool(state.setup) and own.exists()
+    argv[0] = str(own) if has_own else sys.executable
     argv += ["--confcutdir", ".", "--junit-xml", str(report), "-o", "junit_family=xunit2"]
     env = _environment(state.env)
-    if not state.setup:  # above an editable installation of the user's tree
+    if not has_own:  # above an editable installation of the user's tree
         inherited = (env["PYTHONPATH"],) if env.get("PYTHONPATH") else ()
         env["PYTHONPATH"] = os.pathsep.join((str(project), str(project / "src"), *inherited))
     begun = time.monotonic()

@@ -168,10 +168,11 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
         problem = f"did not end within {state.time_limit_s:g} s"
     else:
         outcome, problem = judge(end.returncode, _record(run_dir, state.item), _cases(report))
+    problem = shorten(headline(state.item, problem), _MOST_CHARS)
     return CulpritRun(
         position=position,
         outcome=outcome,
-        problem=shorten(headline(state.item, problem), _MOST_CHARS),
+        problem=f"{problem}; see {log}" if outcome == "untestable" else problem,
         duration_s=round(time.monotonic() - begun, 3),
         log=log.name,
     )
@@ -198,7 +199,7 @@ def judge(
     problem = next((case.message for case in cases if case.outcome != "passed"), "")
     kinds = {case.outcome for case in cases}
     if returncode not in (0, 1) or not kinds:
-        why = PYTEST_EXITS.get(returncode, "pytest left no report of it; see its log")
+        why = PYTEST_EXITS.get(returncode, "pytest left no report of it")
         return "broken" if returncode == 3 else "untestable", why  # noqa: PLR2004 - an error in pytest
     if returncode == 1:
         return "failed", problem

@@ -112,7 +112,7 @@ def test_a_search_goes_on_after_ctrl_c(project: Path, interrupt: Callable[[int],
             ("test_a.py::test_x", "--good", "HEAD~8", "--setup", "exit 3"),
             "cannot run there: the set-up exited with code 3",
         ),
-        (("test_a.py::test_y", "--good", "HEAD~8"), "no such test here"),
+        (("test_a.py::test_y", "--good", "HEAD~8"), r"no such test here.*; see .*run_1\.log; give"),
     ],
 )
 def test_bad_input_is_one_clear_error(project: Path, words: tuple[str, ...], text: str) -> None:

@@ -14,14 +14,20 @@ from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, printable
 from pytest_megatron.cli.formats import format_option
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.runs.history import FILE_NAME, HistoryRecord, days_ago, flaky_records, read
+from pytest_megatron.runs.history import (
+    FILE_NAME,
+    HistoryEntry,
+    HistoryRecord,
+    days_ago,
+    flaky_records,
+    read,
+)
 
 _SPAN = re.compile(r"(\d+)([hdw])").fullmatch
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 
-@click.command(name="flaky")
-@click.option(
+history_option = click.option(
     "--history",
     "path",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -29,6 +35,10 @@ _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
     show_default=True,
     help="The file that runs append to.",
 )
+
+
+@click.command(name="flaky")
+@history_option
 @click.option("--since", metavar="SPAN", help="Only the last 30d, 12h, 2w; by default everything.")
 @click.option(
     "--min-runs",
@@ -46,6 +56,19 @@ def command(path: Path, since: str | None, min_runs: int, form: str) -> None:
     An item is listed if it passed only when it was run again, or passed and failed at the same
     commit. Lines of the file that cannot be read are named on stderr and skipped.
     """
+    entries = read_entries(path)
+    start = "" if since is None else days_ago(days_of(since))
+    records = flaky_records(entries, since=start, min_runs=min_runs)
+    text = _FORMATS[form](records)
+    click.echo(text if form == "json" else printable(text), nl=False)
+
+
+def read_entries(path: Path) -> tuple[HistoryEntry, ...]:
+    """Return the entries of a history; lines that are none are named on stderr.
+
+    Raises:
+        ConfigError: It is not there, or cannot be read.
+    """
     if not path.exists():
         raise ConfigError(
             str(path), "is not there; runs with workloads or distributed tests write it"
@@ -56,13 +79,15 @@ def command(path: Path, since: str | None, min_runs: int, form: str) -> None:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     for problem in history.problems:
         click.echo(printable(problem), err=True)
-    start = "" if since is None else days_ago(_days(since))
-    records = flaky_records(history.entries, since=start, min_runs=min_runs)
-    text = _FORMATS[form](records)
-    click.echo(text if form == "json" else printable(text), nl=False)
+    return history.entries
 
 
-def _days(span: str) -> float:
+def days_of(span: str) -> float:
+    """Return the number of days of a span such as 12h or 2w.
+
+    Raises:
+        ConfigError: It is none.
+    """
     match = _SPAN(span)
     if match is None:
         raise ConfigError("--since", f"found {span!r}, expected a number with h, d or w, as in 30d")

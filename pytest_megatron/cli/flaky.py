@@ -27,11 +27,12 @@ _SPAN = re.compile(r"(\d+)([hdw])").fullmatch
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 
 
+DEFAULT_HISTORY = Path(".pytest_megatron") / FILE_NAME
 history_option = click.option(
     "--history",
     "path",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path(".pytest_megatron") / FILE_NAME,
+    default=DEFAULT_HISTORY,
     show_default=True,
     help="The file that runs append to.",
 )
@@ -80,6 +81,13 @@ def read_entries(path: Path) -> tuple[HistoryEntry, ...]:
     for problem in history.problems:
         click.echo(printable(problem), err=True)
     return history.entries
+
+
+def read_known_entries(path: Path, root: Path = Path()) -> tuple[HistoryEntry, ...]:
+    """Return the entries of a project's history, which may not be there yet, or of a given file."""
+    if path != DEFAULT_HISTORY:
+        return read_entries(path)
+    return read_entries(root / path) if (root / path).exists() else ()
 
 
 def days_of(span: str) -> float:

@@ -19,6 +19,7 @@ from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable, rough_time
 from pytest_megatron.changed.record import FILE_NAME, merge_records, read_record, write_record
 from pytest_megatron.changed.select import unaffected_since
+from pytest_megatron.ci.budget import Budget, parse_budget
 from pytest_megatron.ci.decide import (
     PathChange,
     Trigger,
@@ -28,7 +29,12 @@ from pytest_megatron.ci.decide import (
 )
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
-from pytest_megatron.cli.flaky import days_of, history_option, read_entries
+from pytest_megatron.cli.flaky import (
+    days_of,
+    history_option,
+    read_entries,
+    read_known_entries,
+)
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, format_option
 from pytest_megatron.errors import ConfigError, EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
@@ -70,6 +76,8 @@ class _PlanOptions(TypedDict):
     diff: str | None
     changed: str | None
     changed_file: Path
+    budget: str | None
+    path: Path
     apply_suggestion: bool
     explain: bool
     allow_empty: bool
@@ -133,6 +141,12 @@ class _PlanOptions(TypedDict):
     show_default=True,
     help="The record of what tests use.",
 )
+@click.option(
+    "--budget",
+    metavar="TIME",
+    help="GPU time, such as 2h or '40 GPU-h': drop what detects least for its price.",
+)
+@history_option
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
 @click.option("--explain", is_flag=True, help="Print why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
@@ -191,9 +205,17 @@ def _request(given: _PlanOptions) -> PlanRequest:
         unaffected=None
         if given["changed"] is None
         else unaffected_since(root, given["changed"], given["changed_file"]),
+        budget=_budget(given["budget"], given["path"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
     )
+
+
+def _budget(text: str | None, path: Path) -> tuple[Budget, tuple[HistoryEntry, ...]] | None:
+    """Return a budget, and the runs by which costs are expected."""
+    if text is None:
+        return None
+    return parse_budget(text, "--budget"), read_known_entries(path)
 
 
 def _split(lists: tuple[str, ...]) -> tuple[str, ...]:

@@ -221,8 +221,8 @@ class _Proposal:
     @property
     def diff(self) -> str:
         """The change, as `git apply` takes it."""
-        sides = (text.splitlines(keepends=True) for text in (self.text, self.changed))
-        lines = difflib.unified_diff(*sides, f"a/{self.file.name}", f"b/{self.file.name}")
+        old, new = (text.splitlines(keepends=True) for text in (self.text, self.changed))
+        lines = difflib.unified_diff(old, new, f"a/{self.file.name}", f"b/{self.file.name}")
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -66,18 +66,56 @@ class Junit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaseDetails:
+    """What a case of all jobs has beside that of its own job.
+
+    Source: docs.gitlab.com, Unit test reports: `file` is a link, `system-out` is shown, and
+    `[[ATTACHMENT|...]]` in it is a link to a file of the artifact.
+
+    Attributes:
+        reproduce: Command that shows the failure again.
+        attachment: A picture, from the directory of the checkout.
+    """
+
+    file: str
+    reproduce: str | None = None
+    attachment: str | None = None
+
+    def add_to(self, case: ET.Element) -> None:
+        """Write it into a case, whose own attributes stay."""
+        case.attrib.setdefault("file", plain(self.file))
+        lines = []
+        if self.reproduce is not None:
+            lines.append(f"reproduce: {plain(self.reproduce)}")
+            properties = case.find("properties")
+            if properties is None:
+                properties = ET.Element("properties")
+                case.insert(0, properties)
+            value = {"name": "megatron.reproduce", "value": plain(self.reproduce)}
+            ET.SubElement(properties, "property", value)
+        if self.attachment is not None:
+            lines.append(f"[[ATTACHMENT|{self.attachment}]]")
+        if lines:
+            output = case.find("system-out")
+            output = ET.SubElement(case, "system-out") if output is None else output
+            output.text = "\n".join([*lines, output.text or ""]).rstrip("\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
     """Part of one job in the XML of all jobs.
 
     Attributes:
         others: Items that the files lack, as those of a killed run do.
         problems: Why the job counts as failed beside its tests; each becomes an error.
+        details: (class name, name) of a case -> what else is to stand there.
     """
 
     name: str
     junits: Sequence[Junit]
     others: Sequence[JUnitCase] = ()
     problems: Sequence[str] = ()
+    details: Mapping[tuple[str, str], CaseDetails] = field(default_factory=dict)
 
 
 def read_junit(path: Path) -> Junit:
@@ -144,6 +182,10 @@ def join(suites: Iterable[Suite]) -> str:
         element.extend(_element(case) for case in suite.others)
         for problem in suite.problems:
             element.append(_element(_job_case(suite.name, problem)))
+        for case in element:
+            found = suite.details.get((case.get("classname", ""), case.get("name", "")))
+            if found is not None:
+                found.add_to(case)
         cases = [_case(case) for case in element]
         element.attrib.update(
             tests=str(len(cases)),

@@ -6,9 +6,11 @@ import datetime as dt
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 
@@ -320,8 +322,11 @@ def _entering(case: FlakinessCase, last_day: str, owner: str) -> _Entering:
 def _owner(node_id: str, root: Path) -> str:
     """Return the owners of an item's file by the first `CODEOWNERS`; empty if it has none."""
     for name in _OWNERS:
-        if (root / name).is_file():
-            return owners_of(node_id.partition("::")[0], read_text(root / name, errors="replace"))
+        try:
+            rules = read_text(root / name, errors="replace")
+        except OSError:
+            continue
+        return owners_of(node_id.partition("::")[0], rules)
     return ""
 
 
@@ -340,9 +345,31 @@ def _rate(case: FlakinessCase) -> str:
     return f"{case.num_bad} of {number} runs, {rate:.1%} (95 %: {low:.1%} to {high:.1%})"
 
 
+def _run_name(run: HistoryEntry) -> tuple[str, str]:
+    """Return the name of a run and its URL, which is empty unless it is one of a CI system."""
+    url = quote(run.page, safe=":/-._~%")
+    return run.run, url if url.startswith("https://") else ""
+
+
+def _reproduce(case: FlakinessCase) -> str:
+    """Return a command that looks for the failure, on gangs like those that failed."""
+    found = case.mixed[0]
+    device, _, size = found.platform.partition(" x")
+    if found.runs[0].kind != "test":
+        return shlex.join(["pytest", "-p", "megatron", case.node_id, "--n-repeat", "20"])
+    gang = ["--gpus", size] if device == "cuda" else ["--ranks", size, "--device", "cpu"]
+    test = case.node_id.partition("[")[0]  # repeats are a parameter
+    return shlex.join(["pytest", "-p", "megatron", *gang, "--stress", "200", test])
+
+
 def _proposal_markdown(proposal: _Proposal) -> str:
     return render(
-        "flaky_proposal.md", proposal=proposal, rate=_rate, most_revisions=_MOST_REVISIONS
+        "flaky_proposal.md",
+        proposal=proposal,
+        rate=_rate,
+        run_name=_run_name,
+        reproduce=_reproduce,
+        most_revisions=_MOST_REVISIONS,
     )
 
 

@@ -23,7 +23,7 @@ from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.runs import environment as patch
-from pytest_megatron.runs.environment import kept_variables, utc_now
+from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
 from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir
 from pytest_megatron.runs.prune import remove_old_runs
@@ -461,6 +461,7 @@ class HistoryPlugin:
             platform=platform,
             is_quarantined=record.is_held,
             quarantined_until="" if record.quarantine is None else record.quarantine.until,
+            page=ci_page(os.environ) or "",
         )
 
     def _write(self) -> None:

@@ -48,6 +48,7 @@ class HistoryEntry(RecordedFile):
         platform: A workload's platform, a test's device and world size.
         is_quarantined: Whether its failure did not count.
         quarantined_until: Last day of its quarantine, also of one that is over; else empty.
+        page: URL of the run in CI; empty elsewhere.
     """
 
     time: str
@@ -63,6 +64,7 @@ class HistoryEntry(RecordedFile):
     platform: str
     is_quarantined: bool = False
     quarantined_until: str = ""
+    page: str = ""
 
     @property
     def is_in_quarantine(self) -> bool:
@@ -334,7 +336,7 @@ def flakiness_cases(
         num_needed: Clean runs after which an item is no longer flaky; None decides by its rate.
     """
     by_item: dict[str, list[HistoryEntry]] = {}
-    for entry in sorted(set(entries), key=lambda e: e.time):
+    for entry in sorted(dict.fromkeys(entries), key=lambda e: e.time):
         if entry.time >= since:
             by_item.setdefault(entry.node_id, []).append(entry)
     cases = [_case(name, found, num_needed) for name, found in by_item.items()]

@@ -182,7 +182,7 @@ def at(
             node_id="t.py::a",
             kind="test",
             run=f"r{number}",
-            time=f"{day}T00:00:{number:02}Z",
+            time=f"{day}T00:{number // 60:02}:{number % 60:02}Z",
             commit=commit,
             verdict=verdict,
             platform=platform,
@@ -205,6 +205,14 @@ def test_the_case_of_an_item_is_its_runs_at_revisions_at_which_it_passed_and_fai
     assert (case.num_bad, case.num_runs, case.num_only_bad) == (1, 4, 1)
     assert [(found.commit, len(found.runs)) for found in case.mixed] == [("c2", 2)]
     assert (case.causes, case.failing_since) == ((("unknown", 1),), "")
+
+
+def test_the_evidence_of_a_real_issue_is_a_case() -> None:
+    """pytorch/pytorch#100152: "flaky in 22 workflow(s) with 44 failures and 22 successes"."""
+    runs = [(f"c{n}", verdict) for n in range(22) for verdict in ("failed", "failed", "passed")]
+    (case,) = flakiness_cases(at(*runs))
+    assert (case.num_bad, case.num_runs, len(case.mixed)) == (44, 66, 22)
+    assert (case.failing_since, case.is_over) == ("", False)
 
 
 @pytest.mark.parametrize(

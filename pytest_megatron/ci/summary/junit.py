@@ -15,6 +15,7 @@ from pytest_megatron.errors import CiError
 
 _LOCATION = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 _YAML = ("yaml", "yml")
+_ATTACHMENT = "[[ATTACHMENT|"
 _BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
 
 
@@ -67,7 +68,7 @@ class Junit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseDetails:
-    """What a case of all jobs has beside that of its own job.
+    """Details that a case gets in the XML of all jobs.
 
     Source: docs.gitlab.com, Unit test reports: `file` is a link, `system-out` is shown, and
     `[[ATTACHMENT|...]]` in it is a link to a file of the artifact.
@@ -84,17 +85,16 @@ class CaseDetails:
     def add_to(self, case: ET.Element) -> None:
         """Write it into a case, whose own attributes stay."""
         case.attrib.setdefault("file", plain(self.file))
-        lines = []
+        lines = [] if self.attachment is None else [f"{_ATTACHMENT}{self.attachment}]]"]
         if self.reproduce is not None:
-            lines.append(f"reproduce: {plain(self.reproduce)}")
+            command = plain(self.reproduce).replace(_ATTACHMENT, "[ [ATTACHMENT|")
+            lines.append(f"reproduce: {command}")
             properties = case.find("properties")
             if properties is None:
                 properties = ET.Element("properties")
                 case.insert(0, properties)
             value = {"name": "megatron.reproduce", "value": plain(self.reproduce)}
             ET.SubElement(properties, "property", value)
-        if self.attachment is not None:
-            lines.append(f"[[ATTACHMENT|{self.attachment}]]")
         if lines:
             output = case.find("system-out")
             output = ET.SubElement(case, "system-out") if output is None else output

@@ -143,6 +143,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             verdict={"p": "passed", "f": "failed"}[letter],
             commit=f"{number // 2:040x}",
             causes=(),
+            platform="cuda x8",
+            page="https://ci.example.com/a(b) |`" if number else "javascript:x",
             quarantined_until="2026-12-01" if number >= 10 else "",
         )
         for node_id, letters in verdicts.items()
@@ -157,8 +159,12 @@ def test_a_proposal_has_evidence_owner_end_and_the_change(project: Path) -> None
     assert code == 0
     new = text.partition("## Into quarantine")[2].partition("## Out of quarantine")[0]
     assert "### `tests/t.py::new`\n\n- failed in 2 of 8 runs, 25.0% (95 %: 7.1% to 59.1%)" in new
-    revision = f"| `{0:012x}` | `cpu` | 1 | 1 | `2026-10-20T10:00:00Z` | `2026-10-20T10:00:01Z` |"
-    assert f"{revision} `run-1` |\n" in new
+    revision = (
+        f"| `{0:012x}` | `cuda x8` | 1 | 1 | `2026-10-20T10:00:00Z` | `2026-10-20T10:00:01Z` |"
+    )
+    assert f"{revision} [`run-1`](https://ci.example.com/a%28b%29%20%7C%60) |\n" in new
+    assert "javascript" not in text
+    assert "```sh\npytest -p megatron --gpus 8 --stress 200 tests/t.py::new\n```" in new
     assert "- families of failure: `unknown` 2\n" in new
     assert "- owner: `@org/tests`\n- until 2027-01-15, or until " in new
     assert "regression" not in new

@@ -234,7 +234,7 @@ def test_a_summary_of_ci_has_the_curves_that_are_off(
     assert first.get("file") == "recipes/r.yaml"
     reproduce = "pytest-megatron repro run 'recipes/r.yaml::c0[x]'"
     assert first.findtext("system-out") == (
-        f"reproduce: {reproduce}\n[[ATTACHMENT|{pictures[0].as_posix()}]]"
+        f"[[ATTACHMENT|{pictures[0].as_posix()}]]\nreproduce: {reproduce}"
     )
     (found,) = first.iter("property")
     assert found.attrib == {"name": "megatron.reproduce", "value": reproduce}

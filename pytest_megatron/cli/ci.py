@@ -149,9 +149,9 @@ def summary(
         read_results,
     )
     from pytest_megatron.ci.summary.render import (  # noqa: PLC0415
-        annotations,
         as_markdown,
         as_text,
+        github_annotations,
         write_outputs,
     )
 
@@ -175,7 +175,7 @@ def summary(
         case "markdown":
             click.echo(as_markdown(found), nl=False)
         case _ if os.environ.get("GITHUB_ACTIONS") == "true":
-            click.echo("\n".join([without_commands(as_text(found)), *annotations(found)]))
+            click.echo("\n".join([without_commands(as_text(found)), *github_annotations(found)]))
         case _:
             click.echo(as_text(found))
     sys.exit(0 if found.has_passed else EXIT_FAILED)

@@ -62,7 +62,7 @@ def cost(summary: CiSummary) -> str:
     return f"{shown} GPU hours ({summary.gpu_s:,.0f} GPU-seconds)" if hours else ""
 
 
-def annotations(summary: CiSummary) -> list[str]:
+def github_annotations(summary: CiSummary) -> list[str]:
     """Return commands of GitHub for failures that no step of a job could annotate.
 
     A job annotates its failures when pytest ends. One that was killed did not.

@@ -23,6 +23,7 @@ from ci_artifacts import (
     write_plan,
 )
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import CiError
 
 
@@ -130,10 +131,15 @@ def test_xml_with_entities_is_refused() -> None:
 
 
 def test_failures_are_a_code_quality_report_of_gitlab() -> None:
-    keys = {"problem": f"{ROW}: lm loss, step 1: off", "platform": "dgx_h100"}
-    attempts = [{"repeat": 1, "attempt": 1, "duration_s": 30.0, "cause": "lm loss is off"}]
-    root = write_job(Path("all"), "line", {ROW: workload("failed", attempts=attempts, **keys)})
-    plan = {"schema": 1, "node_id": ROW, "recipe": "recipes/tiny.yaml:12", "world_size": 8}
+    attempt: JsonValue = {"attempt": 1, "duration_s": 30.0, "cause": "lm loss is off"}
+    row = workload("failed", problem="off", platform="dgx_h100", attempts=[attempt])
+    root = write_job(Path("all"), "line", {ROW: row})
+    plan: JsonValue = {
+        "schema": 1,
+        "node_id": ROW,
+        "recipe": "recipes/tiny.yaml:12",
+        "world_size": 8,
+    }
     write_json(root / "run/tiny-line/repeat_1/attempt_1/plan.json", plan)
     test = write_job(
         Path("all"),

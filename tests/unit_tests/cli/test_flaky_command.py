@@ -157,8 +157,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_proposal_has_evidence_owner_end_and_the_change(project: Path) -> None:
     code, text, _ = run("--propose", "--until", "2027-01-15")
     assert code == 0
-    new = text.partition("## Into quarantine")[2].partition("## Out of quarantine")[0]
-    assert "### `tests/t.py::new`\n\n- failed in 2 of 8 runs, 25.0% (95 %: 7.1% to 59.1%)" in new
+    new = text.partition("### Into quarantine")[2].partition("### Out of quarantine")[0]
+    assert "#### `tests/t.py::new`\n\n- failed in 2 of 8 runs, 25.0% (95 %: 7.1% to 59.1%)" in new
     revision = (
         f"| `{0:012x}` | `cuda x8` | 1 | 1 | `2026-10-20T10:00:00Z` | `2026-10-20T10:00:01Z` |"
     )
@@ -168,8 +168,8 @@ def test_a_proposal_has_evidence_owner_end_and_the_change(project: Path) -> None
     assert "- families of failure: `unknown` 2\n" in new
     assert "- owner: `@org/tests`\n- until 2027-01-15, or until " in new
     assert "regression" not in new
-    assert "### `tests/t.py::old`\n\n- passed in its last 40 runs without a failure" in text
-    waiting = text.partition("## Flaky, and not proposed")[2]
+    assert "#### `tests/t.py::old`\n\n- passed in its last 40 runs without a failure" in text
+    waiting = text.partition("### Flaky, and not proposed")[2]
     assert "`tests/t.py::regression`, failed in 1 of 4 runs" in waiting
     assert "that may be a regression, which quarantine would hide" in waiting
     assert "`tests/t.py::gone[*]`" in waiting
@@ -203,10 +203,10 @@ def test_what_is_past_its_end_and_what_never_ran_is_listed(project: Path) -> Non
     (project / "pyproject.toml").write_text(f"[tool.pytest-megatron.quarantine]\n{''.join(lines)}")
     _, text, _ = run("--propose", "--clean-runs", "41")
     assert (
-        "## Past their end, their failures count\n\n- `tests/t.py::old`, until 2026-01-31" in text
+        "### Past their end, their failures count\n\n- `tests/t.py::old`, until 2026-01-31" in text
     )
     assert "- `tests/t.py::old`: 40 of 41 runs without a failure, since `2026-10-20" in text
-    assert "## In quarantine, and in no run of this history\n\n- `tests/u.py::*`\n" in text
+    assert "### In quarantine, and in no run of this history\n\n- `tests/u.py::*`\n" in text
 
 
 def test_names_in_a_proposal_are_inert(project: Path) -> None:
@@ -223,9 +223,8 @@ def test_names_in_a_proposal_are_inert(project: Path) -> None:
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", text)
     outside = re.sub(r"(?s)(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
     assert not re.search(r"[<>]|!\[|@\w", outside)
-    assert [line for line in outside.splitlines() if line.startswith("# ")] == [
-        "# Quarantine: 2 in, 1 out"
-    ]
+    titles = [line for line in outside.splitlines() if re.match("##? ", line)]
+    assert titles == ["## Quarantine: 2 in, 1 out"]
     run("--propose", "--write")
     table = tomllib.loads((project / "pyproject.toml").read_text())
     assert evil in table["tool"]["pytest-megatron"]["quarantine"]

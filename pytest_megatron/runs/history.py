@@ -248,13 +248,9 @@ def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int
 def _outcomes(entries: Iterable[HistoryEntry]) -> dict[tuple[str, str], list[bool]]:
     """Return (commit, platform) -> whether each run of it was good."""
     outcomes: dict[tuple[str, str], list[bool]] = {}
-    for entry in filter(_is_counted, entries):
+    for entry in (entry for entry in entries if entry.is_counted):
         outcomes.setdefault(_revision(entry), []).append(entry.is_good)
     return outcomes
-
-
-def _is_counted(entry: HistoryEntry) -> bool:
-    return entry.is_counted
 
 
 def _revision(entry: HistoryEntry) -> tuple[str, str]:

@@ -24,7 +24,6 @@ from pytest_megatron.runs.history import HistoryEntry, device_time
 _BUDGET = re.compile(BUDGET).fullmatch
 _SECONDS = {"h": 3600.0, "min": 60.0}
 _NUM_RECENT = 5  # runs of which the median is the price
-_GOOD = ("passed", "flaky")
 _MOST_NAMED = 2
 _MOST_DEAREST = 3
 
@@ -109,7 +108,7 @@ def _price(entries: Sequence[HistoryEntry], *, is_lightweight: bool) -> float | 
         is_workload = entry.kind == "workload"
         if not entry.device_s or (is_workload and entry.is_lightweight != is_lightweight):
             continue
-        into = of_bad if is_workload and entry.verdict not in _GOOD else costs
+        into = of_bad if is_workload and not entry.is_good else costs
         into[entry.run] = into.get(entry.run, 0.0) + entry.device_s / entry.num_repeats
     recent = list((costs or of_bad).values())[-_NUM_RECENT:]
     return statistics.median(recent) if recent else None
@@ -121,15 +120,16 @@ def _failures(entries: Sequence[HistoryEntry]) -> tuple[frozenset[str], frozense
     A failure of the infrastructure, in quarantine, or at a commit at which the item also passed is
     none.
     """
-    passed = {(e.node_id, _revision(e)) for e in entries if e.verdict in _GOOD}
+    passed = {(e.node_id, _revision(e)) for e in entries if e.is_good}
     caught: set[str] = set()
     failed: set[str] = set()
     failing: set[str] = set()
     for entry in entries:
         revision = _revision(entry)
-        if entry.verdict in _GOOD:
+        if entry.is_good:
             failing.discard(entry.node_id)
-        is_failure = entry.verdict == "failed" and not entry.is_quarantined
+        is_transient = entry.kind == "test" and bool(entry.causes)  # it failed once more
+        is_failure = entry.verdict == "failed" and not (entry.is_quarantined or is_transient)
         if is_failure and (entry.node_id, revision) not in passed:
             failed.add(revision)
             if entry.node_id not in failing:

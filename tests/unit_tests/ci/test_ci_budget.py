@@ -288,7 +288,8 @@ ADDED = (("24x240:1", 4024), ("8x60:1 16x60:1", 4048), ("16x240:1 8x240:1", 4139
 
 def nightly(folder: Path, text: str, limit: int) -> list[Finding]:
     """Return the findings of a suite whose jobs took what their limits are."""
-    products, entries = [], []
+    products: list[str] = []
+    entries: list[HistoryEntry] = []
     for job in text.split():
         gpus, minutes, number = map(int, job.replace("x", ":").split(":"))
         for _ in range(number):

@@ -14,7 +14,12 @@ import pytest
 
 from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
 from pytest_megatron.hooks import options
-from pytest_megatron.hooks.deselected import fold, note_deselected, take_deselected
+from pytest_megatron.hooks.deselected import (
+    LeftOutFiles,
+    fold,
+    note_deselected,
+    take_deselected,
+)
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -100,6 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _is_rank(config):
         declare_marks(config)
         return
+    config.pluginmanager.register(LeftOutFiles(config), "megatron-left-out-files")
     chosen = options.read_options(config)
     if chosen.num_stress is not None:
         config.pluginmanager.register(StressPlugin(config, chosen), STRESS)

@@ -120,6 +120,9 @@ def pytest_configure(config: pytest.Config) -> None:
     declare_marks(config)
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
+    if chosen.num_packed > 1 and has_workers(config):
+        problem = "each worker of pytest-xdist (-n) has GPUs of its own; drop one of them"
+        raise pytest.UsageError(f"--pack-gpus: {problem}")
     if chosen.node_rank > 0:
         from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 

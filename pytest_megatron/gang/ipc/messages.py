@@ -264,6 +264,8 @@ class Done:
         late: Report of a failed teardown of the fixtures of the test before, or None.
         is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
         left: `[kind, text]` of each thing that the test left behind.
+        gpu_memory: Where GPUs are packed, the process, then the bytes that torch's allocator has
+            reserved, now and at most during the test, if CUDA is in use.
     """
 
     run: int
@@ -279,6 +281,7 @@ class Done:
     late: JsonValue = None
     is_clean: bool = False
     left: tuple[JsonValue, ...] = ()
+    gpu_memory: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +359,7 @@ class RankConfig:
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
         is_audited: Whether it reports what tests leave behind.
+        is_packed: Whether it reports the GPU memory that tests use, and keeps none in its cache.
         stress_seed: Of the delays of its tests; None for none.
     """
 
@@ -373,6 +377,7 @@ class RankConfig:
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
     is_audited: bool = False
+    is_packed: bool = False
     stress_seed: int | None = None
 
 

@@ -64,6 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Note how the session begins, before anything of the project is imported."""
+    if early_config.pluginmanager.has_plugin(options.ENDED_PLUGIN):
+        return
     run = options.early_words(early_config, "attach")
     if run:
         from pytest_megatron.hooks.workloads.attach import add_recorded
@@ -94,6 +96,12 @@ def pytest_keep_gangs(
         from pytest_megatron.hooks.start.keep import keep_gangs
 
         plugin = keep_gangs(early_config, minutes)
+        if early_config.pluginmanager.has_plugin(
+            options.ENDED_PLUGIN
+        ):  # nothing is left to do for any plugin
+            args.clear()
+            early_config.known_args_namespace = parser.parse_known_args([])
+            early_config.known_args_namespace.noconftest = True
     yield
     if plugin is not None:
         plugin.check(early_config)

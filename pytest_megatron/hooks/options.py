@@ -278,6 +278,7 @@ LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
 LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
 CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"

@@ -83,9 +83,12 @@ class StartSession:
     """Start of a session in a kept process; its descriptors are attached.
 
     Attributes:
-        program: `pytest`, `python -m pytest`, or `preload` for ranks that collect for themselves.
+        program: `pytest`, `python -m pytest`, `pytest.main` for an editor's program that calls it,
+            or `preload` for ranks that collect for themselves.
+        arguments: Of `pytest.main`.
         argv: `sys.argv`, and `orig_argv` likewise.
-        path: `sys.path` of `preload`; empty for pytest, which gets that of a new process.
+        path: `sys.path` of `preload` and `pytest.main`; empty for pytest, which gets that of a new
+            process.
         env: All variables.
         descriptors: Numbers of the attached descriptors.
         streams: Encoding and error handler of stdin, stdout and stderr, then `line` if it writes
@@ -96,6 +99,7 @@ class StartSession:
     """
 
     program: str
+    arguments: tuple[str, ...]
     argv: tuple[str, ...]
     orig_argv: tuple[str, ...]
     path: tuple[str, ...]

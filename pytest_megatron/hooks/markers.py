@@ -138,8 +138,9 @@ def gpu_memory_mib(item: pytest.Item) -> int:
     mark = item.get_closest_marker("gpu_memory_gib")
     if mark is None:
         return 0
-    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
-    if type(number) not in (int, float) or not 0 < number < _MOST_GIB:
+    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else 0
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 < number < _MOST_GIB:
         raise pytest.UsageError(
             f"{item.nodeid}: mark gpu_memory_gib: {_arguments_of(mark)} is given, expected one "
             f"number of GiB above 0"

@@ -94,6 +94,8 @@ class Leases:
 
     def has_room(self, spec: GangSpec) -> bool:
         """Return whether a gang may share GPUs with those that are there, or take others."""
+        if spec in self.prepared:
+            return True
         loads = self._loads()
         num_others = self.most_gpus - len(loads)
         return num_others + len(self.packing.fitting(loads, spec.memory_mib)) >= spec.world_size

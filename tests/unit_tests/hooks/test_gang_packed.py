@@ -209,6 +209,14 @@ def test_used_memory_is_that_of_the_process_at_the_peak_of_torch(
     assert leases.used_memory(0, died) is None
 
 
+def test_ranks_that_collect_share_a_gpu_as_well(suite: Suite, env: dict[str, str]) -> None:
+    with (suite.root / "test_suite.py").open("a") as file:
+        file.write('\nRANK = os.environ["RANK"]\n')
+    run = suite.run("-v", "--gpus", "1", "--pack-gpus", "4", "-k", "not runs_out", env=env)
+    assert run.summary == "4 passed, 2 deselected", run.stdout
+    assert "every rank collects for itself: RANK in " in run.stdout
+
+
 @pytest.mark.parametrize(
     ("mark", "given"), [("(0)", "0"), ("('4')", "'4'"), ("(n=4)", "n=4"), ("(4, 5)", "4, 5")]
 )

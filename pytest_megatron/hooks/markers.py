@@ -24,7 +24,9 @@ _LINES = (
     "gpu_memory_gib(n): memory that each rank needs of its GPU, which --pack-gpus then shares",
     "audit(allow): what a test may leave behind in its ranks, such as ['threads'], or ['all']",
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
+    "owner(name, ...): who looks after a test, for `pytest-megatron cost --by owner`",
 )
+_NO_LABELS = ("controller", "isolated", "rerun_transient", "skip", "xfail")
 
 _MOST_GIB = 1 << 20
 _NO_LIMIT = " (0 is no limit)"
@@ -46,6 +48,21 @@ def declare_marks(config: pytest.Config) -> None:
 def asks_for_gang(item: pytest.Item) -> bool:
     """Return whether a test has a marker that requests a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
+
+
+def labels_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names of a test's marks that have no arguments and change nothing by themselves.
+
+    Marks of pytest and of this plugin are none.
+    """
+    names = {mark.name for mark in item.iter_markers() if not (mark.args or mark.kwargs)}
+    return tuple(sorted(names.difference(_NO_LABELS)))
+
+
+def owners_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names that the nearest mark `owner` of a test has."""
+    mark = item.get_closest_marker("owner")
+    return () if mark is None else tuple(name for name in mark.args if isinstance(name, str))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:

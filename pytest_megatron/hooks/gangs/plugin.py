@@ -41,7 +41,14 @@ from pytest_megatron.hooks.gangs.reports import (
 )
 from pytest_megatron.hooks.gangs.results import LEFT, MEMORY, add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
-from pytest_megatron.hooks.markers import PhaseLimits, limits_of, num_reruns_of, spec_of
+from pytest_megatron.hooks.markers import (
+    PhaseLimits,
+    labels_of,
+    limits_of,
+    num_reruns_of,
+    owners_of,
+    spec_of,
+)
 from pytest_megatron.hooks.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.hooks.run_file import RecordCarrier, put_record
@@ -481,7 +488,15 @@ class GangPlugin(RecordCarrier):
             report.user_properties += [(LEFT, text) for text in execution.left]
             report.user_properties += [(MEMORY, text) for text in self._about_memory(execution)]
             history = self._open_dispatcher.history[item]
-            put_record(report, test_record(execution.merged, self._specs[item], history))
+            spec = self._specs[item]
+            per_device = self._options.ranks_per_gpu if spec.device == "cuda" else 1
+            record = replace(
+                test_record(execution.merged, spec, history),
+                num_devices=count_gpus(spec.world_size, per_device),
+                labels=labels_of(item),
+                owners=owners_of(item),
+            )
+            put_record(report, record)
             self._stop_if_repeated(item, execution.ended.internal_error)
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report

@@ -27,8 +27,7 @@ from pytest_megatron.gang.ipc.messages import (
 from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank import coverage as measure
-from pytest_megatron.gang.rank.collectives import count_collectives
-from pytest_megatron.gang.rank.delays import Delays
+from pytest_megatron.gang.rank.collectives import Delays, count_collectives
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
 from pytest_megatron.gang.rank.process_state import StateKeeper

@@ -315,6 +315,8 @@ def _run_session(
         preload("fork")
         sys.exit()
     session, kept.forked_from = started, record
+    if request.program == "pytest.main":
+        sys.exit(pytest.main(list(request.arguments)))
     sys.exit(pytest.console_main())
 
 

@@ -71,6 +71,62 @@ FACTS = """
 WARM = "kept gangs: started in a process that had torch loaded"
 
 
+# As python_files/vscode_pytest/run_pytest_script.py of vscode-python has it: ids in a file that is
+# read once, its own folders in sys.path, a changed PATH, and results by a plugin of its own.
+RUNNER = """
+    import os
+    import pathlib
+    import sys
+
+    import pytest
+
+    os.environ["PATH"] = "/scripts" + os.pathsep + os.environ["PATH"]
+    sys.path.append(os.fspath(pathlib.Path(__file__).parent))
+
+    if __name__ == "__main__":
+        sys.path.append(os.fspath(pathlib.Path(__file__).parent.parent))
+        sys.path.insert(0, os.getcwd())
+        ids = pathlib.Path(os.environ["IDS"])
+        tests = ids.read_text().splitlines()
+        ids.unlink()
+        pytest.main(["-p", "vscode_pytest", *sys.argv[1:], *tests])
+        print("the runner goes on, and PATH begins with", os.environ["PATH"].split(os.pathsep)[0])
+"""
+RUNNER_PLUGIN = """
+    import os
+
+    known = set()
+
+    def note(line):
+        if line not in known:
+            known.add(line)
+            with open(os.environ["RESULTS"], "a") as file:
+                file.write(f"{line}\\n")
+
+    def pytest_report_teststatus(report):
+        if report.when == "call":
+            note(f"{report.nodeid} {report.outcome}")
+
+    def pytest_sessionfinish(exitstatus):
+        note(f"end {int(exitstatus)}")
+"""
+RUNNER_TESTS = """
+    import os
+    import sys
+
+    import torch
+    import helper
+
+    def test_good():
+        assert os.environ["PATH"].startswith("/scripts")
+        assert sys.path[0] == os.getcwd()
+        assert [p for p in sys.path if p.endswith("/vscode_pytest")]
+
+    def test_bad():
+        assert helper.VALUE == 2
+"""
+
+
 @dataclass(frozen=True)
 class Project:
     """A project, with a directory of records for itself."""
@@ -298,3 +354,68 @@ def test_stop_ends_them_and_time_does(project: Project) -> None:
     assert project.command("gangs", "stop", "--all") == "no gangs are kept\n"
     first(project, "--keep-gangs=0.01")
     wait_until(lambda: not project.others() and not project.records(), "its end by time")
+
+
+def test_an_editor_that_calls_pytest_main_profits_and_goes_on(
+    project: Project, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    files = tmp_path_factory.mktemp("python_files")
+    script = files / "vscode_pytest/run_pytest_script.py"
+    script.parent.mkdir()
+    script.write_text(textwrap.dedent(RUNNER))
+    script.with_name("__init__.py").write_text(textwrap.dedent(RUNNER_PLUGIN))
+    project.write("test_editor.py", RUNNER_TESTS)
+    project.write("pytest.ini", "[pytest]\npythonpath = src")
+
+    def click(*names: str) -> tuple[list[str], str]:
+        """Run tests as the editor does; return what it learns, and what it shows."""
+        results = project.root / "results"
+        results.unlink(missing_ok=True)
+        (project.root / "ids").write_text("\n".join(f"test_editor.py::{n}" for n in names))
+        done = subprocess.run(
+            [sys.executable, script, "--rootdir=.", "-p", "megatron", "--ranks=2", "--keep-gangs"],
+            cwd=project.root,
+            env=project.env(
+                IDS="ids",
+                RESULTS="results",
+                PYTHONPATH=f"{files}:{project.root / 'stub'}",
+            ),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.endswith("the runner goes on, and PATH begins with /scripts\n")
+        assert not (project.root / "ids").exists()
+        return results.read_text().splitlines(), done.stdout + done.stderr
+
+    learnt, shown = click("test_good", "test_bad")
+    cold = ["test_editor.py::test_good passed", "test_editor.py::test_bad failed", "end 1"]
+    assert (learnt, "none was kept yet" in shown) == (cold, True), shown
+    process = project.kept()
+    (project.root / "stub/loads").unlink()
+    learnt, shown = click("test_good", "test_bad")
+    assert (learnt, WARM in shown) == (cold, True), shown
+    project.write("helper.py", "VALUE = 2")
+    learnt, shown = click("test_bad")
+    assert (learnt, WARM in shown) == ([cold[1].replace("failed", "passed"), "end 0"], True)
+    learnt, shown = click("test_gone")
+    assert (learnt, "not found: " in shown) == (["end 4"], True)
+    assert not (project.root / "stub/loads").exists()
+    assert project.kept().pid == process.pid
+
+
+def test_a_program_that_reads_what_pytest_main_left_runs_without(project: Project) -> None:
+    first(project)
+    project.write("test_editor.py", RUNNER_TESTS)
+    program = "import sys, pytest; pytest.main(sys.argv[1:]); print('helper' in sys.modules)"
+    words = ["-p", "megatron", "--ranks=2", "--keep-gangs", "test_editor.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=project.root,
+        env=project.env(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "kept gangs: not used, pytest was called by another program" in done.stdout
+    assert done.stdout.endswith("True\n")

@@ -45,6 +45,7 @@ OPTIONS = """\
 --n-repeat
 --nnodes
 --node-rank
+--pack-gpus
 --pdb-rank
 --plan
 --platform
@@ -78,6 +79,10 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
     (
         [*("--nnodes", "2", "--node-rank", "0"), *("--rdzv-endpoint", "a:1"), *GIVEN_SHARING],
         "--ranks-per-gpu: 2 ranks share a GPU on one node only, --nnodes is 2; drop one of them",
+    ),
+    (
+        ["--gpus", "1", "--pack-gpus", "2", "--ranks-per-gpu", "2"],
+        "--pack-gpus: gangs share GPUs on one node, with a GPU for each rank, and --ranks-per",
     ),
     (["--ranks", "two"], "--ranks: 'two' is not a count, expected a number from 1 on"),
     (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),

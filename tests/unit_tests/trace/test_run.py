@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from pytest_megatron.trace.files import (
-    TraceEnd,
-    TraceLayout,
-    rank_files,
-    read_end,
-    read_header,
-    read_records,
-)
+from pytest_megatron.trace.files import TraceEnd, read_end, read_records
 from pytest_megatron.trace.settings import VARIABLE, TraceSettings
 
-ROOT = Path(__file__).parents[3]
 RUN = "pytest_megatron.trace.run"
 PROGRAM = """
 import sys
@@ -92,44 +81,3 @@ def test_a_wrong_variable_is_one_line(tmp_path: Path) -> None:
     )
     message = f"pytest_megatron.trace: {VARIABLE}: '7' is not a JSON object; unset it\n"
     assert (done.returncode, done.stderr) == (1, message)
-
-
-@pytest.mark.parametrize(
-    ("flags", "layout"),
-    [
-        (["--tensor-model-parallel-size", "2"], TraceLayout(tp=(1, 2), etp=(1, 2))),
-        (["--use-distributed-optimizer", "--bf16"], TraceLayout(dp=(1, 2), edp=(1, 2))),
-    ],
-    ids=["tp2", "dp2-dist-opt"],
-)
-def test_the_whole_parameters_are_in_the_ranks_traces(
-    tmp_path: Path, flags: list[str], layout: TraceLayout
-) -> None:
-    settings = TraceSettings(directory=tmp_path, steps=1)
-    program = ROOT / "tests/functional_tests/train_gpt.py"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", RUN, str(program)),
-            *("--train-iters", "1", "--hidden-size", "16", *flags),
-        ],
-        env=os.environ | {VARIABLE: settings.to_json(), "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-    )
-    files = rank_files(tmp_path)
-    assert read_header(files[1]).layout == layout
-    held: dict[str, set[tuple[tuple[int, ...], tuple[int, int]]]] = {}
-    sizes: dict[str, int] = {}
-    for path in files.values():
-        assert read_end(path) == TraceEnd(steps=1)
-        for one in read_records(path):
-            shard = one.parameter
-            if one.phase == "gradient" and shard is not None:
-                assert shard.key is not None
-                flat = shard.flat or (0, math.prod(one.shape))
-                held.setdefault(shard.key, set()).add((shard.global_offset, flat))
-                sizes[shard.key] = math.prod(shard.global_shape)
-    assert "embedding.position_embeddings.weight" in held
-    for key, parts in held.items():  # each value once, whoever holds it
-        assert sum(stop - start for _, (start, stop) in parts) == sizes[key], key

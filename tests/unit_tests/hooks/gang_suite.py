@@ -24,7 +24,7 @@ READS_RANK = """
     RANK = int(os.environ["RANK"])
 """
 # A host without torch: where ranks collect for themselves, they load it before that if it is there.
-_WITHOUT_TORCH = {"PYTHONPATH": str(Path(__file__).parents[2] / "without_torch")}
+WITHOUT_TORCH = {"PYTHONPATH": str(Path(__file__).parents[2] / "without_torch")}
 _LINE = re.compile(r"^(\S+::\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
 _PROGRESS = re.compile(r"\s*\[ *\d+%\]$")
 
@@ -102,7 +102,7 @@ class Suite:
 
     def env(self, **more: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-        own = {} if self.has_torch else _WITHOUT_TORCH
+        own = {} if self.has_torch else WITHOUT_TORCH
         return kept | {MARK: str(self.root), "COLUMNS": "200"} | own | more
 
     def run(

@@ -243,7 +243,7 @@ MARKS = """
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_marks_choose_the_gang_with_and_without_options(tmp_path: Path, ranks: int) -> None:
-    suite = Suite(tmp_path).write(test_marks=MARKS)
+    suite = Suite(tmp_path, has_torch=False).write(test_marks=MARKS)
     options = ["--ranks=2"] if ranks else []
     run = suite.run(
         *("-v", "--strict-markers", "-p", "no:timeout", *options), env={"EXPECTED": str(ranks)}
@@ -303,12 +303,15 @@ def test_a_unit_test_cannot_have_several_sizes(tmp_path: Path) -> None:
     assert "this kind of test cannot be parametrised; give one" in run.stderr
 
 
-@pytest.mark.parametrize("words", [(), ("--ranks", "2")], ids=["plain", "gangs"])
+GANG = ("--ranks", "2")
+
+
 @pytest.mark.parametrize(
-    ("fixture", "asked", "missing"),
+    ("words", "fixture", "asked", "missing"),
     [
-        pytest.param("process_group", "device", "torch", id="torch"),
-        pytest.param("model_parallel", "model_parallel", "megatron-core", id="megatron-core"),
+        pytest.param((), "process_group", "device", "torch", id="plain"),
+        pytest.param(GANG, "process_group", "device", "torch", id="gangs"),
+        pytest.param(GANG, "model_parallel", "model_parallel", "megatron-core", id="megatron-core"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_what_to_type(

@@ -43,7 +43,9 @@ KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
 @pytest.mark.parametrize("conftest", ["", READS_RANK], ids=["forked", "collecting"])
 @pytest.mark.parametrize("plugin", ["terminal", "setuponly", "capture", "debugging"])
 def test_gangs_do_without_a_plugin(plugin: str, conftest: str, tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(conftest=conftest, test_them=TESTS + IN_DIRECTORY)
+    suite = Suite(tmp_path, has_torch=False).write(
+        conftest=conftest, test_them=TESTS + IN_DIRECTORY
+    )
     run = suite.run("--ranks", "2", "-p", f"no:{plugin}", "--junitxml", "junit.xml")
     assert run.returncode == 1, run.stdout + run.stderr
     found = [tuple(k.split()[0] for k in case.kinds) or ("passed",) for case in suite.junit()]

@@ -41,8 +41,6 @@ def test_choosing_and_stopping(tmp_path: Path) -> None:
     first = suite.run("-x")
     assert (ran(suite), first.summary) == ("ab", "1 failed, 1 passed")
     assert "stopping after 1 failures" in first.stdout
-    again = suite.run("--lf", "--maxfail=2")
-    assert (ran(suite), again.summary) == ("b", "1 failed")
     two = suite.run("--ff", "--maxfail=2")
     assert (ran(suite), list(two.words)) == (
         "bace",

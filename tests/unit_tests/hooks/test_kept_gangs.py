@@ -272,23 +272,21 @@ def test_an_edited_test_is_the_one_that_runs(project: Project) -> None:
     assert len(project.others()) == 1
 
 
-def test_a_variable_that_torch_reads_ends_an_outdated_process(project: Project) -> None:
+def test_what_torch_was_loaded_with_ends_an_outdated_process(project: Project) -> None:
     process = first(project)
-    code, output = project.run("test_facts.py", FACTS="facts", OMP_NUM_THREADS="2")
+    settings = {"FACTS": "facts", "OMP_NUM_THREADS": "2"}
+    code, output = project.run("test_facts.py", **settings)
     assert (code, "outdated, OMP_NUM_THREADS changed" in output) == (0, True), output
     wait_until(lambda: not psutil.pid_exists(process.pid), "its end")
-    assert project.kept().pid != process.pid
-
-
-def test_a_changed_module_and_a_late_variable_start_a_session_anew(project: Project) -> None:
-    process = first(project)
+    other = project.kept()
+    assert other.pid != process.pid
     project.write("stub/torch.py", TORCH + "\n    NEW = 1\n")
-    code, output = project.run("test_facts.py", FACTS="facts")
+    code, output = project.run("test_facts.py", **settings)
     assert (code, "stub/torch.py has changed" in output) == (0, True), output
-    wait_until(lambda: not psutil.pid_exists(process.pid), "its end")
-    process = project.kept()
+    wait_until(lambda: not psutil.pid_exists(other.pid), "its end")
+    project.kept()
     project.write("conftest.py", "import os\nos.environ['TORCH_LOGS'] = 'all'")
-    code, output = project.run("test_facts.py", FACTS="facts")
+    code, output = project.run("test_facts.py", **settings)
     text = "kept gangs: not used, TORCH_LOGS is set while tests are collected"
     assert (code, text in output, output.count("collected")) == (0, True, 2), output
     wait_until(lambda: not project.others(), "no process is kept after it")
@@ -303,29 +301,29 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize("way", ["interrupt", "client", "kept"])
-def test_nothing_is_left_of_a_session_that_was_killed(project: Project, way: str) -> None:
+def test_nothing_is_left_of_a_session_that_was_killed(project: Project) -> None:
     process = first(project)
     project.write("test_slow.py", SLOW)
-    session = project.start("--keep-gangs=10", "test_slow.py")
-    wait_until((project.root / "began1").exists, "the test")
-    assert "after 1 session" in project.command("gangs", "list")
-    if way == "interrupt":
-        session.send_signal(signal.SIGINT)
-    elif way == "client":
-        session.kill()
-    else:
-        os.kill(process.pid, signal.SIGKILL)
-    output, _ = session.communicate(timeout=60)
-    wait_until(lambda: not project.others(process.pid), "the end of its processes")
-    assert session.returncode == {"interrupt": 2, "client": -9, "kept": 3}[way]
-    if way == "kept":
-        assert "was killed; start the session again" in output
-        assert project.command("gangs", "list") == "no gangs are kept\n"
-        assert project.records() == []
-    else:
-        shown = project.command("gangs", "list")
-        assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
+    for way, code in {"interrupt": 2, "client": -9, "kept": 3}.items():
+        session = project.start("--keep-gangs=10", "test_slow.py")
+        wait_until((project.root / "began1").exists, "the test")
+        assert "after 1 session" in project.command("gangs", "list")
+        if way == "interrupt":
+            session.send_signal(signal.SIGINT)
+        elif way == "client":
+            session.kill()
+        else:
+            os.kill(process.pid, signal.SIGKILL)
+        output, _ = session.communicate(timeout=60)
+        wait_until(lambda: not project.others(process.pid), "the end of its processes")
+        assert session.returncode == code
+        if way != "kept":
+            shown = project.command("gangs", "list")
+            assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
+        (project.root / "began1").unlink()
+    assert "was killed; start the session again" in output
+    assert project.command("gangs", "list") == "no gangs are kept\n"
+    assert project.records() == []
 
 
 def test_the_end_of_the_terminal_ends_them(project: Project) -> None:

@@ -88,6 +88,25 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
     (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),
     (["--nnodes", "0"], "--nnodes: '0' is not a count, expected a number from 1 on"),
     (["--node-rank", "x"], "--node-rank: 'x' is not a number, expected one from 0 on"),
+    (
+        ["--nnodes", "2"],
+        "--nnodes: 2 nodes run tests on gangs; give --ranks or --gpus, the ranks of each node",
+    ),
+    (
+        ["--nnodes", "2", "--ranks", "2", "--rdzv-endpoint", "a:1"],
+        "--node-rank: not given with --nnodes 2, expected the index of this node, 0 to 1",
+    ),
+    (
+        ["--nnodes", "2", "--ranks", "2", "--node-rank", "1", "--rdzv-endpoint", "a"],
+        "--rdzv-endpoint: 'a' is no address, expected HOST:PORT of node 0, the same on every node",
+    ),
+    (
+        [
+            *("--nnodes", "2", "--ranks", "2", "--node-rank", "0"),
+            *("--rdzv-endpoint", "a:1", "-n1"),
+        ],
+        "--nnodes: pytest-xdist (-n) runs on one node; drop one of them",
+    ),
     (["--node-rank", "1"], "--node-rank: 1 of 1 nodes, expected 0 to 0; set --nnodes"),
     (["--rank-timeout", "-1"], "--rank-timeout: '-1' is not a time, expected seconds from 0"),
     (["--rank-grace", "inf"], "--rank-grace: 'inf' is not a time, expected seconds from 0 on"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.runs import environment as patch
-from pytest_megatron.runs.environment import kept_variables, utc_now
+from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
 from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir
 from pytest_megatron.runs.prune import remove_old_runs
@@ -375,8 +376,11 @@ class HistoryPlugin:
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
-        self._path = None if session.options.history == "off" else session.history_file
+        # A repeat of --stress is no run of the test: it has delays, and an id of its own.
+        is_off = session.options.history == "off" or session.options.num_stress is not None
+        self._path = None if is_off else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
+        self._others: dict[tuple[object, ...], list[RecordedTest]] = {}  # tests without own lines
         self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
         self._num_flaky = 0
@@ -390,10 +394,16 @@ class HistoryPlugin:
             self._kept[report.nodeid] = self._entry(report.nodeid, record)
             if isinstance(record, RecordedWorkload):
                 self._write()
+        elif isinstance(record, RecordedTest) and report.nodeid not in self._earlier:
+            file = report.nodeid.partition("::")[0]
+            key = (file, record.device, record.world_size, record.labels, record.owners)
+            self._others.setdefault(key, []).append(record)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the rest, and fail a session that was flaky, if asked to."""
+        for (file, *rest), records in self._others.items():
+            self._kept[f"{file} {rest}"] = self._entry_of_file(str(file), records)
         self._write()
         is_failure = self._num_flaky > 0 and self._session.options.is_flaky_failure
         if is_failure and session.exitstatus == pytest.ExitCode.OK:
@@ -410,13 +420,14 @@ class HistoryPlugin:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
-        """Return true for every workload, and for tests that are or were flaky or failed."""
+        """Return true for every workload, and for tests with a failure now, once or expected."""
         if record.verdict == "flaky" and not record.is_held:
             self._num_flaky += 1
         if self._path is None or node_id in self._earlier:
             return False
-        is_workload = isinstance(record, RecordedWorkload)
-        return is_workload or record.verdict in ("flaky", "failed") or self._knows(node_id)
+        if isinstance(record, RecordedWorkload) or record.quarantine is not None:
+            return True
+        return record.verdict in ("flaky", "failed") or self._knows(node_id)
 
     def _of_this_run(self) -> frozenset[str]:
         """Return the items of which the controller that is gone wrote already."""
@@ -441,9 +452,10 @@ class HistoryPlugin:
     def _entry(self, node_id: str, record: RecordedItem) -> HistoryEntry:
         facts = self._session.facts
         if isinstance(record, RecordedTest):
-            kind, platform = "test", f"{record.device} x{record.world_size}"
+            kind, platform, num_repeats = "test", f"{record.device} x{record.world_size}", 1
         else:
             kind, platform = "workload", str(record.platform)
+            num_repeats = len({attempt.repeat for attempt in record.attempts}) or 1
         return HistoryEntry(
             time=utc_now(),
             run=self._session.run_dir.name,
@@ -457,7 +469,23 @@ class HistoryPlugin:
             is_dirty=facts.is_dirty,
             platform=platform,
             is_quarantined=record.is_held,
+            quarantined_until="" if record.quarantine is None else record.quarantine.until,
+            page=ci_page(os.environ) or "",
+            num_devices=record.num_devices,
+            attempts_s=round(sum(attempt.duration_s for attempt in record.attempts), 3),
+            num_repeats=num_repeats,
+            is_lightweight=self._session.options.is_lightweight,
+            scope=record.scope,
+            labels=record.labels,
+            owners=record.owners,
         )
+
+    def _entry_of_file(self, file: str, records: Sequence[RecordedTest]) -> HistoryEntry:
+        """Return one line for tests of a file that passed or were skipped, for their cost."""
+        attempts = tuple(attempt for record in records for attempt in record.attempts)
+        together = replace(records[0], verdict="passed", attempts=attempts, quarantine=None)
+        entry = self._entry(file, together)
+        return replace(entry, kind="tests", causes=(), duration_s=entry.attempts_s or 0.0)
 
     def _write(self) -> None:
         """Append new entries; a history that cannot be written is reported and fails nothing."""

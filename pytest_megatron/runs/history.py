@@ -9,23 +9,32 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import math
 import os
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from pytest_megatron.base.files import parse_json, read_bytes, write_text_atomically
-from pytest_megatron.base.schema import SchemaError, parse, validate
+from pytest_megatron.base.schema import Count, Positive, SchemaError, parse, validate
+from pytest_megatron.base.text import rough_time
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.record import Real, RecordedFile, to_json
 
 FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
+_SMALL_S = 10
 _NUM_RECENT = 5  # executions from which the next duration is estimated
+_Z = 1.959963984540054  # of the normal distribution, 95 % lie within
+# Risk that an item leaves quarantine and is as flaky as before: 5 % at most, for items are put into
+# it when they have just failed, which makes their rates look higher than they are.
+_RISK = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +44,20 @@ class HistoryEntry(RecordedFile):
     Attributes:
         time: `2026-01-31T12:00:00Z`, when it ended.
         run: Name of the run directory.
-        kind: `workload` or `test`.
+        kind: `workload`, `test`, or `tests` for those of a file that passed, together; its node
+            id is the file.
         verdict: As in `run.json`.
         num_attempts: Of all repeats together.
         causes: Signature of each attempt that failed, "unknown" where it matched none.
         platform: A workload's platform, a test's device and world size.
         is_quarantined: Whether its failure did not count.
+        quarantined_until: Last day of its quarantine, also of one that is over; else empty.
+        page: URL of the run in CI; empty elsewhere.
+        num_devices: GPUs that it held, on the CPU its processes; None in lines of before this key.
+        attempts_s: Wall time of all attempts and repeats; None as well.
+        num_repeats: How often it was to be trained, as far as it came.
+        is_lightweight: Whether it ran shortened.
+        scope, labels, owners: As in `run.json`.
     """
 
     time: str
@@ -55,6 +72,47 @@ class HistoryEntry(RecordedFile):
     is_dirty: bool
     platform: str
     is_quarantined: bool = False
+    num_devices: Count | None = None
+    attempts_s: Real | None = None
+    num_repeats: Positive = 1
+    is_lightweight: bool = False
+    scope: str | None = None
+    labels: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
+    quarantined_until: str = ""
+    page: str = ""
+
+    @property
+    def device_s(self) -> float | None:
+        """The devices times the time of all attempts; None where they are not known."""
+        if self.num_devices is None or self.attempts_s is None:
+            return None
+        return self.num_devices * self.attempts_s
+
+    @property
+    def device(self) -> str:
+        """The unit of `device_s`: `GPU`, or `rank` for a process on the CPU."""
+        return "rank" if self.platform.split()[0:1] == [CPU_PLATFORM] else "GPU"
+
+    @property
+    def is_in_quarantine(self) -> bool:
+        """True if it had a quarantine, even one that was over."""
+        return self.is_quarantined or self.quarantined_until != ""
+
+    @property
+    def is_counted(self) -> bool:
+        """True if its outcome is one of a revision: it ran to an end of its own in a clean tree.
+
+        A test with causes failed once more after failures that are known as transient.
+        """
+        is_known = self.commit is not None and not self.is_dirty
+        is_transient = self.kind == "test" and self.verdict == "failed" and bool(self.causes)
+        return is_known and self.verdict not in ("broken", "skipped") and not is_transient
+
+    @property
+    def is_good(self) -> bool:
+        """True if it passed in the end."""
+        return self.verdict in _GOOD
 
     def as_line(self) -> str:
         """Return it as a line of the file."""
@@ -215,14 +273,16 @@ def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int
     return (rarer, sum(map(len, repeated))) if rarer else None
 
 
-def _outcomes(entries: Iterable[HistoryEntry]) -> dict[str, list[bool]]:
-    """Return commit -> whether each run of it was good; changed trees are of no commit."""
-    outcomes: dict[str, list[bool]] = {}
-    for entry in entries:
-        is_known = entry.commit is not None and not entry.is_dirty
-        if is_known and entry.verdict not in ("broken", "skipped"):
-            outcomes.setdefault(str(entry.commit), []).append(entry.verdict in _GOOD)
+def _outcomes(entries: Iterable[HistoryEntry]) -> dict[tuple[str, str], list[bool]]:
+    """Return (commit, platform) -> whether each run of it was good."""
+    outcomes: dict[tuple[str, str], list[bool]] = {}
+    for entry in (entry for entry in entries if entry.is_counted):
+        outcomes.setdefault(_revision(entry), []).append(entry.is_good)
     return outcomes
+
+
+def _revision(entry: HistoryEntry) -> tuple[str, str]:
+    return str(entry.commit), entry.platform
 
 
 def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
@@ -239,6 +299,262 @@ def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
         first_seen=odd[0].time if odd else "",
         last_seen=odd[-1].time if odd else "",
     )
+
+
+def device_time(seconds: float, device: str) -> str:
+    """Return `12.5 GPU-h`, or `3.0 rank-s` for processes on the CPU."""
+    shown = rough_time(seconds) if seconds >= _SMALL_S else f"{seconds:.1f} s"
+    return shown.replace(" ", f" {device}-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostRow:
+    """Cost of an item, or of all items with one word, in a period and in the one before.
+
+    Attributes:
+        device: The unit, `GPU` or `rank`; a word with items of both kinds has two rows.
+        device_s: Devices times seconds, of the runs of which that is known.
+        wall_s: Of all runs, one after the other.
+        num_runs: Lines of the history; `num_unknown` of them have no number of devices.
+        before_s, num_before: `device_s` and number of its runs in the period before.
+    """
+
+    key: str
+    device: str
+    device_s: float
+    wall_s: float
+    num_runs: int
+    num_unknown: int
+    before_s: float
+    num_before: int
+
+    @property
+    def run_s(self) -> float | None:
+        """Mean of one run; None where it is known of none."""
+        num_known = self.num_runs - self.num_unknown
+        return self.device_s / num_known if num_known else None
+
+    @property
+    def change(self) -> float | None:
+        """Share by which one run got dearer; None where either period knows none."""
+        before = self.before_s / self.num_before if self.num_before else 0.0
+        return None if self.run_s is None or not before else self.run_s / before - 1
+
+    @property
+    def extra_s(self) -> float:
+        """Part of `device_s` that its runs would not have cost at the price before."""
+        change = self.change or 0.0
+        return self.device_s * change / (1 + change) if change > -1 else 0.0
+
+
+# Name -> the words of an entry; a line of an earlier version does not have them all.
+COST_KEYS: Mapping[str, Callable[[HistoryEntry], tuple[str, ...]]] = {
+    "item": lambda e: (e.node_id if e.kind != "tests" else f"{e.node_id} (other tests)",),
+    "label": lambda e: e.labels,
+    "scope": lambda e: () if e.scope is None else (e.scope,),
+    "platform": lambda e: (e.platform,),
+    "owner": lambda e: e.owners,
+}
+
+
+def cost_rows(
+    entries: Iterable[HistoryEntry], by: str, *, since: str = "", before: str = ""
+) -> tuple[CostRow, ...]:
+    """Return the cost by a key of `COST_KEYS`, the dearest first; GPUs come before processes.
+
+    Args:
+        entries: Of any order.
+        by: An entry with several labels or owners counts for each of them.
+        since: Entries before this time are of the period before.
+        before: Entries before this time are left out.
+    """
+    now: dict[tuple[str, str], list[HistoryEntry]] = {}
+    then: dict[tuple[str, str], list[float]] = {}
+    for entry in entries:
+        missing = f"no {by}" if entry.device_s is not None else f"unknown {by}"
+        for key in COST_KEYS[by](entry) or (missing,):
+            if entry.time >= since:
+                now.setdefault((key, entry.device), []).append(entry)
+            elif entry.time >= before and entry.device_s is not None:
+                then.setdefault((key, entry.device), []).append(entry.device_s)
+    rows = [
+        CostRow(
+            key=key,
+            device=device,
+            device_s=sum(entry.device_s or 0.0 for entry in found),
+            wall_s=sum(e.duration_s if e.attempts_s is None else e.attempts_s for e in found),
+            num_runs=len(found),
+            num_unknown=sum(entry.device_s is None for entry in found),
+            before_s=sum(then.get((key, device), ()), 0.0),
+            num_before=len(then.get((key, device), ())),
+        )
+        for (key, device), found in now.items()
+    ]
+    return tuple(sorted(rows, key=lambda r: (r.device, -r.device_s, -r.wall_s, r.key)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedRevision:
+    """Runs of an item at a revision at which it passed and failed, in the order of time."""
+
+    commit: str
+    platform: str
+    runs: tuple[HistoryEntry, ...]
+
+    @property
+    def num_bad(self) -> int:
+        """The number of its runs that failed."""
+        return sum(not run.is_good for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlakinessCase:
+    """The case of an item for or against quarantine, by its history.
+
+    Attributes:
+        mixed: Revisions at which it passed and failed, the last first.
+        num_bad: Runs that failed at a revision at which it also passed.
+        num_runs: All runs at revisions at which it passed.
+        num_only_bad: Runs at revisions at which it never passed, which may be of other causes.
+        causes: Signature of a failed attempt, or "unknown" -> how often, at mixed revisions.
+        clean: Its last runs, all of which passed; of those since it was put into quarantine.
+        num_needed: So many clean runs an item that is as flaky as before has with 5 % at most.
+        failing_since: The commit since which it failed, if it may be a regression; else empty.
+        until: Last day of its quarantine by its last run; empty if it has none.
+    """
+
+    node_id: str
+    mixed: tuple[MixedRevision, ...]
+    num_bad: int
+    num_runs: int
+    num_only_bad: int
+    causes: tuple[tuple[str, int], ...]
+    clean: tuple[HistoryEntry, ...]
+    num_needed: int
+    failing_since: str
+    is_in_quarantine: bool
+    until: str
+
+    @property
+    def is_over(self) -> bool:
+        """True if it passed so often since it last failed that it is no longer flaky."""
+        return len(self.clean) >= self.num_needed
+
+
+def flakiness_cases(
+    entries: Iterable[HistoryEntry], *, since: str = "", num_needed: int | None = None
+) -> tuple[FlakinessCase, ...]:
+    """Return the case of each item that was in quarantine or passed and failed at one revision.
+
+    Args:
+        entries: Of any order; lines that are there twice count once.
+        since: Entries before this time are left out.
+        num_needed: Clean runs after which an item is no longer flaky; None decides by its rate.
+    """
+    by_item: dict[str, list[HistoryEntry]] = {}
+    for entry in sorted(dict.fromkeys(entries), key=lambda e: e.time):
+        if entry.time >= since:
+            by_item.setdefault(entry.node_id, []).append(entry)
+    cases = [_case(name, found, num_needed) for name, found in by_item.items()]
+    kept = [case for case in cases if case.mixed or case.is_in_quarantine]
+    return tuple(sorted(kept, key=lambda c: (-c.num_bad / max(1, c.num_runs), c.node_id)))
+
+
+def _case(node_id: str, entries: Sequence[HistoryEntry], num_needed: int | None) -> FlakinessCase:
+    runs = [entry for entry in entries if entry.is_counted]
+    by_revision: dict[tuple[str, str], list[HistoryEntry]] = {}
+    for run in runs:
+        by_revision.setdefault(_revision(run), []).append(run)
+    passed = {where for where, found in by_revision.items() if any(run.is_good for run in found)}
+    mixed = [
+        MixedRevision(commit=commit, platform=platform, runs=tuple(found))
+        for (commit, platform), found in by_revision.items()
+        if (commit, platform) in passed and not all(run.is_good for run in found)
+    ]
+    bad = [run for run in runs if not run.is_good]
+    start = next((e.time for e in entries if e.is_in_quarantine), "")
+    stay = [run for run in runs if run.time >= start]
+    clean = _clean_runs(stay, {run.platform for run in bad})
+    num_runs = sum(len(by_revision[where]) for where in passed)
+    num_bad = sum(found.num_bad for found in mixed)
+    if num_needed is None:
+        # A test has lines from its first failure on, so that this one has no passes beside it.
+        is_first_of_all = bool(bad) and bad[0] is runs[0] and bad[0].kind == "test"
+        num_needed = clean_runs_needed(
+            max(0, num_bad - is_first_of_all),
+            num_runs - num_bad - len(clean),
+            num_restarts=sum(not run.is_good for run in stay) if start else 0,
+        )
+    failed = (run for found in mixed for run in found.runs if not run.is_good)
+    causes = Counter(cause for run in failed for cause in run.causes or ("unknown",))
+    return FlakinessCase(
+        node_id=node_id,
+        mixed=tuple(sorted(mixed, key=lambda found: found.runs[-1].time, reverse=True)),
+        num_bad=num_bad,
+        num_runs=num_runs,
+        num_only_bad=len(bad) - num_bad,
+        causes=tuple(causes.most_common()),
+        clean=tuple(clean),
+        num_needed=num_needed,
+        failing_since=_failing_since(runs, passed),
+        is_in_quarantine=entries[-1].is_in_quarantine,
+        until=entries[-1].quarantined_until,
+    )
+
+
+def _clean_runs(runs: Sequence[HistoryEntry], platforms: set[str]) -> list[HistoryEntry]:
+    """Return the runs since the last failure that passed at once, where the item is flaky."""
+    last = list(takewhile(lambda run: run.is_good, reversed(runs)))
+    clean = [run for run in reversed(last) if run.verdict == "passed"]
+    return [run for run in clean if not platforms or run.platform in platforms]
+
+
+def _failing_since(runs: Sequence[HistoryEntry], passed: set[tuple[str, str]]) -> str:
+    """Return the commit since which every run failed, if that is more than one failure by chance.
+
+    One failure at a revision at which it also passed is no regression; two without a pass after
+    them may be one, of the code or of the machine.
+    """
+    streak = list(takewhile(lambda run: not run.is_good, reversed(runs)))
+    is_by_chance = len(streak) < 2 and all(_revision(run) in passed for run in streak)  # noqa: PLR2004
+    return "" if is_by_chance else str(streak[-1].commit)
+
+
+def clean_runs_needed(num_bad: int, num_good: int, *, num_restarts: int = 0) -> int:
+    """Return after how many passes in a row an item is unlikely to be as flaky as before.
+
+    The rate itself is not known. It has a beta distribution (from Jeffreys' prior), over which the
+    chance of so many passes is averaged. A failure in quarantine begins another try, and each try
+    gets a smaller share of the risk: 1/2, 1/6, 1/12, ...
+
+    Args:
+        num_bad: Runs that failed before.
+        num_good: Runs that passed before.
+        num_restarts: Failures in quarantine.
+    """
+    share = math.log(_RISK / ((num_restarts + 1) * (num_restarts + 2)))
+    good, bad = num_good + 0.5, num_bad + 0.5
+    low, high = 0, 1 << 20
+    while high - low > 1:
+        middle = (low + high) // 2
+        chance = math.lgamma(good + middle) - math.lgamma(good)
+        chance += math.lgamma(good + bad) - math.lgamma(good + bad + middle)
+        low, high = (low, middle) if chance <= share else (middle, high)
+    return high
+
+
+def wilson_interval(num_failed: int, number: int) -> tuple[float, float]:
+    """Return the interval that holds a rate with 95 %, by Wilson's score.
+
+    Args:
+        num_failed: Of the runs.
+        number: Of runs, at least 1.
+    """
+    rate, square = num_failed / number, _Z * _Z / number
+    middle = rate + square / 2
+    spread = math.sqrt(square * (rate * (1 - rate) + square / 4))
+    low, high = ((middle + sign * spread) / (1 + square) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
 
 
 def days_ago(days: float) -> str:

@@ -19,7 +19,10 @@ from pytest_megatron.hooks.options import Options, dest
 NAME = "megatron-stress"
 _ARGUMENT = "_megatron_stress"
 _REPEAT = numbered_parameter("repeat")
-_NOTHING = "no distributed test ran, so --stress repeated nothing; give --ranks or --gpus"
+_NOTHING = (
+    "no distributed test ran, so --stress repeated nothing; give --ranks or --gpus "
+    "(tests of unittest and doctests run once)"
+)
 
 
 def parametrise_repeats(metafunc: pytest.Metafunc) -> None:

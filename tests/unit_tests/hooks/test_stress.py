@@ -80,4 +80,5 @@ def test_a_race_is_found_and_its_rate_reported(tmp_path: Path) -> None:
 def test_a_session_without_distributed_tests_repeats_nothing_and_reports_so(tmp_path: Path) -> None:
     done = Suite(tmp_path).write(test_a="def test_a(): ...").run("-v", "--stress", "3")
     assert "no distributed test ran, so --stress repeated nothing; give --ranks" in done.stdout
+    assert "(tests of unittest and doctests run once)" in done.stdout
     assert list(done.words) == ["test_a"]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from forked_sessions import run_session
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.model import MetricMap, Provenance, Series, Value, series_of
@@ -30,29 +27,6 @@ AGENT = GUEST.with_name("tiny_agent.py")
 MARK = "TINY_PROJECT"  # in the environment of every process of a project
 DEADLINE_S = 60.0
 ITERS = 10
-# Imports pytest and the plugin, half of what a short session costs, and forks sessions: each is
-# `python -m pytest` from there on, in its own directory and environment, until it ends.
-SESSIONS = """
-import gc, json, os, runpy, sys
-import pytest_megatron.hooks.workloads.plugin, pytest_megatron.pages.write
-gc.freeze()
-for line in sys.stdin:
-    if pid := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-        continue
-    break
-else:
-    sys.exit()
-given = json.loads(line)
-os.chdir(given["cwd"])
-os.environ.clear()
-os.environ.update(given["env"])
-for number, name in enumerate((os.devnull, given["stdout"], given["stderr"])):
-    os.dup2(os.open(name, os.O_RDWR), number)
-sys.path[:1] = [given["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-sys.argv[1:] = given["arguments"]
-runpy.run_module("pytest", run_name="__main__", alter_sys=True)
-"""
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
@@ -62,29 +36,6 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {DEADLINE_S:g} s: {what}")
         time.sleep(0.01)
-
-
-@functools.cache
-def sessions() -> subprocess.Popen[str]:
-    """Start the process that sessions are forked from; it ends with this one."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("COV_") and k != "PYTHONPATH"}
-    command = [sys.executable, "-c", SESSIONS]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=kept, stdin=pipe, stdout=pipe, text=True)
-    atexit.register(process.communicate)
-    return process
-
-
-def forked(order: Mapping[str, object]) -> int:
-    """Run a session to its end; return its exit code."""
-    process = sessions()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(order) + "\n")
-    process.stdin.flush()
-    ready, _, _ = select.select([process.stdout], [], [], 300)
-    assert ready, f"the session did not end: {order}"
-    return int(process.stdout.readline())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,28 +220,20 @@ class Project:
         if not self.has_torch:
             paths = (str(self.root / "agent"), found.get("PYTHONPATH", ""))
             found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-            # What has no torch need not be tried to be forked from a process with torch.
+            # Without torch a process to fork ranks from would start in vain, for each case.
             found.setdefault("PYTEST_ADDOPTS", "-o megatron_workload_start=fresh")
         return kept | found
 
     def run(self, *arguments: str, run_dir: str = "run", **env: str) -> Run:
         """Run pytest to its end; nothing of it may be left."""
-        with tempfile.TemporaryDirectory() as place:
-            outputs = [Path(place, name) for name in ("stdout", "stderr")]
-            for output in outputs:
-                output.touch()
-            order = {
-                "cwd": str(self.root),
-                "env": self.env(**env),
-                "arguments": self.command(*arguments, run_dir=run_dir)[3:],
-                "stdout": str(outputs[0]),
-                "stderr": str(outputs[1]),
-            }
-            returncode = forked(order)
-            assert self.processes() == []
-            stdout, stderr = (output.read_text() for output in outputs)
+        command = self.command(*arguments, run_dir=run_dir)
+        done = run_session(command[3:], self.root, self.env(**env))
+        assert self.processes() == []
         return Run(
-            returncode=returncode, stdout=stdout, stderr=stderr, directory=self.root / run_dir
+            returncode=done.returncode,
+            stdout=done.stdout,
+            stderr=done.stderr,
+            directory=self.root / run_dir,
         )
 
     def start(self, *arguments: str, run_dir: str = "run") -> subprocess.Popen[str]:

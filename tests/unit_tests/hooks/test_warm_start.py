@@ -101,7 +101,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     programs |= {name: {"training_script_path": [f"{name}.py"], "gpus": [1]} for name in ENDS}
     for case, product in programs.items():
         project.case(case, env=ENV, fault=["hang@5:1"] if case == "hangs" else None)
-        project.row(case, **product)
+        project.row(case, write_golden=True, **product)
     for name, text in ENDS.items():
         (project.root / f"{name}.py").write_text(text)
     (project.root / "mirror.py").write_text(MIRROR.read_text())

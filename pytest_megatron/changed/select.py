@@ -237,5 +237,5 @@ def unaffected_since(root: Path, base: str, file: Path) -> Unaffected:
     """
     full = root.resolve()
     record = read_record(file)
-    now = ProjectState(environment={}, files=files_of(full))
+    now = ProjectState(environment={}, files=files_of(full, file.resolve()))
     return find_unaffected(record, Changes(record, Sources(full), now, blocks_at(full, base)))

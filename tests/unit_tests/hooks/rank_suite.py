@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from forked_sessions import run_session
 
 from pytest_megatron.base.files import JsonValue
 
@@ -57,9 +58,14 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A folder with test files."""
+    """A folder with test files.
+
+    Attributes:
+        is_forked: Whether `run` forks its sessions; see `forked_sessions`.
+    """
 
     root: Path
+    is_forked: bool = False
 
     def write(self, name: str, text: str) -> Suite:
         (self.root / name).write_text(textwrap.dedent(text))
@@ -76,7 +82,10 @@ class Suite:
     def run(self, *arguments: str, stdin: str = "", **env: str) -> Run:
         """Run pytest to its end, in a new run directory; nothing of it may be left."""
         shutil.rmtree(self.root / "run", ignore_errors=True)
-        return self.execute(self.command(*arguments), stdin=stdin, **env)
+        command = self.command(*arguments)
+        if self.is_forked:
+            return self._ended(run_session(command[3:], self.root, self.env(**env)))
+        return self.execute(command, stdin=stdin, **env)
 
     def execute(self, command: list[str], *, stdin: str = "", **env: str) -> Run:
         done = subprocess.run(
@@ -89,6 +98,9 @@ class Suite:
             check=False,
             timeout=2 * DEADLINE_S,
         )
+        return self._ended(done)
+
+    def _ended(self, done: subprocess.CompletedProcess[str]) -> Run:
         assert self.processes() == []
         return Run(
             returncode=done.returncode,

@@ -81,7 +81,7 @@ def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
 ) -> None:
     """FORMATS 9.29: the values of exactly the failed runs become goldens there."""
     before = goldens(project)
-    arguments = ("-k", "not old and not good", "--golden", "refresh", "-n", "3")
+    arguments = ("-k", "not old and not good", "--golden", "refresh")
     run = project.run("recipes", *arguments, run_dir="run-unclean")
     causes = {
         "crash": "rank 0 of 2 raised ValueError",

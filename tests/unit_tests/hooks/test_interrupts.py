@@ -12,15 +12,20 @@ import pytest
 from tiny_project import Project, send, wait_until
 
 
-def hanging(tmp_path: Path) -> tuple[Project, subprocess.Popen[str]]:
-    """Start a session whose second workload hangs and whose third would run."""
-    project = Project(root=tmp_path, has_torch=True)
+def hanging(tmp_path: Path, *, has_torch: bool) -> tuple[Project, subprocess.Popen[str]]:
+    """Start a session whose second workload hangs and whose third would run.
+
+    With torch the ranks are forked from a process of the session.
+    """
+    project = Project(root=tmp_path, has_torch=has_torch)
     project.row("first", script=["true"], write_golden=False)
     project.add("hang", "hang@2:1", "spawn@1:1")
     project.row("third", script=["touch third"], write_golden=False)
     process = project.start("recipes")
     wait_until((tmp_path / "run" / "run.json").exists, "the first workload")
     wait_until(project.state("hang").with_suffix(".up").exists, "the hang")
+    (log,) = (tmp_path / "run").glob("*-hang-*/repeat_1/attempt_1/phase_1/launcher.log")
+    assert not (has_torch and "not forked" in log.read_text())
     return project, process
 
 
@@ -32,12 +37,19 @@ def assert_nothing_is_left(project: Project) -> None:
     assert list(run_dir.rglob("*.tmp")) == []
 
 
-@pytest.mark.parametrize("to_group", [True, False], ids=["to the group", "to pytest alone"])
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    ("times", "to_group", "has_torch"),
+    [
+        pytest.param(1, True, False, id="once-to the group"),
+        pytest.param(1, False, False, id="once-to pytest alone"),
+        pytest.param(2, True, True, id="twice-to the group"),
+        pytest.param(2, False, False, id="twice-to pytest alone"),
+    ],
+)
 def test_ctrl_c_ends_the_training_and_the_session(
-    tmp_path: Path, times: int, *, to_group: bool
+    tmp_path: Path, times: int, *, to_group: bool, has_torch: bool
 ) -> None:
-    project, process = hanging(tmp_path)
+    project, process = hanging(tmp_path, has_torch=has_torch)
     for _ in range(times):
         send(process, signal.SIGINT, to_group=to_group)
     output, _ = process.communicate()
@@ -50,7 +62,7 @@ def test_ctrl_c_ends_the_training_and_the_session(
 
 
 def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    project, process = hanging(tmp_path)
+    project, process = hanging(tmp_path, has_torch=True)
     send(process, signal.SIGKILL, to_group=False)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -58,18 +70,18 @@ def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "to_group"),
+    ("number", "to_group", "has_torch"),
     [
-        (signal.SIGTERM, True),
-        (signal.SIGTERM, False),
-        (signal.SIGHUP, True),
-        (signal.SIGQUIT, False),
+        (signal.SIGTERM, True, True),
+        (signal.SIGTERM, False, False),
+        (signal.SIGHUP, True, False),
+        (signal.SIGQUIT, False, False),
     ],
 )
 def test_a_session_that_is_told_to_end_writes_what_it_has(
-    tmp_path: Path, number: signal.Signals, *, to_group: bool
+    tmp_path: Path, number: signal.Signals, *, to_group: bool, has_torch: bool
 ) -> None:
-    project, process = hanging(tmp_path)
+    project, process = hanging(tmp_path, has_torch=has_torch)
     for again in (number, signal.SIGTERM):
         send(process, again, to_group=to_group)
     output, _ = process.communicate()

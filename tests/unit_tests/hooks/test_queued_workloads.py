@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from forked_sessions import run_session
 from tiny_project import wait_until
 
 ENGINES = Path(__file__).parents[1] / "engines"
@@ -65,22 +66,24 @@ class QueueProject:
         return self._start(sys.executable, "-m", "pytest", "-p", "megatron", *arguments, **env)
 
     def _start(self, *command: str, **env: str) -> subprocess.Popen[str]:
-        path = os.pathsep.join((str(self.root / "site"), str(ENGINES)))
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
         return subprocess.Popen(
             command,
             cwd=self.root,
-            env=kept | {"PYTHONPATH": path, MARK: str(self.root), "COLUMNS": "300"} | env,
+            env=self.env(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             process_group=0,
         )
 
+    def env(self, **more: str) -> dict[str, str]:
+        path = os.pathsep.join((str(self.root / "site"), str(ENGINES)))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+        return kept | {"PYTHONPATH": path, MARK: str(self.root), "COLUMNS": "300"} | more
+
     def run(self, *arguments: str, **env: str) -> tuple[int, str]:
-        process = self.start(*arguments, **env)
-        text = process.communicate(timeout=120)[0]
-        return process.returncode, text
+        done = run_session(["-p", "megatron", *arguments], self.root, self.env(**env))
+        return done.returncode, done.stdout + done.stderr
 
     def run_program(self, program: str, argument: str) -> str:
         return self._start(sys.executable, "-uc", program, argument).communicate(timeout=120)[0]

@@ -42,7 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
-    arguments = ("-n", "3", "--max-attempts", "2", "--junitxml", "junit.xml")
+    arguments = ("--max-attempts", "2", "--junitxml", "junit.xml")
     return project.run("recipes", *arguments, "--signatures", "own.toml")
 
 
@@ -147,7 +147,7 @@ def modes(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def lightweight(modes: Project) -> tuple[dict[str, str], Run]:
     """A lightweight run, and the configs as they were before it."""
     before = {case: modes.config_path(case).read_text() for case in ("sound", "nan")}
-    return before, modes.run("recipes", "-n", "2", "--lightweight", "--n-repeat", "3")
+    return before, modes.run("recipes", "--lightweight", "--n-repeat", "3")
 
 
 def test_a_lightweight_run_trains_four_iterations_once_and_compares_nothing(

@@ -59,7 +59,7 @@ def run(project: Project) -> Run:
     home.mkdir()
     (home / ".netrc").write_text("the user's\n")
     env = {"HOME": str(home), "REAL_PROJECT": str(project.root)}
-    return project.run("recipes", "-n", "2", **env)
+    return project.run("recipes", **env)
 
 
 def test_the_script_of_a_container_runs_unchanged_and_is_judged_with_the_golden(run: Run) -> None:

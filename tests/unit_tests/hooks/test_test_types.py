@@ -123,7 +123,7 @@ def add_expected(project: Project) -> None:
 
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
-    return project.run("recipes", "-n", "3")
+    return project.run("recipes")
 
 
 def steps(run: Run, case: str, phase: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from pytest_megatron.engines.warm_process import (
     calling_function,
     replace_popen,
 )
+from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workload.run.rank_failures import read_failures
 
 MIRROR = Path(__file__).parents[1] / "guests" / "mirror.py"
 HEAD = "from __future__ import annotations\n"
@@ -38,99 +41,165 @@ while not state.with_name("go").exists():
 """
 
 
-def change_program(project: Project, text: str) -> None:
-    program = project.root / "train.py"
-    program.write_text(program.read_text().replace(HEAD, HEAD + text))
+ENDS = {
+    "raises": "def f():\n    raise ValueError('ended')\nf()",
+    "exits": "import sys; sys.exit('some words')",
+    "interrupts": "raise KeyboardInterrupt",
+    "aborts": "import os; os.kill(os.getpid(), 6)",
+    "leaves": "import atexit; atexit.register(print, 'at exit'); raise SystemExit(3)",
+}
+DRAWS = """
+import os, random
+from pathlib import Path
+import numpy, torch
+state = Path(os.environ['TINY_TRAIN_STATE'])
+drawn = [random.random(), numpy.random.random(), torch.rand(1).item()]
+state.with_name(f'drawn_{os.getpid()}').write_text(repr(drawn))
+"""
+ENV = {"PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}  # of all: they share a warm process
+HANG_LIMIT_S = 25  # must cover the start of the ranks on a busy machine
 
 
-def run_both(project: Project, *arguments: str) -> tuple[Run, Run]:
-    """Run with forks, then with fresh interpreters, in the same directory."""
-    forked = project.run("recipes", "--workload-start", "fork", *arguments)
-    (project.root / "run").rename(project.root / "forked")
-    return forked, project.run("recipes", "--workload-start", "fresh", *arguments)
+def program(project: Project, name: str, text: str) -> str:
+    """Write a variant of the training program; return its path in the project."""
+    path = project.root / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text((project.root / "train.py").read_text().replace(HEAD, HEAD + text))
+    return name
 
 
-def phase_of(project: Project, run_dir: str, case: str) -> Path:
-    return next((project.root / run_dir).glob(f"*-{case}-*/repeat_1/attempt_1/phase_1"))
+def phase_of(project: Project, run_dir: str, case: str, *, repeat: int = 1) -> Path:
+    item = next((project.root / run_dir).glob(f"*-{case}-*"))
+    return item / f"repeat_{repeat}" / "attempt_1" / "phase_1"
 
 
-def test_a_forked_rank_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, has_torch=True)
-    project.add("sound", env={"PYTHONFAULTHANDLER": "1"})
-    (tmp_path / "mirror.py").write_text(MIRROR.read_text())
-    change_program(project, "import mirror\n")
-    forked, fresh = run_both(project)
-    assert forked.outcomes == fresh.outcomes == {"sound": "PASSED"}
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("warm"), has_torch=True)
+    programs: dict[str, dict[str, JsonValue]] = {
+        "sound": {"training_script_path": [program(project, "mirrored.py", "import mirror\n")]},
+        "hangs": {"time_limit": [HANG_LIMIT_S]},
+        "draws": {
+            "training_script_path": [program(project, "drawing.py", "import draws\n")],
+            "n_repeat": [2],
+        },
+        "changes": {
+            "training_script_path": [
+                program(project, "changing.py", "import os\nos.environ['TORCH_LOGS'] = ''\n")
+            ]
+        },
+        "hides": {
+            "training_script_path": [
+                program(
+                    project,
+                    "hiding/train.py",
+                    "import typing_extensions\nassert typing_extensions.IS_MINE\n",
+                )
+            ],
+            "gpus": [1],
+        },
+    }
+    programs |= {name: {"training_script_path": [f"{name}.py"], "gpus": [1]} for name in ENDS}
+    for case, product in programs.items():
+        project.case(case, env=ENV, fault=["hang@5:1"] if case == "hangs" else None)
+        project.row(case, write_golden=True, **product)
+    for name, text in ENDS.items():
+        (project.root / f"{name}.py").write_text(text)
+    (project.root / "mirror.py").write_text(MIRROR.read_text())
+    (project.root / "draws.py").write_text(DRAWS)
+    (project.root / "hiding" / "typing_extensions.py").write_text("IS_MINE = True\n")
+    return project
+
+
+@pytest.fixture(scope="module")
+def forked(project: Project) -> Run:
+    """One session of everything, forked where that can be."""
+    return project.run("recipes", "--workload-start", "fork", run_dir="forked")
+
+
+def launcher_log(project: Project, case: str) -> str:
+    return (phase_of(project, "forked", case) / "launcher.log").read_text()
+
+
+def test_a_forked_rank_sees_what_a_fresh_one_sees(project: Project, forked: Run) -> None:
+    fresh = project.run("recipes", "--workload-start", "fresh", "-k", "sound", run_dir="fresh")
+    assert forked.outcomes["sound"] == fresh.outcomes["sound"] == "PASSED"
     seen: dict[str, list[Mapping[str, JsonValue]]] = {}
-    for run_dir in ("forked", "run"):
+    for run_dir in ("forked", "fresh"):
         phase = phase_of(project, run_dir, "sound")
         texts = [(phase / f"mirror_{rank}.json").read_text() for rank in range(2)]
-        seen[run_dir] = [json.loads(_CHANGING.sub("*", text)) for text in texts]
-    assert [rank["has torch"] for rank in seen["forked"]] == [True, True]
-    assert [{**rank, "has torch": False} for rank in seen["forked"]] == seen["run"]
-
-
-def test_a_forked_rank_ends_as_a_fresh_one(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1, has_torch=True)
-    ends = {
-        "raises": "def f():\n    raise ValueError('ended')\nf()",
-        "exits": "import sys; sys.exit('some words')",
-        "interrupts": "raise KeyboardInterrupt",
-        "aborts": "import os; os.kill(os.getpid(), 6)",
-        "leaves": "import atexit; atexit.register(print, 'at exit'); raise SystemExit(3)",
-    }
-    for name, text in ends.items():
-        project.case(name)
-        (tmp_path / f"{name}.py").write_text(text)
-        project.row(name, training_script_path=[f"{name}.py"])
-    forked, fresh = run_both(project)
-    for name in ends:
-        failures = [
-            str(run.record(name)["problem"]).replace("/forked/", "/run/") for run in (forked, fresh)
+        seen[run_dir] = [
+            json.loads(_CHANGING.sub("*", text.replace(f"/{run_dir}/", "/*/"))) for text in texts
         ]
-        assert failures[0] == failures[1]
-        logs = [phase_of(project, run_dir, name) / "logs" / "0" for run_dir in ("forked", "run")]
-        for stream in ("stdout.log", "stderr.log"):
-            texts = [(log / stream).read_text() for log in logs]
-            if name != "aborts":  # its stack shows from where the program was run
-                assert texts[0] == texts[1], name
+    assert [rank["has torch"] for rank in seen["forked"]] == [True, True]
+    assert [{**rank, "has torch": False} for rank in seen["forked"]] == seen["fresh"]
 
 
-def test_a_program_that_changes_its_environment_is_not_forked(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1, has_torch=True)
-    project.add("sound")
-    change_program(project, "import os\nos.environ['TORCH_LOGS'] = ''\n")
-    run = project.run("recipes")
-    assert run.outcomes == {"sound": "PASSED"}
-    log = (phase_of(project, "run", "sound") / "launcher.log").read_text()
-    line = program_line(tmp_path, "os.environ['TORCH_LOGS']")
-    reason = f"ranks are not forked: train.py:{line} changes the environment, maybe for torch"
-    assert log.splitlines()[0] == f"pytest-megatron: {reason}"
+@pytest.mark.parametrize("name", ENDS)
+def test_a_forked_rank_ends_as_a_fresh_interpreter(
+    project: Project, forked: Run, name: str
+) -> None:
+    assert forked.verdict(name) == ("FAILED", "failed")
+    assert "not forked" not in launcher_log(project, name)
+    fresh = subprocess.run(
+        [sys.executable, "-u", f"{name}.py"],
+        cwd=project.root,
+        env=os.environ | ENV,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    phase = PhaseDirs(root=phase_of(project, "forked", name))
+    (failure,) = read_failures(phase)
+    assert failure.exit_code == fresh.returncode
+    logs = phase.logs / "0"
+    assert (logs / "stdout.log").read_text() == fresh.stdout
+    if name != "aborts":  # its stack shows from where the program was run
+        assert (logs / "stderr.log").read_text() == fresh.stderr
 
 
-def program_line(root: Path, text: str) -> int:
-    lines = (root / "train.py").read_text().splitlines()
-    return next(number for number, line in enumerate(lines, start=1) if text in line)
+def test_the_stacks_of_forked_ranks_are_shown_at_the_time_limit(
+    project: Project, forked: Run
+) -> None:
+    assert "not forked" not in launcher_log(project, "hangs")
+    problem = forked.problem("hangs")
+    assert f"time limit of {HANG_LIMIT_S} s reached after iteration 4 of 10; " in problem
+    assert "rank 0 was at train.py:" in problem
+    assert "in hang_for_ever; see " in problem
 
 
-def test_a_module_that_hides_a_library_is_imported_all_the_same(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=1, has_torch=True)
-    project.add("sound")
-    (tmp_path / "sympy.py").write_text("IS_MINE = True\n")
-    change_program(project, "import sympy\nassert sympy.IS_MINE\n")
-    (tmp_path / "megatron").mkdir()  # torch alone imports no sympy
-    change_program(project, "if 0: import megatron.core\n")
-    run = project.run("recipes")
-    assert run.outcomes == {"sound": "PASSED"}
-    log = (phase_of(project, "run", "sound") / "launcher.log").read_text()
-    assert "rank 0 is not forked: sympy.py beside it hides a library that is loaded" in log
+def test_random_numbers_that_no_seed_governs_differ(project: Project, forked: Run) -> None:
+    assert forked.outcomes["draws"] == "PASSED"
+    assert "not forked" not in launcher_log(project, "draws")
+    drawn = [json.loads(path.read_text()) for path in project.root.rglob("drawn_*")]
+    assert len(drawn) == 4  # two ranks, two repeats
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 4
+
+
+def test_a_program_that_changes_its_environment_is_not_forked(
+    project: Project, forked: Run
+) -> None:
+    assert forked.outcomes["changes"] == "PASSED"
+    lines = (project.root / "changing.py").read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, start=1) if "os.environ['TORCH_LOGS']" in text)
+    reason = f"ranks are not forked: changing.py:{line} changes the environment, maybe for torch"
+    assert launcher_log(project, "changes").splitlines()[0] == f"pytest-megatron: {reason}"
+
+
+def test_a_module_that_hides_a_library_is_imported_all_the_same(
+    project: Project, forked: Run
+) -> None:
+    assert forked.outcomes["hides"] == "PASSED"
+    reason = "rank 0 is not forked: typing_extensions.py beside it hides a library that is loaded"
+    assert reason in launcher_log(project, "hides")
 
 
 def test_a_killed_parent_leaves_the_training_alone(tmp_path: Path) -> None:
     project = Project(root=tmp_path, gpus=1, has_torch=True)
     project.add("waits")
     project.add("sound")
-    change_program(project, WAIT)
+    program(project, "train.py", WAIT)
     process = project.start("recipes")
     wait_until((tmp_path / "state" / "up").exists, "the first training")
     (warm,) = [p for p in psutil.Process(process.pid).children() if p.status() != "zombie"]
@@ -138,18 +207,6 @@ def test_a_killed_parent_leaves_the_training_alone(tmp_path: Path) -> None:
     (tmp_path / "state" / "go").touch()
     output, _ = process.communicate()
     assert (process.returncode, project.processes()) == (0, []), output
-
-
-def test_a_killed_session_leaves_nothing_that_was_forked(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, has_torch=True)
-    project.add("hang", "hang@2:1", "spawn@1:1")
-    process = project.start("recipes", "--workload-start", "fork")
-    wait_until(project.state("hang").with_suffix(".up").exists, "the hang")
-    log = phase_of(project, "run", "hang") / "launcher.log"
-    assert "not forked" not in log.read_text()
-    process.kill()
-    process.communicate()
-    wait_until(lambda: project.processes() == [], f"no process of {tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -218,24 +275,3 @@ def test_a_rendezvous_names_the_method_that_records() -> None:
         return record()
 
     assert join() == "join"
-
-
-def test_random_numbers_that_no_seed_governs_differ(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, has_torch=True)
-    project.add("sound")
-    (tmp_path / "unseeded.py").write_text(
-        "import os, random\n"
-        "from pathlib import Path\n"
-        "import numpy, torch\n"
-        "state = Path(os.environ['TINY_TRAIN_STATE'])\n"
-        "drawn = [random.random(), numpy.random.random(), torch.rand(1).item()]\n"
-        "name = f'drawn_{os.getpid()}'\n"
-        "state.with_name(name).write_text(repr(drawn))\n"
-    )
-    change_program(project, "import unseeded\n")
-    run = project.run("recipes", "--workload-start", "fork", "--n-repeat", "2")
-    assert run.outcomes == {"sound": "PASSED"}
-    drawn = [json.loads(path.read_text()) for path in tmp_path.rglob("drawn_*")]
-    assert len(drawn) == 4  # two ranks, two repeats
-    for column in zip(*drawn, strict=True):
-        assert len(set(column)) == 4

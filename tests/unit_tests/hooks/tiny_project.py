@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from forked_sessions import run_session
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.model import MetricMap, Provenance, Series, Value, series_of
@@ -219,19 +220,14 @@ class Project:
         if not self.has_torch:
             paths = (str(self.root / "agent"), found.get("PYTHONPATH", ""))
             found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            # Without torch a process to fork ranks from would start in vain, for each case.
+            found.setdefault("PYTEST_ADDOPTS", "-o megatron_workload_start=fresh")
         return kept | found
 
     def run(self, *arguments: str, run_dir: str = "run", **env: str) -> Run:
         """Run pytest to its end; nothing of it may be left."""
-        done = subprocess.run(
-            self.command(*arguments, run_dir=run_dir),
-            cwd=self.root,
-            env=self.env(**env),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        command = self.command(*arguments, run_dir=run_dir)
+        done = run_session(command[3:], self.root, self.env(**env))
         assert self.processes() == []
         return Run(
             returncode=done.returncode,

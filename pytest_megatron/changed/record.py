@@ -54,7 +54,7 @@ class TestEntry:
 
     Attributes:
         state: Number of its state.
-        mode: Kind and number of its ranks.
+        mode: Kind and number of its ranks; of a workload its platform as well.
         time: Seconds since 1970, when it was recorded.
         duration_s: Of its last run.
         problem: Why it runs whatever changed, or "".
@@ -173,6 +173,12 @@ def _without_unused(record: TestRecord) -> TestRecord:
             for node_id, entry in record.tests.items()
         },
     )
+
+
+def num_gpus(mode: str) -> int:
+    """Return the number of GPUs of a test that was recorded with a kind and number of ranks."""
+    kind, _, number = mode.rpartition(" x")
+    return int(number) if kind and "cpu" not in kind.split() else 0
 
 
 def restamped(record: TestRecord, node_ids: Iterable[str], state: ProjectState) -> TestRecord:

@@ -189,7 +189,7 @@ def _difference(old: ProjectState, new: ProjectState) -> str:
     return f"{found[0]}{more}"
 
 
-def blocks_at(root: Path, base: str) -> dict[str, dict[str, str]]:
+def blocks_at(root: Path, base: str) -> dict[str, Mapping[str, str]]:
     """Return path -> blocks at the merge base with a revision, of files that differ from it now.
 
     Raises:
@@ -214,7 +214,7 @@ def blocks_at(root: Path, base: str) -> dict[str, dict[str, str]]:
     return {name: _blocks_at(root, commit, name) for name in names}
 
 
-def _blocks_at(root: Path, commit: str, path: str) -> dict[str, str]:
+def _blocks_at(root: Path, commit: str, path: str) -> Mapping[str, str]:
     source = read_git(root, "show", f"{commit}:./{path}")
     if source is None:
         return {}

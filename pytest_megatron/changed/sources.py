@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,25 +28,31 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-@functools.lru_cache(_MOST_FILES)
-def blocks_of(source: bytes) -> dict[str, str]:
+def blocks_of(source: bytes) -> Mapping[str, str]:
     """Return name -> digest of the blocks of a Python file; one block where it is none.
 
     Comments and places of lines do not count. Functions of one name count together; a function
     within a function is part of it. A docstring belongs to the module, as anybody can read it.
     """
+    return _parsed(source)[0]
+
+
+@functools.lru_cache(_MOST_FILES)
+def _parsed(source: bytes) -> tuple[Mapping[str, str], frozenset[str]]:
+    """Return the blocks of a Python file, and the names that it may import."""
     blocks = {WHOLE: digest(source)}
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return blocks
+        return blocks, frozenset()
+    imports = frozenset(_imports(tree))
     parts: dict[str, list[str]] = {}
     for name, function in _functions(tree, ""):
         parts.setdefault(name, []).append(ast.dump(function))
         function.body = function.body[:1] if ast.get_docstring(function) is not None else []
     blocks |= {name: digest("".join(texts).encode()) for name, texts in parts.items()}
     blocks[MODULE] = digest(ast.dump(tree).encode())
-    return blocks
+    return blocks, imports
 
 
 def _functions(
@@ -70,17 +76,12 @@ def block_of_code(qualname: str) -> str:
     return qualname.partition(".<locals>")[0]
 
 
-@functools.lru_cache(_MOST_FILES)
 def imports_of(source: bytes) -> frozenset[str]:
     """Return the dotted names that a Python file may import, relative ones with their dots.
 
     Those of texts count, as `import_module` takes them.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return frozenset()
-    return frozenset(_imports(tree))
+    return _parsed(source)[1]
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -158,20 +159,22 @@ class Sources:
             tree: The files; as they are now by default.
         """
         self.root = root
+        self._start = f"{root}/"
         self._tree = tree or WorkingTree(root)
         shortened = (self.shorten(os.fspath(path)) for path in (root, *import_paths))
         self._roots = dict.fromkeys(path for path in shortened if path is not None)
-        self._blocks: dict[str, dict[str, str]] = {}
+        self._blocks: dict[str, Mapping[str, str]] = {}
         self._edges: dict[str, frozenset[str]] = {}
         self._closures: dict[str, frozenset[str]] = {}
+        self._listings: dict[str, frozenset[str]] = {}
 
-    def blocks(self, path: str) -> dict[str, str]:
+    def blocks(self, path: str) -> Mapping[str, str]:
         """Return name -> digest of the blocks of a file or directory; none where it is gone."""
         if path not in self._blocks:
             self._blocks[path] = self._read_blocks(path)
         return self._blocks[path]
 
-    def _read_blocks(self, path: str) -> dict[str, str]:
+    def _read_blocks(self, path: str) -> Mapping[str, str]:
         names = self._tree.names(path)
         if names is not None:
             listed = "\0".join(sorted(filter(_is_listed, names)))
@@ -213,6 +216,8 @@ class Sources:
             starts = [posixpath.join(directory, *[".."] * (level - 1))]
         parts = words.split(".") if words else []
         for start in starts:
+            if parts and self._names_in(start).isdisjoint((parts[0], f"{parts[0]}.py")):
+                continue  # as most names are of other projects
             for end in range(len(parts), -1 if level else 0, -1):
                 place = posixpath.join(start, *parts[:end])
                 for candidate in (f"{place}.py", f"{place}/__init__.py"):
@@ -220,12 +225,17 @@ class Sources:
                     if not path.startswith("../") and self._tree.is_file(path):
                         yield path
 
+    def _names_in(self, directory: str) -> frozenset[str]:
+        if directory not in self._listings:
+            names = self._tree.names(posixpath.normpath(directory))
+            self._listings[directory] = frozenset(names or ())
+        return self._listings[directory]
+
     def shorten(self, path: str) -> str | None:
         """Return a full path as relative to the root; None outside of it."""
-        try:
-            return Path(path).relative_to(self.root).as_posix()
-        except ValueError:
-            return None
+        if path == self._start[:-1]:
+            return "."
+        return path[len(self._start) :] if path.startswith(self._start) else None
 
     def conftests(self, path: str) -> list[str]:
         """Return the `conftest.py` in the folders of a file."""
@@ -278,7 +288,7 @@ def _is_of(root: Path, package: importlib.metadata.Distribution) -> bool:
     return url.removeprefix("file://").rstrip("/").startswith(str(root.resolve()))
 
 
-def block_named(path: str, name: str, blocks: dict[str, str]) -> str:
+def block_named(path: str, name: str, blocks: Mapping[str, str]) -> str:
     """Return the name of a block that stands for a name of code in a file."""
     if name in blocks:
         return name

@@ -173,6 +173,17 @@ def within(lines: str, most_bytes: int, rest: str) -> str:
     return "".join(f"{line}\n" for line in kept)
 
 
+# The part of a command in GitHub's log behind which a space makes it harmless: behind white space
+# of a line, which may begin after a carriage return; the old form anywhere.
+# Source: actions/runner src/Runner.Common/ActionCommand.cs, TryParseV2() and TryParse().
+GITHUB_COMMANDS = r"(?:(?<![^\r\n])[^\S\r\n]*:(?=:)|##(?=\[))"
+
+
+def without_commands(log: str) -> str:
+    """Return text for GitHub's log in which no line is a command."""
+    return re.sub(GITHUB_COMMANDS, r"\g<0> ", log)
+
+
 def workflow_command(name: str, properties: Mapping[str, object], message: str) -> str:
     """Return a command of a GitHub workflow, in one line; a property without a value is left out.
 
@@ -182,6 +193,24 @@ def workflow_command(name: str, properties: Mapping[str, object], message: str) 
         f"{key}={_percent(str(value), ',:')}" for key, value in properties.items() if value
     )
     return f"::{name}{' ' if shown else ''}{shown}::{_percent(message)}"
+
+
+_MOST_ANNOTATIONS = 10  # of each kind, that GitHub shows of a step
+
+
+def within_limit(errors: Sequence[str], rest: str) -> list[str]:
+    """Return the annotations of a step that GitHub shows, and a notice that counts the others.
+
+    Args:
+        errors: Commands.
+        rest: Where the others are.
+    """
+    shown, others = list(errors[:_MOST_ANNOTATIONS]), errors[_MOST_ANNOTATIONS:]
+    if others:
+        shown.append(
+            workflow_command("notice", {}, f"{counted(len(others), 'more failure')}: {rest}")
+        )
+    return shown
 
 
 def _percent(text: str, special: str = "") -> str:

@@ -90,7 +90,10 @@ def _on_github(env: Mapping[str, str]) -> CommentPlace | str:
         return f"a run for {env.get('GITHUB_EVENT_NAME') or 'an event'} has no pull request"
     token = env.get("GITHUB_TOKEN") or env.get("GH_TOKEN")
     if not token:
-        return "GITHUB_TOKEN is not set"
+        return (
+            "GITHUB_TOKEN is not set; give the step `env: GITHUB_TOKEN: ${{ github.token }}`, and "
+            "the job `permissions: pull-requests: write`"
+        )
     repository, run = env["GITHUB_REPOSITORY"], env["GITHUB_RUN_ID"]
     api = f"{env.get('GITHUB_API_URL', 'https://api.github.com')}/repos/{repository}/issues"
     server = env.get("GITHUB_SERVER_URL", "https://github.com")
@@ -126,7 +129,10 @@ def _on_gitlab(env: Mapping[str, str]) -> CommentPlace | str:
         return "a pipeline that is not of a merge request has none to comment on"
     token = env.get("GITLAB_TOKEN")
     if not token:
-        return "GITLAB_TOKEN, a token with the scope api, is not set"
+        return (
+            "GITLAB_TOKEN is not set; add a project access token with the scope `api` as a CI/CD "
+            "variable of that name"
+        )
     project = f"{env['CI_API_V4_URL']}/projects/{env['CI_PROJECT_ID']}"
     notes = f"{project}/merge_requests/{number}/notes"
     return CommentPlace(

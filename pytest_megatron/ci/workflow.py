@@ -270,7 +270,10 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         "artifacts": {
             "when": "always",
             "paths": ["summary"],
-            "reports": {"junit": "summary/junit.xml"},
+            "reports": {
+                "junit": "summary/junit.xml",
+                "codequality": "summary/gl-code-quality-report.json",
+            },
             "expire_in": f"{workflow.retention_days} days",
         },
     }

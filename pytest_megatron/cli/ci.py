@@ -9,9 +9,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import click
 
+from pytest_megatron.base.text import without_commands
 from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.errors import CiError, MegatronError
 
@@ -123,7 +125,7 @@ def redact(*, directory: Path) -> None:
     "directory",
     metavar="DIR",
     type=PATH,
-    help="Write summary.json, summary.md, comment.md and junit.xml there.",
+    help="Write summary.json, summary.md, comment.md, junit.xml and the like there.",
 )
 @click.option("--step-summary", is_flag=True, help="Append it to GITHUB_STEP_SUMMARY.")
 @format_option("text", "json", "markdown")
@@ -149,6 +151,7 @@ def summary(
     from pytest_megatron.ci.summary.render import (  # noqa: PLC0415
         as_markdown,
         as_text,
+        github_annotations,
         write_outputs,
     )
 
@@ -160,7 +163,7 @@ def summary(
         runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
         found = replace(merge(runs, expected, reported), fetch=_fetch(paths))
     if directory is not None:
-        write_outputs(found, directory, _write_pages(found, directory))
+        write_outputs(found, directory, _write_pages(found, directory), _link(directory))
     if step_summary:
         page = os.environ.get("GITHUB_STEP_SUMMARY")
         if not page:
@@ -171,6 +174,8 @@ def summary(
             echo_json(found.as_json())
         case "markdown":
             click.echo(as_markdown(found), nl=False)
+        case _ if os.environ.get("GITHUB_ACTIONS") == "true":
+            click.echo("\n".join([without_commands(as_text(found)), *github_annotations(found)]))
         case _:
             click.echo(as_text(found))
     sys.exit(0 if found.has_passed else EXIT_FAILED)
@@ -210,6 +215,14 @@ def _fetch(paths: tuple[Path, ...]) -> str | None:
         return None
     words = ("--repo", repository, "--pattern", "logs-*", "--dir", str(paths[0]))
     return shlex.join(["gh", "run", "download", run_id, *words])
+
+
+def _link(directory: Path) -> str | None:
+    """Return the URL of a directory of this job of GitLab's artifact; GitHub has none before."""
+    job = os.environ.get("CI_JOB_URL")
+    if not job or directory.is_absolute():
+        return None
+    return f"{job}/artifacts/file/{quote(directory.as_posix())}"
 
 
 def _write_pages(found: CiSummary, directory: Path) -> str | None:

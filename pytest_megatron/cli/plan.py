@@ -292,7 +292,7 @@ def _print_replay(number: int, given: _PlanOptions) -> None:
                 str(file), "has no record of this version; run tests with --record-changed"
             )
     entries = _read_history(given["history"])
-    outcomes, durations = history.outcomes_that_count(entries), history.durations_of(entries)
+    outcomes, durations = history.outcomes_by_commit(entries), history.durations_of(entries)
     found = replay(Path.cwd(), number, records, outcomes, durations)
     if given["form"] == "json":
         echo_json(_replay_as_json(found, is_explained=given["explain"]))

@@ -16,7 +16,12 @@ from typing import Protocol, TextIO
 import pytest
 from _pytest._code.code import ExceptionRepr, ReprEntry
 
-from pytest_megatron.base.text import plain, workflow_command
+from pytest_megatron.base.text import (
+    GITHUB_COMMANDS,
+    plain,
+    within_limit,
+    workflow_command,
+)
 from pytest_megatron.hooks.options import CI_LOG_PLUGIN
 
 _MOST_CHARS = 4000  # of an annotation
@@ -45,10 +50,9 @@ class CiLog(Protocol):
 
 
 class GitHubLog:
-    """Source: actions/runner src/Runner.Common/ActionCommand.cs, TryParseV2() and TryParse()."""
+    """Of GitHub Actions."""
 
-    # Behind white space of a line, which may begin after a carriage return; the old form anywhere.
-    commands = re.compile(r"(?:(?<![^\r\n])[^\S\r\n]*:(?=:)|##(?=\[))")
+    commands = re.compile(GITHUB_COMMANDS)
     has_annotations = True
 
     def begin(self, title: str) -> str:
@@ -151,7 +155,7 @@ class CiLogPlugin:
     def pytest_unconfigure(self) -> None:
         """Write the annotations below everything else."""
         self.unfold()
-        for line in self._annotations:
+        for line in within_limit(self._annotations, "GitHub shows ten of a step; see its log"):
             self._command(line)
         self._annotations = []
 

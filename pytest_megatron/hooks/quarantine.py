@@ -16,16 +16,15 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
-from pytest_megatron.errors import ConfigError
 from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
 from pytest_megatron.hooks.options import usage_errors
 from pytest_megatron.hooks.run_file import put_record, record_on
 from pytest_megatron.recipe.quarantine import (
     Quarantine,
     QuarantineError,
-    check_pattern,
     matches,
     parse_quarantine,
+    project_quarantines,
     today,
 )
 from pytest_megatron.runs.record import RecordedQuarantine
@@ -116,7 +115,10 @@ def quarantine_items(
     Raises:
         pytest.UsageError: A mark or a setting is wrong.
     """
-    patterns = _patterns(config) if has_roles else {}
+    patterns: dict[str, Quarantine] = {}
+    if has_roles:
+        with usage_errors():
+            patterns = project_quarantines(load_config(config.rootpath), config.rootpath)
     found: dict[str, Quarantine] = {}
     suspended: set[str] = set()
     for item in items:
@@ -156,23 +158,6 @@ def _of_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
         return parse_quarantine(mark.kwargs)
     except QuarantineError as problem:
         raise pytest.UsageError(f"{where}: {problem}") from None
-
-
-def _patterns(config: pytest.Config) -> dict[str, Quarantine]:
-    """Return `[tool.pytest-megatron.quarantine]`: pattern of node ids -> quarantine."""
-    found: dict[str, Quarantine] = {}
-    with usage_errors():
-        project = load_config(config.rootpath)
-        table = project.tables.get(QUARANTINE, {})
-        assert isinstance(table, dict)
-        for pattern, given in table.items():
-            try:
-                found[pattern] = parse_quarantine(given)
-                check_pattern(pattern, config.rootpath)
-            except QuarantineError as problem:
-                where = f"{project.file}: [tool.pytest-megatron.{QUARANTINE}] {pattern!r}"
-                raise ConfigError(where, str(problem)) from None
-    return found
 
 
 def _headline(report: pytest.TestReport) -> str:

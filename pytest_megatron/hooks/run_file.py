@@ -23,7 +23,7 @@ from pytest_megatron.hooks.markers import limit_of_session
 from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession, link_latest
 from pytest_megatron.runs import environment as patch
-from pytest_megatron.runs.environment import kept_variables, utc_now
+from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
 from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir
 from pytest_megatron.runs.prune import remove_old_runs
@@ -375,7 +375,9 @@ class HistoryPlugin:
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
-        self._path = None if session.options.history == "off" else session.history_file
+        # A repeat of --stress is no run of the test: it has delays, and an id of its own.
+        is_off = session.options.history == "off" or session.options.num_stress is not None
+        self._path = None if is_off else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
         self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
@@ -410,13 +412,14 @@ class HistoryPlugin:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
-        """Return true for every workload, and for tests that are or were flaky or failed."""
+        """Return true for every workload, and for tests with a failure now, once or expected."""
         if record.verdict == "flaky" and not record.is_held:
             self._num_flaky += 1
         if self._path is None or node_id in self._earlier:
             return False
-        is_workload = isinstance(record, RecordedWorkload)
-        return is_workload or record.verdict in ("flaky", "failed") or self._knows(node_id)
+        if isinstance(record, RecordedWorkload) or record.quarantine is not None:
+            return True
+        return record.verdict in ("flaky", "failed") or self._knows(node_id)
 
     def _of_this_run(self) -> frozenset[str]:
         """Return the items of which the controller that is gone wrote already."""
@@ -457,6 +460,8 @@ class HistoryPlugin:
             is_dirty=facts.is_dirty,
             platform=platform,
             is_quarantined=record.is_held,
+            quarantined_until="" if record.quarantine is None else record.quarantine.until,
+            page=ci_page(os.environ) or "",
         )
 
     def _write(self) -> None:

@@ -6,7 +6,6 @@ reproduces it.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import shlex
@@ -21,7 +20,6 @@ NAME = "megatron-stress"
 _ARGUMENT = "_megatron_stress"
 _REPEAT = re.compile(r"\[repeat\d+\]$|(?<=\[)repeat\d+-|-repeat\d+(?=[]-])")  # of a node id
 _NOTHING = "no distributed test ran, so --stress repeated nothing; give --ranks or --gpus"
-_Z = 1.959964  # of the normal distribution, two-sided 95 %
 
 
 def parametrise_repeats(metafunc: pytest.Metafunc) -> None:
@@ -87,20 +85,8 @@ def _is_repeat(item: pytest.Item) -> bool:
 
 def describe_rate(num_failed: int, number: int) -> str:
     """Return the failure rate of a test in words."""
+    from pytest_megatron.runs.history import wilson_interval  # noqa: PLC0415 - only with the option
+
     low, high = wilson_interval(num_failed, number)
     rate = num_failed / number
     return f"failed in {num_failed} of {number} runs, {rate:.1%} (95 %: {low:.1%} to {high:.1%})"
-
-
-def wilson_interval(num_failed: int, number: int) -> tuple[float, float]:
-    """Return the interval that holds a rate with 95 %, by Wilson's score.
-
-    Args:
-        num_failed: Of the runs.
-        number: Of runs, at least 1.
-    """
-    rate, square = num_failed / number, _Z * _Z / number
-    middle = rate + square / 2
-    spread = math.sqrt(square * (rate * (1 - rate) + square / 4))
-    low, high = ((middle + sign * spread) / (1 + square) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -152,10 +152,8 @@ class RunReader:
         triage = _record(dirs.triage, RecordedTriage, notes) or RecordedTriage()
         trace = _trace(dirs, notes)
         findings = tuple(_findings(comparison))
-        golden = _golden(dirs, notes)
         attempts = tuple(_attempt(dirs, row) for row in record.attempts)
-        curves = _curves(dirs, record.attempts, notes)
-        charts = tuple(_charts(golden, curves, findings, _allowed(comparison)))
+        charts = _charts(dirs, record, comparison, notes)
         shown = {chart.metric for chart in charts}
         held = record.quarantine
         return PageItem(
@@ -176,6 +174,18 @@ class RunReader:
             trace=trace,
             is_audit=not dirs.equivalence.is_file(),
         )
+
+
+def failed_charts(run_dir: Path, node_id: str, record: RecordedWorkload) -> tuple[Chart, ...]:
+    """Return the charts of the metrics that disagree with the golden of a workload."""
+    dirs = item_dirs(run_dir, node_id)
+    notes: list[str] = []
+    comparison = _record(dirs.comparison, RecordedComparison, notes)
+    if comparison is None:
+        return ()
+    return tuple(
+        chart for chart in _charts(dirs, record, comparison, notes) if chart.passed is False
+    )
 
 
 def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:
@@ -303,12 +313,12 @@ def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:
 
 
 def _charts(
-    golden: Golden | None,
-    curves: list[tuple[str, Curve]],
-    findings: tuple[MetricFinding, ...],
-    allowed: Mapping[str, RecordedBand],
-) -> Iterator[Chart]:
-    """Yield a chart for each metric that a run measured or a comparison was about."""
+    dirs: ItemDirs, record: RecordedWorkload, comparison: RecordedComparison, notes: list[str]
+) -> tuple[Chart, ...]:
+    """Return a chart for each metric that a run measured or a comparison was about."""
+    golden = _golden(dirs, notes)
+    curves = _curves(dirs, record.attempts, notes)
+    findings, allowed = tuple(_findings(comparison)), _allowed(comparison)
     expected = {} if golden is None else golden.metrics
     names = dict.fromkeys((*expected, *(metric for metric, _ in curves)))
     charts = []
@@ -321,7 +331,7 @@ def _charts(
             band = allowed_around(expected[metric], allowed.get(metric, RecordedBand()))
         charts.append(Chart(metric=metric, curves=tuple(shown), allowed=band, findings=mine))
     order = {False: 0, True: 1, None: 2}
-    yield from sorted(charts, key=lambda c: (order[c.passed], c.metric != _LOSS, c.metric))
+    return tuple(sorted(charts, key=lambda c: (order[c.passed], c.metric != _LOSS, c.metric)))
 
 
 def _attempt(dirs: ItemDirs, row: RecordedAttempt) -> AttemptRow:

@@ -7,7 +7,7 @@ become a golden.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +21,7 @@ from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.case import WorkloadCase, case_path, fingerprint
 from pytest_megatron.refresh.candidate import Candidate
 from pytest_megatron.refresh.read import CANDIDATE
-from pytest_megatron.runs.environment import SessionFacts, utc_now
+from pytest_megatron.runs.environment import SessionFacts, ci_page, utc_now
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 
 _SIZES = {
@@ -132,7 +132,7 @@ def _provenance(
         world_size=first.ends[0].plan.world_size if first.ends else None,
         layout=None if job.case is None else _layout(job.case),
         seed=int(seed) if seed is not None and seed.isdecimal() else None,
-        run=_ci_page(os.environ) or job.dirs.root.parent.name,
+        run=ci_page(os.environ) or job.dirs.root.parent.name,
     )
 
 
@@ -146,11 +146,3 @@ def _layout(case: WorkloadCase) -> str | None:
     """Return `tp2 pp2`; None where nothing is split."""
     parts = [f"{name}{size}" for name, key in _SIZES.items() if (size := case.argument(key))]
     return " ".join(parts) or None
-
-
-def _ci_page(env: Mapping[str, str]) -> str | None:
-    """Return the page of the CI job that this runs in, as GitHub and GitLab name it."""
-    if {"GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID"} <= env.keys():
-        repository = f"{env['GITHUB_SERVER_URL']}/{env['GITHUB_REPOSITORY']}"
-        return f"{repository}/actions/runs/{env['GITHUB_RUN_ID']}"
-    return env.get("CI_JOB_URL")

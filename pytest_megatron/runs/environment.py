@@ -192,3 +192,11 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     """Return git's answer; None without git, outside of a checkout or on an error."""
     fine = (0, 1) if "--no-index" in arguments else (0,)  # 1: there is a difference
     return read_git(root, "-c", "core.quotepath=off", *arguments, fine=fine)
+
+
+def ci_page(env: Mapping[str, str]) -> str | None:
+    """Return the page of the CI job that this runs in, as GitHub and GitLab name it."""
+    if {"GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID"} <= env.keys():
+        repository = f"{env['GITHUB_SERVER_URL']}/{env['GITHUB_REPOSITORY']}"
+        return f"{repository}/actions/runs/{env['GITHUB_RUN_ID']}"
+    return env.get("CI_JOB_URL")

@@ -69,6 +69,7 @@ ITEM = {
     "reproduce": EVIL,
     "how_flaky": EVIL,
     "duration_s": 1.0,
+    "charts": [{"metric": EVIL}],
 }
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
 GROUP = [ITEM] * 9
@@ -84,6 +85,15 @@ SUMMARY = {
     "flaky": [ITEM],
     "nowhere": NOWHERE,
     "jobs": [JOB],
+}
+RUNS = [{"time": EVIL, "is_good": number > 4} for number in range(6)]
+CASE = {
+    "node_id": EVIL,
+    "num_only_bad": 1,
+    "num_needed": 3,
+    "causes": [(EVIL, 1)],
+    "clean": RUNS,
+    "mixed": [{"commit": EVIL, "platform": EVIL, "runs": RUNS, "num_bad": 5}] * 2,
 }
 METRIC = {
     "is_outside": True,
@@ -214,6 +224,21 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         ],
     },
     "flaky.md": {"rows": [({"first_seen": EVIL}, [EVIL] * 7)]},
+    "flaky_proposal.md": {
+        "proposal": {
+            "entering": [{"case": CASE, "owner": EVIL, "quarantine": {"until": EVIL}}],
+            "leaving": [([CASE], EVIL), ([CASE], None)],
+            "staying": [CASE],
+            "expired": [(EVIL, EVIL)],
+            "unseen": [EVIL],
+            "waiting": [(CASE, EVIL)],
+            "diff": EVIL,
+        },
+        "rate": lambda _: EVIL,
+        "run_name": lambda _: (EVIL, ""),
+        "reproduce": lambda _: EVIL,
+        "most_revisions": 1,
+    },
     "golden_show.md": {
         "page": {"path": EVIL, "kind": EVIL, "notes": [EVIL]},
         "columns": ["metric", "steps"],
@@ -247,7 +272,7 @@ MACROS: dict[str, tuple[object, ...]] = {
     "planned": (SUMMARY,),
     "problems": ([(EVIL, ()), (EVIL, [EVIL]), (EVIL, [EVIL] * 30)],),
     "fetch": (SUMMARY,),
-    "group": (GROUP,),
+    "group": (GROUP, {"legend": EVIL, "source": EVIL}),
     "flaky": ([ITEM],),
     "nowhere": (NOWHERE,),
     "jobs": ([JOB],),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -15,6 +15,7 @@ from pytest_megatron.errors import CiError
 
 _LOCATION = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 _YAML = ("yaml", "yml")
+_ATTACHMENT = "[[ATTACHMENT|"
 _BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
 
 
@@ -66,18 +67,55 @@ class Junit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaseDetails:
+    """Details that a case gets in the XML of all jobs.
+
+    Source: docs.gitlab.com, Unit test reports: `file` is a link, `system-out` is shown, and
+    `[[ATTACHMENT|...]]` in it is a link to a file of the artifact.
+
+    Attributes:
+        reproduce: Command that shows the failure again.
+        attachment: A picture, from the directory of the checkout.
+    """
+
+    file: str
+    reproduce: str | None = None
+    attachment: str | None = None
+
+    def add_to(self, case: ET.Element) -> None:
+        """Write it into a case, whose own attributes stay."""
+        case.attrib.setdefault("file", plain(self.file))
+        lines = [] if self.attachment is None else [f"{_ATTACHMENT}{self.attachment}]]"]
+        if self.reproduce is not None:
+            command = plain(self.reproduce).replace(_ATTACHMENT, "[ [ATTACHMENT|")
+            lines.append(f"reproduce: {command}")
+            properties = case.find("properties")
+            if properties is None:
+                properties = ET.Element("properties")
+                case.insert(0, properties)
+            value = {"name": "megatron.reproduce", "value": plain(self.reproduce)}
+            ET.SubElement(properties, "property", value)
+        if lines:
+            output = case.find("system-out")
+            output = ET.SubElement(case, "system-out") if output is None else output
+            output.text = "\n".join([*lines, output.text or ""]).rstrip("\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
     """Part of one job in the XML of all jobs.
 
     Attributes:
         others: Items that the files lack, as those of a killed run do.
         problems: Why the job counts as failed beside its tests; each becomes an error.
+        details: (class name, name) of a case -> what else is to stand there.
     """
 
     name: str
     junits: Sequence[Junit]
     others: Sequence[JUnitCase] = ()
     problems: Sequence[str] = ()
+    details: Mapping[tuple[str, str], CaseDetails] = field(default_factory=dict)
 
 
 def read_junit(path: Path) -> Junit:
@@ -144,6 +182,10 @@ def join(suites: Iterable[Suite]) -> str:
         element.extend(_element(case) for case in suite.others)
         for problem in suite.problems:
             element.append(_element(_job_case(suite.name, problem)))
+        for case in element:
+            found = suite.details.get((case.get("classname", ""), case.get("name", "")))
+            if found is not None:
+                found.add_to(case)
         cases = [_case(case) for case in element]
         element.attrib.update(
             tests=str(len(cases)),

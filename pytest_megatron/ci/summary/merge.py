@@ -67,6 +67,11 @@ class CiSummary:
         return tuple(item for job in self.jobs for item in job.items)
 
     @property
+    def gpu_s(self) -> float:
+        """GPU-seconds of all items."""
+        return sum(item.gpu_s for item in self.items)
+
+    @property
     def bad_jobs(self) -> tuple[JobRun, ...]:
         """Jobs that are wrong beside their items."""
         return tuple(job for job in self.jobs if job.problems)
@@ -123,6 +128,7 @@ class CiSummary:
             "planned": self.headline,
             "fetch": self.fetch,
             "counts": dict(counts),
+            "gpu_s": round(self.gpu_s, 1),
             "problems": list(self.problems),
             "notes": list(self.notes),
             "jobs": [job.as_json() for job in self.jobs],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.job_file import CiJobRecord
 from pytest_megatron.ci.summary.junit import Junit
+from pytest_megatron.pages.model import Chart
 from pytest_megatron.runs.nowhere import Deselected
 
 BAD = ("failed", "broken")
@@ -75,6 +76,9 @@ class JobItem:
         is_lightweight: Whether it ran shortened.
         policy: Under which it was compared, as a plan has it; None where that is not known.
         skip_reason: Reason why it was skipped, as far as JUnit XML has it.
+        gpu_s: GPU-seconds of all attempts, as far as its run directory has them.
+        line: Where it is in the project's file, that of its node id; None where not known.
+        charts: Metrics that disagree with their golden.
     """
 
     node_id: str
@@ -91,11 +95,24 @@ class JobItem:
     is_lightweight: bool = False
     policy: Mapping[str, object] | None = None
     skip_reason: str = ""
+    gpu_s: float = 0.0
+    line: int | None = None
+    charts: tuple[Chart, ...] = ()
 
     @property
     def is_bad(self) -> bool:
         """True if it fails its job."""
         return self.verdict in BAD and not self.is_held
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """File of the project and line: those of the failure if it has them, else its own."""
+        place = "" if self.cause is None else self.cause.place or ""
+        path, _, line = place.rpartition(":")
+        is_of_project = path.endswith(".py") and ".." not in path and not path.startswith("/")
+        if is_of_project and line.isdecimal():
+            return path, int(line)
+        return self.node_id.partition("::")[0], self.line or 1
 
     @property
     def how_flaky(self) -> str:
@@ -113,6 +130,7 @@ class JobItem:
             "verdict": self.verdict,
             "counts": not self.is_held,
             "duration_s": round(self.duration_s, 3),
+            "gpu_s": round(self.gpu_s, 1),
             "num_attempts": self.num_attempts,
             "causes": list(self.causes),
             "cause": None if self.cause is None else self.cause.as_json(),

@@ -5,6 +5,7 @@ A job without results never counts as passed.
 
 from __future__ import annotations
 
+import glob
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from pytest_megatron.ci.jobs import PlanFile
 from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.errors import CiError, RunError, TriageError
+from pytest_megatron.pages.read import failed_charts, is_worth_showing
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
@@ -42,6 +44,7 @@ from pytest_megatron.triage.find import SKIPPED_DIRECTORIES, is_worth_reading
 
 _RANK = re.compile(r"^(?:\[rank (\d+)\]|rank (\d+) of )")
 _TELLING = re.compile(r"^Fatal Python error|^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b|Traceback \(")
+_LINE = re.compile(r":([1-9]\d{0,8})$")
 _TAIL_BYTES = 1 << 16
 _MOST_LINES = 2  # of a headline
 
@@ -308,8 +311,16 @@ def _read_run_dir(
     for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
+        plan = None
         if isinstance(record, RecordedWorkload):
-            item = _as_judged(item, record, run.options)
+            plan = _plan_of(record, run_dir)
+            line = _LINE.search(plan.recipe or "") if plan is not None else None
+            item = replace(
+                _as_judged(item, record, run.options),
+                line=None if line is None else int(line[1]),
+                charts=failed_charts(run_dir, node_id, record) if item.is_bad else (),
+            )
+        item = replace(item, gpu_s=_gpu_seconds(record, plan, run.options))
         book.items[node_id] = item
     if (problem := _unfinished(run, run_dir, book)) is not None:
         book.problems.append(problem)
@@ -337,6 +348,29 @@ def _item(
         cause=cause,
         reproduce=_reproduce(place[1], node_id),
     )
+
+
+def _gpu_seconds(
+    record: RecordedItem, plan: RecordedPlan | None, options: RecordedOptions
+) -> float:
+    """Return GPUs times seconds of all attempts; 0 where the plan of a workload is not there."""
+    if not record.is_on_gpus:
+        return 0.0
+    if isinstance(record, RecordedTest):
+        num_gpus = -(-record.world_size // (options.ranks_per_gpu or 1))
+    else:
+        num_gpus = 0 if plan is None else plan.world_size or 0
+    return num_gpus * sum(attempt.duration_s for attempt in record.attempts)
+
+
+def _plan_of(record: RecordedWorkload, run_dir: Path) -> RecordedPlan | None:
+    """Return the plan of the first attempt that has one."""
+    name = Path(record.directory or "").name
+    files = (
+        sorted(run_dir.glob(f"{glob.escape(name)}/repeat_*/attempt_*/plan.json")) if name else []
+    )
+    plans = (read_if_whole(f, RecordedPlan) for f in files if is_within(f, run_dir))
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _as_judged(item: JobItem, record: RecordedWorkload, options: RecordedOptions) -> JobItem:
@@ -495,7 +529,7 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
 
 def _is_wanted(path: PurePath) -> bool:
     is_result = path.name in (FILE_NAME, SUMMARY_FILE) or path.suffix == ".xml"
-    return is_result or is_worth_reading(path)
+    return is_result or is_worth_reading(path) or is_worth_showing(path)
 
 
 def _damaged(path: Path, shown: str, problem: str) -> JobRun:

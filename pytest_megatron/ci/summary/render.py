@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
-from pytest_megatron.base.files import write_texts_together
+from pytest_megatron.base.files import JsonValue, write_texts_together
 from pytest_megatron.base.templates import render, render_macro
-from pytest_megatron.base.text import counted, plain
-from pytest_megatron.ci.summary.junit import JUnitCase, Suite, address, join
+from pytest_megatron.base.text import (
+    counted,
+    plain,
+    shorten,
+    within_limit,
+    workflow_command,
+)
+from pytest_megatron.ci.summary.junit import CaseDetails, JUnitCase, Suite, address, join
 from pytest_megatron.ci.summary.merge import CiSummary
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.errors import CiError
+from pytest_megatron.pages.chart import chart_svg, mermaid_chart
 
+CODE_QUALITY_FILE = "gl-code-quality-report.json"
 STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step
 COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters for a comment
 _MOST_NAME = 300
@@ -21,6 +32,11 @@ _MOST_ALSO = 5
 _MOST_SLOW, _MOST_SLOW_ROWS = 10, 20
 _BLOCK_LINES, _BLOCK_ROWS = 20, 50
 _INDENT = "    "
+_MOST_CHARTS = 2  # in Markdown: GitLab draws 2,000 characters of mermaid unasked
+_MOST_CURVES = 100  # files
+_MOST_MESSAGE = 1000  # characters of an annotation
+_UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
+_SEVERITY = {"failed": "major", "broken": "critical"}
 
 
 def headline(summary: CiSummary) -> str:
@@ -37,6 +53,59 @@ def headline(summary: CiSummary) -> str:
     ran = f"{counted(len(summary.items), 'item')} in {counted(len(summary.jobs), 'job')}"
     flaky = f", {summary.count('flaky')} flaky" if summary.count("flaky") else ""
     return f"{summary.verdict}: {told or ran + flaky}"
+
+
+def cost(summary: CiSummary) -> str:
+    """Return `12.3 GPU hours (44,280 GPU-seconds)`; empty where no GPU was used."""
+    hours = summary.gpu_s / 3600
+    shown = f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
+    return f"{shown} GPU hours ({summary.gpu_s:,.0f} GPU-seconds)" if hours else ""
+
+
+def github_annotations(summary: CiSummary) -> list[str]:
+    """Return commands of GitHub for failures that no step of a job could annotate.
+
+    A job annotates its failures when pytest ends. One that was killed did not.
+    """
+    found = [
+        workflow_command("error", {}, shorten(text, _MOST_MESSAGE)) for text in summary.problems
+    ]
+    for job in summary.bad_jobs:
+        problem = shorten(plain("; ".join(job.problems)), _MOST_MESSAGE)
+        found.append(workflow_command("error", {"title": plain(job.name)}, problem))
+        for item in job.items:
+            if item.is_bad:
+                file, line = item.source
+                place = {"file": plain(file), "line": line, "title": plain(item.node_id)}
+                found.append(workflow_command("error", place, _message(item)))
+    return within_limit(found, "the summary of this run has all")
+
+
+def _message(item: JobItem) -> str:
+    text = item.verdict if item.cause is None else item.cause.text
+    return plain(text, _MOST_MESSAGE)
+
+
+def code_quality(summary: CiSummary) -> list[JsonValue]:
+    """Return the failures as GitLab shows them at the lines of a merge request.
+
+    Source: docs.gitlab.com, Code Quality, report format.
+    """
+    found: list[JsonValue] = []
+    for item in (item for item in summary.items if item.is_bad):
+        file, line = item.source
+        # Of the same failure in another run the same, whatever the numbers in its text.
+        key = f"{item.node_id}\n{item.job}\n{item.verdict}"
+        found.append(
+            {
+                "description": shorten(f"{plain(item.node_id)}: {_message(item)}", _MOST_MESSAGE),
+                "check_name": f"pytest-megatron: {item.verdict}",
+                "fingerprint": hashlib.sha256(key.encode("utf-8", "replace")).hexdigest(),
+                "severity": _SEVERITY[item.verdict],
+                "location": {"path": plain(file), "lines": {"begin": line}},
+            }
+        )
+    return found
 
 
 def as_text(summary: CiSummary) -> str:
@@ -63,6 +132,8 @@ def _text_head(summary: CiSummary) -> Iterator[str]:
     yield headline(summary)
     if summary.headline:
         yield f"planned: {summary.headline}"
+    if used := cost(summary):
+        yield f"cost: {used}"
     for problem in summary.problems:
         yield f"problem: {problem}"
     width = max((len(job.name) for job in summary.jobs), default=0)
@@ -96,16 +167,19 @@ def _text_group(group: Sequence[JobItem]) -> Iterator[str]:
         yield f"{_INDENT}reproduce: {item.reproduce}"
 
 
-def as_markdown(summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES) -> str:
+def as_markdown(
+    summary: CiSummary, most_bytes: int = STEP_SUMMARY_BYTES, link: str | None = None
+) -> str:
     """Return the summary for a step summary or a comment.
 
     Args:
         summary: The summary.
         most_bytes: Of UTF-8. Blocks that do not fit are counted, the least interesting first.
+        link: URL under which the files of the summary will be; None where it is not known.
     """
     budget = most_bytes - 200  # for the lines that count what was left out
     found: list[str] = []
-    for title, blocks in _sections(summary):
+    for title, blocks in _sections(summary, link):
         budget, part = _fit(title, list(blocks), budget)
         found += part
     return "\n\n".join(found) + "\n"
@@ -128,9 +202,9 @@ def _bytes(text: str) -> int:
     return len(text.encode()) + 2  # and a blank line
 
 
-def _sections(summary: CiSummary) -> Iterator[tuple[str, Iterator[str]]]:
+def _sections(summary: CiSummary, link: str | None) -> Iterator[tuple[str, Iterator[str]]]:
     yield "", _markdown_head(summary)
-    yield "### What failed", (_block("group", group) for group in summary.groups)
+    yield "### What failed", _failures(summary, link)
     yield "### Flaky", _blocks("flaky", summary.flaky, _BLOCK_ROWS)
     jobs = sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky"))
     yield "### Ran nowhere", _blocks("nowhere", summary.nowhere, _BLOCK_ROWS)
@@ -138,10 +212,37 @@ def _sections(summary: CiSummary) -> Iterator[tuple[str, Iterator[str]]]:
     yield "### Slowest", _blocks("slowest", summary.slowest(_MOST_SLOW), _BLOCK_ROWS)
 
 
+def _failures(summary: CiSummary, link: str | None) -> Iterator[str]:
+    files = curve_files(summary)
+    num_charts = 0
+    for group in summary.groups:
+        item = group[0]
+        picture = mermaid_chart(item.charts[0]) if item.charts else None
+        if picture is not None and num_charts < _MOST_CHARTS:
+            num_charts += 1
+            file = files.get((item.job, item.node_id))
+            url = f"{link}/{quote(file)}" if link is not None and file is not None else None
+            yield _block("group", group, picture, url)
+        else:
+            yield _block("group", group)
+
+
+def curve_files(summary: CiSummary) -> dict[tuple[str, str], str]:
+    """Return (job, node id) -> path of the picture of its first metric that is off."""
+    drawn = [group[0] for group in summary.groups if group[0].charts]
+    drawn += [i for group in summary.groups for i in group[1:] if i.charts]
+    return {
+        (item.job, item.node_id): f"curves/{number:03}-{_UNSAFE.sub('-', item.node_id)[-60:]}.svg"
+        for number, item in enumerate(drawn[:_MOST_CURVES], 1)
+    }
+
+
 def _markdown_head(summary: CiSummary) -> Iterator[str]:
     yield _block("title", headline(summary), summary)
     if summary.headline:
         yield _block("planned", summary)
+    if used := cost(summary):
+        yield f"Cost: {used}."
     problems = [(problem, ()) for problem in summary.problems]
     yield from _blocks("problems", [*problems, *summary.job_problems.items()], _BLOCK_LINES)
     yield from _blocks("problems", [(note, ()) for note in summary.notes[:20]], _BLOCK_LINES)
@@ -191,23 +292,30 @@ def as_html(summary: CiSummary, pages: str | None = None) -> str:
 _OUTCOMES = {"flaky": "passed"}
 
 
-def write_outputs(summary: CiSummary, directory: Path, pages: str | None = None) -> None:
+def write_outputs(
+    summary: CiSummary, directory: Path, pages: str | None = None, link: str | None = None
+) -> None:
     """Write all of them or none.
 
     Args:
         summary: The summary.
         directory: Made if it is not there.
         pages: Where the pages with curves are, from that directory; None if there are none.
+        link: URL under which the directory will be; None where it is not known.
 
     Raises:
         CiError: One cannot be written.
     """
+    files = curve_files(summary)
+    items = {(item.job, item.node_id): item for item in summary.items}
     texts = {
         "summary.json": json.dumps(summary.as_json(), indent=2, allow_nan=False) + "\n",
         "summary.md": as_markdown(summary),
-        "comment.md": as_markdown(summary, COMMENT_BYTES),
+        "comment.md": as_markdown(summary, COMMENT_BYTES, link),
         "index.html": as_html(summary, pages),
-        "junit.xml": join(_suites(summary)),
+        "junit.xml": join(_suites(summary, {key: directory / name for key, name in files.items()})),
+        CODE_QUALITY_FILE: json.dumps(code_quality(summary), indent=1) + "\n",
+        **{name: chart_svg(items[key].charts[0], key[1]) for key, name in files.items()},
     }
     try:
         write_texts_together({directory / name: text for name, text in texts.items()})
@@ -215,12 +323,26 @@ def write_outputs(summary: CiSummary, directory: Path, pages: str | None = None)
         raise CiError(str(directory), f"cannot be written: {error.strerror}") from error
 
 
-def _suites(summary: CiSummary) -> Iterator[Suite]:
+def _suites(summary: CiSummary, curves: Mapping[tuple[str, str], Path]) -> Iterator[Suite]:
     for job in summary.jobs:
-        others = tuple(_others(job))
-        yield Suite(name=job.name, junits=job.junits, others=others, problems=job.problems)
+        yield Suite(
+            name=job.name,
+            junits=job.junits,
+            others=tuple(_others(job)),
+            problems=job.problems,
+            details={address(item.node_id): _details(item, curves) for item in job.items},
+        )
     if summary.problems:
         yield Suite(name="all jobs", junits=(), problems=summary.problems)
+
+
+def _details(item: JobItem, curves: Mapping[tuple[str, str], Path]) -> CaseDetails:
+    curve = curves.get((item.job, item.node_id))
+    return CaseDetails(
+        file=item.node_id.partition("::")[0],
+        reproduce=item.reproduce if item.is_bad else None,
+        attachment=None if curve is None else curve.as_posix(),
+    )
 
 
 def _others(job: JobRun) -> Iterator[JUnitCase]:

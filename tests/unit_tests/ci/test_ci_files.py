@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from expressions import evaluate, fill
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.ci.summary.render import CODE_QUALITY_FILE
 from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
 from pytest_megatron.cli.ci import command
 from pytest_megatron.errors import CiError, ConfigError
@@ -241,6 +242,10 @@ def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
     job = found["test tiny-line-dev-cpu"]
     assert (job["timeout"], job["image"]) == ("40 minutes", "registry.example.com/dev:1")
     assert found["verdict"]["when"] == "always"
+    assert found["verdict"]["artifacts"]["reports"] == {
+        "junit": "summary/junit.xml",
+        "codequality": f"summary/{CODE_QUALITY_FILE}",
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ from ci_artifacts import (
     head,
     pack,
     summary,
+    workload,
     write_job,
+    write_json,
     write_plan,
 )
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import CiError
 
 
@@ -59,6 +62,7 @@ def test_items_of_a_run_without_junit_are_in_the_xml_of_all() -> None:
     }
     assert suite[0].attrib == {
         "classname": "tests.unit.test_a",
+        "file": "tests/unit/test_a.py",
         "name": "test_one",
         "time": "0.500",
     }
@@ -124,3 +128,57 @@ def test_xml_with_entities_is_refused() -> None:
     root = write_job(Path("all"), "unit")
     (root / "junit.xml").write_text('<!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>')
     assert "declares entities, expected plain JUnit XML; refused" in summary("all").output
+
+
+def test_failures_are_a_code_quality_report_of_gitlab() -> None:
+    attempt: JsonValue = {"attempt": 1, "duration_s": 30.0, "cause": "lm loss is off"}
+    row = workload("failed", problem="off", platform="dgx_h100", attempts=[attempt])
+    root = write_job(Path("all"), "line", {ROW: row})
+    plan: JsonValue = {
+        "schema": 1,
+        "node_id": ROW,
+        "recipe": "recipes/tiny.yaml:12",
+        "world_size": 8,
+    }
+    write_json(root / "run/tiny-line/repeat_1/attempt_1/plan.json", plan)
+    test = write_job(
+        Path("all"),
+        "unit",
+        {
+            TEST: distributed("failed", problem="[rank 0] x\ny \x1b[0m<b>", device="cuda"),
+            f"{TEST}2": distributed(),
+            f"{TEST}[\n::error::x]": distributed("failed", problem="z"),
+        },
+    )
+    (test / "junit.xml").write_text(JUNIT.format(name="test_one", child=FAILURE))
+    result = summary("all", "--output", "out")
+    assert "cost: 0.067 GPU hours (240 GPU-seconds)" in result.output
+    found = json.loads(Path("out/gl-code-quality-report.json").read_text())
+    assert [(row["location"]["path"], row["location"]["lines"]["begin"]) for row in found] == [
+        ("recipes/tiny.yaml", 12),
+        ("tests/unit/test_a.py", 3),
+        ("tests/unit/test_a.py", 1),
+    ]
+    assert found[0]["description"] == f"{ROW}: lm loss is off"
+    assert found[1]["description"] == f"{TEST}: [rank 0] x y <b>"
+    assert {row["severity"] for row in found} == {"major"}
+    assert {row["check_name"] for row in found} == {"pytest-megatron: failed"}
+    assert len({row["fingerprint"] for row in found}) == 3
+
+
+def test_github_gets_annotations_of_jobs_that_could_not_write_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = distributed("failed", problem="::add-mask::x\n##[error]y")
+    write_job(Path("all"), "killed", {f"{TEST}{n}": bad for n in range(12)}, ended=None)
+    write_job(Path("all"), "whole", {f"{TEST}_x": bad})
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    lines = summary("all").output.splitlines()
+    executed = [line for line in lines if line.lstrip().startswith("::") or "##[" in line]
+    assert executed[0].startswith("::error title=killed::never finished: it was killed; ")
+    assert executed[1] == (
+        f"::error file=tests/unit/test_a.py,line=1,title={TEST.replace(':', '%3A')}0::"
+        "::add-mask::x%0A##[error]y"
+    )
+    assert executed[10] == "::notice::3 more failures: the summary of this run has all"
+    assert len(executed) == 11

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.base.text import code, escaped, fenced, plain
+from pytest_megatron.base.text import code, escaped, fenced, plain, within_limit
 from pytest_megatron.ci.summary.merge import merge
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.ci.summary.render import (
@@ -16,6 +17,8 @@ from pytest_megatron.ci.summary.render import (
     as_markdown,
     as_text,
 )
+from pytest_megatron.golden.model import series_of
+from pytest_megatron.pages.model import Chart, Curve, CurveRole
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"
 
@@ -158,3 +161,34 @@ def test_tests_that_were_left_out_everywhere_are_listed_by_reason() -> None:
     page = as_html(summary)
     assert "<h2>Ran nowhere</h2>" in page
     assert "<td>deselected by -m &#x27;not &lt;slow&gt;&#x27;</td>" in page, page
+
+
+def test_600_failures_with_curves_fit_a_comment() -> None:
+    """GitHub takes 65,536 characters, GitLab 1,000,000; GitLab draws 2,000 of mermaid unasked."""
+    found = job(600, text=EVIL, name=EVIL)
+    golden = series_of({step: 10.0 / step for step in range(1, 2001)})
+    off = series_of({step: 11.0 / step for step in range(1, 2001)})
+    chart = Chart(
+        metric=EVIL,
+        curves=(
+            Curve(name="golden", role=CurveRole.GOLDEN, series=golden),
+            Curve(name="repeat 1", role=CurveRole.RUN, series=off),
+        ),
+    )
+    items = tuple(replace(item, charts=(chart,), gpu_s=7200.0) for item in found.items)
+    summary = merge([replace(found, items=items)])
+    comment = as_markdown(summary, COMMENT_BYTES, "https://gitlab.com/a/-/jobs/1/artifacts/file/x")
+    assert len(comment.encode()) <= COMMENT_BYTES < 65_536
+    assert comment.startswith("## :x: failed: 600 of 600 items")
+    assert "\nCost: 1,200.0 GPU hours (4,320,000 GPU-seconds).\n" in comment
+    pictures = re.findall(r"(?ms)^```mermaid\n(.*?)\n```$", comment)
+    assert (len(pictures), sum(map(len, pictures)) < 2000) == (2, True)
+    assert comment.count("```sh\npytest-megatron repro ") > 20
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", comment)
+    outside = re.sub(r"(?s)(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
+    assert not re.search(r"[<>]|\x1b|\u202e|!\[|@\w", outside)
+
+
+def test_annotations_beyond_ten_are_counted() -> None:
+    assert within_limit(["x"] * 10, "y") == ["x"] * 10
+    assert within_limit(["x"] * 11, "y")[9:] == ["x", "::notice::1 more failure: y"]

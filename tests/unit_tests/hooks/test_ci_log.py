@@ -141,6 +141,16 @@ def test_github_gets_one_annotation_for_a_failure_and_no_command_of_a_test(tmp_p
     assert ": :error" not in (place / "junit.xml").read_text()
 
 
+def test_github_gets_as_many_annotations_as_it_shows(tmp_path: Path) -> None:
+    text = (
+        "import pytest\n\n@pytest.mark.parametrize('n', range(12))\ndef test_n(n): assert n < 0\n"
+    )
+    run = Suite(root=tmp_path).write("test_it.py", text).run("--ranks", "1", **GITHUB)
+    found = [command for command in commands(run.stdout) if "group" not in command.name]
+    assert [command.name for command in found] == ["error"] * 10 + ["notice"]
+    assert found[-1].message == "2 more failures: GitHub shows ten of a step; see its log"
+
+
 def test_github_folds_what_ranks_printed(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", HOSTILE)
     run = suite.run("--ranks", "2", **GITHUB)

@@ -128,14 +128,17 @@ def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Ru
         "test_expired": "failed",
         "test_flaky": "flaky",
         "test_held": "failed",
+        "test_passes": "passed",  # in quarantine: a run towards its end
     }
-    assert Counter(e["is_quarantined"] for e in entries) == {True: 2, False: 2}
+    assert Counter(e["is_quarantined"] for e in entries) == {True: 3, False: 2}
+    until = {e["node_id"].partition("::")[2]: e["quarantined_until"] for e in entries}
+    assert (until["test_passes"], until["test_expired"]) == (f"{UNTIL}", "2001-01-01")
     (flaky,) = [e for e in entries if e["verdict"] == "flaky"]
     assert (flaky["causes"], flaky["num_attempts"]) == (["port_in_use"], 2)
     suite = Suite(root=run.directory.parent)
     again = suite.run("--ranks", "2", "-k", "flaky or ordinary")
     assert again.returncode == 0
-    (line,) = path.read_text().splitlines()[4:]
+    (line,) = path.read_text().splitlines()[5:]
     assert json.loads(line)["verdict"] == "passed"
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite
 
-from pytest_megatron.hooks.stress import describe_rate, wilson_interval
+from pytest_megatron.hooks.stress import describe_rate
+from pytest_megatron.runs.history import wilson_interval
 
 RACE = """
     import pytest

@@ -28,7 +28,8 @@ def start(tmp_path: Path, *command: str, grace_s: float = 20.0) -> GuardedProces
 def wait_for_line(log: Path, text: str, count: int = 1) -> list[str]:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        lines = log.read_text().splitlines() if log.exists() else []
+        written = log.read_text() if log.exists() else ""
+        lines = written[: written.rfind("\n") + 1].splitlines()  # `print` may write word by word
         if sum(text in line for line in lines) >= count:
             return lines
         time.sleep(0.01)

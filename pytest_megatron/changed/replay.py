@@ -218,7 +218,10 @@ class _Snapshot:
 def _snapshot(
     root: Path, objects: _Objects, commit: str, subject: str, records: Sequence[TestRecord]
 ) -> _Snapshot:
-    tree = _CommitTree(objects, read_git(root, "ls-tree", "-r", "-z", commit) or b"")
+    listing = read_git(root, "ls-tree", "-r", "-z", commit)
+    if listing is None:
+        raise SelectionError(_WHERE, f"git cannot list the files of {commit}; fetch the history")
+    tree = _CommitTree(objects, listing)
     sources = Sources(root, tree=tree)
     state = ProjectState(environment={}, files=tree.digests)
     reasons = []
@@ -241,17 +244,19 @@ def _compare(
     fits = list(zip(records, before.reasons, now.reasons, strict=True))
     for record, old, new in sorted(fits, key=lambda fit: _distance(fit[0], before.state)):
         named = {block[:2] for block in record.blocks}
+        fitting = restamped(record, record.tests.keys() - old.keys(), before.state)
+        exact = Changes(fitting, now.sources, now.state)
         stamped = restamped(record, record.tests, before.state)
-        step = Changes(stamped, now.sources, now.state, before=before.sources)
+        guess = Changes(stamped, now.sources, now.state, before=before.sources)
         foreign = [_foreign(record, state, objects, before, now) for state in record.states]
         for node_id, entry in record.tests.items():
             if not _exists(node_id, now, named):
                 continue
-            reason = step.reason(node_id, None)
-            if not entry.problem and (node_id not in old or node_id not in new):
-                reason = reason or new.get(node_id) or old.get(node_id)
-                certain[node_id] = certain.get(node_id) or reason
-            elif reason is not None:
+            if node_id not in old:
+                certain[node_id] = certain.get(node_id) or exact.reason(node_id, None)
+            elif node_id not in new:
+                certain[node_id] = certain.get(node_id) or old[node_id]
+            elif (reason := guess.reason(node_id, None)) is not None:
                 guesses.setdefault(node_id, ("run", reason))
             elif foreign[entry.state].keys().isdisjoint(entry.blocks):
                 guesses.setdefault(node_id, ("assumed", new[node_id]))
@@ -371,7 +376,14 @@ def replay(
     Raises:
         SelectionError: There is no git, no commit with one before it, or an object is missing.
     """
-    words = "log", "--first-parent", "--reverse", f"-{number + 1}", "--format=%H %s"
+    words = (
+        "log",
+        "--no-show-signature",
+        "--first-parent",
+        "--reverse",
+        f"-{number + 1}",
+        "--format=%H %s",
+    )
     listed = ask_git(root, *words)
     pairs = [line.partition(" ") for line in (listed or "").splitlines()]
     if len(pairs) < 2:  # noqa: PLR2004 - a commit and the one before

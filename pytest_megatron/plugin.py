@@ -14,7 +14,12 @@ import pytest
 
 from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
 from pytest_megatron.hooks import options
-from pytest_megatron.hooks.deselected import fold, note_deselected, take_deselected
+from pytest_megatron.hooks.deselected import (
+    LeftOutFiles,
+    fold,
+    note_deselected,
+    take_deselected,
+)
 from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -59,6 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Note how the session begins, before anything of the project is imported."""
+    if early_config.pluginmanager.has_plugin(options.ENDED_PLUGIN):
+        return
     run = options.early_words(early_config, "attach")
     if run:
         from pytest_megatron.hooks.workloads.attach import add_recorded
@@ -89,6 +96,12 @@ def pytest_keep_gangs(
         from pytest_megatron.hooks.start.keep import keep_gangs
 
         plugin = keep_gangs(early_config, minutes)
+        if early_config.pluginmanager.has_plugin(
+            options.ENDED_PLUGIN
+        ):  # nothing is left to do for any plugin
+            args.clear()
+            early_config.known_args_namespace = parser.parse_known_args([])
+            early_config.known_args_namespace.noconftest = True
     yield
     if plugin is not None:
         plugin.check(early_config)
@@ -100,6 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _is_rank(config):
         declare_marks(config)
         return
+    config.pluginmanager.register(LeftOutFiles(config), "megatron-left-out-files")
     chosen = options.read_options(config)
     if chosen.num_stress is not None:
         config.pluginmanager.register(StressPlugin(config, chosen), STRESS)
@@ -114,6 +128,9 @@ def pytest_configure(config: pytest.Config) -> None:
     declare_marks(config)
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
+    if chosen.num_packed > 1 and has_workers(config):
+        problem = "each worker of pytest-xdist (-n) has GPUs of its own; drop one of them"
+        raise pytest.UsageError(f"--pack-gpus: {problem}")
     if chosen.node_rank > 0:
         from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 

@@ -74,6 +74,11 @@ def listed(texts: Sequence[str], most: int) -> str:
     return ", ".join(texts[:most]) + more
 
 
+def numbered_parameter(word: str) -> re.Pattern[str]:
+    """Return the pattern of a parameter such as `world2` in a node id, with what separates it."""
+    return re.compile(rf"\[{word}\d+\]$|(?<=\[){word}\d+-|-{word}\d+(?=[]-])")
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
     import difflib  # noqa: PLC0415  every session imports this module, few have such an error

@@ -261,6 +261,7 @@ def unaffected_since(root: Path, base: str, files: Iterable[Path]) -> Unaffected
         SelectionError: git is missing, or does not know the base.
     """
     full = root.resolve()
-    record = merge_records(map(read_record, files))
-    now = ProjectState(environment={}, files=files_of(full))
+    paths = [file.resolve() for file in files]
+    record = merge_records(map(read_record, paths))
+    now = ProjectState(environment={}, files=files_of(full, *paths))
     return find_unaffected(record, Changes(record, Sources(full), now, blocks_at(full, base)))

@@ -103,6 +103,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 CONFTEST = "conftest.py"
+_WRITTEN = {".pytest_megatron", "__pycache__"}  # directories that running tests writes
 LINK = "-> "  # in front of the target of a link, in the place of a digest
 
 
@@ -249,8 +250,12 @@ def _is_listed(name: str) -> bool:
     return not name.startswith((".", "__pycache__")) and not name.endswith(".pyc")
 
 
-def files_of(root: Path) -> dict[str, str]:
-    """Return path -> digest of the files that git knows or would add.
+def files_of(root: Path, *records: Path) -> dict[str, str]:
+    """Return path -> digest of the files that git knows or would add, but for what runs write.
+
+    Args:
+        root: Of the project.
+        records: Files of records, which each run replaces; they may lie in the project.
 
     Raises:
         SelectionError: git is missing, or there is no checkout.
@@ -262,6 +267,8 @@ def files_of(root: Path) -> dict[str, str]:
     found = {}
     for path in sorted(set(os.fsdecode(output).split("\0")) - {""}):
         full = root / path
+        if full in records or not _WRITTEN.isdisjoint(full.parts[len(root.parts) :]):
+            continue
         if full.is_symlink():
             found[path] = f"{LINK}{full.readlink()}"
         elif full.is_file():

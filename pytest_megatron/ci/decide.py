@@ -299,7 +299,7 @@ def decide(trigger: Trigger, table: CiTable) -> Decision:
             f"matches none of {len(table.rules)} rules; end the rules with one without 'when'",
         )
     why = next(one.why for one in considered if one.decides)
-    return _with_labels(chosen, why, trigger, table, tuple(considered))
+    return decision_by(chosen, why, trigger, table, tuple(considered))
 
 
 def _holds(rule: DecisionRule, trigger: Trigger) -> tuple[bool, str]:
@@ -323,14 +323,14 @@ def _holds(rule: DecisionRule, trigger: Trigger) -> tuple[bool, str]:
     return True, ", ".join(found for _, _, found, _ in used) or "no other rule matched"
 
 
-def _with_labels(
+def decision_by(
     rule: DecisionRule,
     why: str,
     trigger: Trigger,
     table: CiTable,
-    considered: tuple[Considered, ...],
+    considered: tuple[Considered, ...] = (),
 ) -> Decision:
-    """Add the effects of labels to a rule."""
+    """Return the decision of a rule, with the effects of labels."""
     known = {label.casefold() for label in table.known_labels}
     attached = {label.casefold() for label in trigger.labels}
     effects = [effect for effect in table.labels if effect.label.casefold() in attached]

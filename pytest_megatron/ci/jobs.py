@@ -68,6 +68,56 @@ class CiJob:
         """The workload that it runs; None for unit tests."""
         return self.name if self.kind == "workload" else None
 
+    @property
+    def device(self) -> str:
+        """The unit of its cost: `GPU`, or `rank` for a process on the CPU."""
+        return "GPU" if self.gpus else "rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedJob:
+    """A job that a budget has no room for.
+
+    Attributes:
+        items: Its node id, or its files of tests.
+        price_s: Devices times seconds that it is expected to cost.
+        num_runs, num_caught: Runs in the history, and failures of the code that began in them.
+    """
+
+    name: str
+    items: tuple[str, ...]
+    price_s: float
+    num_runs: Count
+    num_caught: Count
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBudget:
+    """The budget of a plan.
+
+    Attributes:
+        limit: As it was given; `limit_s` in devices times seconds.
+        device: `GPU` or `rank`.
+        expected_s: Of the jobs that run and have a history.
+        unknown: Jobs that run without a history.
+        num_others: Jobs on other devices, which run.
+    """
+
+    limit: str
+    device: str
+    limit_s: float
+    expected_s: float
+    unknown: tuple[str, ...] = ()
+    num_others: Count = 0
+    dropped: tuple[DroppedJob, ...] = ()
+
+    @property
+    def nowhere(self) -> dict[str, dict[str, int]]:
+        """The items that it leaves out, as a run has the tests that it deselected."""
+        items = (item for one in self.dropped for item in one.items)
+        return {f"not run: budget {self.limit}": {i: int("::" in i) for i in items}}
+
 
 @open_to_others
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +127,7 @@ class PlanFile:
     Attributes:
         commit: The commit that was planned for; None where the plan has none.
         run_id: Of the run of GitHub Actions that planned, None elsewhere.
+        budget: What became of `--budget`; None without.
     """
 
     event: str = ""
@@ -88,6 +139,7 @@ class PlanFile:
     commit: str | None = None
     run_id: str | None = None
     jobs: tuple[CiJob, ...]
+    budget: PlanBudget | None = None
 
     @property
     def headline(self) -> str | None:

@@ -14,8 +14,10 @@ from typing import cast
 
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.changed.select import Unaffected
+from pytest_megatron.ci.budget import Budget, item_histories, keep_within
 from pytest_megatron.ci.decide import (
     Decision,
     PathChange,
@@ -24,7 +26,14 @@ from pytest_megatron.ci.decide import (
     decide,
     suggest,
 )
-from pytest_megatron.ci.jobs import CiJob, UnitRow, integration_matrix, unit_matrix, workload_jobs
+from pytest_megatron.ci.jobs import (
+    CiJob,
+    PlanBudget,
+    UnitRow,
+    integration_matrix,
+    unit_matrix,
+    workload_jobs,
+)
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.ci.test_jobs import (
@@ -44,6 +53,7 @@ from pytest_megatron.recipe.findings import Finding
 from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
 from pytest_megatron.recipe.model import UNIT_MODEL, Vocabulary, Workload
 from pytest_megatron.recipe.select import Selection, failing, select, values
+from pytest_megatron.runs.history import HistoryEntry, device_time
 
 _INI_KEY = "megatron_golden_policy"
 # Files of settings in the order in which pytest tries them, with the table each keeps them in.
@@ -157,6 +167,7 @@ class PlanRequest:
         durations: Files of recorded durations; empty is the project's history, if it is there.
         changes: Changed paths, None where they are not known.
         unaffected: Items for which nothing changed, which are left out; None leaves out none.
+        budget: At most so much may be spent, by these runs; None leaves out nothing.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
     """
@@ -176,6 +187,7 @@ class PlanRequest:
     ranks: int = 0
     changes: tuple[PathChange, ...] | None = None
     unaffected: Unaffected | None = None
+    budget: tuple[Budget, tuple[HistoryEntry, ...]] | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
 
@@ -188,6 +200,7 @@ class CiPlan:
         workloads: The rows that run, in the order of the recipes.
         jobs: One for each row, then one for each bucket or shard.
         left_out: Every other row, with its reasons.
+        budget: What became of the request's.
     """
 
     trigger: Trigger
@@ -197,6 +210,7 @@ class CiPlan:
     jobs: tuple[CiJob, ...]
     left_out: tuple[LeftOut, ...]
     suggestion: Suggestion | None
+    budget: PlanBudget | None = None
 
     def as_json(self, *, is_explained: bool = False) -> dict[str, JsonValue]:
         """Return it for `plan --format json`; words of a list are joined with commas."""
@@ -220,6 +234,7 @@ class CiPlan:
             "suggestion": None if self.suggestion is None else asdict(self.suggestion),
             "workloads": [_row(workload) for workload in self.workloads],
             "jobs": [asdict(job) for job in self.jobs],
+            "budget": None if self.budget is None else asdict(self.budget),
             "matrix": {
                 "unit": unit_matrix(self.jobs),
                 "integration": integration_matrix(self.jobs),
@@ -251,6 +266,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
     workloads: tuple[Workload, ...] = ()
     jobs: list[CiJob] = []
     left_out: list[LeftOut] = []
+    units = UnitJobs()
     if "workload" in request.kinds:
         workloads, left_out = _select(rows, request, decision, words, table)
         workloads, unchanged = _leave_out_unaffected(workloads, request.unaffected)
@@ -265,6 +281,24 @@ def make_plan(request: PlanRequest) -> CiPlan:
     if not jobs and not (request.is_empty_allowed or is_unchanged):
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
         raise EmptySelectionError("the plan", problem)
+    budget: PlanBudget | None = None
+    if request.budget is not None:
+        limit, entries = request.budget
+        histories = item_histories(entries, is_lightweight=decision.is_lightweight)
+        kept, budget = keep_within(limit, jobs, units.files, histories)
+        if jobs and not kept and not request.is_empty_allowed:
+            least = device_time(min(one.price_s for one in budget.dropped), limit.device)
+            problem = (
+                f"has room for none of {counted(len(jobs), 'job')}; the cheapest costs {least}"
+            )
+            raise EmptySelectionError(f"--budget {limit.text}", problem)
+        jobs = list(kept)
+        gone = {item: one.reason for one in budget.dropped for item in one.items}
+        workloads = tuple(row for row in workloads if _node_id(row) not in gone)
+        left_out += [
+            LeftOut(name=one.name, reasons=(f"budget {limit.text}: {one.reason}",))
+            for one in budget.dropped
+        ]
     return CiPlan(
         trigger=trigger,
         decision=decision,
@@ -273,7 +307,12 @@ def make_plan(request: PlanRequest) -> CiPlan:
         jobs=tuple(jobs),
         left_out=tuple(left_out),
         suggestion=suggestion,
+        budget=budget,
     )
+
+
+def _node_id(row: Workload) -> str:
+    return f"{row.file.as_posix()}::{row.item_name}"
 
 
 def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Suggestion | None]:
@@ -352,9 +391,8 @@ def _leave_out_unaffected(
     """Return the rows for which something changed, and the others."""
     if unaffected is None:
         return workloads, []
-    names = {id(row): f"{row.file.as_posix()}::{row.item_name}" for row in workloads}
-    kept = tuple(row for row in workloads if names[id(row)] not in unaffected.node_ids)
-    gone = [names[id(row)] for row in workloads if row not in kept]
+    kept = tuple(row for row in workloads if _node_id(row) not in unaffected.node_ids)
+    gone = [_node_id(row) for row in workloads if row not in kept]
     return kept, [LeftOut(name=name, reasons=(UNCHANGED,)) for name in gone]
 
 
@@ -411,7 +449,7 @@ def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
             for name in missed
             if name not in _NAMED
         ]
-    return LeftOut(name=f"{row.file.as_posix()}::{row.item_name}", reasons=tuple(reasons))
+    return LeftOut(name=_node_id(row), reasons=tuple(reasons))
 
 
 def _unit_jobs(
@@ -460,7 +498,7 @@ def _unit_jobs(
 
 def _row(workload: Workload) -> dict[str, JsonValue]:
     return {
-        "id": f"{workload.file.as_posix()}::{workload.item_name}",
+        "id": _node_id(workload),
         "file": workload.file.as_posix(),
         "line": workload.line,
         "model": workload.model,

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
+from pytest_megatron.ci.budget import budget_lines
 from pytest_megatron.ci.jobs import CiJob, integration_matrix, unit_matrix
 from pytest_megatron.ci.plan import CiPlan
 from pytest_megatron.ci.test_jobs import LeftOut
@@ -40,6 +41,8 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
         lines += [line for job in jobs for line in _job_lines(job)]
     if not plan.jobs:
         lines += ["", "no jobs"]
+    if plan.budget is not None:
+        lines += ["", *budget_lines(plan.budget)]
     if is_explained:
         lines += ["", *_left_out_lines(plan.left_out)]
     return "".join(f"{line}\n" for line in lines)

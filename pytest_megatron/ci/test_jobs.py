@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pytest_megatron.ci.jobs import CiJob, UnitRow, unit_job
@@ -56,10 +56,22 @@ class UnitJobs:
 
     Attributes:
         left_out: Rows and buckets without a job.
+        files: Id of a job -> its test files.
     """
 
     jobs: tuple[CiJob, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def joined(parts: Iterable[UnitJobs], left_out: Iterable[LeftOut] = ()) -> UnitJobs:
+        """Return the jobs of all parts, and further rows and buckets without one."""
+        found = tuple(parts)
+        return UnitJobs(
+            jobs=tuple(job for part in found for job in part.jobs),
+            left_out=(*left_out, *(one for part in found for one in part.left_out)),
+            files={id_: files for part in found for id_, files in part.files.items()},
+        )
 
 
 def bucket_jobs(
@@ -74,22 +86,20 @@ def bucket_jobs(
         RecipeError: A bucket is none, is named twice, or a test file is in none.
     """
     files = find_test_files(root, table.unit_tests)
-    jobs: list[CiJob] = []
-    left_out: list[LeftOut] = []
+    parts: list[UnitJobs] = []
     for platform in dict.fromkeys(row.platform for row in rows):
         mine = [row for row in rows if row.platform == platform]
         if choice.platforms and platform not in choice.platforms:
             reason = f"platform {platform}, asked {', '.join(choice.platforms)}"
-            left_out += [LeftOut(name=_name(row), reasons=(reason,)) for row in mine]
+            others = tuple(LeftOut(name=_name(row), reasons=(reason,)) for row in mine)
+            parts.append(UnitJobs(left_out=others))
             continue
         patterns: dict[str, str] = {}
         for row in mine:
             patterns.setdefault(row.test_case, row.where)
         buckets = {bucket.pattern: bucket for bucket in share_out(files, patterns)}
-        found = _of_platform(mine, buckets, choice, table, root)
-        jobs += found.jobs
-        left_out += found.left_out
-    return UnitJobs(jobs=tuple(jobs), left_out=tuple(left_out))
+        parts.append(_of_platform(mine, buckets, choice, table, root))
+    return UnitJobs.joined(parts)
 
 
 def _of_platform(
@@ -99,7 +109,7 @@ def _of_platform(
     table: CiTable,
     root: Path,
 ) -> UnitJobs:
-    jobs: list[CiJob] = []
+    parts: list[UnitJobs] = []
     left_out: list[LeftOut] = []
     chosen: dict[str, Workload] = {}
     for row in rows:
@@ -116,11 +126,11 @@ def _of_platform(
             left_out.append(LeftOut(name=_name(row), reasons=(UNCHANGED,)))
         else:
             made = _jobs_of(buckets[row.test_case], UnitRow.of(row), table, root)
-            jobs += made
-            if not made:
+            parts.append(made)
+            if not made.jobs:
                 mark = launch_mark(row.platform)
                 left_out.append(LeftOut(name=_name(row), reasons=(f"no file has {mark}",)))
-    return UnitJobs(jobs=tuple(jobs), left_out=tuple(left_out))
+    return UnitJobs.joined(parts, left_out)
 
 
 def _missed(row: Workload, choice: UnitChoice) -> tuple[str, ...]:
@@ -158,29 +168,31 @@ def shard_jobs(
     left_out = [LeftOut(name=file, reasons=(UNCHANGED,)) for file in files if file in unaffected]
     files = tuple(file for file in files if file not in unaffected)
     shards = balance(files, durations_s, num_shards) if files else []
-    jobs: list[CiJob] = []
-    for shard in shards:
-        name = f"shard-{shard.number}-of-{len(shards)}"
-        jobs += _jobs_of(
-            Bucket(pattern=name, files=shard.files, words=shard.files), row, table, root
+    buckets = (
+        Bucket(
+            pattern=f"shard-{shard.number}-of-{len(shards)}", files=shard.files, words=shard.files
         )
-    return UnitJobs(jobs=tuple(jobs), left_out=tuple(left_out))
+        for shard in shards
+    )
+    return UnitJobs.joined((_jobs_of(one, row, table, root) for one in buckets), left_out)
 
 
-def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> list[CiJob]:
+def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> UnitJobs:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
     for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
         files = tuple(file for file in files if _has_mark(root / file, mark))
     if not files:
-        return []
+        return UnitJobs()
     own = replace(bucket, files=files)
     jobs = [unit_job(bucket.pattern, own, row, table, experimental="exclude")]
+    files_of = {jobs[0].id: files}
     tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
     if tests and row.tag in ("", _LATEST):
         own = replace(bucket, files=tests)
         jobs.append(unit_job(bucket.pattern, own, row, table, experimental="only"))
-    return jobs
+        files_of[jobs[1].id] = tests
+    return UnitJobs(jobs=tuple(jobs), files=files_of)
 
 
 def _has_mark(file: Path, mark: str) -> bool:

@@ -50,15 +50,19 @@ _DEFAULT_DAYS = 30
 _OWNERS = ("CODEOWNERS", ".github/CODEOWNERS", ".gitlab/CODEOWNERS", "docs/CODEOWNERS")
 
 
-@click.command(name="flaky")
-@click.option(
+DEFAULT_HISTORY = Path(".pytest_megatron") / FILE_NAME
+history_option = click.option(
     "--history",
     "path",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path(".pytest_megatron") / FILE_NAME,
+    default=DEFAULT_HISTORY,
     show_default=True,
     help="The file that runs append to.",
 )
+
+
+@click.command(name="flaky")
+@history_option
 @click.option("--since", metavar="SPAN", help="Only the last 30d, 12h, 2w; by default everything.")
 @click.option(
     "--min-runs",
@@ -107,6 +111,28 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     for option, given in others.items():
         if given and not propose:
             raise ConfigError(option, "is given without --propose")
+    entries = read_entries(path)
+    start = "" if since is None else days_ago(days_of(since))
+    if propose:
+        last_day = until or str(today() + dt.timedelta(days=_DEFAULT_DAYS))
+        cases = flakiness_cases(entries, since=start, num_needed=clean_runs)
+        proposal = _proposal(cases, entries, min_runs, last_day, owner)
+        text = _proposal_json(proposal) if form == "json" else _proposal_markdown(proposal)
+        if write and proposal.changed != proposal.text:
+            _write_change(proposal)
+        click.echo(text if form == "json" else printable(text), nl=False)
+        return
+    records = flaky_records(entries, since=start, min_runs=min_runs)
+    text = _FORMATS[form](records)
+    click.echo(text if form == "json" else printable(text), nl=False)
+
+
+def read_entries(path: Path) -> tuple[HistoryEntry, ...]:
+    """Return the entries of a history; lines that are none are named on stderr.
+
+    Raises:
+        ConfigError: It is not there, or cannot be read.
+    """
     if not path.exists():
         raise ConfigError(
             str(path), "is not there; runs with workloads or distributed tests write it"
@@ -117,22 +143,22 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     for problem in history.problems:
         click.echo(printable(problem), err=True)
-    start = "" if since is None else days_ago(_days(since))
-    if propose:
-        last_day = until or str(today() + dt.timedelta(days=_DEFAULT_DAYS))
-        cases = flakiness_cases(history.entries, since=start, num_needed=clean_runs)
-        proposal = _proposal(cases, history.entries, min_runs, last_day, owner)
-        text = _proposal_json(proposal) if form == "json" else _proposal_markdown(proposal)
-        if write and proposal.changed != proposal.text:
-            _write_change(proposal)
-        click.echo(text if form == "json" else printable(text), nl=False)
-        return
-    records = flaky_records(history.entries, since=start, min_runs=min_runs)
-    text = _FORMATS[form](records)
-    click.echo(text if form == "json" else printable(text), nl=False)
+    return history.entries
 
 
-def _days(span: str) -> float:
+def read_known_entries(path: Path, root: Path = Path()) -> tuple[HistoryEntry, ...]:
+    """Return the entries of a project's history, which may not be there yet, or of a given file."""
+    if path != DEFAULT_HISTORY:
+        return read_entries(path)
+    return read_entries(root / path) if (root / path).exists() else ()
+
+
+def days_of(span: str) -> float:
+    """Return the number of days of a span such as 12h or 2w.
+
+    Raises:
+        ConfigError: It is none.
+    """
     match = _SPAN(span)
     if match is None:
         raise ConfigError("--since", f"found {span!r}, expected a number with h, d or w, as in 30d")

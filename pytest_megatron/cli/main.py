@@ -63,6 +63,7 @@ SUBCOMMANDS = {
     "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
     "changed": ("plan:changed", "Join records of what tests use, for --changed."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
+    "cost": ("plan:cost", "Print what items cost in GPU time, and what got dearer."),
     "culprit": ("culprit:command", "Find the commit from which on an item fails."),
     "demo": ("demo:command", "Write a small project into an empty directory, and run it."),
     "doctor": ("doctor:command", "Check this machine and environment."),

@@ -1,16 +1,18 @@
-"""`pytest-megatron plan` and `changed`: the jobs of CI with their commands, and what changed.
+"""`pytest-megatron plan`, `changed` and `cost`: jobs of CI, what changed, and what items cost.
 
 `plan --replay` shows what leaving out unchanged items would have saved and missed.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -18,10 +20,12 @@ from click.core import ParameterSource
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.files import JsonValue, read_text
-from pytest_megatron.base.text import columns, counted, printable
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import columns, counted, printable, rough_time
 from pytest_megatron.changed.record import FILE_NAME, merge_records, read_record, write_record
 from pytest_megatron.changed.replay import ReplayedCommit, ReplayReport, replay
 from pytest_megatron.changed.select import unaffected_since
+from pytest_megatron.ci.budget import Budget, parse_budget
 from pytest_megatron.ci.decide import (
     PathChange,
     Trigger,
@@ -31,17 +35,32 @@ from pytest_megatron.ci.decide import (
 )
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
+from pytest_megatron.cli.flaky import (
+    days_of,
+    history_option,
+    read_entries,
+    read_known_entries,
+)
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, echo_json, format_option
 from pytest_megatron.culprit.search import SHORT
 from pytest_megatron.errors import ConfigError, EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.model import CADENCES
-from pytest_megatron.runs import history
+from pytest_megatron.runs.history import (
+    COST_KEYS,
+    CostRow,
+    HistoryEntry,
+    cost_rows,
+    days_ago,
+    device_time,
+    durations_of,
+    outcomes_by_commit,
+)
 from pytest_megatron.runs.layout import OWN_DIR
 
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
-_OF_REPLAY = frozenset(("replay", "history", "changed_file", "explain", "form"))
+_OF_REPLAY = frozenset(("replay", "path", "changed_file", "explain", "form"))
 _REPLAY_HEAD = (
     *("commit", "items", "run", "unknown", "assumed", "skipped", "saved", "judged", "failed"),
     "subject",
@@ -73,7 +92,8 @@ class _PlanOptions(TypedDict):
     changed: str | None
     changed_file: tuple[Path, ...]
     replay: int | None
-    history: tuple[Path, ...]
+    budget: str | None
+    path: Path
     apply_suggestion: bool
     explain: bool
     allow_empty: bool
@@ -145,12 +165,11 @@ class _PlanOptions(TypedDict):
     help="Print what --changed would have left out at each of the last N commits, and missed.",
 )
 @click.option(
-    "--history",
-    multiple=True,
-    type=PATH,
-    metavar="FILE",
-    help="For --replay: the file that runs append to, repeatable; the project's by default.",
+    "--budget",
+    metavar="TIME",
+    help="GPU time, such as 2h or '40 GPU-h': drop what detects least for its price.",
 )
+@history_option
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
 @click.option("--explain", is_flag=True, help="Print why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
@@ -169,8 +188,6 @@ def command(**given: Unpack[_PlanOptions]) -> None:
     if given["replay"] is not None:
         _print_replay(given["replay"], given)
         return
-    if given["history"]:
-        raise SelectionError("--history", "is for --replay; give the number of commits")
     request = _request(given)
     try:
         plan = make_plan(request)
@@ -217,9 +234,17 @@ def _request(given: _PlanOptions) -> PlanRequest:
         unaffected=None
         if given["changed"] is None
         else unaffected_since(root, given["changed"], given["changed_file"]),
+        budget=_budget(given["budget"], given["path"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
     )
+
+
+def _budget(text: str | None, path: Path) -> tuple[Budget, tuple[HistoryEntry, ...]] | None:
+    """Return a budget, and the runs by which costs are expected."""
+    if text is None:
+        return None
+    return parse_budget(text, "--budget"), read_known_entries(path)
 
 
 def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
@@ -291,29 +316,14 @@ def _print_replay(number: int, given: _PlanOptions) -> None:
             raise ConfigError(
                 str(file), "has no record of this version; run tests with --record-changed"
             )
-    entries = _read_history(given["history"])
-    outcomes, durations = history.outcomes_by_commit(entries), history.durations_of(entries)
+    entries = read_known_entries(given["path"])
+    outcomes, durations = outcomes_by_commit(entries), durations_of(entries)
     found = replay(Path.cwd(), number, records, outcomes, durations)
     if given["form"] == "json":
         echo_json(_replay_as_json(found, is_explained=given["explain"]))
         return
     for line in _replay_lines(found, number, is_explained=given["explain"]):
         click.echo(printable(line))
-
-
-def _read_history(files: tuple[Path, ...]) -> list[history.HistoryEntry]:
-    entries: list[history.HistoryEntry] = []
-    for file in files or (OWN_DIR / history.FILE_NAME,):
-        if files and not file.exists():
-            raise ConfigError(str(file), "is not there, expected a history of runs")
-        try:
-            found = history.read(file)
-        except OSError as error:
-            raise ConfigError(str(file), f"cannot be read: {error.strerror}") from error
-        for problem in found.problems:
-            click.echo(printable(problem), err=True)
-        entries += found.entries
-    return entries
 
 
 def _share(part: float, whole: float) -> str:
@@ -454,3 +464,158 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
     except OSError as error:
         raise ConfigError(str(output), f"cannot be written: {error.strerror}") from error
     click.echo(f"{output}: {counted(len(record.tests), 'test')} of {counted(len(files), 'record')}")
+
+
+_DEARER = 0.1  # share from which on a page lists a change
+_HEAD = ("cost", "before", "a run", "change", "runs", "wall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CostTable:
+    """Costs by one key.
+
+    Attributes:
+        span: As it was typed; `since` is where it begins.
+    """
+
+    by: str
+    span: str
+    since: str
+    rows: tuple[CostRow, ...]
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as they are shown."""
+        return [_cost_cells(row) for row in self.rows]
+
+
+@click.command(name="cost")
+@history_option
+@click.option("--by", type=click.Choice(list(COST_KEYS)), default="item", show_default=True)
+@click.option(
+    "--since",
+    metavar="SPAN",
+    default="7d",
+    show_default=True,
+    help="30d, 12h, 2w; compared with the span before it.",
+)
+@click.option(
+    "--sort",
+    type=click.Choice(["cost", "change"]),
+    default="cost",
+    show_default=True,
+    help="change begins with what got dearer by most.",
+)
+@format_option("text", "json", "csv", "html", about="html is a page with all keys of --by.")
+def cost(*, path: Path, by: str, since: str, sort: str, form: str) -> None:
+    """Print what runs cost: GPUs times seconds, over all attempts and repeats.
+
+    On the CPU, processes count in place of GPUs; both are never added up. A change is that of the
+    mean of one run.
+    """
+    days = days_of(since)
+    start, before = days_ago(days), days_ago(2 * days)
+    entries = read_entries(path)
+    tables = {
+        key: _CostTable(
+            by=key, span=since, since=start, rows=_sorted_rows(entries, key, start, before, sort)
+        )
+        for key in (COST_KEYS if form == "html" else (by,))
+    }
+    match form:
+        case "html":
+            text = _cost_page(list(tables.values()))
+        case "csv":
+            text = _cost_csv(tables[by])
+        case "json":
+            text = json.dumps(_cost_json(tables[by]), indent=1) + "\n"
+        case _:
+            text = printable(_cost_text(tables[by]))
+    click.echo(text, nl=False)
+
+
+def _sorted_rows(
+    entries: Sequence[HistoryEntry], by: str, since: str, before: str, sort: str
+) -> tuple[CostRow, ...]:
+    rows = cost_rows(entries, by, since=since, before=before)
+    return tuple(sorted(rows, key=lambda r: -r.extra_s)) if sort == "change" else rows
+
+
+def _cost_cells(row: CostRow) -> tuple[str, ...]:
+    known = row.run_s is not None
+    at_least = ">= " if row.num_unknown else ""
+    return (
+        at_least + device_time(row.device_s, row.device) if known else "unknown",
+        device_time(row.before_s, row.device) if row.num_before else "-",
+        device_time(row.run_s, row.device) if row.run_s is not None else "-",
+        "-" if row.change is None else f"{row.change:+.0%}",
+        str(row.num_runs),
+        rough_time(row.wall_s),
+        row.key,
+    )
+
+
+def _unknown_line(table: _CostTable) -> str:
+    """Return the line about runs whose cost is not known, "" where there are none."""
+    number = sum(row.num_unknown for row in table.rows)
+    if not number:
+        return ""
+    return (
+        f"{counted(number, 'run')} of earlier versions: the number of GPUs is unknown, so their "
+        "cost is not in the sums"
+    )
+
+
+def _cost_text(table: _CostTable) -> str:
+    if not table.rows:
+        return f"no runs in the last {table.span}\n"
+    lines = columns([(*_HEAD, table.by), *table.cells], num_right=len(_HEAD))
+    lines.append(f"\nthe last {table.span}; before: the {table.span} before that")
+    lines += [line] if (line := _unknown_line(table)) else []
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cost_json(table: _CostTable) -> dict[str, JsonValue]:
+    rows: list[JsonValue] = [
+        {
+            table.by: row.key,
+            "device": row.device,
+            "device_s": round(row.device_s, 3),
+            "wall_s": round(row.wall_s, 3),
+            "num_runs": row.num_runs,
+            "num_unknown": row.num_unknown,
+            "before_device_s": round(row.before_s, 3),
+            "num_before": row.num_before,
+            "change": None if row.change is None else round(row.change, 4),
+        }
+        for row in table.rows
+    ]
+    return {"schema": 1, "by": table.by, "since": table.since, "rows": rows}
+
+
+def _cost_csv(table: _CostTable) -> str:
+    """Return a table for a spreadsheet, which would run a text that begins as a formula does."""
+    rows = _cost_json(table)["rows"]
+    assert isinstance(rows, list)
+    file = io.StringIO()
+    names = (table.by, "device", "device_s", "wall_s", "num_runs", "num_unknown")
+    writer = csv.DictWriter(file, (*names, "before_device_s", "num_before", "change"))
+    writer.writeheader()
+    for row in rows:
+        assert isinstance(row, dict)
+        name = str(row[table.by])
+        writer.writerow(
+            {**row, table.by: f"'{name}" if name.startswith(tuple("=+-@\t\r")) else name}
+        )
+    return file.getvalue()
+
+
+def _cost_page(tables: Sequence[_CostTable]) -> str:
+    items = tables[0]
+    grown = [
+        r for r in items.rows if r.extra_s > 0 and r.change is not None and r.change >= _DEARER
+    ]
+    dearer = replace(items, rows=tuple(sorted(grown, key=lambda row: -row.extra_s)))
+    return render(
+        "cost.html", head=_HEAD, tables=tables, dearer=dearer, unknown=_unknown_line(items)
+    )

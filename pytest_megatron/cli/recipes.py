@@ -10,6 +10,8 @@ import click
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
+from pytest_megatron.ci.table import load_table
+from pytest_megatron.cli.flaky import history_option, read_known_entries
 from pytest_megatron.cli.formats import (
     EXIT_UNUSABLE,
     PATH,
@@ -74,21 +76,29 @@ def _as_text(loaded: list[Loaded]) -> str:
 @click.command(name="lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
 @root_option
+@history_option
 @findings_option
-def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
-    """Report errors in recipes, their test cases and goldens.
+def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
+    """Report errors in recipes, their test cases and goldens, and scopes above their budget.
 
     PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
     an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
     """
-    from pytest_megatron.workload.checks.check import lint_checks  # noqa: PLC0415 - slow to import
+    from pytest_megatron.ci.budget import check_budgets  # noqa: PLC0415 - slow to import
+    from pytest_megatron.workload.checks.check import lint_checks  # noqa: PLC0415 - the same
 
+    config, words = load_config(root), project_words(root)
+    table = load_table(config, words)
+    entries = read_known_entries(path, root) if table.budget else ()
     findings = lint_recipes(
         paths or (Path("recipes"),),
         root=root,
-        vocabulary=project_words(root),
-        other_names=load_config(root).golden_platforms,
-        row_checks=[lint_checks],
+        vocabulary=words,
+        other_names=config.golden_platforms,
+        row_checks=[
+            lint_checks,
+            lambda rows, _: check_budgets(tuple(rows), table, entries, config.file or root),
+        ],
     )
     click.echo(findings_text(findings, form), nl=False)
     sys.exit(any(finding.is_error for finding in findings))

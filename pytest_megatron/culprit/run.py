@@ -154,10 +154,11 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
     project = tree / state.prefix
     own = project / ".venv" / "bin" / "python"
     argv = [str(run_dir) if word == RUN_DIR else word for word in state.argv]
-    argv[0] = str(own) if state.setup and own.exists() else sys.executable
+    has_own = bool(state.setup) and own.exists()
+    argv[0] = str(own) if has_own else sys.executable
     argv += ["--confcutdir", ".", "--junit-xml", str(report), "-o", "junit_family=xunit2"]
     env = _environment(state.env)
-    if not state.setup:  # above an editable installation of the user's tree
+    if not has_own:  # above an editable installation of the user's tree
         inherited = (env["PYTHONPATH"],) if env.get("PYTHONPATH") else ()
         env["PYTHONPATH"] = os.pathsep.join((str(project), str(project / "src"), *inherited))
     begun = time.monotonic()
@@ -167,10 +168,11 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
         problem = f"did not end within {state.time_limit_s:g} s"
     else:
         outcome, problem = judge(end.returncode, _record(run_dir, state.item), _cases(report))
+    problem = shorten(headline(state.item, problem), _MOST_CHARS)
     return CulpritRun(
         position=position,
         outcome=outcome,
-        problem=shorten(headline(state.item, problem), _MOST_CHARS),
+        problem=f"{problem}; see {log}" if outcome == "untestable" else problem,
         duration_s=round(time.monotonic() - begun, 3),
         log=log.name,
     )
@@ -197,7 +199,7 @@ def judge(
     problem = next((case.message for case in cases if case.outcome != "passed"), "")
     kinds = {case.outcome for case in cases}
     if returncode not in (0, 1) or not kinds:
-        why = PYTEST_EXITS.get(returncode, "pytest left no report of it; see its log")
+        why = PYTEST_EXITS.get(returncode, "pytest left no report of it")
         return "broken" if returncode == 3 else "untestable", why  # noqa: PLR2004 - an error in pytest
     if returncode == 1:
         return "failed", problem

@@ -39,6 +39,9 @@ from pytest_megatron.process.tree import die_with
 # Starts the ranks of torch.distributed.run; see `replace_popen`.
 _STARTS_RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _LAUNCHER = "torch.distributed.run"
+# Names methods in its records: has `inspect` look through all modules for each frame, ten times.
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_NAMES_METHOD = "get_method_name"
 # Parts of torch, and what they import. Neither megatron-core nor its plugins are among them: a
 # program may have to change torch before it imports these.
 PRELOADED = ("torch", "torch.distributed.launcher.api", _STARTS_RANKS)
@@ -187,6 +190,11 @@ def replace_popen(names: dict[str, object], start: object) -> bool:
     return True
 
 
+def calling_function(depth: int = 2) -> str:
+    """Return the name of the function whose frame is so far above."""
+    return sys._getframe(depth).f_code.co_name
+
+
 def _guard(order: ForkOrder, imports: Imports, descriptors: Sequence[int]) -> NoReturn:
     """Guard the launcher; `descriptors` are stdout, stderr and what the guard keeps open."""
     os.setsid()
@@ -225,6 +233,8 @@ def _launch(command: Sequence[str], imports: Imports, free: frozenset[str]) -> N
     theirs.close()
     ranks = _RankForker(ours, imports, free)
     replace_popen(vars(sys.modules[_STARTS_RANKS]), ranks.start)
+    if hasattr(sys.modules.get(_RENDEZVOUS), _NAMES_METHOD):
+        vars(sys.modules[_RENDEZVOUS])[_NAMES_METHOD] = calling_function
     at = command.index("-m") + 2
     sys.orig_argv[:] = list(command)
     sys.argv[:] = [_LAUNCHER, *command[at:]]

@@ -32,13 +32,15 @@ class Executed:
     Attributes:
         gang: Number of the gang it ran on, counted in the session.
         directory: Directory of that gang's logs.
-        signature: The transient cause of its rerun, or None.
+        signature: The cause of its rerun, or None.
+        is_crowded: Whether that is memory of GPUs that it shared: no failure of the test.
     """
 
     gang: int
     directory: str
     end: RunEnd
     signature: Signature | None = None
+    is_crowded: bool = False
 
 
 def test_record(
@@ -54,7 +56,7 @@ def test_record(
     failed = [m for m in merged if m.outcome == "failed"]
     is_skipped = any(m.outcome == "skipped" for m in merged)
     outcome: RecordedVerdict = "failed" if failed else "skipped" if is_skipped else "passed"
-    causes = [e.signature for e in executions if e.signature is not None]
+    causes = [e for e in executions if e.signature is not None and not e.is_crowded]
     is_flaky = bool(causes) and outcome == "passed"
     return RecordedTest(
         verdict="flaky" if is_flaky else outcome,
@@ -85,7 +87,7 @@ def _execution_record(executed: Executed) -> RecordedExecution:
         end=executed.end.reason.name.lower(),
         is_gang_kept=executed.end.is_kept,
         signature=None if signature is None else signature.id,
-        is_transient=signature is not None,
+        is_transient=signature is not None and not executed.is_crowded,
     )
 
 
@@ -121,6 +123,16 @@ def transient_cause(
         return None
     beside = match_signature(_raised(log_lines, table), table)
     return signature if beside is None or beside.is_transient else None
+
+
+def memory_cause(
+    merged: Sequence[Merged], last_stderr_lines: Iterable[str] = (), table: Table | None = None
+) -> Signature | None:
+    """Return the signature of a failure for lack of GPU memory on any rank, or None."""
+    failed = [m for m in merged if m.outcome == "failed"]
+    texts = [*_own_texts(failed), *_texts_of_others(failed), *_raised(last_stderr_lines, table)]
+    found = (match_signature([text], table) for text in texts)
+    return next((s for s in found if s is not None and s.family == "cuda_oom"), None)
 
 
 def _raised(lines: Iterable[str], table: Table | None) -> list[str]:

@@ -18,11 +18,13 @@ class GangSpec:
         world_size: Ranks over all nodes.
         device: `cuda` or `cpu`.
         is_isolated: Whether the gang runs this one test only.
+        memory_mib: Memory of each of its GPUs that it needs; 0 is all of it.
     """
 
     world_size: int
     device: str
     is_isolated: bool = False
+    memory_mib: int = 0
 
 
 class Reason(Enum):

@@ -207,10 +207,13 @@ class Lease:
     Attributes:
         gpus: In the order of the host; may be empty.
         descriptors: Open lock files, for a child process to inherit.
+        memory_mib: Memory of each that it is for, where others of this process have the rest; 0 is
+            all of it.
     """
 
     gpus: tuple[Gpu, ...]
     descriptors: tuple[int, ...]
+    memory_mib: int = 0
 
     def close(self) -> None:
         """Let go of the devices, unless a child process still holds them."""

@@ -47,7 +47,7 @@ from pytest_megatron.hooks.options import (
     dest,
     usage_errors,
 )
-from pytest_megatron.runs.layout import OWN_DIR
+from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 if TYPE_CHECKING:
     from pytest_megatron.hooks.workloads.items import WorkloadItem
@@ -185,9 +185,8 @@ class Selector:
         if self._state is None:
             with usage_errors():
                 self._record = read_record(self._path)
-                self._state = ProjectState(
-                    environment=environment(self._root), files=files_of(self._root)
-                )
+                files = files_of(self._root, self._path)
+                self._state = ProjectState(environment=environment(self._root), files=files)
         return self._state
 
     def select(self, items: list[pytest.Item]) -> None:
@@ -278,6 +277,7 @@ class Selector:
         new = joiner.record(tests, state, counts, now)
         kept = restamped(self._record, self._left_out, state)
         try:
+            make_own_dir(self._root)
             write_record(self._path, merge_records([self._record, kept, new]))
         except OSError as error:
             self._problem = f"{self._path}: {error.strerror}; what tests used is not kept"

@@ -6,9 +6,12 @@ Workers of pytest-xdist collect for their controller, and send theirs with `work
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +24,7 @@ _TESTS = pytest.StashKey[list[tuple[str, str]]]()
 _FILES = pytest.StashKey[dict[str, str]]()
 _FOLDED = pytest.StashKey["Deselected"]()
 _OUTPUT = "megatron_deselected"
+_MOST_FOLDERS = 1000  # below one that is ignored
 _OPTIONS = {
     "_pytest.main": "--deselect",
     "_pytest.cacheprovider": "--lf",
@@ -36,9 +40,87 @@ def note_deselected(config: pytest.Config, items: Sequence[pytest.Item]) -> None
     noted += [(item.nodeid, item.stash.get(REASON, by)) for item in items]
 
 
-def note_ignored(config: pytest.Config, file: str, reason: str) -> None:
-    """Note a file of tests that is not collected."""
-    config.stash.setdefault(_FILES, {})[file] = reason
+def note_ignored(config: pytest.Config, path: Path, reason: str) -> None:
+    """Note a file that is not collected, if it can hold tests; its first reason counts."""
+    if any(fnmatch(path.name, pattern) for pattern in config.getini("python_files")):
+        file = Path(os.path.relpath(path, config.rootpath)).as_posix()
+        config.stash.setdefault(_FILES, {}).setdefault(file, reason)
+
+
+class LeftOutFiles:
+    """Notes files that are not collected, and tests that `--lf` drops from those that are."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._is_last_failed = bool(config.getoption("lf", default=False))
+        self._full: dict[pytest.Collector, list[pytest.Item | pytest.Collector]] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_ignore_collect(self, collection_path: Path) -> Generator[None, bool, bool]:
+        """Note the files of tests at a path that is ignored."""
+        is_ignored = yield
+        if is_ignored:
+            is_folder = collection_path.is_dir()
+            reason = self._reason(collection_path, is_folder=is_folder)
+            paths = self._walk(collection_path) if is_folder else [collection_path]
+            for path in paths if reason else ():
+                note_ignored(self._config, path, reason)
+        return is_ignored
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Note files that `--lf` skips whole, and tests that it drops from a file."""
+        if not (self._is_last_failed and isinstance(collector, pytest.File)):
+            return (yield)
+        num_skipped = self._num_skipped()
+        report = yield
+        if self._num_skipped() > num_skipped:
+            note_ignored(self._config, collector.path, "deselected by --lf")
+        kept = set(report.result or ())
+        dropped = [node for node in self._full.pop(collector, ()) if node not in kept]
+        noted = self._config.stash.setdefault(_TESTS, [])
+        noted += [(node.nodeid, "deselected by --lf") for node in dropped]
+        return report
+
+    @pytest.hookimpl(wrapper=True, trylast=True, specname="pytest_make_collect_report")
+    def pytest_megatron_note_full_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Note all that a file holds, before `--lf` drops a part of it."""
+        report = yield
+        if self._is_last_failed and isinstance(collector, pytest.File):
+            self._full[collector] = list(report.result or ())
+        return report
+
+    def _num_skipped(self) -> int:
+        """Return the number of files that `--lf` has skipped so far."""
+        plugin = self._config.pluginmanager.get_plugin("lfplugin")
+        return getattr(plugin, "_skipped_files", 0)
+
+    def _reason(self, path: Path, *, is_folder: bool) -> str:
+        """Return why a path is ignored, or "" for a folder such as `.git`."""
+        option = self._config.option
+        typed = {"--ignore": option.ignore, "--ignore-glob": option.ignore_glob}
+        found = {by: map(os.path.abspath, paths or ()) for by, paths in typed.items()}
+        find = self._config._getconftest_pathlist  # pytest has no other way
+        for name in ("collect_ignore", "collect_ignore_glob"):
+            found[name] = map(str, find(name, path.parent) or ())
+        for by, paths in found.items():
+            if any(
+                str(path) == one or (by.endswith("glob") and fnmatch(str(path), one))
+                for one in paths
+            ):
+                return f"ignored by {by}"
+        return "" if is_folder else "ignored by a conftest.py or a plugin"
+
+    def _walk(self, folder: Path) -> Iterator[Path]:
+        """Yield the files below an ignored folder, which may be large: not all of it is read."""
+        norecurse: list[str] = self._config.getini("norecursedirs")
+        for directory, folders, files in itertools.islice(os.walk(folder), _MOST_FOLDERS):
+            folders[:] = [f for f in folders if not any(fnmatch(f, p) for p in norecurse)]
+            yield from (Path(directory, file) for file in files)
 
 
 def fold(session: pytest.Session) -> None:

@@ -21,10 +21,14 @@ _LINES = (
     "controller: run in the pytest process that was started, on no gang",
     "isolated: run on a gang of fresh processes that runs nothing else",
     "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
+    "gpu_memory_gib(n): memory that each rank needs of its GPU, which --pack-gpus then shares",
     "audit(allow): what a test may leave behind in its ranks, such as ['threads'], or ['all']",
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
+    "owner(name, ...): who looks after a test, for `pytest-megatron cost --by owner`",
 )
+_NO_LABELS = ("controller", "isolated", "rerun_transient", "skip", "xfail")
 
+_MOST_GIB = 1 << 20
 _NO_LIMIT = " (0 is no limit)"
 _TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
 _TIMEOUT_LINE = (
@@ -44,6 +48,21 @@ def declare_marks(config: pytest.Config) -> None:
 def asks_for_gang(item: pytest.Item) -> bool:
     """Return whether a test has a marker that requests a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
+
+
+def labels_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names of a test's marks that have no arguments and change nothing by themselves.
+
+    Marks of pytest and of this plugin are none.
+    """
+    names = {mark.name for mark in item.iter_markers() if not (mark.args or mark.kwargs)}
+    return tuple(sorted(names.difference(_NO_LABELS)))
+
+
+def owners_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names that the nearest mark `owner` of a test has."""
+    mark = item.get_closest_marker("owner")
+    return () if mark is None else tuple(name for name in mark.args if isinstance(name, str))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:
@@ -93,6 +112,7 @@ def spec_of(
         return None
     allowed_leaks(item)
     num_reruns_of(item, 0)  # a wrong mark is an error before anything runs
+    gpu_memory_mib(item)
     mark = item.get_closest_marker("world_size")
     is_isolated = item.get_closest_marker("isolated") is not None
     size = default_size
@@ -124,6 +144,25 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
             f"expected one number of reruns from 0 on"
         )
     return number
+
+
+def gpu_memory_mib(item: pytest.Item) -> int:
+    """Return the memory that a test declares to need of each of its GPUs; 0 without a mark.
+
+    Raises:
+        pytest.UsageError: The mark is wrong.
+    """
+    mark = item.get_closest_marker("gpu_memory_gib")
+    if mark is None:
+        return 0
+    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else 0
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 0 < number < _MOST_GIB:
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark gpu_memory_gib: {_arguments_of(mark)} is given, expected one "
+            f"number of GiB above 0"
+        )
+    return -int(-number * 1024 // 1)
 
 
 def allowed_leaks(item: pytest.Item) -> frozenset[str]:

@@ -278,6 +278,7 @@ LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
 LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
 CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
@@ -484,6 +485,13 @@ class Options:
         "ranks-per-gpu",
         "how many ranks of a gang share a GPU, on a host with fewer GPUs than ranks",
         1,
+    )
+    num_packed: int = COUNT(
+        "pack-gpus",
+        "how many gangs share a GPU at the same time, at most, as far as the memory suffices that "
+        "their tests need",
+        1,
+        "1: each has its GPUs for itself",
     )
     device: Device = _DEVICE(
         "device",
@@ -831,6 +839,12 @@ def _refuse_contradictions(options: Options) -> None:
         raise pytest.UsageError(
             f"--ranks-per-gpu: {options.ranks_per_gpu} ranks share a GPU on one node only, "
             f"--nnodes is {options.num_nodes}; drop one of them"
+        )
+    if options.num_packed > 1 and (options.num_nodes > 1 or options.ranks_per_gpu > 1):
+        other = "nnodes" if options.num_nodes > 1 else "ranks-per-gpu"
+        raise pytest.UsageError(
+            f"--pack-gpus: gangs share GPUs on one node, with a GPU for each rank, and --{other} "
+            f"is given; drop one of them"
         )
     if options.node_rank >= options.num_nodes:
         raise pytest.UsageError(

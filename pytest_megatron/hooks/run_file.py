@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -379,6 +380,7 @@ class HistoryPlugin:
         is_off = session.options.history == "off" or session.options.num_stress is not None
         self._path = None if is_off else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
+        self._others: dict[tuple[object, ...], list[RecordedTest]] = {}  # tests without own lines
         self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
         self._num_flaky = 0
@@ -392,10 +394,16 @@ class HistoryPlugin:
             self._kept[report.nodeid] = self._entry(report.nodeid, record)
             if isinstance(record, RecordedWorkload):
                 self._write()
+        elif isinstance(record, RecordedTest) and report.nodeid not in self._earlier:
+            file = report.nodeid.partition("::")[0]
+            key = (file, record.device, record.world_size, record.labels, record.owners)
+            self._others.setdefault(key, []).append(record)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the rest, and fail a session that was flaky, if asked to."""
+        for (file, *rest), records in self._others.items():
+            self._kept[f"{file} {rest}"] = self._entry_of_file(str(file), records)
         self._write()
         is_failure = self._num_flaky > 0 and self._session.options.is_flaky_failure
         if is_failure and session.exitstatus == pytest.ExitCode.OK:
@@ -444,9 +452,10 @@ class HistoryPlugin:
     def _entry(self, node_id: str, record: RecordedItem) -> HistoryEntry:
         facts = self._session.facts
         if isinstance(record, RecordedTest):
-            kind, platform = "test", f"{record.device} x{record.world_size}"
+            kind, platform, num_repeats = "test", f"{record.device} x{record.world_size}", 1
         else:
             kind, platform = "workload", str(record.platform)
+            num_repeats = len({attempt.repeat for attempt in record.attempts}) or 1
         return HistoryEntry(
             time=utc_now(),
             run=self._session.run_dir.name,
@@ -462,7 +471,21 @@ class HistoryPlugin:
             is_quarantined=record.is_held,
             quarantined_until="" if record.quarantine is None else record.quarantine.until,
             page=ci_page(os.environ) or "",
+            num_devices=record.num_devices,
+            attempts_s=round(sum(attempt.duration_s for attempt in record.attempts), 3),
+            num_repeats=num_repeats,
+            is_lightweight=self._session.options.is_lightweight,
+            scope=record.scope,
+            labels=record.labels,
+            owners=record.owners,
         )
+
+    def _entry_of_file(self, file: str, records: Sequence[RecordedTest]) -> HistoryEntry:
+        """Return one line for tests of a file that passed or were skipped, for their cost."""
+        attempts = tuple(attempt for record in records for attempt in record.attempts)
+        together = replace(records[0], verdict="passed", attempts=attempts, quarantine=None)
+        entry = self._entry(file, together)
+        return replace(entry, kind="tests", causes=(), duration_s=entry.attempts_s or 0.0)
 
     def _write(self) -> None:
         """Append new entries; a history that cannot be written is reported and fails nothing."""

@@ -7,18 +7,18 @@ reproduces it.
 from __future__ import annotations
 
 import random
-import re
 import shlex
 from collections import Counter
 
 import pytest
 
+from pytest_megatron.base.text import numbered_parameter
 from pytest_megatron.hooks.markers import asks_for_gang
 from pytest_megatron.hooks.options import Options, dest
 
 NAME = "megatron-stress"
 _ARGUMENT = "_megatron_stress"
-_REPEAT = re.compile(r"\[repeat\d+\]$|(?<=\[)repeat\d+-|-repeat\d+(?=[]-])")  # of a node id
+_REPEAT = numbered_parameter("repeat")
 _NOTHING = "no distributed test ran, so --stress repeated nothing; give --ranks or --gpus"
 
 

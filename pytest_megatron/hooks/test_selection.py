@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,6 @@ class UnitPlugin:
         self._table = table
         self._launch_marks = wanted_launch_marks(choice.platforms, table)
         self._launch = f"without {' or '.join(self._launch_marks)}"
-        self._patterns: list[str] = config.getini("python_files")
         self._left_out: Counter[str] = Counter()
         self._ignored: set[Path] = set()
         self._unlaunched: set[Path] = set()
@@ -108,10 +106,12 @@ class UnitPlugin:
             self._from_root(collection_path), self._options.bucket
         ):
             self._ignored.add(collection_path)
-            return self._ignore(collection_path, "outside --bucket")
+            note_ignored(self._config, collection_path, "outside --bucket")
+            return True
         if self._options.bucket and not self._may_launch(collection_path):
             self._unlaunched.add(collection_path)
-            return self._ignore(collection_path, self._reason(self._launch))
+            note_ignored(self._config, collection_path, self._reason(self._launch))
+            return True
         return None
 
     @pytest.hookimpl(tryfirst=True)
@@ -174,12 +174,6 @@ class UnitPlugin:
         if mark.endswith(EXPERIMENTAL):
             return f"deselected by --experimental-tests {self._choice.experimental}"
         return f"deselected by {self._options.selected_by}: {mark}"
-
-    def _ignore(self, path: Path, reason: str) -> bool:
-        """Leave a file out; note it if it can hold tests."""
-        if any(fnmatch(path.name, pattern) for pattern in self._patterns):
-            note_ignored(self._config, self._from_root(path), reason)
-        return True
 
     def _may_launch(self, path: Path) -> bool:
         """Return true if a file's text has a mark of the platform; it need not be importable."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypeAlias, cast
 
@@ -304,10 +304,13 @@ def load_document(
     expansion = expand(document, profile, vocabulary)
     findings = list(expansion.findings)
     variants = variants_of(expansion.rows)
+    maintainers = document.value.get("maintainers")
+    owners = tuple(map(str, maintainers)) if isinstance(maintainers, list) else ()
     workloads: list[Workload] = []
     for row, variant in zip(expansion.rows, variants, strict=True):
         try:
-            workloads.append(parse_row(row, file=document.file, variant=variant))
+            parsed = parse_row(row, file=document.file, variant=variant)
+            workloads.append(replace(parsed, maintainers=owners))
         except RecipeError as error:
             findings.append(
                 Finding(file=document.file, line=row.line, rule="row", message=error.problem)

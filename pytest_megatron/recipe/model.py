@@ -150,6 +150,7 @@ class Workload:
         never_transient: Ids of signatures that do not.
         quarantine: Why its failure does not count for now, or None.
         equivalence: What it is compared with in place of a golden, or None.
+        maintainers: Of its recipe.
     """
 
     file: Path
@@ -179,6 +180,7 @@ class Workload:
     never_transient: tuple[str, ...] = ()
     quarantine: Quarantine | None = None
     equivalence: Equivalence | None = None
+    maintainers: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:

@@ -6,16 +6,15 @@ stands for all tests below it, where none of them was selected and all have one 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pytest_megatron.base.text import counted, listed
+from pytest_megatron.base.text import counted, listed, numbered_parameter
 
 Deselected: TypeAlias = Mapping[str, Mapping[str, int]]  # reason -> node id -> tests below it
-_SIZE = re.compile(r"\[world\d+\]$|(?<=\[)world\d+-|-world\d+(?=[]-])")  # of a node id
+_SIZE = numbered_parameter("world")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,13 +166,23 @@ class RecordedAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedItem:
-    """The keys of workloads and tests alike."""
+    """The keys of workloads and tests alike.
+
+    Attributes:
+        num_devices: GPUs that it held, on the CPU its processes; None in records of before this
+            key.
+        scope, labels, owners: Its scope, tag or marks, and maintainers or mark `owner`.
+    """
 
     verdict: RecordedVerdict
     problem: str | None = None
     fingerprint: str | None = None
     duration_s: Real | None = None
     quarantine: RecordedQuarantine | None = None
+    num_devices: _Count | None = None
+    scope: str | None = None
+    labels: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
 
     @property
     def is_held(self) -> bool:
@@ -245,7 +255,10 @@ def _kind(value: RecordedWorkload | RecordedTest | Mapping[str, JsonValue]) -> s
 RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind)]
 # Keys that an item has only with a value, as `run-directory.md` has it.
 _ABSENT = frozenset(
-    ("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine")
+    (
+        *("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine"),
+        *("num_devices", "scope", "labels", "owners"),
+    )
 )
 
 
@@ -588,7 +601,7 @@ def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:
 def _present(item: JsonValue) -> JsonValue:
     """Return an item without keys that have no value."""
     assert isinstance(item, dict)
-    kept = {key: v for key, v in item.items() if v is not None or key not in _ABSENT}
+    kept = {key: v for key, v in item.items() if v not in (None, []) or key not in _ABSENT}
     golden = kept.get("golden")
     if isinstance(golden, dict):
         kept["golden"] = {key: v for key, v in golden.items() if v is not None}

@@ -17,8 +17,9 @@ and, anywhere:
     <!-- project: this repository -->    a copy, whose training programs replay goldens
     <!-- run: sed -i s/a/b/ file -->      a command that the text describes and nobody types
     <!-- keep -->                         what later pages go on from
+    <!-- agent: of tests -->              before trainings whose launcher is not the matter
 
-Behind a `project` trainings are started by the agent of tests, which loads no torch.
+Behind an `agent` or a `project` trainings are started by the agent of tests, which loads no torch.
 
 The output that a page shows is all that was printed, from its first line on: `...` stands for lines
 that are left out, and in a line for a part of it. Times, dates, ids, paths and versions may differ,
@@ -139,7 +140,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """A comment that does something: `run`, `project` or `keep`."""
+    """A comment that does something: `run`, `project`, `keep` or `agent`."""
 
     do: str
     value: str
@@ -159,7 +160,7 @@ def steps_of(text: str) -> Iterator[Step]:
     for found in _FENCE.finditer(text):
         if found["note"] is not None:
             key, _, value = found["note"].partition(":")
-            if key in ("run", "project", "keep"):
+            if key in ("run", "project", "keep", "agent"):
                 yield Unseen(do=key, value=value.strip())
             else:
                 notes[_known(key, value.strip())] = value.removeprefix(" ")
@@ -398,10 +399,11 @@ class Pages:
             match step:
                 case Unseen(do="keep"):
                     shutil.copytree(scratch.cwd, self.kept(page), symlinks=True)
+                case Unseen(do="agent"):
+                    self._use_agent(scratch, need)
                 case Unseen(do="project"):
                     self._start(step.value, scratch.cwd)
-                    if not need:  # a real Slurm and a real Docker get a real agent
-                        scratch.run(f"export PYTHONPATH='{self._agent()}'")
+                    self._use_agent(scratch, need)
                 case Unseen():
                     code, output = scratch.run(step.value)
                     if code:
@@ -414,12 +416,14 @@ class Pages:
                     pass
         self.spent += [(seconds, page.name, command) for seconds, command in scratch.spent]
 
-    def _agent(self) -> Path:
-        """Return a directory for PYTHONPATH with which torch's agent, alone, is that of tests."""
+    def _use_agent(self, scratch: Scratch, need: str) -> None:
+        """Have torch's agent, alone, replaced by that of tests from here on."""
+        if need:  # a real Slurm and a real Docker get a real agent
+            return
         directory = self._directory / "agent"
         stand_in(directory / "packages")
         (directory / "sitecustomize.py").write_text(_USE_AGENT)
-        return directory
+        scratch.run(f"export PYTHONPATH='{directory}'")
 
     def kept(self, page: Path) -> Path:
         """Return where the project of a page is that has `<!-- keep -->`."""

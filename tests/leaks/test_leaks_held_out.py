@@ -50,6 +50,7 @@ def test_leaves_rng_states() -> None:
 
 
 def test_fills_the_memory_buffer() -> None:
+    parallel_state.destroy_global_memory_buffer()  # of a test before, if there is one
     parallel_state._set_global_memory_buffer()
     buffer = parallel_state.get_global_memory_buffer()
     buffer.buffer["left", torch.float32] = torch.zeros(1 << 18)

@@ -83,6 +83,23 @@ def test_stages_of_megatron(
     assert not is_last or value.eq(world_size).all()
 
 
+@pytest.mark.world_size(2)
+def test_parallel_state_is_set_up_again(rank: int, model_parallel: ModelParallel) -> None:
+    model_parallel(tp=2)
+    assert parallel_state.get_tensor_model_parallel_world_size() == 2
+    assert parallel_state.get_tensor_model_parallel_rank() == rank
+    model_parallel(pp=2)
+    assert parallel_state.get_pipeline_model_parallel_world_size() == 2
+    assert parallel_state.get_tensor_model_parallel_world_size() == 1
+
+
+@pytest.mark.world_size(2)
+def test_parallel_state_is_gone_afterwards(model_parallel: ModelParallel) -> None:
+    assert not parallel_state.is_initialized()
+    model_parallel(cp=2)
+    assert parallel_state.get_context_parallel_world_size() == 2
+
+
 def test_batched_stages_of_megatron(
     rank: int, device: torch.device, world_size: int, model_parallel: ModelParallel
 ) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from exam_cases import Value
 
+from pytest_megatron.trace import recorder  # noqa: F401 - imported once for all ranks
+
 
 def words_of(arguments: Mapping[str, Value]) -> list[str]:
     """Spell MODEL_ARGS on a command line."""

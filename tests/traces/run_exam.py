@@ -15,6 +15,7 @@ pair trains (exam_proofs.py).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ import yaml
 HERE = Path(__file__).resolve().parent
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: threads of many ranks would spin
 sys.path[:0] = [str(HERE), str(HERE.parent / "functional_tests")]
+gc.disable()  # no search of all that is imported for garbage
 
 from bugs import BUGS  # noqa: E402 # they are found from any directory
 from exam_cases import BF16, Bug, Layout, Value  # noqa: E402
@@ -42,6 +44,7 @@ from layouts import LAYOUTS  # noqa: E402
 from pytest_megatron.trace import compare, run  # noqa: E402
 from pytest_megatron.trace.settings import VARIABLE  # noqa: E402
 
+gc.enable()
 # Of CI: quick ones, with something to find in each phase, and none of those held out.
 SAMPLE = (
     "row-parallel-unreduced-fp32",

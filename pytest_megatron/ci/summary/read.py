@@ -356,7 +356,9 @@ def _gpu_seconds(
     """Return GPUs times seconds of all attempts; 0 where the plan of a workload is not there."""
     if not record.is_on_gpus:
         return 0.0
-    if isinstance(record, RecordedTest):
+    if record.num_devices is not None:
+        num_gpus = record.num_devices
+    elif isinstance(record, RecordedTest):  # a record of before this key
         num_gpus = -(-record.world_size // (options.ranks_per_gpu or 1))
     else:
         num_gpus = 0 if plan is None else plan.world_size or 0

@@ -27,6 +27,7 @@ from docker.models.containers import ContainerCollection
 from typing_extensions import override
 
 from pytest_megatron.engines.docker.messages import JOB_DIR, Gone, RunContainer
+from pytest_megatron.process.tree import large_imports
 
 
 class ImageRefusedError(Exception):
@@ -260,8 +261,9 @@ def start(client: docker.DockerClient, request: RunContainer, image: Image) -> C
 
 def _run(client: _OwningClient, request: RunContainer, image: Image) -> object:
     """Have nemo-run start a container; return docker-py's."""
-    from nemo_run import DockerExecutor, Packager  # noqa: PLC0415 - takes seconds
-    from nemo_run.core.execution.docker import DockerContainer  # noqa: PLC0415
+    with large_imports(without=["torch"]):  # half of it is torch, if that is there
+        from nemo_run import DockerExecutor, Packager  # noqa: PLC0415 - takes seconds
+        from nemo_run.core.execution.docker import DockerContainer  # noqa: PLC0415
 
     executor = DockerExecutor(
         container_image=image.id,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.base.schema import parse
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape
+from pytest_megatron.process.tree import large_imports
 
 if TYPE_CHECKING:
     from nemo_run.core.execution.slurm import SlurmExecutor
@@ -44,7 +45,8 @@ def main(arguments: list[str]) -> int:
 
 def _answer(shapes: list[Shape]) -> _Answer:
     try:
-        import nemo_run  # noqa: F401, PLC0415 - after NEMORUN_HOME
+        with large_imports(without=["torch"]):  # half of it is torch, if that is there
+            import nemo_run  # noqa: F401, PLC0415 - after NEMORUN_HOME
     except ModuleNotFoundError as error:
         return {"trouble": MISSING, "module": error.name, "text": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever its dependencies raise

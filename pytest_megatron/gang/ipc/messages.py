@@ -83,9 +83,12 @@ class StartSession:
     """Start of a session in a kept process; its descriptors are attached.
 
     Attributes:
-        program: `pytest`, `python -m pytest`, or `preload` for ranks that collect for themselves.
+        program: `pytest`, `python -m pytest`, `pytest.main` for an editor's program that calls it,
+            or `preload` for ranks that collect for themselves.
+        arguments: Of `pytest.main`.
         argv: `sys.argv`, and `orig_argv` likewise.
-        path: `sys.path` of `preload`; empty for pytest, which gets that of a new process.
+        path: `sys.path` of `preload` and `pytest.main`; empty for pytest, which gets that of a new
+            process.
         env: All variables.
         descriptors: Numbers of the attached descriptors.
         streams: Encoding and error handler of stdin, stdout and stderr, then `line` if it writes
@@ -96,6 +99,7 @@ class StartSession:
     """
 
     program: str
+    arguments: tuple[str, ...]
     argv: tuple[str, ...]
     orig_argv: tuple[str, ...]
     path: tuple[str, ...]
@@ -264,6 +268,8 @@ class Done:
         late: Report of a failed teardown of the fixtures of the test before, or None.
         is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
         left: `[kind, text]` of each thing that the test left behind.
+        gpu_memory: Where GPUs are packed, the process, then the bytes that torch's allocator has
+            reserved, now and at most during the test, if CUDA is in use.
     """
 
     run: int
@@ -279,6 +285,7 @@ class Done:
     late: JsonValue = None
     is_clean: bool = False
     left: tuple[JsonValue, ...] = ()
+    gpu_memory: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +363,7 @@ class RankConfig:
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
         is_audited: Whether it reports what tests leave behind.
+        is_packed: Whether it reports the GPU memory that tests use, and keeps none in its cache.
         stress_seed: Of the delays of its tests; None for none.
     """
 
@@ -373,6 +381,7 @@ class RankConfig:
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
     is_audited: bool = False
+    is_packed: bool = False
     stress_seed: int | None = None
 
 

@@ -8,6 +8,7 @@ patched: functions are bound here, and where a probe fails, what it found last c
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 import sys
@@ -49,10 +50,14 @@ _MIB = 1 << 20
 _THREAD_S = 0.2  # for threads that were asked to end
 _TICK_S = 0.005
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_get_handler = signal.getsignal
+# Without the conversion to an enum, which takes longer.
+_get_handler = cast("Callable[[int], object]", vars(signal)["_signal"].getsignal)
+_DEFAULT_HANDLER = int(signal.SIG_DFL)
 _collect_garbage = gc.collect
 _open = open
-_SIGNALS = tuple((s, s.name) for s in signal.Signals if s < signal.SIGRTMIN)
+_SIGNALS = tuple((int(s), s.name) for s in signal.Signals if s < signal.SIGRTMIN)
+_WITHOUT_VERSIONS = (3, 14)
+_VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict
 # Libraries keep one thread, or process, from its first use on.
 _THREADS_OF_LIBRARIES = ("tqdm", "torch._inductor", "pytest_megatron", "pytest_timeout", "debugpy")
 _PROCESSES_OF_LIBRARIES = ("resource_tracker", "forkserver", "compile_worker", "debugpy")
@@ -101,6 +106,7 @@ _PATCHED_MODULES = (
 )
 _PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": ("Module",), "torch.optim": ("Optimizer",)}
 _MEGATRON = "megatron."
+_WRAPPER = "torch._compile"  # has `_disable_dynamo`
 _OF_A_SETTING = ("torch.Storage",)  # which follows the default dtype
 
 
@@ -159,14 +165,15 @@ class _Patched:
             ("patches", f"{self.name}.{name}"): id(self.attributes.get(name))
             for name in changed
             if not _is_own(self.attributes.get(name))
+            and not _is_left_to_eager(self.attributes.get(name), self.original.get(name))
             and not _is_own(self.original.get(name))
             and f"{self.name}.{name}" not in _OF_A_SETTING
         }
         return self.found
 
 
-def _are_same(now: list[object], last: list[object]) -> bool:
-    """Return whether lists hold the same objects; equal ones of another identity may count."""
+def _are_same(now: object, last: object) -> bool:
+    """Return whether collections hold the same; equal objects of another identity may count."""
     try:
         return now == last
     except Exception:  # noqa: BLE001 - comparing an array, or what a test has patched
@@ -177,6 +184,47 @@ def _is_own(value: object) -> bool:
     return str(getattr(value, "__module__", "")).startswith("pytest_megatron")
 
 
+def _is_left_to_eager(value: object, original: object) -> bool:
+    """Return true for an original that torch only keeps out of compiled code.
+
+    `torch._dynamo` wraps functions of torch when it is loaded, as the first optimizer does.
+    """
+    if not isinstance(value, FunctionType) or value.__globals__.get("__name__") != _WRAPPER:
+        return False
+    return vars(value).get("__wrapped__") is original
+
+
+def _version_of(attributes: Mapping[str, object]) -> ctypes.c_uint64:
+    """Return the version of a dict of attributes, which every change of it changes (PEP 509).
+
+    To read it touches none of the attributes: thousands of them are in no cache after a test.
+    """
+    if not isinstance(attributes, dict):  # of a class
+        (attributes,) = gc.get_referents(attributes)
+    return ctypes.c_uint64.from_address(id(attributes) + _VERSION_AT)
+
+
+def _do_versions_work() -> bool:
+    """Return whether each kind of change shows in the version of a dict of this interpreter."""
+    if sys.version_info >= _WITHOUT_VERSIONS:
+        return False
+
+    class Scratch:
+        attribute = 1
+
+    for owner in (Scratch, ModuleType("scratch")):
+        version, seen = _version_of(vars(owner)), list[int]()
+        for name in ("attribute", "other"):
+            for value in (2, 3):
+                setattr(owner, name, value)
+                seen.append(version.value)
+            delattr(owner, name)
+            seen.append(version.value)
+        if len({*seen}) < len(seen) or version.value != seen[-1]:
+            return False
+    return True
+
+
 class LeakAudit:
     """Probes of this process."""
 
@@ -184,6 +232,11 @@ class LeakAudit:
         self._patched: dict[str, _Patched] = {}
         self._states: list[tuple[Mapping[str, object], tuple[str, ...]]] = []
         self._num_modules = 0
+        self._has_versions = _do_versions_work()
+        self._versions: list[ctypes.c_uint64] = []
+        self._last_versions: list[int] = []
+        self._in_modules: Held = {}
+        self._held: Held = {}
         self._directory = os.getcwd()
         self._changed_ns = 0
         self._files: Held = {}
@@ -206,21 +259,30 @@ class LeakAudit:
         self.look()
 
     def look(self) -> Held:
-        """Return what the process holds."""
-        held: Held = {}
+        """Return what the process holds; the same object if that is what it held before."""
+        is_same = True
         for probe in self._probes:
+            last = self._found.get(probe)
             try:
-                found = self._found[probe] = probe()
+                found = probe()
             except Exception:  # noqa: BLE001 - of what a test has patched
-                found = self._found.get(probe, {})
-            held |= found
-        return held
+                found = last or {}
+            is_same = is_same and (found is last or _are_same(found, last))
+            self._found[probe] = found
+        if not is_same:
+            self._held = {}
+            for found in self._found.values():
+                self._held |= found
+        return self._held
 
     def sizes(self) -> dict[str, int]:
         """Return bytes of memory by kind; none where a test has patched what tells them."""
         try:
-            with _open("/proc/self/statm", "rb", buffering=0) as file:
-                resident = int(file.read().split()[1]) * _PAGE
+            descriptor = os.open("/proc/self/statm", os.O_RDONLY)
+            try:
+                resident = int(os.read(descriptor, 128).split()[1]) * _PAGE
+            finally:
+                os.close(descriptor)
             return {"host-memory": resident, **cuda_memory()}
         except Exception:  # noqa: BLE001
             return {}
@@ -285,10 +347,13 @@ class LeakAudit:
         """Return what was patched in modules."""
         if len(sys.modules) != self._num_modules:
             self._bind_modules()
-        held: Held = {}
-        for patched in self._patched.values():
-            held |= patched.look()
-        return held
+        versions = [version.value for version in self._versions]
+        if not versions or versions != self._last_versions:
+            self._last_versions = versions
+            self._in_modules = {}
+            for patched in self._patched.values():
+                self._in_modules |= patched.look()
+        return self._in_modules
 
     def _bind_modules(self) -> None:
         """Take modules that were loaded meanwhile as they are now."""
@@ -306,6 +371,8 @@ class LeakAudit:
                 path = f"{name}.{of_module}"
                 if path not in self._patched and isinstance(cls, type):
                     self._patched[path] = _Patched(path, cls.__dict__)
+        if self._has_versions:
+            self._versions = [_version_of(patched.attributes) for patched in self._patched.values()]
         bindings = sys.modules.get("torch._C")
         if bindings is not None and not self._getters:
             found = {name: vars(bindings).get(getter) for name, getter in _TORCH_GETTERS.items()}
@@ -371,8 +438,8 @@ def _variable(module: str, name: str) -> object:
 
 
 def _handlers_of_signals() -> Held:
-    found = {name: _get_handler(number) for number, name in _SIGNALS}
-    return {("signals", name): h for name, h in found.items() if h is not signal.SIG_DFL}
+    found = [(name, _get_handler(number)) for number, name in _SIGNALS]
+    return {("signals", name): h for name, h in found if h is not _DEFAULT_HANDLER}
 
 
 def _running_threads() -> Held:
@@ -509,8 +576,8 @@ def _handlers(rows: Sequence[_Row]) -> list[str]:
 def _handler(value: object) -> str:
     if value is None:
         return "the default"
-    if isinstance(value, signal.Handlers):
-        return value.name
+    if isinstance(value, int):
+        return signal.Handlers(value).name
     return str(getattr(value, "__qualname__", value))
 
 

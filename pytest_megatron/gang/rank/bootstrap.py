@@ -203,16 +203,36 @@ def synchronize() -> None:
         cuda.synchronize()
 
 
+def _current_device(cuda: _Cuda) -> int:
+    return cast("Callable[[], int]", cuda.bindings["_cuda_getDevice"])()
+
+
 def cuda_memory() -> dict[str, int]:
-    """Return the bytes of the current GPU that torch's allocator has given out and reserved."""
+    """Return the bytes of the current GPU that torch's allocator has given out and reserved.
+
+    `peak` is what it had reserved at most since `forget_cuda_peak`.
+    """
     cuda = _bind_cuda()
     if cuda is None or not cuda.is_initialized:
         return {}
-    device_of = cast("Callable[[], int]", cuda.bindings["_cuda_getDevice"])
     stats_of = cast("Callable[[int], _MemoryStats]", cuda.bindings["_cuda_memoryStats"])
-    stats = stats_of(device_of())
+    stats = stats_of(_current_device(cuda))
     kinds = {"cuda-memory": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {kind: int(stats[name]["all"]["current"]) for kind, name in kinds.items()}
+    found = {kind: int(stats[name]["all"]["current"]) for kind, name in kinds.items()}
+    return {**found, "peak": int(stats["reserved_bytes"]["all"]["peak"])}
+
+
+def forget_cuda_peak() -> None:
+    """Return unused memory of torch's allocator to the GPU, and begin a new peak."""
+    cuda = _bind_cuda()
+    if cuda is not None and cuda.is_initialized:
+        for name, arguments in (
+            ("_cuda_emptyCache", ()),
+            ("_cuda_resetPeakMemoryStats", (_current_device(cuda),)),
+        ):
+            call = cuda.bindings.get(name)
+            if callable(call):
+                call(*arguments)
 
 
 def free_cublas() -> None:

@@ -68,6 +68,7 @@ class StateKeeper:
     _sizes: dict[str, int] = field(default_factory=dict)
     _replaced: dict[Hashable, State] = field(default_factory=dict)
     _makers: dict[str | Key, str] = field(default_factory=dict)
+    _held: Held | None = None  # what is expected; None if that has changed since
 
     def __post_init__(self) -> None:
         self._expected, self._sizes = self.look()
@@ -91,6 +92,7 @@ class StateKeeper:
         """
         state, sizes = self.look()
         changed = _differences(state, before[0])
+        self._held = None
         if changed:
             self._replaced[fixture] = {key: self._expected.get(key) for key in changed}
             _update(self._expected, changed)
@@ -102,6 +104,7 @@ class StateKeeper:
 
     def release(self, fixture: Hashable) -> None:
         """Expect the state before such a fixture again, as it is torn down."""
+        self._held = None
         _update(self._expected, self._replaced.pop(fixture, {}))
 
     def restore(self) -> tuple[list[str], str]:
@@ -141,7 +144,7 @@ class StateKeeper:
     def _search(self, audit: LeakAudit) -> list[Leak]:
         held = audit.look()
         sizes = audit.sizes()
-        suspects = self._new(held)
+        suspects = [] if held is self._held else self._new(held)
         leaks = audit.find_size_leaks(self._sizes, sizes)
         is_connecting = audit.is_connecting()
         if suspects or leaks:
@@ -154,8 +157,10 @@ class StateKeeper:
                 (key, held.get(key), self._expected.get(key), self._makers.get(key, ""))
                 for key in found
             ) + audit.find_size_leaks(self._sizes, sizes)
-        self._expected = {k: v for k, v in self._expected.items() if isinstance(k, str)}
-        self._expected.update(held)
+        if held is not self._held:
+            self._expected = {k: v for k, v in self._expected.items() if isinstance(k, str)}
+            self._expected.update(held)
+            self._held = held
         self._sizes = sizes
         return leaks
 

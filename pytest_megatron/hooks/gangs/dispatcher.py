@@ -48,6 +48,9 @@ class Execution:
         end: Its result on the gang; None while it runs.
         merged: One report of all ranks for each phase and subtest.
         left: What it left behind in its ranks.
+        memory_mib: Memory of each GPU that was set aside for it where gangs share them; 0 if it
+            had them for itself.
+        used_mib: Most that one of its ranks used, or None.
     """
 
     index: int
@@ -57,6 +60,8 @@ class Execution:
     end: RunEnd | None = None
     merged: tuple[Merged, ...] = ()
     left: Sequence[str] = ()
+    memory_mib: int = 0
+    used_mib: int | None = None
 
     @property
     def ended(self) -> RunEnd:
@@ -160,8 +165,11 @@ class Dispatcher:
         self._is_leak_failure = options.audit == "fail"
         self._is_worker = hasattr(session.config, "workerinput")
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
-        self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
-        self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
+        self._schedule = Schedule(
+            [] if is_by_hand else tests, num_slots=pool.num_slots, packing=pool.leases.packing
+        )
+        is_one_by_one = len({*specs.values()}) == 1 and self._schedule.is_serial()
+        self.is_in_order = is_by_hand or is_one_by_one
         self.ended: dict[pytest.Item, Execution] = {}
         self.history: dict[pytest.Item, list[Executed]] = {}
         self.is_stopping = False
@@ -226,8 +234,19 @@ class Dispatcher:
     def rerun(self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None) -> None:
         """Run an item again, on a gang that nothing has run on."""
         self.history[item][-1] = replace(self.history[item][-1], signature=cause)
+        self._run_again(item, self._specs[item], nextitem)
+
+    def rerun_alone(
+        self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None
+    ) -> None:
+        """Run an item again on GPUs that nothing else uses, as it ran out of their memory."""
+        last = self.history[item][-1]
+        self.history[item][-1] = replace(last, signature=cause, is_crowded=True)
+        self._run_again(item, replace(self._specs[item], memory_mib=0), nextitem)
+
+    def _run_again(self, item: pytest.Item, spec: GangSpec, nextitem: pytest.Item | None) -> None:
         del self.ended[item]
-        gang = self._start_alone(self._specs[item])
+        gang = self._start_alone(spec)
         self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
 
     def dispatch(self) -> None:
@@ -246,7 +265,7 @@ class Dispatcher:
             elif has_left(gang):
                 schedule.forget(gang.number)
             self._send_ahead(gang)
-        while (spec := schedule.wanted(pool.num_free(), pool.count())) is not None:
+        while (spec := schedule.wanted(pool.has_room, pool.count())) is not None:
             started = pool.start(spec)
             if started is None:
                 return
@@ -327,8 +346,7 @@ class Dispatcher:
             while True:
                 for other in [gang for gang in pool.gangs.values() if self._is_free(gang)]:
                     pool.supervisor.close(other)
-                has_room = pool.num_free() >= min(spec.world_size, pool.num_slots)
-                if has_room and (gang := pool.start(spec)) is not None:
+                if pool.has_room(spec) and (gang := pool.start(spec)) is not None:
                     return gang
                 self.pump()
         finally:
@@ -389,7 +407,7 @@ class Dispatcher:
         item = self._items[index]
         maxfail = item.config.option.maxfail
         log_starts: list[int] = []
-        if num_reruns_of(item, self._num_reruns):
+        if num_reruns_of(item, self._num_reruns) or gang.spec.memory_mib:
             log_starts = [file_size(Path(c.log_dir, "stderr.log")) for c in gang.configs]
         execution = Execution(index, item, self._last.get(gang.number), log_starts)
         self._running[self._num_runs] = gang, execution
@@ -423,6 +441,10 @@ class Dispatcher:
             if self._is_leak_failure and execution.left:
                 execution.merged = fail_for_left(execution.merged, execution.left)
             self.ended[execution.item] = execution
+            leases = self._pool.leases
+            if leases.packing.is_on and gang.number in leases.of_gangs:
+                execution.memory_mib = gang.spec.memory_mib
+                execution.used_mib = leases.used_memory(gang.number, end)
             directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
                 Executed(gang=gang.number, directory=directory, end=end)
@@ -478,8 +500,3 @@ class Dispatcher:
         self._keep_late(item, gang.lifecycle.late, gang)
         if item is not None:
             self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
-
-
-def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
-    """Return whether all tests run on one gang, in the order of collection."""
-    return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)

@@ -95,6 +95,7 @@ class RankConfigs:
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
                 is_audited=self._run.options.audit != "off",
+                is_packed=self._run.options.num_packed > 1 and spec.device == "cuda",
                 stress_seed=self._stress_seed,
             )
             for place in places

@@ -27,8 +27,7 @@ from pytest_megatron.gang.ipc.messages import (
 from pytest_megatron.gang.originals import traceback
 from pytest_megatron.gang.rank import bootstrap
 from pytest_megatron.gang.rank import coverage as measure
-from pytest_megatron.gang.rank.collectives import count_collectives
-from pytest_megatron.gang.rank.delays import Delays
+from pytest_megatron.gang.rank.collectives import Delays, count_collectives
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
 from pytest_megatron.gang.rank.process_state import StateKeeper
@@ -113,6 +112,8 @@ class RankPlugin:
         self._shown = ""
         draw_same_examples(self.rank_config)
         self._pipes.begin_run(run.run)
+        if self.rank_config.is_packed:
+            bootstrap.forget_cuda_peak()
         self._pipes.note("setup")
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
@@ -147,7 +148,13 @@ class RankPlugin:
             printed_late=self.printed.take(),
             is_clean=self._is_clean and not stop and not poison,
             left=left,
+            gpu_memory=self._gpu_memory() if self.rank_config.is_packed else (),
         )
+
+    def _gpu_memory(self) -> tuple[int, ...]:
+        """Return this process, and what torch's allocator has reserved and had at most."""
+        memory = bootstrap.cuda_memory()
+        return (self._pid, *(memory[name] for name in ("reserved", "peak") if memory))
 
     def _mend(self, item: pytest.Item) -> str:
         """Restore the state that the test changed, with a warning that names the test.

@@ -26,7 +26,7 @@ from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.bootstrap import RandomState
 from pytest_megatron.gang.supervisor.supervisor import Supervisor
 from pytest_megatron.hooks.rank.process import RankContext, prepare, run_rank
-from pytest_megatron.process.tree import run_guarded
+from pytest_megatron.process.tree import large_imports, run_guarded
 
 _FORK_SERVER_S = 120.0  # to load torch and register
 _CALL_S = 0.02  # between checks whether it has registered
@@ -140,7 +140,7 @@ class SessionTemplate:
             measurement.save()
 
     def _load(self) -> None:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), large_imports():
             warnings.simplefilter("ignore")
             for name in self.loads:
                 if importlib.util.find_spec(name) is not None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -37,7 +37,7 @@ from pytest_megatron.gang.kept import (
     record_path,
 )
 from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV
-from pytest_megatron.hooks.options import early_size
+from pytest_megatron.hooks.options import ENDED_PLUGIN, early_size
 from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.environment import KEY, find_user_module
 from pytest_megatron.hooks.start.preload import python_command
@@ -50,7 +50,22 @@ if not sys.flags.safe_path: del sys.path[0]
 from pytest_megatron.hooks.start.kept_process import main
 main()
 """
+# Programs of editors that call `pytest.main()` with arguments alone, and do nothing afterwards.
+# Source: vscode-python, python_files/vscode_pytest/run_pytest_script.py.
+_RUNNERS = (("vscode_pytest", "run_pytest_script.py"),)
 PLUGIN_NAME = "megatron-keep"
+
+
+class ExitPlugin:
+    """Has `pytest.main()` return, once its session has run in a kept process."""
+
+    def __init__(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self) -> int:
+        """Return the exit code of the session."""
+        return self._exit_code
 
 
 class KeepPlugin:
@@ -67,7 +82,7 @@ class KeepPlugin:
             minutes: After so many without a session a kept process ends.
         """
         self._minutes = minutes
-        self._env = _initial_env()
+        self._env = dict(os.environ) if _is_runner() else _initial_env()
         self._doubt = ""
         self._has_run_elsewhere = False
         self.state = "none was kept yet"
@@ -111,7 +126,8 @@ class KeepPlugin:
         except LaunchError as error:
             self.state = self._doubt = f"off, {error}"
             return
-        self._environment = describe_environment(self._env, _base_path())
+        path = _path_before(early_config) if _is_runner() else _base_path()
+        self._environment = describe_environment(self._env, path)
         early_config.add_cleanup(lambda: self._keep(early_config))
         kept = find_kept(self._record)
         doubt = _why_not(early_config)
@@ -125,14 +141,18 @@ class KeepPlugin:
         elif doubt or kept.is_stopped:
             self.state = f"not used, {doubt or 'its process is stopped'}"
         else:
-            self._run_in(kept)
+            self._run_in(kept, early_config)
 
-    def _run_in(self, kept: KeptProcess) -> None:
+    def _run_in(self, kept: KeptProcess, early_config: pytest.Config) -> None:
         """Run this session in a kept process and exit; return if it has to run here."""
         main = sys.modules["__main__"].__spec__
-        program = "pytest" if main is None else "python -m pytest"
+        program, path = "pytest" if main is None else "python -m pytest", list[str]()
+        if _is_runner():
+            program, path = "pytest.main", _path_before(early_config)
         self._has_run_elsewhere = True
-        self.state = f"not used, {_run_elsewhere(kept, program)}"
+        arguments = early_config.invocation_params.args
+        request = _request(program, path, self._env, arguments)
+        self.state = f"not used, {_run_elsewhere(kept, request)}"
         self._has_run_elsewhere = False
 
     def _keep(self, config: pytest.Config) -> None:
@@ -172,11 +192,11 @@ def run_preloaded(record: str, path: list[str], command: list[str]) -> None:
     """
     kept = find_kept(Path(record))
     if kept is not None:
-        _run_elsewhere(kept, "preload", path)
+        _run_elsewhere(kept, _request("preload", path, _initial_env(), ()))
     os.execv(command[0], command)  # noqa: S606 - needs no shell
 
 
-def _run_elsewhere(kept: KeptProcess, program: str, path: Sequence[str] = ()) -> str:
+def _run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
     """Run a program in a kept process and exit as it does; return why it has to run here.
 
     Raises:
@@ -189,8 +209,7 @@ def _run_elsewhere(kept: KeptProcess, program: str, path: Sequence[str] = ()) ->
         return "the kept process has ended"
     reply = channel.receive()
     if isinstance(reply, Ready):
-        inherited = [0, 1, 2, *inherited_descriptors()]
-        channel.send(_request(program, path, inherited), inherited)
+        channel.send(request, request.descriptors)
         reply = channel.receive()
     if reply is None:  # nothing has run yet
         return "the kept process has ended"
@@ -221,7 +240,13 @@ def keep_gangs(early_config: pytest.Config, minutes: float) -> KeepPlugin | None
     if size[1] > 1 or is_xdist:
         plugin.state = "off, with --nnodes" if size[1] > 1 else "off, with pytest-xdist"
     else:
-        plugin.begin(early_config)
+        try:
+            plugin.begin(early_config)
+        except SystemExit as end:
+            if not _is_runner():
+                raise
+            early_config.pluginmanager.register(ExitPlugin(int(str(end.code))), ENDED_PLUGIN)
+            return None
     early_config.pluginmanager.register(plugin, PLUGIN_NAME)
     return plugin
 
@@ -237,8 +262,11 @@ def _why_not(early_config: pytest.Config) -> str:
     has_tool = tools is not None and any(tools.get_tool(number) for number in range(6))
     num_inherited = len(list(inherited_descriptors()))
     user_module = find_user_module(early_config.rootpath)
+    is_known = (is_typed and is_pytest) or _is_runner()
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    originals = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
     reasons = {
-        "pytest was called by another program": not (is_typed and is_pytest)
+        "pytest was called by another program": not is_known
         or bool(early_config.invocation_params.plugins),
         "--pdb": given.usepdb or given.trace,
         "--gang-start fresh": given.megatron_gang_start == "fresh",
@@ -246,28 +274,45 @@ def _why_not(early_config: pytest.Config) -> str:
         or sys.gettrace() is not None
         or sys.getprofile() is not None,
         "a plugin has started threads": threading.active_count() > 1,
-        "standard streams are closed or replaced": not all(
-            isinstance(stream, io.TextIOWrapper) for stream in (sys.stdin, sys.stdout, sys.stderr)
-        ),
+        "standard streams are closed or replaced": streams != originals
+        or not all(isinstance(stream, io.TextIOWrapper) for stream in streams),
         f"{num_inherited} descriptors are inherited": num_inherited > _MOST_DESCRIPTORS,
         f"{user_module} is loaded by -p": bool(user_module),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
-def _request(program: str, path: Sequence[str], descriptors: list[int]) -> StartSession:
+def _is_runner() -> bool:
+    """Return whether an editor's program runs this session."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return "PYTEST_CURRENT_TEST" not in os.environ and Path(file or "").parts[-2:] in _RUNNERS
+
+
+def _path_before(early_config: pytest.Config) -> list[str]:
+    """Return `sys.path` before pytest added the folders of its ini option."""
+    path = list(sys.path)
+    for folder in map(str, early_config.getini("pythonpath")):
+        if folder in path:
+            path.remove(folder)
+    return path
+
+
+def _request(
+    program: str, path: Sequence[str], env: Mapping[str, str], arguments: Sequence[str]
+) -> StartSession:
     umask = os.umask(0o077)
     os.umask(umask)
     ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
     return StartSession(
         program=program,
+        arguments=tuple(arguments),
         argv=tuple(sys.argv),
         orig_argv=tuple(sys.orig_argv),
         path=tuple(path),
-        env=_initial_env(),
+        env=env,
         directory=os.getcwd(),  # noqa: PTH109 - as the user has it
         umask=umask,
-        descriptors=tuple(descriptors),
+        descriptors=(0, 1, 2, *inherited_descriptors()),
         streams=tuple(
             [
                 *(s.encoding, s.errors or "strict"),

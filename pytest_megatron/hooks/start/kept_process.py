@@ -49,7 +49,7 @@ from pytest_megatron.gang.kept import (
 )
 from pytest_megatron.gang.supervisor.connections import Calls
 from pytest_megatron.hooks.start.preload import main as preload
-from pytest_megatron.process.tree import close_descriptors, die_with
+from pytest_megatron.process.tree import close_descriptors, die_with, large_imports
 
 _LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin")
 _POLL_S = 5.0  # between checks of time and memory
@@ -281,7 +281,7 @@ def _load() -> str:
     """Load modules; return the reason why no session can be forked from here, or ""."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, large_imports():
         warnings.simplefilter("always")
         try:
             for name in (*_LOADED, *(f"_pytest.{name}" for name in default_plugins)):
@@ -315,6 +315,8 @@ def _run_session(
         preload("fork")
         sys.exit()
     session, kept.forked_from = started, record
+    if request.program == "pytest.main":
+        sys.exit(pytest.main(list(request.arguments)))
     sys.exit(pytest.console_main())
 
 

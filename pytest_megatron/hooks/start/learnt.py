@@ -1,7 +1,7 @@
-"""Facts of the last session whose ranks collected for themselves, kept in pytest's cache.
+"""Facts of earlier sessions, kept in pytest's cache. Those that are no longer true cost time only.
 
-With them ranks begin to collect beside the controller. Facts that are no longer true cost time
-only.
+Ranks that collected for themselves begin to do so beside the controller, and tests share GPUs by
+the memory that they used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
+from pytest_megatron.hooks.markers import gpu_memory_mib
+
 if TYPE_CHECKING:
+    from pytest_megatron.gang.schedule import Packing
     from pytest_megatron.gang.spec import GangSpec
 
 _CACHE = "megatron/ranks_that_collect"
+_MEMORY = "megatron/gpu_memory"
 _MOST_SUITES = 8
 _CONFTEST = "conftest.py"
 _PACKAGE = str(Path(__file__).parents[2])
@@ -51,6 +55,37 @@ class LearntStart:
     conftest: str | None
     gang: tuple[int, str]
     modules: tuple[str, ...]
+
+
+class GpuMemory:
+    """Memory of a GPU that tests used, in MiB."""
+
+    def __init__(self, config: pytest.Config, packing: Packing) -> None:
+        self._cache: pytest.Cache | None = getattr(config, "cache", None)
+        self._packing = packing
+        known = None if self._cache is None else self._cache.get(_MEMORY, None)
+        rows = known.items() if isinstance(known, dict) else ()
+        self._used = {test: mib for test, mib in rows if type(mib) is int and mib >= 0}
+
+    def set_aside(self, item: pytest.Item) -> int:
+        """Return the memory that a test needs of each of its GPUs; 0 is all of it."""
+        return self._packing.memory_for(gpu_memory_mib(item), self._used.get(item.nodeid))
+
+    def note(self, item: pytest.Item, used_mib: int) -> str:
+        """Note the memory that a test used; return a text if it declared less, or ""."""
+        self._used[item.nodeid] = used_mib
+        declared = gpu_memory_mib(item)
+        if not 0 < declared < used_mib:
+            return ""
+        return (
+            f"declares {declared / 1024:g} GiB and used {used_mib / 1024:.1f} GiB, by which it is "
+            f"scheduled from now on"
+        )
+
+    def save(self) -> None:
+        """Keep it for the next session."""
+        if self._cache is not None and self._used:
+            self._cache.set(_MEMORY, self._used)
 
 
 def is_library(file: str) -> bool:

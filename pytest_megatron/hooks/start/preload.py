@@ -28,7 +28,7 @@ from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
-from pytest_megatron.process.tree import die_with, run_guarded
+from pytest_megatron.process.tree import die_with, large_imports, run_guarded
 
 PreloadMode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
@@ -144,8 +144,9 @@ def _import_in_child(modules: Sequence[str]) -> None:
         die_with(parent)
         os.close(read_end)
         try:
-            for name in modules:
-                importlib.import_module(name)
+            with large_imports():
+                for name in modules:
+                    importlib.import_module(name)
             obstacle = find_obstacle()
         except BaseException as error:  # noqa: BLE001 - ranks report it
             obstacle = repr(error)
@@ -166,9 +167,10 @@ def _serve(mode: PreloadMode) -> None:
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     if mode == "fork":
-        for name in _PRELOADED:
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
+        with large_imports():
+            for name in _PRELOADED:
+                if importlib.util.find_spec(name) is not None:
+                    importlib.import_module(name)
         if modules:
             _import_in_child(modules)
     line = sys.stdin.buffer.readline()

@@ -483,7 +483,14 @@ class WorkloadPlugin(RecordCarrier):
         return not any(finding.is_error for finding in checked.findings)
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
-        item.record = record
+        workload = item.workload
+        item.record = replace(
+            record,
+            num_devices=workload.nodes * workload.gpus,
+            scope=workload.scope,
+            labels=() if workload.tag is None else (workload.tag,),
+            owners=workload.maintainers,
+        )
         item.user_properties.append(("megatron.verdict", record.verdict))
         item.user_properties.append(("megatron.attempts", len(record.attempts)))
         if record.causes:

@@ -172,7 +172,7 @@ def test_code_that_the_record_does_not_have_is_unknown_and_counts_as_run(
     [
         (["--labels", "a"], "--labels: is for a plan; leave it out beside --replay"),
         (["--changed-file", "none.z"], "none.z: has no record of this version"),
-        (["--history", "none"], "none: is not there, expected a history of runs"),
+        (["--history", "none"], "none: is not there; runs with workloads"),
     ],
 )
 @pytest.mark.usefixtures("repository")

@@ -111,11 +111,15 @@ class Project:
         assert run_git(root, "init", "-q").returncode == 0
 
     def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.pytest_in(self.root, *arguments)
+
+    @staticmethod
+    def pytest_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         names = ("PYTEST_", "COV_", "COVERAGE_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
         command = [sys.executable, "-m", "pytest", "-q", *arguments]
         return subprocess.run(
-            command, cwd=self.root, env=env, capture_output=True, text=True, check=False
+            command, cwd=root, env=env, capture_output=True, text=True, check=False
         )
 
     def selected(self) -> set[str]:
@@ -187,6 +191,20 @@ def test_a_session_without_changes_succeeds_and_keeps_the_record(project: Projec
     done = project.pytest("--changed", "--record-changed", GANG)
     assert (done.returncode, "--changed: 0 of 2 run" in done.stdout) == (0, True)
     assert project.record.tests.keys() == before.tests.keys()
+
+
+def test_what_a_run_writes_into_a_project_is_no_change(tmp_path: Path) -> None:
+    """Without a .gitignore, with the record at its place and at another one in the project."""
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    assert run_git(tmp_path, "init", "-q").returncode == 0
+    for option in ((), ("--changed-file=jobs/one.z",)):
+        for _ in range(2):  # the second one finds the record of the first
+            recorded = Project.pytest_in(tmp_path, "--record-changed", *option)
+            assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+        done = Project.pytest_in(tmp_path, "--changed", *option)
+        assert "--changed: 0 of 1 run" in done.stdout, done.stdout
+    listed = run_git(tmp_path, "status", "--short", "--untracked-files=all").stdout
+    assert b".pytest_megatron" not in listed
 
 
 def test_a_base_that_is_none_ends_the_session(project: Project) -> None:

@@ -112,7 +112,7 @@ def test_a_search_goes_on_after_ctrl_c(project: Path, interrupt: Callable[[int],
             ("test_a.py::test_x", "--good", "HEAD~8", "--setup", "exit 3"),
             "cannot run there: the set-up exited with code 3",
         ),
-        (("test_a.py::test_y", "--good", "HEAD~8"), "no such test here"),
+        (("test_a.py::test_y", "--good", "HEAD~8"), r"no such test here.*; see .*run_1\.log; give"),
     ],
 )
 def test_bad_input_is_one_clear_error(project: Path, words: tuple[str, ...], text: str) -> None:
@@ -129,3 +129,18 @@ def test_the_line_of_a_project_sets_up_each_worktree(project: Path) -> None:
     assert list(only_search(project).glob("setup_*.log"))
     assert (project / "library.py").read_text() == "NUMBER = 9\n"
     assert git(project, "status", "--porcelain") == "?? pyproject.toml"
+
+
+def test_a_set_up_without_a_venv_runs_the_code_of_each_commit(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "src").mkdir()
+    (project / "test_a.py").write_text(TEST.replace("library", "installed"))
+    for number in (5, 6):
+        (project / "src" / "installed.py").write_text(f"NUMBER = {number}\n")
+        git(project, "add", "-A")
+        git(project, "commit", "-qm", f"Install {number}")
+    monkeypatch.setenv("PYTHONPATH", str(project / "src"))  # as an editable installation
+    words = ("test_a.py::test_x", "--good", "HEAD~1", "--flake-rate", "0", "--setup", "touch data")
+    code, output = run(project, *words)
+    assert (code, "Install 6\n  at it: failed in 1 of 1 runs" in output) == (0, True), output

@@ -71,9 +71,22 @@ def shapes() -> dict[str, Shape]:
 
 
 @pytest.fixture(scope="module")
-def texts() -> dict[str, str]:
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("project")
+
+
+def shape_in(project: Path, run: str) -> tuple[Shape, ShapePaths]:
+    """The shape of a run whose directory is beside the project."""
+    directory = project.parent / run
+    logs, spec = directory / "logs", directory / "spec.json"
+    paths = ShapePaths(root=project, run_dir=directory, logs=logs, spec=spec)
+    return shape_of(ON_GPUS, CONTAINER.at("dgx_h100"), paths), paths
+
+
+@pytest.fixture(scope="module")
+def texts(project: Path) -> dict[str, str]:
     """What nemo-run makes of every shape: one child process for all."""
-    wanted = shapes()
+    wanted = {**shapes(), **{run: shape_in(project, run)[0] for run in ("run1", "run2")}}
     return dict(zip(wanted, make_scripts(list(wanted.values())), strict=True))
 
 
@@ -98,20 +111,16 @@ def test_a_shape_that_has_a_script_needs_no_nemo_run(
 
 
 def test_a_later_run_needs_no_nemo_run_for_what_an_earlier_one_has_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = CONTAINER.at("dgx_h100")
-    first, later, blank = (
-        ShapePaths(root=tmp_path, run_dir=run, logs=run / "logs", spec=run / "spec.json")
-        for run in (tmp_path.parent / name for name in ("run1", "run2", "run 3"))
-    )
-    shapes = {paths.run_dir: shape_of(ON_GPUS, place, paths) for paths in (first, later)}
-    made = dict(zip(shapes, make_scripts(list(shapes.values())), strict=True))
-    assert kept_scripts([shapes[first.run_dir]], first) == [made[first.run_dir]]
+    first, here = shape_in(project, "run1")
+    assert kept_scripts([first], here) == [texts["run1"]]
     _break_nemo(monkeypatch, tmp_path, "raise ImportError('gone')")
-    assert kept_scripts([shapes[later.run_dir]], later) == [made[later.run_dir]]
-    changed = replace(shapes[later.run_dir], workdir="/elsewhere")
-    for shape, paths in ((shapes[later.run_dir], blank), (changed, later)):
+    later, there = shape_in(project, "run2")
+    assert kept_scripts([later], there) == [texts["run2"]]
+    changed = replace(later, workdir="/elsewhere")
+    blank = replace(there, run_dir=project.parent / "run 3")
+    for shape, paths in ((later, blank), (changed, there)):
         with pytest.raises(LaunchError, match="ImportError: gone"):
             kept_scripts([shape], paths)
 

@@ -1,30 +1,64 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from forked_programs import Program, run_programs
 
 PROGRAM = Path(__file__).resolve().parents[2] / "functional_tests" / "train_gpt.py"
 TINY = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2")
 
 
-def train(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the training program on one rank, on the CPU."""
-    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, PROGRAM, *TINY, "--seq-length", "16", *flags],
-        env=alone | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training that has ended."""
+
+    exit_code: int
+    output: str
+    directory: Path
+
+    @property
+    def board(self) -> Path:
+        return self.directory / "tb"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """The training program on one rank, on the CPU, with what each test gives it."""
+    root = tmp_path_factory.mktemp("trained")
+    given = {
+        "sound": (
+            *("--train-iters", "4", "--log-num-zeros-in-grad"),
+            *("--log-memory-to-tensorboard", "--log-timers-to-tensorboard"),
+        ),
+        "killed": ("--fault", "kill@3"),
+        "nan": ("--fault", "nan@2"),
+    }
+    programs = []
+    for name, flags in given.items():
+        directory = root / name
+        directory.mkdir()
+        board = ("--tensorboard-dir", str(directory / "tb"))
+        program = Program(
+            words=[str(PROGRAM), *TINY, "--seq-length", "16", *flags, *board],
+            output=str(root / f"{name}.txt"),
+            env={
+                "CUDA_VISIBLE_DEVICES": "",
+                "TORCHELASTIC_ERROR_FILE": str(root / f"{name}.json"),
+            },
+        )
+        programs.append(program)
+    codes = run_programs(programs, ["gpt_training", "tensorboard"], [PROGRAM.parent])
+    return {
+        name: Trained(
+            exit_code=code, output=(root / f"{name}.txt").read_text(), directory=root / name
+        )
+        for name, code in zip(given, codes, strict=True)
+    }
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -39,15 +73,12 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks what is written on the CPU")
-def test_four_iterations_are_logged_with_megatrons_names(tmp_path: Path) -> None:
-    done = train(
-        *("--train-iters", "4", "--tensorboard-dir", str(tmp_path / "tb")),
-        *("--log-num-zeros-in-grad", "--log-memory-to-tensorboard", "--log-timers-to-tensorboard"),
-    )
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"iteration +(\d+)/ +4 \| .* lm loss: (\S+) \|", done.stdout)
+def test_four_iterations_are_logged_with_megatrons_names(trained: dict[str, Trained]) -> None:
+    done = trained["sound"]
+    assert done.exit_code == 0, done.output
+    lines = re.findall(r"iteration +(\d+)/ +4 \| .* lm loss: (\S+) \|", done.output)
     assert [int(step) for step, _ in lines] == [1, 2, 3, 4]
-    found = scalars(tmp_path / "tb")
+    found = scalars(done.board)
     assert sorted(found) == [
         "grad-norm",
         "iteration-time",
@@ -60,18 +91,17 @@ def test_four_iterations_are_logged_with_megatrons_names(tmp_path: Path) -> None
     assert [step for step, _ in found["lm loss"]] == [1, 2, 3, 4]
     assert found["lm loss"][-1][1] < found["lm loss"][0][1]
     assert found["lm loss"][0][1] == pytest.approx(float(lines[0][1]), rel=1e-6)
-    assert [path.name for path in tmp_path.iterdir()] == ["tb"]
+    assert [path.name for path in done.directory.iterdir()] == ["tb"]
 
 
-def test_a_killed_run_leaves_its_steps(tmp_path: Path) -> None:
-    done = train("--fault", "kill@3", "--tensorboard-dir", str(tmp_path))
-    assert done.returncode == -9
-    assert [step for step, _ in scalars(tmp_path)["lm loss"]] == [1, 2]
+def test_a_killed_run_leaves_its_steps(trained: dict[str, Trained]) -> None:
+    done = trained["killed"]
+    assert done.exit_code == -9
+    assert [step for step, _ in scalars(done.board)["lm loss"]] == [1, 2]
 
 
-def test_a_nan_ends_the_run_and_is_in_the_error_file(tmp_path: Path) -> None:
-    error_file = tmp_path / "error.json"
-    done = train("--fault", "nan@2", TORCHELASTIC_ERROR_FILE=str(error_file))
-    assert done.returncode == 1
-    message = json.loads(error_file.read_text())["message"]["message"]
+def test_a_nan_ends_the_run_and_is_in_the_error_file(trained: dict[str, Trained]) -> None:
+    done = trained["nan"]
+    assert done.exit_code == 1
+    message = json.loads(done.directory.with_suffix(".json").read_text())["message"]["message"]
     assert "found NaN in local forward loss calculation" in message

@@ -108,7 +108,8 @@ MESSAGES: tuple[Message, ...] = (
     Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
     SessionEnded(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
     StartSession(
-        program="python -m pytest",
+        program="pytest.main",
+        arguments=("-x", "--co"),
         argv=("pytest", "-x"),
         orig_argv=("python", "-m", "pytest", "-x"),
         path=("/lib",),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gpt_training  # noqa: F401 - and torch and megatron-core with it
 
-from pytest_megatron.trace import run
+from pytest_megatron.trace import recorder, run  # noqa: F401 - the recorder for all ranks
 from pytest_megatron.trace.settings import VARIABLE
 
 _PROGRAM = Path(__file__).parents[2] / "traces/buggy_train.py"

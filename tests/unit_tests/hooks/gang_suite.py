@@ -23,6 +23,8 @@ READS_RANK = """
 
     RANK = int(os.environ["RANK"])
 """
+# A host without torch: where ranks collect for themselves, they load it before that if it is there.
+WITHOUT_TORCH = {"PYTHONPATH": str(Path(__file__).parents[2] / "without_torch")}
 _LINE = re.compile(r"^(\S+::\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
 _PROGRESS = re.compile(r"\s*\[ *\d+%\]$")
 
@@ -79,9 +81,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """A directory with test files."""
+    """A directory with test files.
+
+    Attributes:
+        has_torch: False runs it on a host without torch.
+    """
 
     root: Path
+    has_torch: bool = True
 
     def write(self, **files: str) -> Suite:
         """Write files; `test_a="..."` is test_a.py."""
@@ -95,7 +102,8 @@ class Suite:
 
     def env(self, **more: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-        return kept | {MARK: str(self.root), "COLUMNS": "200"} | more
+        own = {} if self.has_torch else WITHOUT_TORCH
+        return kept | {MARK: str(self.root), "COLUMNS": "200"} | own | more
 
     def run(
         self, *arguments: str, env: Mapping[str, str] | None = None, command: Sequence[str] = ()

@@ -56,7 +56,7 @@ def test_a_rank_in_which_pytest_does_not_start_says_why(
         if os.environ["RANK"] == "1":
             {statement}
     """
-    suite = Suite(tmp_path).write(conftest=conftest, test_world=TESTS)
+    suite = Suite(tmp_path, has_torch=False).write(conftest=conftest, test_world=TESTS)
     run = suite.run("-v", "--ranks", "2")
     assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
     told = f"rank 1 of 2 could not collect: {reason}\n"

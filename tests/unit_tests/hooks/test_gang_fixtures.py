@@ -174,29 +174,13 @@ OURS = """
         assert not list(shared_tmp_path.iterdir())
         dist.barrier()
     """
-MODEL = """
-    from megatron.core import parallel_state  # for all ranks at once: it takes seconds
-
-    def test_model_parallel(model_parallel, rank):
-        model_parallel(tp=2)
-        assert parallel_state.get_tensor_model_parallel_world_size() == 2
-        assert parallel_state.get_tensor_model_parallel_rank() == rank
-        model_parallel(pp=2)
-        assert parallel_state.get_pipeline_model_parallel_world_size() == 2
-        assert parallel_state.get_tensor_model_parallel_world_size() == 1
-
-    def test_it_is_gone_afterwards(model_parallel):
-        assert not parallel_state.is_initialized()
-        model_parallel(cp=2)
-        assert parallel_state.get_context_parallel_world_size() == 2
-    """
 
 
 def test_our_fixtures_on_a_gang_in_plain_pytest_and_under_torchrun(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(test_ours=OURS, test_model=MODEL)
+    suite = Suite(tmp_path).write(test_ours=OURS)
     options = ("-W", "ignore", "-p", "no:cacheprovider")
     gang = suite.run("--ranks=2", "--device=cpu", *options)
-    assert (gang.summary, gang.returncode) == ("7 passed", 0)
+    assert (gang.summary, gang.returncode) == ("5 passed", 0)
     plain = suite.run("test_ours.py", *options)
     assert (plain.summary, plain.returncode) == ("5 passed", 0)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "pytest"]
@@ -243,7 +227,7 @@ MARKS = """
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_marks_choose_the_gang_with_and_without_options(tmp_path: Path, ranks: int) -> None:
-    suite = Suite(tmp_path).write(test_marks=MARKS)
+    suite = Suite(tmp_path, has_torch=False).write(test_marks=MARKS)
     options = ["--ranks=2"] if ranks else []
     run = suite.run(
         *("-v", "--strict-markers", "-p", "no:timeout", *options), env={"EXPECTED": str(ranks)}
@@ -260,37 +244,35 @@ def test_marks_choose_the_gang_with_and_without_options(tmp_path: Path, ranks: i
     }
 
 
-@pytest.mark.parametrize(
-    ("mark", "problem"),
-    [
-        (
-            "world_size(2, n=3)",
-            "mark world_size: 2, n=3 is given, expected numbers of ranks from 1",
-        ),
-        ("world_size(1, -2)", "mark world_size: 1, -2 is given, expected numbers of ranks from 1"),
-        ("isolated(2)", "mark isolated: 2 is given, expected nothing; use world_size"),
-        ("timeout('soon')", "mark timeout: 'soon' is not a time, expected seconds from 0 on"),
-    ],
-)
-def test_a_wrong_mark_is_one_usage_error(tmp_path: Path, mark: str, problem: str) -> None:
-    suite = Suite(tmp_path).write(
-        test_wrong=f"""
-            import pytest
+WRONG_MARK = """
+    import pytest
 
-            @pytest.mark.{mark}
-            def test_one(): pass
-            def test_two(): pass
-            """
-    )
-    run = suite.run("--ranks=2")
-    assert run.returncode == 4
-    assert f"ERROR: test_wrong.py::test_one: {problem}" in run.stdout + run.stderr
-    assert "Traceback" not in run.stdout + run.stderr
+    @pytest.mark.{mark}
+    def test_one(): pass
+    def test_two(): pass
+    """
+WRONG_MARKS = {
+    "world_size(2, n=3)": "world_size: 2, n=3 is given, expected numbers of ranks from 1",
+    "world_size(1, -2)": "world_size: 1, -2 is given, expected numbers of ranks from 1",
+    "isolated(2)": "isolated: 2 is given, expected nothing; use world_size",
+    "timeout('soon')": "timeout: 'soon' is not a time, expected seconds from 0 on",
+}
+# Many sessions in one process, each with a file of its own.
+SESSIONS = """
+import sys
+import pytest
+for file in sys.argv[1:]:
+    code = pytest.main(["-p", "megatron", "--ranks=2", file])
+    assert code == pytest.ExitCode.USAGE_ERROR, (code, file)
+"""
 
 
-def test_a_unit_test_cannot_have_several_sizes(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
-        test_wrong="""
+def test_a_wrong_mark_is_one_usage_error(tmp_path: Path) -> None:
+    suite = Suite(tmp_path)
+    files = {f"test_wrong_{number}": mark for number, mark in enumerate(WRONG_MARKS)}
+    suite.write(**{name: WRONG_MARK.format(mark=mark) for name, mark in files.items()})
+    suite.write(
+        test_unit="""
             import unittest, pytest
 
             @pytest.mark.world_size(1, 2)
@@ -298,17 +280,25 @@ def test_a_unit_test_cannot_have_several_sizes(tmp_path: Path) -> None:
                 def test_one(self): pass
             """
     )
-    run = suite.run()
-    assert run.returncode == 4
-    assert "this kind of test cannot be parametrised; give one" in run.stderr
+    names = [f"{name}.py" for name in (*files, "test_unit")]
+    run = suite.run(*names, command=[sys.executable, "-c", SESSIONS])
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [line for line in run.stderr.splitlines() if line]
+    for (name, mark), line in zip(files.items(), lines[:-1], strict=True):
+        assert line.startswith(f"ERROR: {name}.py::test_one: mark {WRONG_MARKS[mark]}")
+    assert "this kind of test cannot be parametrised; give one" in lines[-1]
+    assert "Traceback" not in run.stdout
 
 
-@pytest.mark.parametrize("words", [(), ("--ranks", "2")], ids=["plain", "gangs"])
+GANG = ("--ranks", "2")
+
+
 @pytest.mark.parametrize(
-    ("fixture", "asked", "missing"),
+    ("words", "fixture", "asked", "missing"),
     [
-        pytest.param("process_group", "device", "torch", id="torch"),
-        pytest.param("model_parallel", "model_parallel", "megatron-core", id="megatron-core"),
+        pytest.param((), "process_group", "device", "torch", id="plain"),
+        pytest.param(GANG, "process_group", "device", "torch", id="gangs"),
+        pytest.param(GANG, "model_parallel", "model_parallel", "megatron-core", id="megatron-core"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_what_to_type(

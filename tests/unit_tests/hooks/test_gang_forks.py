@@ -152,7 +152,7 @@ CHILDREN = """
 
 def suite_of(root: Path, **files: str) -> Suite:
     texts = {name: dedent(HELPERS) + dedent(text) for name, text in files.items()}
-    return Suite(root).write(**texts)
+    return Suite(root, has_torch=False).write(**texts)
 
 
 @pytest.mark.parametrize(("size", "how"), [(1, "forked"), (2, "forked"), (2, "collects")])

@@ -81,8 +81,8 @@ def test_a_proc_of_another_namespace_is_one_error(suite: Suite) -> None:
 
 
 @pytest.mark.parametrize("start", ["fork", "fresh"])
-@pytest.mark.parametrize("name", ["a::b[1]", "a b\u00fc\u4e2d"])
-def test_a_checkout_may_have_any_name(name: str, start: str, tmp_path: Path) -> None:
+def test_a_checkout_may_have_any_name(start: str, tmp_path: Path) -> None:
+    name = "a::b[1] \u00fc\u4e2d"
     (tmp_path / name).mkdir()
     suite = Suite(tmp_path / name).write(test_rank="def test_rank(rank): assert rank < 2")
     run = suite.run("--ranks", "2", "--gang-start", start)
@@ -105,14 +105,15 @@ def test_arguments_below_a_directory_with_a_node_ids_signs_are_made_relative(
 
 
 ENVIRONMENTS = {
-    "no home, plain language": "unset HOME; export LANG=C LC_ALL=C",
-    "a home that is not there, a safe path": "export HOME=/nowhere PYTHONSAFEPATH=1",
-    "no bytecode, private files": "export PYTHONDONTWRITEBYTECODE=1; umask 077",
-    "optimised": "export PYTHONOPTIMIZE=1",
-    "few descriptors": "ulimit -n 64",
-    "almost no variables": 'exec env -i PATH="$PATH" GANG_SUITE="$GANG_SUITE" "$@"',
-    "options in a variable and in an option": (
-        "export PYTEST_ADDOPTS='-p no:cacheprovider'; exec \"$@\" -o addopts=-q"
+    "no home, plain language, no bytecode, private files, few descriptors": (
+        "unset HOME; export LANG=C LC_ALL=C PYTHONDONTWRITEBYTECODE=1; umask 077; ulimit -n 64"
+    ),
+    "a home that is not there, a safe path, optimised": (
+        "export HOME=/nowhere PYTHONSAFEPATH=1 PYTHONOPTIMIZE=1"
+    ),
+    "almost no variables, options in one of them and in an option": (
+        'exec env -i PATH="$PATH" GANG_SUITE="$GANG_SUITE" PYTEST_ADDOPTS="-p no:cacheprovider" '
+        '"$@" -o addopts=-q'
     ),
 }
 ORDINARY = """

@@ -59,7 +59,7 @@ OUTCOMES |= {"test_is_skipped": "SKIPPED"}
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
-    suite = Suite(tmp_path).write(conftest=CONFTEST, test_some=TESTS)
+    suite = Suite(tmp_path, has_torch=False).write(conftest=CONFTEST, test_some=TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     return suite
 

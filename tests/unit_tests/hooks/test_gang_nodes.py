@@ -1,25 +1,25 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import pytest
+from gang_suite import WITHOUT_TORCH
 from junit import junit_results
 
 DEADLINE_S = 60.0
 MARK = "GANG_NODES_TEST"  # in the environment of every process of a cluster
 
-SUITE = """
-import os, sys, warnings
-import pytest
+MEETING = """
+import os
 
 NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE"
 
@@ -33,6 +33,10 @@ def test_every_rank_meets_all_others(rank, process_group, shared_tmp_path):
     (shared_tmp_path / str(rank)).touch()
     torch.distributed.barrier()
     assert len(list(shared_tmp_path.iterdir())) == 4
+"""
+SUITE = """
+import os, sys, warnings
+import pytest
 
 def test_fails_on_a_remote_rank(rank):
     print("printed on", rank // 2)
@@ -200,7 +204,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def test_every_node_shows_what_ran_on_all_of_them(tmp_path: Path) -> None:
-    cluster = cluster_of(tmp_path, SUITE)
+    cluster = cluster_of(tmp_path, MEETING + SUITE)
     cluster.start(1)
     wait_until(lambda: "collected 8 items" in cluster.output(1), "node 1 is up, alone")
     cluster.start(0)
@@ -260,9 +264,9 @@ def test_a_node_that_cannot_load_torch_runs_the_tests_without_it(tmp_path: Path)
 
 def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, SUITE)
-    cluster.start(0, "-x", "--deselect=test_suite.py::test_every_rank_meets_all_others")
+    cluster.start(0, "-x")
     wait_until(lambda: "waits at" in cluster.output(0), "node 0 waits")
-    cluster.start(1, "-x", "--deselect=test_suite.py::test_every_rank_meets_all_others")
+    cluster.start(1, "-x")
     assert cluster.wait() == [1, 1]
     assert "stopping after 1 failures" in cluster.output(1)
     assert list(cluster.results(1).values())[-1][0] == "failure"
@@ -343,8 +347,8 @@ def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
         "def test_fails_on_the_last(rank): assert RANK != 3\n"
     )
     cluster = cluster_of(tmp_path, suite)
-    cluster.start(0)
-    cluster.start(1)
+    cluster.start(0, **WITHOUT_TORCH)
+    cluster.start(1, **WITHOUT_TORCH)
     assert cluster.wait() == [1, 1]
     assert cluster.results(0) == {
         "test_knows_its_rank": ("passed", ""),
@@ -373,51 +377,30 @@ def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:
     assert "node 1: 1 error while it collected test_suite.py; see its output" in cluster.output(0)
 
 
-def collect(root: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a session that collects a suite without tests and starts nothing."""
+# Many sessions in one process, which collect nothing and start nothing.
+SESSIONS = """
+import json, sys
+import pytest
+for arguments in json.loads(sys.argv[1]):
+    print("next session")
+    pytest.main(["-p", "megatron", "--collect-only", *arguments])
+"""
+
+
+def collect(root: Path, *sessions: Sequence[str], **env: str) -> list[str]:
+    """Return what each session printed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_", "SLURM"))}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "megatron", "--collect-only", *arguments],
+    done = subprocess.run(
+        [sys.executable, "-c", SESSIONS, json.dumps(sessions)],
         cwd=root,
         env=kept | env,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
+        check=True,
         timeout=DEADLINE_S,
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        pytest.param(
-            ["--nnodes=2"],
-            "--nnodes: 2 nodes run tests on gangs; give --ranks or --gpus, the ranks of each node",
-            id="no-ranks",
-        ),
-        pytest.param(
-            ["--nnodes=2", "--ranks=2", "--rdzv-endpoint=a:1"],
-            "--node-rank: not given with --nnodes 2, expected the index of this node, 0 to 1",
-            id="no-node-rank",
-        ),
-        pytest.param(
-            ["--nnodes=2", "--ranks=2", "--node-rank=1", "--rdzv-endpoint=a"],
-            "--rdzv-endpoint: 'a' is no address, expected HOST:PORT of node 0, the same on every "
-            "node",
-            id="no-port",
-        ),
-        pytest.param(
-            ["--nnodes=2", "--ranks=2", "--node-rank=0", "--rdzv-endpoint=a:1", "-n1"],
-            "--nnodes: pytest-xdist (-n) runs on one node; drop one of them",
-            id="xdist",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    tmp_path: Path, arguments: list[str], problem: str
-) -> None:
-    done = collect(tmp_path, *arguments)
-    assert (done.returncode, f"ERROR: {problem}" in done.stderr) == (4, True), done.stderr
+    return done.stdout.split("next session\n")[1:]
 
 
 def test_under_srun_nodes_are_found_and_options_win(tmp_path: Path) -> None:
@@ -428,11 +411,17 @@ def test_under_srun_nodes_are_found_and_options_win(tmp_path: Path) -> None:
         "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_NODELIST": "gpu[07-08]",
     }
-    found = collect(tmp_path, "--ranks=2", **env).stdout
+    found, named, one_node, no_ranks = collect(
+        tmp_path,
+        ["--ranks=2"],
+        ["--ranks=2", "--rdzv-endpoint=login:4000"],
+        ["--ranks=2", "--nnodes=1"],
+        [],
+        **env,
+    )
     assert "megatron: node 1 of 2, follows node 0 at gpu07:20217" in found
-    named = collect(tmp_path, "--ranks=2", "--rdzv-endpoint=login:4000", **env).stdout
     assert "megatron: node 1 of 2, follows node 0 at login:4000" in named
-    assert "follows" not in collect(tmp_path, "--ranks=2", "--nnodes=1", **env).stdout
-    assert "follows" not in collect(tmp_path, **env).stdout
-    crowd = collect(tmp_path, "--ranks=2", SLURM_STEP_NUM_TASKS="16", **env)
-    assert "ERROR: srun: started 16 tasks on 2 nodes, expected one on each" in crowd.stderr
+    assert "follows" not in one_node
+    assert "follows" not in no_ranks
+    (crowd,) = collect(tmp_path, ["--ranks=2"], SLURM_STEP_NUM_TASKS="16", **env)
+    assert "ERROR: srun: started 16 tasks on 2 nodes, expected one on each" in crowd

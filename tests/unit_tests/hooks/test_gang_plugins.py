@@ -261,7 +261,7 @@ WANTS_CONTROLLER = """
 def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
     tmp_path: Path, how: str
 ) -> None:
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, has_torch=False).write(
         conftest=WANTS_CONTROLLER,
         test_a="""
             import os
@@ -280,7 +280,7 @@ def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
 
 
 def test_what_no_rank_could_read_is_refused(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, has_torch=False).write(
         conftest="""
             import os
 

@@ -53,7 +53,7 @@ def test_time_in_which_the_controller_is_stopped_does_not_count(tmp_path: Path) 
 @pytest.mark.parametrize("how", ["forked", "not captured", "collects"])
 def test_a_session_without_standard_input(tmp_path: Path, how: str) -> None:
     """As `pytest <&-`, of cron jobs and services: its number is not taken by what ranks need."""
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, has_torch=False).write(
         test_input="""
             import os
             import pytest
@@ -83,7 +83,7 @@ def test_the_debugger_without_standard_input_sees_its_end(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("how", ["forked", "collects"])
 def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how: str) -> None:
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, has_torch=False).write(
         test_waits="""
             import os
             import signal

@@ -40,11 +40,23 @@ WITHOUT_DIRECTORY = """
 KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
 
 
-@pytest.mark.parametrize("conftest", ["", READS_RANK], ids=["forked", "collecting"])
-@pytest.mark.parametrize("plugin", ["terminal", "setuponly", "capture", "debugging"])
-def test_gangs_do_without_a_plugin(plugin: str, conftest: str, tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(conftest=conftest, test_them=TESTS + IN_DIRECTORY)
-    run = suite.run("--ranks", "2", "-p", f"no:{plugin}", "--junitxml", "junit.xml")
+@pytest.mark.parametrize(
+    ("conftest", "plugins"),
+    [
+        pytest.param("", ("terminal",), id="terminal-forked"),
+        pytest.param("", ("setuponly",), id="setuponly-forked"),
+        pytest.param("", ("capture",), id="capture-forked"),
+        pytest.param("", ("debugging",), id="debugging-forked"),
+        pytest.param(READS_RANK, ("terminal", "setuponly"), id="terminal-setuponly-collecting"),
+        pytest.param(READS_RANK, ("capture", "debugging"), id="capture-debugging-collecting"),
+    ],
+)
+def test_gangs_do_without_plugins(plugins: tuple[str, ...], conftest: str, tmp_path: Path) -> None:
+    suite = Suite(tmp_path, has_torch=False).write(
+        conftest=conftest, test_them=TESTS + IN_DIRECTORY
+    )
+    without = [f"-pno:{plugin}" for plugin in plugins]
+    run = suite.run("--ranks", "2", *without, "--junitxml", "junit.xml")
     assert run.returncode == 1, run.stdout + run.stderr
     found = [tuple(k.split()[0] for k in case.kinds) or ("passed",) for case in suite.junit()]
     assert tuple(found) == KINDS

@@ -218,5 +218,5 @@ def test_a_session_that_waits_for_gpus_says_so_and_can_be_ended(
 @pytest.mark.parametrize("dist", ["load", "each"])
 def test_workers_with_nothing_left_to_run_end_without_a_word(dist: str, tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_one="def test_one(rank): assert rank < 2")
-    run = suite.run("-n", "3", "--dist", dist, "--ranks", "2")
+    run = suite.run("-n", "2", "--dist", dist, "--ranks", "2")
     assert (run.returncode, run.stderr) == (0, ""), run.stdout

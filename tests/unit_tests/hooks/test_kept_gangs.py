@@ -71,6 +71,62 @@ FACTS = """
 WARM = "kept gangs: started in a process that had torch loaded"
 
 
+# As python_files/vscode_pytest/run_pytest_script.py of vscode-python has it: ids in a file that is
+# read once, its own folders in sys.path, a changed PATH, and results by a plugin of its own.
+RUNNER = """
+    import os
+    import pathlib
+    import sys
+
+    import pytest
+
+    os.environ["PATH"] = "/scripts" + os.pathsep + os.environ["PATH"]
+    sys.path.append(os.fspath(pathlib.Path(__file__).parent))
+
+    if __name__ == "__main__":
+        sys.path.append(os.fspath(pathlib.Path(__file__).parent.parent))
+        sys.path.insert(0, os.getcwd())
+        ids = pathlib.Path(os.environ["IDS"])
+        tests = ids.read_text().splitlines()
+        ids.unlink()
+        pytest.main(["-p", "vscode_pytest", *sys.argv[1:], *tests])
+        print("the runner goes on, and PATH begins with", os.environ["PATH"].split(os.pathsep)[0])
+"""
+RUNNER_PLUGIN = """
+    import os
+
+    known = set()
+
+    def note(line):
+        if line not in known:
+            known.add(line)
+            with open(os.environ["RESULTS"], "a") as file:
+                file.write(f"{line}\\n")
+
+    def pytest_report_teststatus(report):
+        if report.when == "call":
+            note(f"{report.nodeid} {report.outcome}")
+
+    def pytest_sessionfinish(exitstatus):
+        note(f"end {int(exitstatus)}")
+"""
+RUNNER_TESTS = """
+    import os
+    import sys
+
+    import torch
+    import helper
+
+    def test_good():
+        assert os.environ["PATH"].startswith("/scripts")
+        assert sys.path[0] == os.getcwd()
+        assert [p for p in sys.path if p.endswith("/vscode_pytest")]
+
+    def test_bad():
+        assert helper.VALUE == 2
+"""
+
+
 @dataclass(frozen=True)
 class Project:
     """A project, with a directory of records for itself."""
@@ -216,23 +272,21 @@ def test_an_edited_test_is_the_one_that_runs(project: Project) -> None:
     assert len(project.others()) == 1
 
 
-def test_a_variable_that_torch_reads_ends_an_outdated_process(project: Project) -> None:
+def test_what_torch_was_loaded_with_ends_an_outdated_process(project: Project) -> None:
     process = first(project)
-    code, output = project.run("test_facts.py", FACTS="facts", OMP_NUM_THREADS="2")
+    settings = {"FACTS": "facts", "OMP_NUM_THREADS": "2"}
+    code, output = project.run("test_facts.py", **settings)
     assert (code, "outdated, OMP_NUM_THREADS changed" in output) == (0, True), output
     wait_until(lambda: not psutil.pid_exists(process.pid), "its end")
-    assert project.kept().pid != process.pid
-
-
-def test_a_changed_module_and_a_late_variable_start_a_session_anew(project: Project) -> None:
-    process = first(project)
+    other = project.kept()
+    assert other.pid != process.pid
     project.write("stub/torch.py", TORCH + "\n    NEW = 1\n")
-    code, output = project.run("test_facts.py", FACTS="facts")
+    code, output = project.run("test_facts.py", **settings)
     assert (code, "stub/torch.py has changed" in output) == (0, True), output
-    wait_until(lambda: not psutil.pid_exists(process.pid), "its end")
-    process = project.kept()
+    wait_until(lambda: not psutil.pid_exists(other.pid), "its end")
+    project.kept()
     project.write("conftest.py", "import os\nos.environ['TORCH_LOGS'] = 'all'")
-    code, output = project.run("test_facts.py", FACTS="facts")
+    code, output = project.run("test_facts.py", **settings)
     text = "kept gangs: not used, TORCH_LOGS is set while tests are collected"
     assert (code, text in output, output.count("collected")) == (0, True, 2), output
     wait_until(lambda: not project.others(), "no process is kept after it")
@@ -247,29 +301,29 @@ SLOW = """
 """
 
 
-@pytest.mark.parametrize("way", ["interrupt", "client", "kept"])
-def test_nothing_is_left_of_a_session_that_was_killed(project: Project, way: str) -> None:
+def test_nothing_is_left_of_a_session_that_was_killed(project: Project) -> None:
     process = first(project)
     project.write("test_slow.py", SLOW)
-    session = project.start("--keep-gangs=10", "test_slow.py")
-    wait_until((project.root / "began1").exists, "the test")
-    assert "after 1 session" in project.command("gangs", "list")
-    if way == "interrupt":
-        session.send_signal(signal.SIGINT)
-    elif way == "client":
-        session.kill()
-    else:
-        os.kill(process.pid, signal.SIGKILL)
-    output, _ = session.communicate(timeout=60)
-    wait_until(lambda: not project.others(process.pid), "the end of its processes")
-    assert session.returncode == {"interrupt": 2, "client": -9, "kept": 3}[way]
-    if way == "kept":
-        assert "was killed; start the session again" in output
-        assert project.command("gangs", "list") == "no gangs are kept\n"
-        assert project.records() == []
-    else:
-        shown = project.command("gangs", "list")
-        assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
+    for way, code in {"interrupt": 2, "client": -9, "kept": 3}.items():
+        session = project.start("--keep-gangs=10", "test_slow.py")
+        wait_until((project.root / "began1").exists, "the test")
+        assert "after 1 session" in project.command("gangs", "list")
+        if way == "interrupt":
+            session.send_signal(signal.SIGINT)
+        elif way == "client":
+            session.kill()
+        else:
+            os.kill(process.pid, signal.SIGKILL)
+        output, _ = session.communicate(timeout=60)
+        wait_until(lambda: not project.others(process.pid), "the end of its processes")
+        assert session.returncode == code
+        if way != "kept":
+            shown = project.command("gangs", "list")
+            assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
+        (project.root / "began1").unlink()
+    assert "was killed; start the session again" in output
+    assert project.command("gangs", "list") == "no gangs are kept\n"
+    assert project.records() == []
 
 
 def test_the_end_of_the_terminal_ends_them(project: Project) -> None:
@@ -298,3 +352,68 @@ def test_stop_ends_them_and_time_does(project: Project) -> None:
     assert project.command("gangs", "stop", "--all") == "no gangs are kept\n"
     first(project, "--keep-gangs=0.01")
     wait_until(lambda: not project.others() and not project.records(), "its end by time")
+
+
+def test_an_editor_that_calls_pytest_main_profits_and_goes_on(
+    project: Project, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    files = tmp_path_factory.mktemp("python_files")
+    script = files / "vscode_pytest/run_pytest_script.py"
+    script.parent.mkdir()
+    script.write_text(textwrap.dedent(RUNNER))
+    script.with_name("__init__.py").write_text(textwrap.dedent(RUNNER_PLUGIN))
+    project.write("test_editor.py", RUNNER_TESTS)
+    project.write("pytest.ini", "[pytest]\npythonpath = src")
+
+    def click(*names: str) -> tuple[list[str], str]:
+        """Run tests as the editor does; return what it learns, and what it shows."""
+        results = project.root / "results"
+        results.unlink(missing_ok=True)
+        (project.root / "ids").write_text("\n".join(f"test_editor.py::{n}" for n in names))
+        done = subprocess.run(
+            [sys.executable, script, "--rootdir=.", "-p", "megatron", "--ranks=2", "--keep-gangs"],
+            cwd=project.root,
+            env=project.env(
+                IDS="ids",
+                RESULTS="results",
+                PYTHONPATH=f"{files}:{project.root / 'stub'}",
+            ),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.endswith("the runner goes on, and PATH begins with /scripts\n")
+        assert not (project.root / "ids").exists()
+        return results.read_text().splitlines(), done.stdout + done.stderr
+
+    learnt, shown = click("test_good", "test_bad")
+    cold = ["test_editor.py::test_good passed", "test_editor.py::test_bad failed", "end 1"]
+    assert (learnt, "none was kept yet" in shown) == (cold, True), shown
+    process = project.kept()
+    (project.root / "stub/loads").unlink()
+    learnt, shown = click("test_good", "test_bad")
+    assert (learnt, WARM in shown) == (cold, True), shown
+    project.write("helper.py", "VALUE = 2")
+    learnt, shown = click("test_bad")
+    assert (learnt, WARM in shown) == ([cold[1].replace("failed", "passed"), "end 0"], True)
+    learnt, shown = click("test_gone")
+    assert (learnt, "not found: " in shown) == (["end 4"], True)
+    assert not (project.root / "stub/loads").exists()
+    assert project.kept().pid == process.pid
+
+
+def test_a_program_that_reads_what_pytest_main_left_runs_without(project: Project) -> None:
+    first(project)
+    project.write("test_editor.py", RUNNER_TESTS)
+    program = "import sys, pytest; pytest.main(sys.argv[1:]); print('helper' in sys.modules)"
+    words = ["-p", "megatron", "--ranks=2", "--keep-gangs", "test_editor.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=project.root,
+        env=project.env(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "kept gangs: not used, pytest was called by another program" in done.stdout
+    assert done.stdout.endswith("True\n")

@@ -45,6 +45,7 @@ OPTIONS = """\
 --n-repeat
 --nnodes
 --node-rank
+--pack-gpus
 --pdb-rank
 --plan
 --platform
@@ -79,10 +80,33 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
         [*("--nnodes", "2", "--node-rank", "0"), *("--rdzv-endpoint", "a:1"), *GIVEN_SHARING],
         "--ranks-per-gpu: 2 ranks share a GPU on one node only, --nnodes is 2; drop one of them",
     ),
+    (
+        ["--gpus", "1", "--pack-gpus", "2", "--ranks-per-gpu", "2"],
+        "--pack-gpus: gangs share GPUs on one node, with a GPU for each rank, and --ranks-per",
+    ),
     (["--ranks", "two"], "--ranks: 'two' is not a count, expected a number from 1 on"),
     (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),
     (["--nnodes", "0"], "--nnodes: '0' is not a count, expected a number from 1 on"),
     (["--node-rank", "x"], "--node-rank: 'x' is not a number, expected one from 0 on"),
+    (
+        ["--nnodes", "2"],
+        "--nnodes: 2 nodes run tests on gangs; give --ranks or --gpus, the ranks of each node",
+    ),
+    (
+        ["--nnodes", "2", "--ranks", "2", "--rdzv-endpoint", "a:1"],
+        "--node-rank: not given with --nnodes 2, expected the index of this node, 0 to 1",
+    ),
+    (
+        ["--nnodes", "2", "--ranks", "2", "--node-rank", "1", "--rdzv-endpoint", "a"],
+        "--rdzv-endpoint: 'a' is no address, expected HOST:PORT of node 0, the same on every node",
+    ),
+    (
+        [
+            *("--nnodes", "2", "--ranks", "2", "--node-rank", "0"),
+            *("--rdzv-endpoint", "a:1", "-n1"),
+        ],
+        "--nnodes: pytest-xdist (-n) runs on one node; drop one of them",
+    ),
     (["--node-rank", "1"], "--node-rank: 1 of 1 nodes, expected 0 to 0; set --nnodes"),
     (["--rank-timeout", "-1"], "--rank-timeout: '-1' is not a time, expected seconds from 0"),
     (["--rank-grace", "inf"], "--rank-grace: 'inf' is not a time, expected seconds from 0 on"),

@@ -22,6 +22,9 @@ RACE = """
             (shared_tmp_path / "file").touch()
         dist.barrier()
         assert (shared_tmp_path / "file").exists()
+    """
+HURRY = """
+    import pytest
 
     def test_hurries(rank, shared_tmp_path):
         if rank == 0:
@@ -54,12 +57,12 @@ def test_a_test_that_always_fails_has_a_rate_below_one_in_its_interval() -> None
 
 
 def test_a_race_is_found_and_its_rate_reported(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(test_race=RACE)
+    suite = Suite(tmp_path).write(test_race=RACE, test_hurry=HURRY)
     words = ("-v", "--ranks", "2", "--device", "cpu", "--stress", "12", "--stress-seed", "3")
     done = suite.run(*words)
     assert done.returncode == 1, done.stdout
     assert "test_race.py::test_waits[2]: failed in 0 of 12 runs, 0.0% (95 %: " in done.stdout
-    found = re.search(r"test_race.py::test_hurries: failed in (\d+) of 12 runs", done.stdout)
+    found = re.search(r"test_hurry.py::test_hurries: failed in (\d+) of 12 runs", done.stdout)
     assert found is not None
     assert 0 < int(found[1]) <= 12
     assert done.words["test_once"] == "PASSED"
@@ -67,11 +70,11 @@ def test_a_race_is_found_and_its_rate_reported(tmp_path: Path) -> None:
     assert len(set(order)) == 25
     assert order != sorted(order)
     failed = next(name for name, word in done.words.items() if word == "FAILED")
-    again = suite.run(*words, f"test_race.py::{failed}")
+    again = suite.run(*words, f"test_hurry.py::{failed}")
     assert list(again.words) == [failed]
     line = re.search("^reproduce: pytest (.*)", again.stdout, re.MULTILINE)
     assert line is not None
-    assert line[1].endswith(f"{' '.join(words)} 'test_race.py::{failed}'")
+    assert line[1].endswith(f"{' '.join(words)} 'test_hurry.py::{failed}'")
 
 
 def test_a_session_without_distributed_tests_repeats_nothing_and_reports_so(tmp_path: Path) -> None:

@@ -226,3 +226,60 @@ def test_a_conftest_that_leaves_out_tests_is_named(project: pytest.Pytester) -> 
     assert result.ret == pytest.ExitCode.OK
     deselected = read_run(project.path / "run").deselected
     assert deselected["deselected by tests/moe/conftest.py"] == {"tests/moe/test_moe.py": 7}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n2", "-p", "xdist")], ids=["alone", "xdist"])
+def test_files_that_were_ignored_are_recorded_without_being_imported(
+    project: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
+    (project.path / "tests/moe/conftest.py").write_text("collect_ignore_glob = ['test_old*.py']")
+    (project.path / "tests/conftest.py").write_text(
+        "def pytest_ignore_collect(collection_path):\n"
+        "    return collection_path.stem == 'test_new' or None\n"
+    )
+    for name in ("moe/test_old_one", "moe/test_kept", "test_new", "data/.git/test_no"):
+        path = project.path / f"tests/{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("def test_one(): pass\ndef test_two(): pass")
+    ignored = ("--ignore=tests/moe/deep", "--ignore=tests/data", "--ignore-glob=*/test_br*.py")
+    whole = "--deselect=tests/moe/test_moe.py"
+    result = run(project, *ignored, whole, "--run-dir=run", *workers)
+    assert result.ret == pytest.ExitCode.OK, result.stdout.str()
+    assert read_run(project.path / "run").deselected == {
+        "deselected by --deselect": {"tests/moe/test_moe.py": 7},
+        "ignored by --ignore": {"tests/moe/deep/test_deep.py": 0},
+        "ignored by --ignore-glob": {"tests/test_broken.py": 0},
+        "ignored by collect_ignore_glob": {"tests/moe/test_old_one.py": 0},
+        "ignored by a conftest.py or a plugin": {"tests/test_new.py": 0},
+    }
+
+
+def test_what_last_failed_leaves_out_is_recorded_by_file_and_test(
+    project: pytest.Pytester,
+) -> None:
+    for name, text in {
+        "a": "def test_one(): pass",
+        "b": (
+            "def test_good(): pass\n"
+            "def test_bad(): assert False\n"
+            "class TestMore:\n    def test_in(self): pass\n"
+        ),
+        "c": "def test_two(): pass",
+    }.items():
+        (project.path / "tests/moe/deep" / f"test_{name}.py").write_text(text)
+    deep = "tests/moe/deep"
+    project.runpytest_inprocess("-p", "megatron", deep)
+    result = project.runpytest_inprocess("-p", "megatron", "--lf", "--run-dir=run", deep)
+    result.assert_outcomes(failed=1, deselected=1)
+    assert read_run(project.path / "run").deselected == {
+        "deselected by --lf": {
+            f"{deep}/test_b.py::test_good": 1,
+            f"{deep}/test_b.py::TestMore": 1,
+            f"{deep}/test_a.py": 0,
+            f"{deep}/test_c.py": 0,
+            f"{deep}/test_deep.py": 0,
+        }
+    }
+    only = f"{deep}/test_b.py::test_bad"
+    project.runpytest_inprocess("-p", "megatron", "--lf", "--run-dir=one", only)
+    assert read_run(project.path / "one").deselected == {}

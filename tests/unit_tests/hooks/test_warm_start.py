@@ -19,6 +19,7 @@ from pytest_megatron.engines.local import imports_of, obstacle_of
 from pytest_megatron.engines.warm_process import (
     PRELOADED_FOR_MEGATRON,
     PRELOADED_FOR_OPTIMIZERS,
+    calling_function,
     replace_popen,
 )
 
@@ -207,6 +208,16 @@ def test_releases_of_torch_start_ranks_in_one_of_two_ways() -> None:
     assert replace_popen(older, print)
     assert getattr(older["subprocess"], "Popen", None) is print
     assert not replace_popen({"posix_spawn": os.posix_spawn}, print)
+
+
+def test_a_rendezvous_names_the_method_that_records() -> None:
+    def record() -> str:
+        return calling_function()
+
+    def join() -> str:
+        return record()
+
+    assert join() == "join"
 
 
 def test_random_numbers_that_no_seed_governs_differ(tmp_path: Path) -> None:

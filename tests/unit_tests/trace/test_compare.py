@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -17,6 +18,14 @@ import pytest
 
 from pytest_megatron.trace.compare import main
 from pytest_megatron.trace.divergences import TraceComparison, read_comparison
+from pytest_megatron.trace.files import (
+    TraceEnd,
+    TraceLayout,
+    rank_files,
+    read_end,
+    read_header,
+    read_records,
+)
 from pytest_megatron.trace.settings import TraceSettings
 
 # Not imported: every worker of pytest-xdist would do so, and the tests train elsewhere.
@@ -44,6 +53,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, world_size, *arguments in (
         ("reference", 1),
         ("tp2", 2, *_TP2),
+        ("dp2", 2, "--use-distributed-optimizer", "--bf16"),
         ("bug", 2, *_TP2, "--exam-bug", "row-parallel-unreduced"),
         ("other_data", 1, "--seed", "5"),
         ("gathered_late", 2, *_GATHERED_LATE, "--init-method-std", "0.5"),
@@ -80,6 +90,34 @@ def compare(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         return code, read_comparison(output), capsys.readouterr().out
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tp2", TraceLayout(tp=(1, 2), etp=(1, 2))),
+        ("dp2", TraceLayout(dp=(1, 2), edp=(1, 2))),
+    ],
+)
+def test_the_whole_parameters_are_in_the_ranks_traces(
+    traces: Path, name: str, layout: TraceLayout
+) -> None:
+    files = rank_files(traces / name)
+    assert read_header(files[1]).layout == layout
+    held: dict[str, set[tuple[tuple[int, ...], tuple[int, int]]]] = {}
+    sizes: dict[str, int] = {}
+    for path in files.values():
+        assert read_end(path) == TraceEnd(steps=2)
+        for one in read_records(path):
+            shard = one.parameter
+            if one.phase == "gradient" and shard is not None:
+                assert shard.key is not None
+                flat = shard.flat or (0, math.prod(one.shape))
+                held.setdefault(shard.key, set()).add((shard.global_offset, flat))
+                sizes[shard.key] = math.prod(shard.global_shape)
+    assert "embedding.position_embeddings.weight" in held
+    for key, parts in held.items():  # each value once, whoever holds it
+        assert sum(stop - start for _, (start, stop) in parts) == sizes[key], key
 
 
 def test_layouts_that_train_the_same_are_equal(compare: Compare) -> None:

@@ -1,0 +1,80 @@
+"""The look after a test, in one process: it finds patches whether dicts have versions or not."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import ModuleType
+
+import pytest
+
+from pytest_megatron.gang.rank.audit import LeakAudit
+from pytest_megatron.gang.rank.process_state import StateKeeper
+
+NAME = "megatron.of_this_test"
+
+
+def original() -> None: ...
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of Megatron, as far as its name goes."""
+    made = ModuleType(NAME)
+    vars(made).update(first=original, second=original, number=1)
+    monkeypatch.setitem(sys.modules, NAME, made)
+    return made
+
+
+@pytest.fixture(params=[True, False], ids=["versions", "no versions"])
+def keeper(
+    request: pytest.FixtureRequest, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> StateKeeper:
+    if not request.param:
+        monkeypatch.setattr("pytest_megatron.gang.rank.audit._WITHOUT_VERSIONS", (3,))
+    audit = LeakAudit()
+    assert audit._has_versions is (request.param and sys.version_info < (3, 14))
+    assert audit._patched[NAME].attributes is vars(module)
+    return StateKeeper(1, lambda: None, audit)
+
+
+def left(keeper: StateKeeper, kind: str) -> list[str]:
+    return [leak.text for leak in keeper.find_leaks() if leak.kind == kind]
+
+
+def test_a_patch_is_found_by_the_next_look_alone(keeper: StateKeeper, module: ModuleType) -> None:
+    assert left(keeper, "patches") == []
+    module.number = 2  # type: ignore[attr-defined]
+    assert left(keeper, "patches") == []
+    module.first = print  # type: ignore[attr-defined]
+    assert left(keeper, "patches") == [f"patched {NAME}.first"]
+    assert left(keeper, "patches") == []
+    vars(module)["second"] = print
+    assert left(keeper, "patches") == [f"patched {NAME}.second"]
+    module.first = original  # type: ignore[attr-defined]
+    assert left(keeper, "patches") == []
+    del module.first
+    assert left(keeper, "patches") == [f"patched {NAME}.first"]
+
+
+def test_what_a_fixture_holds_is_not_of_the_test_and_what_it_left_is(
+    keeper: StateKeeper, module: ModuleType
+) -> None:
+    left(keeper, "patches")
+    before = keeper.look()
+    module.first = print  # type: ignore[attr-defined]
+    keeper.accept("fixture", "name", before)
+    assert left(keeper, "patches") == []
+    keeper.release("fixture")
+    (leak,) = [leak for leak in keeper.find_leaks() if leak.kind == "patches"]
+    assert (leak.text, leak.fixture) == (f"patched {NAME}.first", "name")
+
+
+def test_a_handler_is_named_with_the_one_before(keeper: StateKeeper) -> None:
+    left(keeper, "signals")
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        found = left(keeper, "signals")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert found == ["handler of SIGUSR2: SIG_IGN, was the default"]

@@ -6,6 +6,7 @@ ran, whatever commit that was. Files of other versions are read as empty: then e
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -54,7 +55,7 @@ class TestEntry:
 
     Attributes:
         state: Number of its state.
-        mode: Kind and number of its ranks.
+        mode: Kind and number of its ranks; of a workload its platform as well.
         time: Seconds since 1970, when it was recorded.
         duration_s: Of its last run.
         problem: Why it runs whatever changed, or "".
@@ -175,6 +176,12 @@ def _without_unused(record: TestRecord) -> TestRecord:
     )
 
 
+def num_gpus(mode: str) -> int:
+    """Return the number of GPUs of a test that was recorded with a kind and number of ranks."""
+    kind, _, number = mode.rpartition(" x")
+    return int(number) if kind and "cpu" not in kind.split() else 0
+
+
 def restamped(record: TestRecord, node_ids: Iterable[str], state: ProjectState) -> TestRecord:
     """Return the entries of tests that nothing changed for, as if they had run in a state now."""
     kept = [node_id for node_id in node_ids if node_id in record.tests]
@@ -273,6 +280,9 @@ class Joiner:
         self._notes = notes
         self._sources = sources
         self._started = started
+        self._imported = functools.cache(self._find_imported)
+        self._block = functools.cache(self._find_block)
+        self._is_new = functools.cache(self._find_new)
         self._all_code = {pair for notes in self._notes.values() for pair in self._code(notes)}
 
     def record(
@@ -327,9 +337,8 @@ class Joiner:
         num_ranks = max(test.num_ranks, own.num_ranks)
         if len(own.ranks) < num_ranks:
             return f"{len(own.ranks)} of {num_ranks} ranks were recorded"
-        for path, _, _ in used:
-            full = self._sources.root / path
-            if full.is_file() and full.stat().st_mtime > self._started:
+        for path in {block[0] for block in used}:
+            if self._is_new(path):
                 return f"{path} was written while tests ran"
         return next((window.problem for window in windows if window.problem), "")
 
@@ -345,24 +354,31 @@ class Joiner:
         callees = {p for cached in kinds["cached"] for p in self._sources.closure(cached)}
         code |= {pair for pair in self._all_code if pair[0] in callees} if callees else set()
         conftests = self._sources.conftests(file)
-        waiting = {file, *conftests, *kinds["loaded"], *kinds["whole"], *(p for p, _ in code)}
-        reached: set[str] = set()
-        while waiting:
-            path = waiting.pop()
-            for module in self._sources.closure(path) - reached:
-                reached.add(module)
-                notes = self._notes.get(f"{IMPORT}{self._sources.root / module}")
-                if notes is not None:
-                    found = self._code(notes)
-                    kinds["opened"] |= {p for f in notes.files["opened"] if (p := self._short(f))}
-                    loaded = {p for f in notes.files["loaded"] if (p := self._short(f))}
-                    code |= found
-                    waiting |= ({p for p, _ in found} | loaded) - reached
-        names = {(module, MODULE) for module in reached}
-        names |= {(p, block_of_code(name)) for p, name in code}
+        starts = {file, *conftests, *kinds["loaded"], *kinds["whole"], *(p for p, _ in code)}
+        names = {(p, block_of_code(name)) for p, name in code}
         names |= {(p, WHOLE) for p in (*conftests, *kinds["whole"], *kinds["opened"])}
         names |= {(p, LISTING) for p in kinds["listed"]}
-        return {self._block(*pair) for pair in names} - {_GONE}
+        own = {self._block(*pair) for pair in names}
+        return own.union(*map(self._imported, starts)) - {_GONE}
+
+    def _find_imported(self, start: str) -> frozenset[tuple[str, str, str]]:
+        """Return the blocks that are used to import a file."""
+        names: set[tuple[str, str]] = set()
+        reached: set[str] = set()
+        waiting = {start}
+        while waiting:
+            for module in self._sources.closure(waiting.pop()) - reached:
+                reached.add(module)
+                notes = self._notes.get(f"{IMPORT}{self._sources.root}/{module}")
+                if notes is not None:
+                    found = self._code(notes)
+                    opened = {p for full in notes.files["opened"] if (p := self._short(full))}
+                    loaded = {p for full in notes.files["loaded"] if (p := self._short(full))}
+                    names |= {(p, block_of_code(name)) for p, name in found}
+                    names |= {(p, WHOLE) for p in opened}
+                    waiting |= ({p for p, _ in found} | loaded) - reached
+        names |= {(module, MODULE) for module in reached}
+        return frozenset(self._block(*pair) for pair in names)
 
     def _code(self, notes: WindowNotes) -> set[tuple[str, str]]:
         return {(path, name) for full, name in notes.code if (path := self._short(full))}
@@ -370,7 +386,12 @@ class Joiner:
     def _short(self, full: str) -> str | None:
         return self._sources.shorten(full)
 
-    def _block(self, path: str, name: str) -> tuple[str, str, str]:
+    def _find_block(self, path: str, name: str) -> tuple[str, str, str]:
         found = self._sources.blocks(path)
         kept = block_named(path, name, found)
         return (path, kept, found[kept]) if kept in found else _GONE
+
+    def _find_new(self, path: str) -> bool:
+        """Return true for a file that was written since the session began."""
+        full = self._sources.root / path
+        return full.is_file() and full.stat().st_mtime > self._started

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.base.text import counted
-from pytest_megatron.changed.record import ProjectState, TestEntry, TestRecord, read_record
+from pytest_megatron.changed.record import (
+    ProjectState,
+    TestEntry,
+    TestRecord,
+    merge_records,
+    read_record,
+)
 from pytest_megatron.changed.sources import (
     CONFTEST,
     LINK,
     LISTING,
+    MODULE,
     WHOLE,
     Sources,
     blocks_of,
@@ -41,6 +49,7 @@ class Changes:
         sources: Sources,
         now: ProjectState,
         base_blocks: Mapping[str, Mapping[str, str]] | None = None,
+        before: Sources | None = None,
     ) -> None:
         """Compare.
 
@@ -49,17 +58,17 @@ class Changes:
             sources: The project now.
             now: Its files, and the environment; an empty one is not compared.
             base_blocks: Path -> blocks in a base revision, of the files that differ from it.
+            before: The project as the entries' states have it; by default the blocks of the record
+                are compared, which are the same unless the entries are of other code.
         """
         self._record = record
         self._sources = sources
         self._now = now
         self._base = base_blocks or {}
+        self._before = before
         self._reasons: dict[int, str] = {}
-        self._is_changed: dict[int, bool] = {}
-        known = {block[:2] for block in record.blocks}
-        self._opened = {path for path, name in known if name == WHOLE}
-        self._listed = {path for path, name in known if name == LISTING}
-        self._new_imports: dict[int, frozenset[str]] = {}
+        self._new_conftests: dict[int, list[str]] = {}
+        self._changed_blocks: dict[int, dict[int, str]] = {}
 
     def reason(self, node_id: str, mode: str | None) -> str | None:
         """Return why a test runs; None for one that nothing changed for.
@@ -78,41 +87,51 @@ class Changes:
         return self._reason_of_state(entry.state, node_id) or self._changed_block(entry)
 
     def _changed_block(self, entry: TestEntry) -> str | None:
-        new = self._new_imports[entry.state]
-        for number in entry.blocks:
-            path, name, _ = block = self._record.blocks[number]
-            if path in new:
-                return f"{path} imports a new file"
-            if number not in self._is_changed:
-                self._is_changed[number] = self._differs(entry.state, block)
-            if self._is_changed[number]:
-                return f"{path}{'' if name in ('', WHOLE, LISTING) else f'::{name}'} changed"
-        return None
+        if entry.state not in self._changed_blocks:
+            self._changed_blocks[entry.state] = dict(self._find_changed(entry.state))
+        reasons = self._changed_blocks[entry.state]
+        if reasons.keys().isdisjoint(entry.blocks):
+            return None
+        return next(reasons[number] for number in entry.blocks if number in reasons)
 
-    def _differs(self, state: int, block: tuple[str, str, str]) -> bool:
-        path, name, value = block
-        if path in self._base and self._base[path].get(name) != self._sources.blocks(path).get(
-            name
-        ):
-            return True
-        old = self._record.states[state].files.get(path, "")
-        if old and old == self._now.files.get(path) and not old.startswith(LINK):
-            return False  # still the file of the state
-        return self._sources.blocks(path).get(name) != value
+    @functools.cached_property
+    def _blocks_of_files(self) -> dict[str, list[int]]:
+        """Path -> numbers of its blocks."""
+        found: dict[str, list[int]] = {}
+        for number, (path, _, _) in enumerate(self._record.blocks):
+            found.setdefault(path, []).append(number)
+        return found
+
+    def _find_changed(self, state: int) -> Iterator[tuple[int, str]]:
+        """Yield the blocks that changed since a state, and the reasons that they are."""
+        old_files, new_imports = self._record.states[state].files, self._importers(state)
+        for path, numbers in self._blocks_of_files.items():
+            old = old_files.get(path, "")
+            is_same = old and old == self._now.files.get(path) and not old.startswith(LINK)
+            if path in new_imports:
+                yield from ((number, f"{path} imports a new file") for number in numbers)
+            elif path in self._base or not is_same:
+                now = self._sources.blocks(path)
+                before = None if self._before is None else self._before.blocks(path)
+                for number in numbers:
+                    _, name, value = self._record.blocks[number]
+                    was = value if before is None else before.get(name)
+                    is_changed = not is_same and now.get(name) != was
+                    if is_changed or self._base.get(path, now).get(name) != now.get(name):
+                        shown = "" if name in (MODULE, WHOLE, LISTING) else f"::{name}"
+                        yield number, f"{path}{shown} changed"
 
     def _reason_of_state(self, state: int, node_id: str) -> str | None:
         """Return why a test runs that was recorded in a state, whatever it used."""
         if state not in self._reasons:
-            self._reasons[state] = self._find_reason(self._record.states[state])
-            self._new_imports[state] = self._importers(self._record.states[state])
+            old = self._record.states[state]
+            self._reasons[state] = self._find_reason(old)
+            new = sorted(self._now.files.keys() - old.files.keys())
+            self._new_conftests[state] = [p for p in new if PurePosixPath(p).name == CONFTEST]
         if self._reasons[state]:
             return self._reasons[state]
-        new = self._now.files.keys() - self._record.states[state].files.keys()
-        folders = {
-            parent.as_posix() for parent in PurePosixPath(node_id.partition("::")[0]).parents
-        }
-        for path in sorted(new):
-            if PurePosixPath(path).name == CONFTEST and str(PurePosixPath(path).parent) in folders:
+        for path in self._new_conftests[state]:
+            if PurePosixPath(node_id.partition("::")[0]).is_relative_to(PurePosixPath(path).parent):
                 return f"{path} is new"
         return None
 
@@ -133,16 +152,22 @@ class Changes:
 
     def _is_known(self, path: str, state: ProjectState) -> bool:
         """Return true if tests that used a file that is no Python are known, or none can have."""
-        if path in self._opened:
+        if (path, WHOLE) in self._used:
             return True
         is_gone_or_new = (path in state.files) != (path in self._now.files)
-        if is_gone_or_new and str(PurePosixPath(path).parent) in self._listed:
+        if is_gone_or_new and (str(PurePosixPath(path).parent), LISTING) in self._used:
             return True
         return _matches(path, IRRELEVANT)
 
-    def _importers(self, state: ProjectState) -> frozenset[str]:
+    @functools.cached_property
+    def _used(self) -> set[tuple[str, str]]:
+        """The files and names of the blocks of all tests."""
+        numbers = set[int]().union(*(entry.blocks for entry in self._record.tests.values()))
+        return {self._record.blocks[number][:2] for number in numbers}
+
+    def _importers(self, state: int) -> frozenset[str]:
         """Return files as they were that may import a new Python file, as in `try: import it`."""
-        now, old = self._now.files, state.files
+        now, old = self._now.files, self._record.states[state].files
         new = {path for path in now.keys() - old.keys() if path.endswith(".py")}
         same = [p for p in old if new and p.endswith(".py") and old[p] == now.get(p)]
         return frozenset(path for path in same if self._sources.imports(path) & new)
@@ -164,7 +189,7 @@ def _difference(old: ProjectState, new: ProjectState) -> str:
     return f"{found[0]}{more}"
 
 
-def blocks_at(root: Path, base: str) -> dict[str, dict[str, str]]:
+def blocks_at(root: Path, base: str) -> dict[str, Mapping[str, str]]:
     """Return path -> blocks at the merge base with a revision, of files that differ from it now.
 
     Raises:
@@ -189,7 +214,7 @@ def blocks_at(root: Path, base: str) -> dict[str, dict[str, str]]:
     return {name: _blocks_at(root, commit, name) for name in names}
 
 
-def _blocks_at(root: Path, commit: str, path: str) -> dict[str, str]:
+def _blocks_at(root: Path, commit: str, path: str) -> Mapping[str, str]:
     source = read_git(root, "show", f"{commit}:./{path}")
     if source is None:
         return {}
@@ -228,14 +253,15 @@ def find_unaffected(record: TestRecord, changes: Changes) -> Unaffected:
     return Unaffected(node_ids, frozenset(files))
 
 
-def unaffected_since(root: Path, base: str, file: Path) -> Unaffected:
-    """Return the items of the record in a file for which nothing changed; never the environment.
+def unaffected_since(root: Path, base: str, files: Iterable[Path]) -> Unaffected:
+    """Return the items of the records in files for which nothing changed; never the environment.
 
     Raises:
-        ConfigError: The record cannot be read.
+        ConfigError: A record cannot be read.
         SelectionError: git is missing, or does not know the base.
     """
     full = root.resolve()
-    record = read_record(file)
-    now = ProjectState(environment={}, files=files_of(full, file.resolve()))
+    paths = [file.resolve() for file in files]
+    record = merge_records(map(read_record, paths))
+    now = ProjectState(environment={}, files=files_of(full, *paths))
     return find_unaffected(record, Changes(record, Sources(full), now, blocks_at(full, base)))

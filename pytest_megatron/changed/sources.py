@@ -1,14 +1,17 @@
-"""Files of a project as they are now: digests of their blocks, what they import, what there is."""
+"""Files of a project: digests of their blocks, what they import, what there is."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from pytest_megatron.base.files import parse_json
 from pytest_megatron.base.project import read_git
@@ -17,6 +20,7 @@ from pytest_megatron.errors import SelectionError
 MODULE = ""  # what runs when the file is imported: all but the bodies of functions
 WHOLE = "*"
 LISTING = "/"  # names in a directory
+_MOST_FILES = 8192  # whose parts are kept, of all commits that are read
 
 
 def digest(content: bytes) -> str:
@@ -24,24 +28,31 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def blocks_of(source: bytes) -> dict[str, str]:
+def blocks_of(source: bytes) -> Mapping[str, str]:
     """Return name -> digest of the blocks of a Python file; one block where it is none.
 
     Comments and places of lines do not count. Functions of one name count together; a function
     within a function is part of it. A docstring belongs to the module, as anybody can read it.
     """
+    return _parsed(source)[0]
+
+
+@functools.lru_cache(_MOST_FILES)
+def _parsed(source: bytes) -> tuple[Mapping[str, str], frozenset[str]]:
+    """Return the blocks of a Python file, and the names that it may import."""
     blocks = {WHOLE: digest(source)}
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return blocks
+        return blocks, frozenset()
+    imports = frozenset(_imports(tree))
     parts: dict[str, list[str]] = {}
     for name, function in _functions(tree, ""):
         parts.setdefault(name, []).append(ast.dump(function))
         function.body = function.body[:1] if ast.get_docstring(function) is not None else []
     blocks |= {name: digest("".join(texts).encode()) for name, texts in parts.items()}
     blocks[MODULE] = digest(ast.dump(tree).encode())
-    return blocks
+    return blocks, imports
 
 
 def _functions(
@@ -70,11 +81,7 @@ def imports_of(source: bytes) -> frozenset[str]:
 
     Those of texts count, as `import_module` takes them.
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return frozenset()
-    return frozenset(_imports(tree))
+    return _parsed(source)[1]
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
@@ -100,36 +107,81 @@ _WRITTEN = {".pytest_megatron", "__pycache__"}  # directories that running tests
 LINK = "-> "  # in front of the target of a link, in the place of a digest
 
 
+class Tree(Protocol):
+    """Files of a project at some time. Paths are relative to its root, with `/`."""
+
+    def is_file(self, path: str) -> bool:
+        """Return true for a file."""
+        ...
+
+    def read(self, path: str) -> bytes | None:
+        """Return the content of a file; None where there is none."""
+        ...
+
+    def names(self, path: str) -> Iterable[str] | None:
+        """Return the names in a directory; None where there is none."""
+        ...
+
+
+class WorkingTree:
+    """Files as they are now."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def is_file(self, path: str) -> bool:
+        """Return true for a file."""
+        return (self._root / path).is_file()
+
+    def read(self, path: str) -> bytes | None:
+        """Return the content of a file; None where there is none."""
+        try:
+            return (self._root / path).read_bytes()
+        except OSError:
+            return None
+
+    def names(self, path: str) -> Iterable[str] | None:
+        """Return the names in a directory; None where there is none."""
+        full = self._root / path
+        return [child.name for child in full.iterdir()] if full.is_dir() else None
+
+
 class Sources:
     """Files below a root, each read once. Paths are relative to it, with `/`."""
 
-    def __init__(self, root: Path, import_paths: Iterable[Path] = ()) -> None:
+    def __init__(
+        self, root: Path, import_paths: Iterable[Path] = (), tree: Tree | None = None
+    ) -> None:
         """Read nothing yet.
 
         Args:
             root: Of the project.
             import_paths: Further directories, of which modules are imported.
+            tree: The files; as they are now by default.
         """
         self.root = root
-        self._roots = dict.fromkeys((root, *import_paths))
-        self._blocks: dict[str, dict[str, str]] = {}
+        self._start = f"{root}/"
+        self._tree = tree or WorkingTree(root)
+        shortened = (self.shorten(os.fspath(path)) for path in (root, *import_paths))
+        self._roots = dict.fromkeys(path for path in shortened if path is not None)
+        self._blocks: dict[str, Mapping[str, str]] = {}
         self._edges: dict[str, frozenset[str]] = {}
         self._closures: dict[str, frozenset[str]] = {}
+        self._listings: dict[str, frozenset[str]] = {}
 
-    def blocks(self, path: str) -> dict[str, str]:
+    def blocks(self, path: str) -> Mapping[str, str]:
         """Return name -> digest of the blocks of a file or directory; none where it is gone."""
         if path not in self._blocks:
             self._blocks[path] = self._read_blocks(path)
         return self._blocks[path]
 
-    def _read_blocks(self, path: str) -> dict[str, str]:
-        full = self.root / path
-        if full.is_dir():
-            names = sorted(child.name for child in full.iterdir() if _is_listed(child.name))
-            return {LISTING: digest("\0".join(names).encode("utf-8", "surrogateescape"))}
-        try:
-            source = full.read_bytes()
-        except OSError:
+    def _read_blocks(self, path: str) -> Mapping[str, str]:
+        names = self._tree.names(path)
+        if names is not None:
+            listed = "\0".join(sorted(filter(_is_listed, names)))
+            return {LISTING: digest(listed.encode("utf-8", "surrogateescape"))}
+        source = self._tree.read(path)
+        if source is None:
             return {}
         return blocks_of(source) if path.endswith(".py") else {WHOLE: digest(source)}
 
@@ -147,43 +199,50 @@ class Sources:
     def imports(self, path: str) -> frozenset[str]:
         """Return the files of the project that a Python file names in its imports."""
         if path not in self._edges:
-            full = self.root / path
-            try:
-                names = imports_of(full.read_bytes()) if path.endswith(".py") else frozenset()
-            except OSError:
-                names = frozenset()
+            source = self._tree.read(path) if path.endswith(".py") else None
+            directory = posixpath.dirname(path) or "."
             self._edges[path] = frozenset(
-                found for name in names for found in self._resolve(name, full.parent)
+                found
+                for name in imports_of(source or b"")
+                for found in self._resolve(name, directory)
             )
         return self._edges[path]
 
-    def _resolve(self, name: str, directory: Path) -> Iterator[str]:
+    def _resolve(self, name: str, directory: str) -> Iterator[str]:
         """Yield the files that are executed to import a name, those of packages as well."""
         words = name.lstrip(".")
         level = len(name) - len(words)
-        starts: Sequence[Path] = (*self._roots, directory)
+        starts: Sequence[str] = (*self._roots, directory)
         if level:
-            starts = [directory.joinpath(*[".."] * (level - 1))]
+            starts = [posixpath.join(directory, *[".."] * (level - 1))]
         parts = words.split(".") if words else []
         for start in starts:
-            for end in range(len(parts) + 1 if level else len(parts), -1 if level else 0, -1):
-                place = start.joinpath(*parts[:end])
-                for full in (place.with_suffix(".py"), place / "__init__.py"):
-                    if full.is_file() and (short := self.shorten(os.path.normpath(full))):
-                        yield short
+            if parts and self._names_in(start).isdisjoint((parts[0], f"{parts[0]}.py")):
+                continue  # as most names are of other projects
+            for end in range(len(parts), -1 if level else 0, -1):
+                place = posixpath.join(start, *parts[:end])
+                for candidate in (f"{place}.py", f"{place}/__init__.py"):
+                    path = posixpath.normpath(candidate)
+                    if not path.startswith("../") and self._tree.is_file(path):
+                        yield path
+
+    def _names_in(self, directory: str) -> frozenset[str]:
+        if directory not in self._listings:
+            names = self._tree.names(posixpath.normpath(directory))
+            self._listings[directory] = frozenset(names or ())
+        return self._listings[directory]
 
     def shorten(self, path: str) -> str | None:
         """Return a full path as relative to the root; None outside of it."""
-        try:
-            return Path(path).relative_to(self.root).as_posix()
-        except ValueError:
-            return None
+        if path == self._start[:-1]:
+            return "."
+        return path[len(self._start) :] if path.startswith(self._start) else None
 
     def conftests(self, path: str) -> list[str]:
         """Return the `conftest.py` in the folders of a file."""
         parents = [parent.as_posix() for parent in Path(path).parents]
         found = [CONFTEST if parent == "." else f"{parent}/{CONFTEST}" for parent in parents]
-        return [conftest for conftest in found if (self.root / conftest).is_file()]
+        return [conftest for conftest in found if self._tree.is_file(conftest)]
 
 
 def _is_listed(name: str) -> bool:
@@ -191,12 +250,12 @@ def _is_listed(name: str) -> bool:
     return not name.startswith((".", "__pycache__")) and not name.endswith(".pyc")
 
 
-def files_of(root: Path, record: Path | None = None) -> dict[str, str]:
+def files_of(root: Path, *records: Path) -> dict[str, str]:
     """Return path -> digest of the files that git knows or would add, but for what runs write.
 
     Args:
         root: Of the project.
-        record: The file of the record, which each run replaces; it may lie in the project.
+        records: Files of records, which each run replaces; they may lie in the project.
 
     Raises:
         SelectionError: git is missing, or there is no checkout.
@@ -208,7 +267,7 @@ def files_of(root: Path, record: Path | None = None) -> dict[str, str]:
     found = {}
     for path in sorted(set(os.fsdecode(output).split("\0")) - {""}):
         full = root / path
-        if full == record or not _WRITTEN.isdisjoint(full.parts[len(root.parts) :]):
+        if full in records or not _WRITTEN.isdisjoint(full.parts[len(root.parts) :]):
             continue
         if full.is_symlink():
             found[path] = f"{LINK}{full.readlink()}"
@@ -236,7 +295,7 @@ def _is_of(root: Path, package: importlib.metadata.Distribution) -> bool:
     return url.removeprefix("file://").rstrip("/").startswith(str(root.resolve()))
 
 
-def block_named(path: str, name: str, blocks: dict[str, str]) -> str:
+def block_named(path: str, name: str, blocks: Mapping[str, str]) -> str:
     """Return the name of a block that stands for a name of code in a file."""
     if name in blocks:
         return name

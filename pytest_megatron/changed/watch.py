@@ -53,38 +53,31 @@ class _Functions(Protocol):
 
 
 class _Monitoring:
-    """Code that ran, by `sys.monitoring`.
-
-    One tool finds code; it is called once for each object, ever. Another is on for code of the
-    project that has not run yet in this window.
-    """
+    """Code that ran, by `sys.monitoring`: one call for each place of entry and window."""
 
     def __init__(self, is_own: Callable[[str], bool]) -> None:
-        self._is_own = is_own
-        self._seen: set[CodeType] = set()
-        self._monitoring = monitoring = vars(sys)["monitoring"]
-        self._start = monitoring.events.PY_START
-        free = [tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None]
-        self._finder, self._local = free[:2]
-        for tool, call in ((self._finder, self._find), (self._local, self._hit)):
-            monitoring.use_tool_id(tool, "pytest-megatron")
-            monitoring.register_callback(tool, self._start, call)
-        monitoring.set_events(self._finder, self._start)
+        self._seen: list[CodeType] = []
+        monitoring = vars(sys)["monitoring"]
+        self._restart: Callable[[], None] = monitoring.restart_events
+        is_own = functools.cache(is_own)
 
-    def _find(self, code: CodeType, _: int) -> object:
-        if self._is_own(code.co_filename):
-            self._seen.add(code)
-        return self._monitoring.DISABLE
+        def enter(code: CodeType, _: int) -> object:
+            if is_own(code.co_filename):
+                self._seen.append(code)
+            return monitoring.DISABLE
 
-    def _hit(self, code: CodeType, _: int) -> None:
-        self._seen.add(code)
-        self._monitoring.set_local_events(self._local, code, 0)
+        tool = next(tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None)
+        monitoring.use_tool_id(tool, "pytest-megatron")
+        events = monitoring.events.PY_START, monitoring.events.PY_RESUME
+        for event in events:
+            monitoring.register_callback(tool, event, enter)
+        monitoring.set_events(tool, sum(events))
 
     def take(self) -> set[CodeType]:
-        seen, self._seen = self._seen, set()
-        for code in seen:
-            self._monitoring.set_local_events(self._local, code, self._start)
-        return seen
+        seen, self._seen = self._seen, []
+        if seen:
+            self._restart()
+        return set(seen)
 
 
 class _Profiling:

@@ -1,4 +1,7 @@
-"""`pytest-megatron plan`, `changed` and `cost`: jobs of CI, what changed, and what items cost."""
+"""`pytest-megatron plan`, `changed` and `cost`: jobs of CI, what changed, and what items cost.
+
+`plan --replay` shows what leaving out unchanged items would have saved and missed.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable, rough_time
 from pytest_megatron.changed.record import FILE_NAME, merge_records, read_record, write_record
+from pytest_megatron.changed.replay import ReplayedCommit, ReplayReport, replay
 from pytest_megatron.changed.select import unaffected_since
 from pytest_megatron.ci.budget import Budget, parse_budget
 from pytest_megatron.ci.decide import (
@@ -35,7 +41,8 @@ from pytest_megatron.cli.flaky import (
     read_entries,
     read_known_entries,
 )
-from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, format_option
+from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, echo_json, format_option
+from pytest_megatron.culprit.search import SHORT
 from pytest_megatron.errors import ConfigError, EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
 from pytest_megatron.recipe.model import CADENCES
@@ -46,10 +53,18 @@ from pytest_megatron.runs.history import (
     cost_rows,
     days_ago,
     device_time,
+    durations_of,
+    outcomes_by_commit,
 )
+from pytest_megatron.runs.layout import OWN_DIR
 
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
+_OF_REPLAY = frozenset(("replay", "path", "changed_file", "explain", "form"))
+_REPLAY_HEAD = (
+    *("commit", "items", "run", "unknown", "assumed", "skipped", "saved", "judged", "failed"),
+    "subject",
+)
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
 
 
@@ -75,7 +90,8 @@ class _PlanOptions(TypedDict):
     changed_paths: str | None
     diff: str | None
     changed: str | None
-    changed_file: Path
+    changed_file: tuple[Path, ...]
+    replay: int | None
     budget: str | None
     path: Path
     apply_suggestion: bool
@@ -136,10 +152,17 @@ class _PlanOptions(TypedDict):
 )
 @click.option(
     "--changed-file",
+    multiple=True,
     type=PATH,
-    default=Path(".pytest_megatron") / FILE_NAME,
+    default=[OWN_DIR / FILE_NAME],
     show_default=True,
-    help="The record of what tests use.",
+    help="The record of what tests use, repeatable.",
+)
+@click.option(
+    "--replay",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Print what --changed would have left out at each of the last N commits, and missed.",
 )
 @click.option(
     "--budget",
@@ -158,7 +181,13 @@ def command(**given: Unpack[_PlanOptions]) -> None:
 
     Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
     event, a recipe or the project's table are unusable.
+
+    With --replay it plans nothing: it goes through past commits, by git, the records of
+    --record-changed and the history of runs.
     """
+    if given["replay"] is not None:
+        _print_replay(given["replay"], given)
+        return
     request = _request(given)
     try:
         plan = make_plan(request)
@@ -272,6 +301,141 @@ def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:
 _FORMS = {"text": _print_text, "json": _print_json, "github": _write_outputs}
 
 
+def _print_replay(number: int, given: _PlanOptions) -> None:
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = str(option.name)
+        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if is_given and name not in _OF_REPLAY:
+            raise SelectionError(option.opts[0], "is for a plan; leave it out beside --replay")
+    if given["form"] == "github":
+        raise SelectionError("--format github", "is for a plan; --replay has text and json")
+    records = [read_record(file) for file in given["changed_file"]]
+    for file, record in zip(given["changed_file"], records, strict=True):
+        if not record.tests:
+            raise ConfigError(
+                str(file), "has no record of this version; run tests with --record-changed"
+            )
+    entries = read_known_entries(given["path"])
+    outcomes, durations = outcomes_by_commit(entries), durations_of(entries)
+    found = replay(Path.cwd(), number, records, outcomes, durations)
+    if given["form"] == "json":
+        echo_json(_replay_as_json(found, is_explained=given["explain"]))
+        return
+    for line in _replay_lines(found, number, is_explained=given["explain"]):
+        click.echo(printable(line))
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _replay_lines(found: ReplayReport, number: int, *, is_explained: bool) -> Iterator[str]:
+    lines = columns([_REPLAY_HEAD, *map(_replay_row, found.commits)], num_right=9)
+    yield lines[0]
+    for one, line in zip(found.commits, lines[1:], strict=True):
+        yield line
+        for word in ("run", "unknown", "assumed"):
+            reasons: dict[str, str] = getattr(one, word)
+            ordered = Counter(reasons.values()).most_common(None if is_explained else 1)
+            if is_explained or word != "run":
+                yield from (f"    {word}: {count}: {reason}" for reason, count in ordered)
+    if found.is_short:
+        yield f"git has {len(found.commits)} of the {number} commits here"
+    yield from _replay_sum_lines(found)
+    if found.assuming is not None and any(one.assumed for one in found.commits):
+        yield ""
+        yield "no proof: if items used then what they use in the nearest record,"
+        yield from _replay_sum_lines(found.assuming)
+
+
+def _replay_sum_lines(found: ReplayReport) -> Iterator[str]:
+    sums = _replay_sums(found)
+    yield (
+        f"skipped {sums['num_skipped']} of {sums['num_items']} times; saved {sums['saved']:.0f} "
+        f"of {sums['total']:.0f} {found.unit}, {_share(sums['saved'], sums['total'])}"
+    )
+    num_others = sums["num_unknown"] + sums["num_assumed"]
+    if num_others:
+        yield (
+            f"unknown or assumed {num_others} times, and counted as run: no record has the code of "
+            "the commit or of the one before; give more records by --changed-file"
+        )
+    if not sums["num_judged"]:
+        yield "no false green rate: the history has no outcome of a skipped item"
+        return
+    rate = _share(sums["num_failed"], sums["num_judged"])
+    yield (
+        f"judged {sums['num_judged']} of the skipped by the next run of each, if --changed would "
+        f"not have run it earlier: {sums['num_failed']} failed, false green rate {rate}"
+    )
+    for green in found.false_greens:
+        flaky = ", and passed there as well" if green.is_contradictory else ""
+        yield (
+            f"    {green.node_id} failed at {green.commit[:SHORT]}{flaky}; "
+            f"skipped since {green.since[:SHORT]}"
+        )
+
+
+def _replay_row(one: ReplayedCommit) -> tuple[str, ...]:
+    parts = (one.items, one.run, one.unknown, one.assumed, one.skipped)
+    judged = (one.num_judged, one.num_failed)
+    share = _share(one.saved, one.total)
+    numbers = (*(str(len(part)) for part in parts), share, *map(str, judged))
+    return (one.commit[:SHORT], *numbers, one.subject)
+
+
+def _replay_counts(one: ReplayedCommit) -> dict[str, float]:
+    return {
+        "num_items": len(one.items),
+        "num_run": len(one.run),
+        "num_unknown": len(one.unknown),
+        "num_assumed": len(one.assumed),
+        "num_skipped": len(one.skipped),
+        "num_judged": one.num_judged,
+        "num_failed": one.num_failed,
+        "total": round(one.total, 3),
+        "saved": round(one.saved, 3),
+    }
+
+
+def _replay_sums(found: ReplayReport) -> dict[str, float]:
+    rows = [_replay_counts(one) for one in found.commits]
+    return {name: sum(row[name] for row in rows) for name in rows[0]}
+
+
+def _replay_as_json(found: ReplayReport, *, is_explained: bool) -> dict[str, JsonValue]:
+    sums = _replay_sums(found)
+    judged = sums["num_judged"]
+    return {
+        "unit": found.unit,
+        "is_short": found.is_short,
+        **sums,
+        "false_green_rate": sums["num_failed"] / judged if judged else None,
+        "false_greens": [asdict(green) for green in found.false_greens],
+        "assuming": None
+        if found.assuming is None
+        else _replay_as_json(found.assuming, is_explained=is_explained),
+        "commits": [
+            {
+                "commit": one.commit,
+                "subject": one.subject,
+                **_replay_counts(one),
+                "run": _reasons(one.run, is_explained=is_explained),
+                "unknown": _reasons(one.unknown, is_explained=is_explained),
+                "assumed": _reasons(one.assumed, is_explained=is_explained),
+                **({"skipped": list[JsonValue](one.skipped)} if is_explained else {}),
+            }
+            for one in found.commits
+        ],
+    }
+
+
+def _reasons(reasons: Mapping[str, str], *, is_explained: bool) -> dict[str, JsonValue]:
+    """Return node id -> reason, or reason -> number of items."""
+    return dict(reasons) if is_explained else dict(Counter(reasons.values()).most_common())
+
+
 @click.group(name="changed")
 def changed() -> None:
     """Records of the code and the files that tests use."""
@@ -288,7 +452,7 @@ def changed() -> None:
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path(".pytest_megatron") / FILE_NAME,
+    default=OWN_DIR / FILE_NAME,
     show_default=True,
     help="The file to write.",
 )

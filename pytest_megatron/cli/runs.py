@@ -83,8 +83,10 @@ def report(
 
     Exit code 2: a run could not be read; the pages have all others.
     """
-    from pytest_megatron.pages.pictures import write_pictures  # noqa: PLC0415 - slow to import
-    from pytest_megatron.pages.write import write_report  # noqa: PLC0415
+    from pytest_megatron.pages.write import (  # noqa: PLC0415 - slow to import
+        write_pictures,
+        write_report,
+    )
 
     if pictures is None:
         if is_png or metrics or is_failed_only:

@@ -17,7 +17,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -48,6 +48,9 @@ from pytest_megatron.hooks.options import (
     usage_errors,
 )
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+
+if TYPE_CHECKING:
+    from pytest_megatron.hooks.workloads.items import WorkloadItem
 
 RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of the controller
 SELECTOR = "megatron-changed"
@@ -150,7 +153,10 @@ def mode_of(item: pytest.Item) -> str:
     is_workload = item.config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) and not isinstance(
         item, pytest.Function
     )
-    return _WORKLOAD if is_workload else "plain"
+    if not is_workload:
+        return "plain"
+    workload = cast("WorkloadItem", item).workload
+    return f"{_WORKLOAD} {workload.platform} x{workload.nodes * workload.gpus}"
 
 
 class Selector:
@@ -280,7 +286,8 @@ class Selector:
     def _finished(self, node_id: str, notes: WindowNotes) -> FinishedTest:
         problem = self._failed.get(node_id, "")
         is_training_noted = notes.num_processes > 1  # besides the controller
-        if notes.mode == _WORKLOAD and not problem:
+        is_workload = notes.mode.startswith(_WORKLOAD)
+        if is_workload and not problem:
             options = self._options
             if options.is_lightweight or options.golden != "check":
                 problem = "its last run was not compared with a golden"
@@ -289,7 +296,7 @@ class Selector:
         return FinishedTest(
             file=notes.file,
             mode=notes.mode,
-            num_ranks=int(notes.mode.partition(" x")[2] or 0),
+            num_ranks=0 if is_workload else int(notes.mode.partition(" x")[2] or 0),
             duration_s=self._durations[node_id] / 1000,
             problem=problem,
         )

@@ -225,15 +225,18 @@ def known_items(path: Path) -> frozenset[str]:
 
 
 def typical_durations(path: Path) -> dict[str, float]:
-    """Return the recent duration of one attempt of each item in seconds, by a history file.
-
-    The median of the last executions that came to their end; an item without one is not there, and
-    nothing is where the file cannot be read.
-    """
+    """Return the recent durations of items by a history file; none where it cannot be read."""
     try:
-        entries = read(path).entries
+        return durations_of(read(path).entries)
     except OSError:
         return {}
+
+
+def durations_of(entries: Iterable[HistoryEntry]) -> dict[str, float]:
+    """Return the recent duration of one attempt of each item in seconds.
+
+    The median of the last executions that came to their end; an item without one is not there.
+    """
     took: dict[str, deque[float]] = {}
     for entry in entries:
         if entry.verdict in _GOOD and entry.num_attempts:
@@ -271,6 +274,17 @@ def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int
     repeated = [found for found in outcomes if len(found) > 1]
     rarer = sum(min(found.count(True), found.count(False)) for found in repeated)
     return (rarer, sum(map(len, repeated))) if rarer else None
+
+
+def outcomes_by_commit(
+    entries: Iterable[HistoryEntry],
+) -> dict[tuple[str, str], list[bool]]:
+    """Return commit and node id -> whether each run was good, of items not in quarantine."""
+    outcomes: dict[tuple[str, str], list[bool]] = {}
+    for entry in entries:
+        if entry.is_counted and not entry.is_quarantined:
+            outcomes.setdefault((str(entry.commit), entry.node_id), []).append(entry.is_good)
+    return outcomes
 
 
 def _outcomes(entries: Iterable[HistoryEntry]) -> dict[tuple[str, str], list[bool]]:

@@ -498,7 +498,10 @@ class HistoryPlugin:
             append(self._path, entries.values())
         except OSError as error:
             where = self._session.shorten(str(error.filename or self._path))
-            self._problem = f"{where}: {error.strerror}; the history of this run is not complete"
+            self._problem = (
+                f"{where}: {error.strerror}; the history lacks this run; "
+                "give --history FILE, or --history off"
+            )
 
 
 def register_history(config: pytest.Config, session: RunSession) -> None:

@@ -209,7 +209,7 @@ class GangPlugin(RecordCarrier):
         """Run all items, those of gangs on gangs; under pytest-xdist only start the gangs.
 
         Raises:
-            pytest.UsageError: Ranks cannot be started here.
+            pytest.UsageError: Ranks cannot be started here, or the run directory cannot be made.
         """
         end_if_forked(self._pid)  # while tests were collected
         # Plugins may have reordered and deselected items meanwhile.
@@ -225,6 +225,7 @@ class GangPlugin(RecordCarrier):
             return self._print_plan(session)
         if not self._run.is_worker:
             self._run.refuse_used_run_dir()
+            self._run.open_run_dir()
         dispatcher = self._open(session)
         for line in self._limits_of_others:
             write_line(self._config, line)

@@ -33,3 +33,14 @@ def test_a_run_directory_below_a_file_is_one_clear_error(tmp_path: Path) -> None
     assert run.outcomes == {"sound": "ERROR"}
     error = "train.py/run: Not a directory; give another --run-dir; nothing was run"
     assert error in run.stdout.splitlines()
+
+
+def test_tests_without_a_run_directory_end_before_the_first_one(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    (tmp_path / "test_rank.py").write_text("def test_rank(rank):\n    pass\n")
+    run = project.run("test_rank.py", "--ranks", "2", run_dir="train.py/run")
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    (line,) = [line for line in run.text.splitlines() if "train.py/run: Not a directory" in line]
+    assert line.startswith("ERROR: ")
+    assert "Traceback" not in run.text
+    assert " no tests ran " in run.stdout

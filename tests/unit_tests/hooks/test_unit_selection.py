@@ -237,7 +237,7 @@ def test_files_that_were_ignored_are_recorded_without_being_imported(
         "def pytest_ignore_collect(collection_path):\n"
         "    return collection_path.stem == 'test_new' or None\n"
     )
-    for name in ("moe/test_old_one", "moe/test_kept", "test_new", "data/.git/test_no"):
+    for name in ("moe/test_old_one", "moe/test_neither", "test_new", "data/.git/test_no"):
         path = project.path / f"tests/{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("def test_one(): pass\ndef test_two(): pass")

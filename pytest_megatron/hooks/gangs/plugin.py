@@ -225,12 +225,12 @@ class GangPlugin(RecordCarrier):
             return self._print_plan(session)
         if not self._run.is_worker:
             self._run.refuse_used_run_dir()
-            self._run.open_run_dir()
         dispatcher = self._open(session)
         for line in self._limits_of_others:
             write_line(self._config, line)
         if self._run.is_worker:
             return None
+        self._run.open_run_dir()
         try:
             self._loop(session)
         except KeyboardInterrupt:

@@ -123,18 +123,18 @@ def _failures(entries: Sequence[HistoryEntry]) -> tuple[frozenset[str], frozense
     passed = {(e.node_id, _revision(e)) for e in entries if e.is_good}
     caught: set[str] = set()
     failed: set[str] = set()
-    failing: set[str] = set()
+    still_failing: set[str] = set()
     for entry in entries:
         revision = _revision(entry)
         if entry.is_good:
-            failing.discard(entry.node_id)
+            still_failing.discard(entry.node_id)
         is_transient = entry.kind == "test" and bool(entry.causes)  # it failed once more
         is_failure = entry.verdict == "failed" and not (entry.is_quarantined or is_transient)
         if is_failure and (entry.node_id, revision) not in passed:
             failed.add(revision)
-            if entry.node_id not in failing:
+            if entry.node_id not in still_failing:
                 caught.add(revision)
-            failing.add(entry.node_id)
+            still_failing.add(entry.node_id)
     return frozenset(caught), frozenset(failed)
 
 

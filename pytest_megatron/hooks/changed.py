@@ -50,6 +50,8 @@ from pytest_megatron.hooks.options import (
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 if TYPE_CHECKING:
+    from pytest_megatron.gang.ipc.messages import RankConfig
+    from pytest_megatron.gang.spec import GangSpec
     from pytest_megatron.hooks.workloads.items import WorkloadItem
 
 RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of the controller
@@ -140,8 +142,11 @@ def _place_of(item: pytest.Item) -> dict[str, object]:
     if rank is None:
         return {"mode": mode_of(item)}
     config = rank.rank_config
-    mode = f"{config.device} x{config.world_size}"
-    return {"mode": mode, "rank": config.rank, "world": config.world_size}
+    return {"mode": _gang_mode(config), "rank": config.rank, "world": config.world_size}
+
+
+def _gang_mode(gang: GangSpec | RankConfig) -> str:
+    return f"{gang.device} x{gang.world_size}"
 
 
 def mode_of(item: pytest.Item) -> str:
@@ -149,7 +154,7 @@ def mode_of(item: pytest.Item) -> str:
     gangs = item.config.pluginmanager.get_plugin("megatron-gangs")
     spec = None if gangs is None else gangs.spec_of(item)
     if spec is not None:
-        return f"{spec.device} x{spec.world_size}"
+        return _gang_mode(spec)
     is_workload = item.config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) and not isinstance(
         item, pytest.Function
     )

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 NOTES = "MEGATRON_CHANGED_NOTES"  # directory of the files
 KEY = "MEGATRON_CHANGED_WINDOW"  # the one that processes belong to
 ROOT = "MEGATRON_CHANGED_ROOT"
-HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HOOK = os.path.join(_PACKAGE, "changed", "site")
 _IGNORED = ("/.git/", "/.pytest_megatron/", "/.pytest_cache/", "/__pycache__/", "/site-packages/")
 _ELSEWHERE = frozenset(
     ("docker", "podman", "enroot", "kubectl", "sbatch", "srun", "salloc", "ssh", "env")
@@ -146,6 +147,7 @@ class Watch:
         self._written: set[str] = set()  # files
         self._file = self._new_file()
         self._is_busy = False
+        self._is_stopped = False
         self._noted: set[tuple[str, str, str]] = set()
         self._caches: list[functools._lru_cache_wrapper[object]] = []
         self._functions: _Functions | None = None
@@ -154,6 +156,7 @@ class Watch:
         elif has_windows:
             self._functions = (_Monitoring if _HAS_MONITORING else _Profiling)(self._is_own)
             self._record_imports()
+            self._pass_on(key)
         sys.addaudithook(self._audit)
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -256,6 +259,12 @@ class Watch:
         self._settle()
         self._write(self._windows[0], {})
 
+    def stop(self) -> None:
+        """Note nothing more, as a recorder with windows takes over."""
+        self._is_stopped = True
+        if isinstance(self._functions, _Immediate):
+            self._functions.stop()
+
     def _record_imports(self) -> None:
         """Give each import a window: its functions count for all who use the module."""
         loader = importlib.machinery.SourceFileLoader
@@ -288,7 +297,7 @@ class Watch:
     def _audit(self, event: str, args: tuple[object, ...]) -> None:
         """Note files that are opened, directories that are listed, processes that are started."""
         note = self._EVENTS.get(event)
-        if note is None or self._is_busy:
+        if note is None or self._is_busy or self._is_stopped:
             return
         self._is_busy = True
         try:
@@ -332,7 +341,7 @@ class Watch:
             self._append({"loaded" if _HAS_MONITORING else "whole": [name]})
 
     def _on_start(self, args: tuple[object, ...]) -> None:
-        if self._is_in_session:
+        if self._is_in_session and not self._is_of_project():
             return
         program, arguments, _, env = args
         words = [os.fsdecode(cast("str", word)) for word in cast("Sequence[object]", arguments)]
@@ -373,6 +382,16 @@ class Watch:
         name = os.path.abspath(os.fsdecode(cast("str", path)))
         return name if self._is_own(name) or f"{name}/" == self._root else None
 
+    def _is_of_project(self) -> bool:
+        """Return true if code of the project is at work, such as a hook of a `conftest.py`."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and f"{os.sep}pluggy{os.sep}" not in frame.f_code.co_filename:
+            name = frame.f_code.co_filename
+            if self._is_own(name) and not name.startswith(_PACKAGE):
+                return True
+            frame = frame.f_back
+        return False
+
     def _note_code(self, code: CodeType) -> None:
         self._append({"code": [[code.co_filename, code.co_qualname]]})
 
@@ -409,7 +428,7 @@ class Watch:
         self._noted.clear()
         self._is_busy = False
         window = self._windows[-1]
-        if self._has_windows and not self._is_in_session:
+        if self._has_windows and (not self._is_in_session or self._is_of_project()):
             self.spoil("it forks a process, which is not recorded")
             self._write_line({"key": window.key, "problem": window.problem})
 
@@ -426,6 +445,7 @@ class _Immediate:
                 note(code)
             return monitoring.DISABLE
 
+        self.stop: Callable[[], None] = functools.partial(monitoring.set_events, tool, 0)
         monitoring.use_tool_id(tool, "pytest-megatron")
         monitoring.register_callback(tool, monitoring.events.PY_START, start)
         monitoring.set_events(tool, monitoring.events.PY_START)
@@ -464,7 +484,17 @@ def _is_importing() -> bool:
     return False
 
 
+_watches: list[Watch] = []  # of this process, where a program is recorded from its start
+
+
 def start_from_environment() -> None:
-    """Record a program that a test started."""
+    """Record a program that a test or the session started."""
     if all(name in os.environ for name in (NOTES, KEY, ROOT)):
-        Watch(os.environ[ROOT], os.environ[NOTES], has_windows=False).begin()
+        _watches.append(Watch(os.environ[ROOT], os.environ[NOTES], has_windows=False))
+        _watches[0].begin()
+
+
+def stop_from_environment() -> None:
+    """Stop what `start_from_environment` began: this process opens windows."""
+    for watch in _watches:
+        watch.stop()

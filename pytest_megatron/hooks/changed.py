@@ -324,9 +324,12 @@ def start_recording(config: pytest.Config) -> None:
     if _recorders:
         return
     # A worker of pytest-xdist and a fresh rank have no window; a pytest that a test starts has.
-    directory = "" if watch.KEY in os.environ else os.environ.get(watch.NOTES, "")
+    directory = "" if os.environ.get(watch.KEY) else os.environ.get(watch.NOTES, "")
     directory = directory or tempfile.mkdtemp(prefix="pytest-megatron-changed-")
     os.environ[watch.NOTES] = directory
+    early = sys.modules.get("_megatron_changed_watch")  # as `changed/site` loads it
+    if early is not None and not os.environ.get(watch.KEY):
+        early.stop_from_environment()
     _recorders.append(ChangedRecorder(config, directory))
 
 

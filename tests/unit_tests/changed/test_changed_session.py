@@ -216,3 +216,53 @@ def test_a_base_that_is_none_ends_the_session(project: Project) -> None:
 def test_without_a_record_all_tests_run(project: Project) -> None:
     done = project.pytest("--changed", "--changed-file=elsewhere.z", f"{PLAIN}::test_one")
     assert (done.returncode, "--changed: 1 of 1 run" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [("spawn", ""), ("fork", "it forks a process, which is not recorded")],
+)
+def test_a_pool_of_the_whole_session_counts_for_all_tests(
+    tmp_path: Path, method: str, problem: str
+) -> None:
+    """As the `conftest.py` of torchmetrics has one, in which its distributed tests run."""
+    for name, text in {
+        "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
+        "pooled.py": "def four(_):\n    return 4\n",
+        "conftest.py": f"""
+import multiprocessing
+import os
+import pytest
+
+def pytest_sessionstart(session):
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        pytest.pool = multiprocessing.get_context("{method}").Pool(1)
+
+def pytest_sessionfinish():
+    if hasattr(pytest, "pool"):
+        pytest.pool.terminate()
+        pytest.pool.join()
+""",
+        "test_pool.py": """
+import pytest
+import pooled
+
+def test_pool():
+    assert pytest.pool.map(pooled.four, [0]) == [4]
+""",
+        "test_plain.py": "def test_plain():\n    pass\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert run_git(tmp_path, "init", "-q").returncode == 0
+    done = Project.pytest_in(tmp_path, "--record-changed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / "pooled.py"
+    path.write_text(path.read_text().replace("4", "5"))
+    record = read_record(tmp_path / ".pytest_megatron/changed.z")
+    now = ProjectState(environment=record.states[0].environment, files=files_of(tmp_path))
+    changes = Changes(record, Sources(tmp_path), now)
+    expected = problem or "pooled.py::four changed"
+    if sys.version_info < (3, 12) and not problem:
+        expected = "pooled.py changed"  # its files, as of any program
+    reasons = {node_id: changes.reason(node_id, None) for node_id in record.tests}
+    assert reasons == {"test_pool.py::test_pool": expected, "test_plain.py::test_plain": expected}

@@ -196,7 +196,7 @@ def restamped(record: TestRecord, node_ids: Iterable[str], state: ProjectState) 
 IMPORT = "import:"  # in front of the file
 COLLECT = "collect:"  # in front of the file
 _GONE = ("", "", "")  # the block of a file that a test has removed
-_FILES = ("loaded", "whole", "opened", "listed", "cached", "uses")
+_FILES = ("loaded", "whole", "opened", "listed", "cached", "filled", "uses")
 
 
 @dataclass(slots=True)
@@ -283,7 +283,10 @@ class Joiner:
         self._imported = functools.cache(self._find_imported)
         self._block = functools.cache(self._find_block)
         self._is_new = functools.cache(self._find_new)
-        self._all_code = {pair for notes in self._notes.values() for pair in self._code(notes)}
+        self._filled: dict[str, set[str]] = {}  # cached function -> windows that called it
+        for key, window in notes.items():
+            for cache in window.files["filled"]:
+                self._filled.setdefault(cache, set()).add(key)
 
     def record(
         self,
@@ -313,12 +316,13 @@ class Joiner:
         )
 
     def _windows(self, node_id: str, file: str) -> list[WindowNotes]:
-        """Return the notes that count for a test: its own, its fixtures', the session's."""
+        """Return the notes of a test, its fixtures, the caches it used, and the session."""
         keys = {node_id, f"{COLLECT}{file}", ""}
         waiting = list(keys)
         while waiting:
-            notes = self._notes.get(waiting.pop())
-            new = (notes.files["uses"] if notes else set()) - keys
+            files = self._notes.get(waiting.pop(), WindowNotes()).files
+            filled = (self._filled.get(cache, set()) for cache in files["cached"])
+            new = files["uses"].union(*filled) - keys
             keys |= new
             waiting += new
         return [self._notes[key] for key in sorted(keys) if key in self._notes]
@@ -350,9 +354,6 @@ class Joiner:
             code |= self._code(window)
             for kind, full_names in window.files.items():
                 kinds[kind] |= {p for full in full_names if (p := self._short(full))}
-        # A value of an earlier test: of code that it can have called, all that any test ran.
-        callees = {p for cached in kinds["cached"] for p in self._sources.closure(cached)}
-        code |= {pair for pair in self._all_code if pair[0] in callees} if callees else set()
         conftests = self._sources.conftests(file)
         starts = {file, *conftests, *kinds["loaded"], *kinds["whole"], *(p for p, _ in code)}
         names = {(p, block_of_code(name)) for p, name in code}

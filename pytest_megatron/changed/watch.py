@@ -124,7 +124,7 @@ class _Window:
         self.opened: set[str] = set()
         self.listed: set[str] = set()
         self.problem = ""
-        self.num_hits: list[int] = []  # of each cache, when the window was opened
+        self.counts: list[tuple[int, int]] = []  # hits and misses of each cache, at the start
 
 
 class Watch:
@@ -173,9 +173,7 @@ class Watch:
         """Open a window; yield a function that adds facts to its line."""
         facts: dict[str, object] = {}
         self._settle()
-        window = _Window(key)
-        window.num_hits = [cache.cache_info()[0] for cache in self._caches]
-        self._windows.append(window)
+        window = self._open(key)
         before = {name: os.environ.get(name) for name in (NOTES, KEY, ROOT, "PYTHONPATH")}
         self._pass_on(key)
         try:
@@ -186,18 +184,31 @@ class Watch:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
-            self._settle()
-            self._windows.remove(window)
-            self._write(window, {"cached": self._used_caches(window), **facts})
+            self._close(window, facts)
 
-    def _used_caches(self, window: _Window) -> list[str]:
-        """Return the files of cached functions whose values of earlier windows were used."""
-        hits = zip(self._caches, [*window.num_hits, *[0] * len(self._caches)], strict=False)
-        used = (cache for cache, before in hits if cache.cache_info()[0] > before)
-        return sorted({_code_of(cache).co_filename for cache in used})
+    def _open(self, key: str) -> _Window:
+        window = _Window(key)
+        window.counts = [cache.cache_info()[:2] for cache in self._caches]
+        self._windows.append(window)
+        return window
 
-    def _find_caches(self, module: ModuleType) -> None:
-        """Remember the cached functions and methods of a module."""
+    def _close(self, window: _Window, facts: Mapping[str, object]) -> None:
+        """Write a window; an earlier one filled a cache that it used and did not fill."""
+        self._settle()
+        self._windows.remove(window)
+        caches: dict[str, set[str]] = {"cached": set(), "filled": set()}
+        counts = [*window.counts, *[(0, 0)] * len(self._caches)]
+        for cache, before in zip(self._caches, counts, strict=False):
+            code = cache.__wrapped__.__code__
+            for kind, now, then in zip(caches, cache.cache_info(), before, strict=False):
+                if now != then:  # less than before where it was cleared
+                    caches[kind].add(f"{code.co_filename}::{code.co_qualname}")
+        self._write(window, {**{kind: sorted(names) for kind, names in caches.items()}, **facts})
+
+    def find_caches(self, module: ModuleType) -> None:
+        """Remember the cached functions and methods of a module of the project."""
+        if not self._is_own(getattr(module, "__file__", None) or ""):
+            return
         own = [
             value
             for value in vars(module).values()
@@ -276,7 +287,7 @@ class Watch:
             self._windows[-1].loaded.add(own.path)
             with self._nested(f"import:{own.path}"):
                 execute(own, module)
-            self._find_caches(module)
+            self.find_caches(module)
             return None
 
         setattr(loader, "exec_module", exec_module)  # noqa: B010 - mypy refuses the assignment
@@ -285,14 +296,11 @@ class Watch:
     def _nested(self, key: str) -> Iterator[None]:
         """Open a window whose processes count for the one around it."""
         self._settle()
-        window = _Window(key)
-        self._windows.append(window)
+        window = self._open(key)
         try:
             yield
         finally:
-            self._settle()
-            self._windows.remove(window)
-            self._write(window, {})
+            self._close(window, {})
 
     def _audit(self, event: str, args: tuple[object, ...]) -> None:
         """Note files that are opened, directories that are listed, processes that are started."""
@@ -453,10 +461,6 @@ class _Immediate:
 
     def take(self) -> set[CodeType]:
         return set()
-
-
-def _code_of(cache: functools._lru_cache_wrapper[object]) -> CodeType:
-    return cast("FunctionType", cache.__wrapped__).__code__
 
 
 def _rank() -> dict[str, object]:

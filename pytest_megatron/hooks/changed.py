@@ -17,6 +17,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -74,6 +75,8 @@ class ChangedRecorder:
         self.watch.note_loaded(
             str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())
         )
+        for module in list(sys.modules.values()):
+            self.watch.find_caches(module)
         self._keys: dict[object, set[str]] = {}  # definition of a fixture -> its windows
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -84,7 +87,15 @@ class ChangedRecorder:
         if not collector.path.is_file():
             return (yield)
         with self.watch.window(f"{COLLECT}{file_of(collector)}"):
-            return (yield)
+            report = yield
+        if isinstance(collector, pytest.Module) and report.passed:
+            self.watch.find_caches(collector.obj)
+        return report
+
+    def pytest_plugin_registered(self, plugin: object) -> None:
+        """Know the cached functions of a `conftest.py`."""
+        if isinstance(plugin, ModuleType):
+            self.watch.find_caches(plugin)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

@@ -33,10 +33,14 @@ def three():
 
 @functools.cache
 def table():
-    return one() + 4
+    with open("table.txt") as file:
+        return one() + int(file.read())
 
 def shared():
     return 6
+
+def fifth():
+    return 5
 """,
     "pkg/b.py": """
 def decorated(function):
@@ -48,6 +52,7 @@ def read():
 """,
     "pkg/program.py": "from pkg.a import two\n\nprint(two())\n",
     "data.txt": "text\n",
+    "table.txt": "4",
     "tests/test_gang.py": """
 import pytest
 
@@ -62,6 +67,7 @@ def test_of_no_code(rank):
     pass
 """,
     "tests/test_plain.py": """
+import functools
 import os
 import subprocess
 import sys
@@ -88,6 +94,16 @@ def test_first_table():
 
 def test_second_table():
     assert a.table() == 5
+
+@functools.cache
+def own_table():
+    return a.fifth()
+
+def test_first_own_table():
+    assert own_table() == 5
+
+def test_second_own_table():
+    assert own_table() == 5
 
 def test_data():
     assert b.read() == "text\\n"
@@ -158,18 +174,20 @@ def test_tests_run_whose_code_changed_in_any_process(project: Project) -> None:
     """Code of rank 1 alone, of a program, of a fixture and of a cache's first caller counts."""
     assert project.selected() == {HIDDEN}
     programs = {"test_program"}
-    first, second = {"test_first_table"}, {"test_second_table"}
+    tables = {"test_first_table", "test_second_table"}
     for function, value, expected in (
-        ("one", "1", {"test_one"} | first | second),
-        ("two", "2", {"test_of_one_rank"} | second | programs),
+        ("one", "1", {"test_one"} | tables),
+        ("two", "2", {"test_of_one_rank"} | programs),
         ("three", "3", set()),
-        ("shared", "6", {"test_first_shared", "test_second_shared"} | second),
+        ("shared", "6", {"test_first_shared", "test_second_shared"}),
+        ("fifth", "5", {"test_first_own_table", "test_second_own_table"}),
     ):
         found = project.selected_with("pkg/a.py", f"return {value}", f"return {value}0")
         # Of a program of a test, Python 3.11 gives the files.
         is_by_function = sys.version_info >= (3, 12) or function == "two"
         assert found == expected | (set() if is_by_function else programs), function
     assert project.selected_with("data.txt", "text", "other") == {"test_data"}
+    assert project.selected_with("table.txt", "4", "5") == tables
 
 
 def test_what_runs_on_import_counts_for_all_that_import(project: Project) -> None:
@@ -183,7 +201,7 @@ def test_entries_say_how_tests_ran(project: Project) -> None:
     assert tests[f"{PLAIN}::test_one"].mode == "plain"
     problem = "it starts a process with other environment variables"
     assert tests[f"{PLAIN}::{HIDDEN}"].problem == problem
-    assert project.record.collected == {GANG: 2, PLAIN: 8}
+    assert project.record.collected == {GANG: 2, PLAIN: 10}
 
 
 def test_a_session_without_changes_succeeds_and_keeps_the_record(project: Project) -> None:

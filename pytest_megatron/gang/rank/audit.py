@@ -66,6 +66,8 @@ _VARIABLES_OF_LIBRARIES = frozenset(
     (
         *("PYTEST_CURRENT_TEST", "CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL", "LRU_CACHE_CAPACITY"),
         *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KMP_INIT_AT_FORK"),
+        *("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TRITON_PTXAS_PATH", "TORCH_WARM_POOL"),
+        *("TRITON_LIBDEVICE_PATH", "DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"),
         *("KMP_DUPLICATE_LIB_OK", "QT_QPA_FONTDIR", "TF2_BEHAVIOR", "TF_CPP_MIN_LOG_LEVEL"),
         *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),  # of the rank
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),  # put back
@@ -107,6 +109,9 @@ _PATCHED_MODULES = (
 _PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": ("Module",), "torch.optim": ("Optimizer",)}
 _MEGATRON = "megatron."
 _WRAPPER = "torch._compile"  # has `_disable_dynamo`
+# Modules of torch that replace something at their first use: the first `torch.compile` methods of
+# `Module`, the first loader with workers the handler of SIGCHLD.
+_REPLACERS = ("torch._dynamo.mutation_guard", "torch.utils.data._utils.signal_handling")
 _OF_A_SETTING = ("torch.Storage",)  # which follows the default dtype
 
 
@@ -167,6 +172,7 @@ class _Patched:
             if not _is_own(self.attributes.get(name))
             and not _is_left_to_eager(self.attributes.get(name), self.original.get(name))
             and not _is_own(self.original.get(name))
+            and not _is_of_torch(self.attributes.get(name))
             and f"{self.name}.{name}" not in _OF_A_SETTING
         }
         return self.found
@@ -182,6 +188,11 @@ def _are_same(now: object, last: object) -> bool:
 
 def _is_own(value: object) -> bool:
     return str(getattr(value, "__module__", "")).startswith("pytest_megatron")
+
+
+def _is_of_torch(value: object) -> bool:
+    """Return true for a function by which torch itself replaces another."""
+    return isinstance(value, FunctionType) and value.__globals__.get("__name__") in _REPLACERS
 
 
 def _is_left_to_eager(value: object, original: object) -> bool:
@@ -439,7 +450,11 @@ def _variable(module: str, name: str) -> object:
 
 def _handlers_of_signals() -> Held:
     found = [(name, _get_handler(number)) for number, name in _SIGNALS]
-    return {("signals", name): h for name, h in found if h is not _DEFAULT_HANDLER}
+    return {
+        ("signals", name): handler
+        for name, handler in found
+        if handler is not _DEFAULT_HANDLER and not _is_of_torch(handler)
+    }
 
 
 def _running_threads() -> Held:

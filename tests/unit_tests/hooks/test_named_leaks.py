@@ -131,8 +131,9 @@ def test_nothing_is_looked_for_where_that_is_turned_off(tmp_path: Path) -> None:
     assert "audit" not in run.stdout
 
 
-FIRST_OPTIMIZER = """
+FIRST_USES = """
     import functools
+    import signal
 
     import torch
 
@@ -146,6 +147,21 @@ FIRST_OPTIMIZER = """
         assert torch.manual_seed is not before
 
 
+    def test_compiles():
+        before = torch.nn.Module.__init__
+        torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(2))
+        assert torch.nn.Module.__init__ is not before
+
+
+    def test_loads():
+        assert len(list(torch.utils.data.DataLoader([1, 2], num_workers=1))) == 2
+        assert signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
+
+
+    def test_handles():
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+
     def test_wraps():
         seed = torch.manual_seed
 
@@ -157,11 +173,15 @@ FIRST_OPTIMIZER = """
 """
 
 
-def test_a_function_that_torch_wraps_for_the_first_optimizer_is_no_leak(suite: Suite) -> None:
-    suite.write(test_first_optimizer=FIRST_OPTIMIZER)
+def test_what_torch_replaces_at_its_first_use_is_no_leak(suite: Suite) -> None:
+    """By a compiled module, a loader with workers and an optimizer."""
+    suite.write(test_first_uses=FIRST_USES)
     run = suite.run("-v", "--ranks=1", "--device=cpu", "--audit=fail")
-    assert run.words == {"test_steps": "PASSED", "test_wraps": "PASSED ERROR"}, run.stdout
-    assert found(run) == {"test_wraps": "patched torch.manual_seed"}
+    assert found(run).keys() == {"test_handles", "test_wraps"}, run.stdout
+    assert found(run)["test_wraps"] == "patched torch.manual_seed"
+    assert "handler of SIGCHLD: test_handles." in found(run)["test_handles"]
+    assert run.words["test_compiles"] == run.words["test_loads"] == "PASSED", run.stdout
+    assert run.words["test_steps"] == "PASSED", run.stdout
 
 
 def test_a_mark_that_allows_something_unknown_is_a_usage_error(suite: Suite) -> None:

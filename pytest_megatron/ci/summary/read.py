@@ -484,7 +484,8 @@ def read_jobs(
             raise CiError(
                 str(path), "is no directory and no archive, expected a run or an artifact"
             )
-        here = list(_in(path, workspace, str(path), _ARCHIVE_DEPTH))
+        real = path.resolve() if path.is_symlink() else path  # such as runs/latest
+        here = list(_in(real, workspace, str(path), _ARCHIVE_DEPTH))
         if not here and not (is_empty_allowed and path.is_dir()):
             raise CiError(
                 str(path), "holds no run, expected run.json, job.json, JUnit XML or artifacts"

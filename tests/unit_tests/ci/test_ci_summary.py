@@ -309,6 +309,15 @@ def test_where_a_distributed_test_failed() -> None:
     assert f"    started on rank 0, {shown}\n        Fatal Python error: Seg" in output
 
 
+def test_a_link_is_followed_if_it_was_typed_and_not_in_a_folder() -> None:
+    """As `runs/latest` is one."""
+    write_run(Path("runs/20261123-090147-95bc"), {TEST: distributed()})
+    Path("runs/latest").symlink_to("20261123-090147-95bc")
+    code, lines = head("runs/latest")
+    assert (code, lines[:1]) == (0, ["passed: 1 item in 1 job"])
+    assert head("runs")[1][:1] == lines[:1]
+
+
 def test_records_that_lead_out_of_the_artifact_are_not_followed() -> None:
     Path("ranks").mkdir()
     Path("secret").write_text("Fatal Python error: a secret\n")

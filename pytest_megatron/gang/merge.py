@@ -130,9 +130,9 @@ def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], 
     return tuple(kept)
 
 
-def skip_reason(phase: PhaseReport) -> str:
-    """Return the reason of a skip."""
-    longrepr = None if phase.full is None else phase.full.get("longrepr")
+def skip_reason(report: JsonObject | None) -> str:
+    """Return the reason of a skip, from the report as pytest serialised it."""
+    longrepr = None if report is None else report.get("longrepr")
     if isinstance(longrepr, list) and longrepr:
         return str(longrepr[-1]).removeprefix("Skipped: ")
     return "without a reason"
@@ -205,7 +205,7 @@ def _phase_word(phase: PhaseReport) -> str:
     """Return the outcome of a phase or subtest on one rank, with its reason."""
     match phase.outcome:
         case "skipped":
-            return f"skipped: {skip_reason(phase)}"
+            return f"skipped: {skip_reason(phase.full)}"
         case "failed":
             return f"failed: {phase.message}"
         case _:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.gang.merge import Merged, longrepr_text
+from pytest_megatron.gang.merge import Merged, longrepr_text, skip_reason
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
@@ -54,14 +54,15 @@ def test_record(
         executions: All executions, the last one last.
     """
     failed = [m for m in merged if m.outcome == "failed"]
-    is_skipped = any(m.outcome == "skipped" for m in merged)
-    outcome: RecordedVerdict = "failed" if failed else "skipped" if is_skipped else "passed"
+    skipped = [m for m in merged if m.outcome == "skipped"]
+    reasons = [skip_reason(m.base) for m in skipped if "wasxfail" not in (m.base or {})]
+    outcome: RecordedVerdict = "failed" if failed else "skipped" if skipped else "passed"
+    verdict: RecordedVerdict = "passed" if outcome == "skipped" and not reasons else outcome
     causes = [e for e in executions if e.signature is not None and not e.is_crowded]
-    is_flaky = bool(causes) and outcome == "passed"
     return RecordedTest(
-        verdict="flaky" if is_flaky else outcome,
+        verdict="flaky" if causes and verdict == "passed" else verdict,
         outcome=outcome,
-        problem=failed[0].message if failed else None,
+        problem=next(iter([*(m.message for m in failed), *reasons]), None),
         duration_s=round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
         world_size=spec.world_size,
         device=spec.device,

@@ -75,7 +75,7 @@ class JobItem:
         is_compared: Whether a workload was compared with its golden; None where that is not known.
         is_lightweight: Whether it ran shortened.
         policy: Under which it was compared, as a plan has it; None where that is not known.
-        skip_reason: Reason why it was skipped, as far as JUnit XML has it.
+        skip_reason: Reason why it was skipped, as far as the run or its JUnit XML has it.
         gpu_s: GPU-seconds of all attempts, as far as its run directory has them.
         line: Where it is in the project's file, that of its node id; None where not known.
         charts: Metrics that disagree with their golden.

@@ -347,6 +347,7 @@ def _item(
         causes=record.causes,
         cause=cause,
         reproduce=_reproduce(place[1], node_id),
+        skip_reason=record.problem or "" if record.verdict == "skipped" else "",
     )
 
 

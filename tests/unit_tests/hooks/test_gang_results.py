@@ -13,7 +13,7 @@ from rank_suite import Run, Suite
 from pytest_megatron.base.files import JsonValue
 
 SUITE = """
-    import os, sys
+    import os, sys, unittest
     from pathlib import Path
     import pytest
 
@@ -45,9 +45,18 @@ SUITE = """
     def test_of_the_controller():
         pass
 
-    @pytest.mark.skip
+    @pytest.mark.skip("not today")
     def test_skipped():
         pass
+
+    class TestUnit(unittest.TestCase):
+        @unittest.skipUnless(False, "test requires a GPU")
+        def test_of_unittest(self):
+            pass
+
+    @pytest.mark.xfail
+    def test_xfails():
+        assert False
 """
 
 
@@ -61,7 +70,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_only_transient_failures_run_again(run: Run) -> None:
-    assert run.counts == "1 failed, 4 passed, 1 skipped"
+    assert run.counts == "1 failed, 4 passed, 2 skipped, 1 xfailed"
     assert run.outcomes["test_only_quotes"] == "FAILED"
     start = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "distributed tests")
     assert run.lines[start + 1 : start + 4] == [
@@ -89,7 +98,12 @@ def test_run_json_has_every_test_of_a_gang(run: Run) -> None:
         "test_only_quotes": "failed",
         "test_isolated": "passed",
         "test_skipped": "skipped",
+        "test_of_unittest": "skipped",
+        "test_xfails": "passed",
     }
+    assert run.items["test_skipped"]["problem"] == "not today"
+    assert run.items["test_of_unittest"]["problem"] == "test requires a GPU"
+    assert run.items["test_xfails"]["problem"] is None
     failed = run.items["test_only_quotes"]
     ranks = failed["ranks"]
     assert isinstance(ranks, dict)
@@ -112,7 +126,7 @@ def test_run_json_has_every_test_of_a_gang(run: Run) -> None:
 def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     run = suite.run("--ranks", "2", "-k", "flaky")
-    assert run.counts == "1 failed, 5 deselected"
+    assert run.counts == "1 failed, 7 deselected"
     assert run.items["test_flaky"]["problem"] == (
         "[rank 1] RuntimeError: bind: Address already in use"
     )
@@ -159,7 +173,7 @@ def test_a_plan_says_which_gangs_would_run_what(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     run = suite.run("--ranks", "2", "--device", "cpu", "--plan")
     assert (run.returncode, run.stderr) == (0, "")
-    start = run.lines.index("gangs of 2 ranks on cpu: 4 tests")
+    start = run.lines.index("gangs of 2 ranks on cpu: 6 tests")
     assert run.lines[start + 1 : start + 3] == [
         "gangs of 1 rank on cpu, a gang for each: 1 test",
         "in this process: 1 test",
@@ -184,7 +198,7 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     arguments = ("-k", "test_flaky or test_isolated", "--max-retries-per-run", "1", "--fail-flaky")
     run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments)
-    assert (run.counts, run.returncode) == ("2 passed, 4 deselected", 1)
+    assert (run.counts, run.returncode) == ("2 passed, 6 deselected", 1)
     assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.lines
     suite.write("test_it.py", SUITE)
     for rank in range(2):

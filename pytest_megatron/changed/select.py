@@ -181,7 +181,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 def _difference(old: ProjectState, new: ProjectState) -> str:
     names = old.environment.keys() | new.environment.keys()
     found = [
-        f"{name} {old.environment.get(name, 'none')} is {new.environment.get(name, 'none')}"
+        f"{name} {new.environment.get(name, 'is gone')}, was {old.environment.get(name, 'absent')}"
         for name in sorted(names)
         if old.environment.get(name) != new.environment.get(name)
     ]

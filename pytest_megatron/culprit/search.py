@@ -309,7 +309,8 @@ def next_position(state: CulpritState) -> int | None:
         if end in untestable:
             raise CulpritError(
                 f"{option} {state.name(end)}",
-                f"{state.item} cannot run there: {untestable[end]}; give another commit",
+                f"{state.item} cannot run there: {untestable[end]}; give another commit, "
+                "or for a newer test a --setup that takes its file from a commit that has it",
             )
         tally = tallies[end]
         as_expected, other = (tally.passed, tally.failed)[:: 1 if end == 0 else -1]

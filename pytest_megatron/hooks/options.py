@@ -783,16 +783,26 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
 
 
 def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
-    """Have pytest read a path that follows a bare --keep-gangs, which argparse takes for its value.
+    """Have pytest read a path that follows a bare --keep-gangs or --changed.
 
-    Numbers and further options stay. Runs before conftest files are loaded.
+    argparse takes it for their value. Numbers, commits and further options stay. Runs before
+    conftest files are loaded.
     """
     for index, (option, value) in enumerate(itertools.pairwise(arguments)):
-        if option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value):
-            arguments[index] = f"{option}={DEFAULT_MINUTES}"
+        is_path = option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
+        if is_path or (option == "--changed" and _is_only_path(value)):
+            arguments[index] = f"{option}={DEFAULT_MINUTES if is_path else ''}"
             early_config.known_args_namespace = parser.parse_known_args(
                 arguments, namespace=copy.copy(early_config.option)
             )
+
+
+def _is_only_path(text: str) -> bool:
+    """Return true for a path or a node id that is no commit."""
+    from pytest_megatron.base.project import ask_git
+
+    is_path = Path(text.partition("::")[0]).exists()
+    return is_path and ask_git(Path(), "rev-parse", "-q", "--verify", f"{text}^{{commit}}") is None
 
 
 def early_minutes(early_config: pytest.Config) -> float:

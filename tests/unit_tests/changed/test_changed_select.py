@@ -155,7 +155,7 @@ def test_another_environment_runs_all(project: Path, record: TestRecord) -> None
     environment = ENVIRONMENT | {"torch": "2.9"}
     now = ProjectState(environment=environment, files=files_of(project))
     reason = Changes(record, Sources(project), now).reason(F, "cpu x2")
-    assert reason == "the environment changed: torch 2.8 is 2.9"
+    assert reason == "the environment changed: torch 2.9, was 2.8"
 
 
 def test_what_differs_from_the_base_counts_besides(project: Path, record: TestRecord) -> None:

@@ -226,9 +226,17 @@ def test_what_a_run_writes_into_a_project_is_no_change(tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_none_ends_the_session(project: Project) -> None:
-    done = project.pytest("--changed", "tests")
+    done = project.pytest("--changed=no-branch", GANG)
     assert done.returncode == 4
     assert "git does not know it here, expected a branch, a tag or a commit" in done.stderr
+
+
+@pytest.mark.parametrize("path", [GANG, f"{GANG}::test_of_no_code"])
+def test_a_path_behind_the_option_is_no_base(project: Project, path: str) -> None:
+    done = project.pytest("--changed", path)
+    num_tests = 1 if "::" in path else 2
+    assert done.returncode == 0, done.stderr
+    assert f"--changed: 0 of {num_tests} run" in done.stdout
 
 
 def test_without_a_record_all_tests_run(project: Project) -> None:

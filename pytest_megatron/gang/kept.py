@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import remove_socket
@@ -40,7 +41,7 @@ _STATUS = ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_al
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 LIMITS = tuple(sorted({v for k, v in vars(resource).items() if k.startswith("RLIMIT_")}))
 _PRIVATE = 0o700
-forked_from: Path | None = None  # record of the process of which this session is a fork
+UNSTARTED = 70
 _LEAST_AVAILABLE = 0.05  # of the memory of the host
 _MOST_STALLED = 10.0  # per cent of the last 10 s in which some process waited for memory
 
@@ -93,6 +94,44 @@ class KeptProcess:
         if started_at(self.pid) == self.began:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class ForkedSession:
+    """Data of a session that runs in a fork of a kept process.
+
+    Attributes:
+        record: File of the kept process.
+        control: Write end of a pipe, which gets the reason why it has to be started anew.
+        path: `sys.path` of the kept process.
+        modules: Names of the modules that the kept process had imported.
+    """
+
+    record: Path
+    control: int
+    path: tuple[str, ...]
+    modules: frozenset[str]
+
+    def start_anew(self, doubt: str) -> NoReturn:
+        """End this process, and have the session started without a kept process."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.write(self.control, doubt.encode()[: fcntl.fcntl(self.control, fcntl.F_GETPIPE_SZ)])
+        os._exit(UNSTARTED)
+
+    def find_shadow(self) -> str:
+        """Return a file of the user that would be loaded in the place of a loaded module, or ""."""
+        for entry in map(Path, set(sys.path).difference(self.path)):
+            names = {file.stem for file in entry.glob("*.py")}
+            names |= {file.parent.name for file in entry.glob("*/__init__.py")}
+            for name in sorted(names & self.modules):
+                file = getattr(sys.modules[name], "__file__", None)
+                if file is not None and not Path(file).is_relative_to(entry):
+                    return str(entry / name)
+        return ""
+
+
+session: ForkedSession | None = None  # in the fork that runs it
 
 
 def started_at(pid: int) -> int | None:

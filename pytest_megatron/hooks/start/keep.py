@@ -18,6 +18,8 @@ from types import FrameType
 import pytest
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang import kept as kept_processes
+from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV
 from pytest_megatron.gang.ipc.channel import Channel, connect
 from pytest_megatron.gang.ipc.messages import (
     Message,
@@ -36,11 +38,9 @@ from pytest_megatron.gang.kept import (
     inherited_descriptors,
     record_path,
 )
-from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV
 from pytest_megatron.hooks.options import ENDED_PLUGIN, early_size
-from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.environment import KEY, find_user_module
-from pytest_megatron.hooks.start.preload import python_command
+from pytest_megatron.process.tree import python_command
 
 _MOST_DESCRIPTORS = 50
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -101,7 +101,7 @@ class KeepPlugin:
 
         A session in one is started anew; after another one, none is kept.
         """
-        session = kept_process.session
+        session = kept_processes.session
         watch = config.stash[KEY].watch
         expected = {**self._env, **(watch.values if watch else {})}
         changed = changed_variables(expected, os.environ)
@@ -118,7 +118,7 @@ class KeepPlugin:
         Raises:
             SystemExit: It did.
         """
-        if kept_process.session is not None:
+        if kept_processes.session is not None:
             self.state = "started in a process that had torch loaded"
             return
         try:

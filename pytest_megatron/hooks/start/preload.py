@@ -28,7 +28,7 @@ from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
-from pytest_megatron.process.tree import die_with, large_imports, run_guarded
+from pytest_megatron.process.tree import die_with, large_imports, python_command, run_guarded
 
 PreloadMode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
@@ -103,8 +103,8 @@ def start_preloaded(
     """
     log = os.memfd_create("preload")
     command = _command(path, "main", mode)
-    if kept.forked_from is not None and mode == "fork":
-        settings = {"record": str(kept.forked_from), "path": list(path), "command": command}
+    if kept.session is not None and mode == "fork":
+        settings = {"record": str(kept.session.record), "path": list(path), "command": command}
         command = python_command(_IN_KEPT.format(**settings))
     process = subprocess.Popen(
         command,
@@ -236,9 +236,3 @@ def fresh_main(fork_server: int) -> None:
 def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
     """Return the command that calls a function of this module in a fresh interpreter."""
     return python_command(_CODE.format(path=list(path), name=function, argument=argument))
-
-
-def python_command(code: str) -> list[str]:
-    """Return the command that runs code in a fresh interpreter like this one."""
-    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
-    return [sys.executable, *flags, "-c", code]

@@ -201,6 +201,12 @@ def _current_device(cuda: _Cuda) -> int:
     return cast("Callable[[], int]", cuda.bindings["_cuda_getDevice"])()
 
 
+def cuda_device() -> int | None:
+    """Return the index of torch's current GPU; None before the first use of CUDA."""
+    cuda = _bind_cuda()
+    return _current_device(cuda) if cuda is not None and cuda.is_initialized else None
+
+
 def cuda_memory() -> dict[str, int]:
     """Return the bytes of the current GPU that torch's allocator has given out and reserved.
 

@@ -275,7 +275,6 @@ def _run_session(
         started.start_anew(f"{type(error).__name__}: {error}")
     if request.program == "preload":
         preload("fork")
-        end_process(0)
     kept.session = started
     is_main = request.program == "pytest.main"
     end_process(pytest.main(list(request.arguments)) if is_main else pytest.console_main())

@@ -42,7 +42,7 @@ from pytest_megatron.hooks.start.preload import {name}
 _IN_KEPT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
-from pytest_megatron.hooks.start.keep import run_preloaded
+from pytest_megatron.gang.kept import run_preloaded
 run_preloaded({record!r}, {path!r}, {command!r})
 """
 

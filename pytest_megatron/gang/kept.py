@@ -1,4 +1,4 @@
-"""Kept processes: their records, and the conditions under which one may start a session.
+"""Kept processes: their records, when one may start a session, and the client of one that does.
 
 A kept process has torch imported and no code of the user. Its record is a file in a directory of
 the user; the process holds a lock on it as long as it lives, so that a record without one is stale.
@@ -337,7 +337,14 @@ def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
 def make_request(
     program: str, path: Sequence[str], env: Mapping[str, str], arguments: Sequence[str]
 ) -> StartSession:
-    """Return the message that has a program run with the state of this process."""
+    """Return a request to run a program with all that this process has from its parent.
+
+    Args:
+        program: As in `StartSession`, and so are the others.
+        path: Empty for pytest.
+        env: All variables.
+        arguments: Of `pytest.main`.
+    """
     umask = os.umask(0o077)
     os.umask(umask)
     ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]

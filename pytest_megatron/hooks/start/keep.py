@@ -23,9 +23,9 @@ from pytest_megatron.gang.kept import (
     find_kept,
     inherited_descriptors,
     initial_env,
+    make_request,
     record_path,
     run_elsewhere,
-    make_request,
 )
 from pytest_megatron.hooks.options import ENDED_PLUGIN, early_size
 from pytest_megatron.hooks.start.environment import KEY, find_user_module

@@ -266,7 +266,7 @@ def _run_session(
     modules: frozenset[str],
 ) -> NoReturn:
     """Run a program as if this process had just been started."""
-    path = tuple(sys.path)
+    path, loaded = tuple(sys.path), frozenset(sys.modules)
     started = ForkedSession(record, _move([control], 1 << 8)[0], path, modules)
     try:
         _take_streams(request, descriptors)
@@ -277,7 +277,8 @@ def _run_session(
         preload("fork")
     kept.session = started
     is_main = request.program == "pytest.main"
-    end_process(pytest.main(list(request.arguments)) if is_main else pytest.console_main())
+    exit_code = pytest.main(list(request.arguments)) if is_main else pytest.console_main()
+    end_process(exit_code, loaded)
 
 
 def _take_streams(request: StartSession, descriptors: list[int]) -> None:

@@ -135,7 +135,7 @@ def start_preloaded(
 def main(mode: PreloadMode) -> NoReturn:
     """Load torch and pytest, wait for the session's data, and serve."""
     run_guarded(lambda: _serve(mode))
-    end_process(0)
+    end_process(0, loaded=sys.modules)
 
 
 def _import_in_child(modules: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV
 from pytest_megatron.gang.ipc.channel import Channel, connect
 from pytest_megatron.gang.ipc.messages import (
     Message,
@@ -32,14 +33,13 @@ from pytest_megatron.gang.ipc.messages import (
     StartSession,
 )
 from pytest_megatron.gang.kept import KeptProcess, describe_environment
-from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV
-from pytest_megatron.hooks.start.preload import python_command
+from pytest_megatron.process.tree import python_command
 
 LIMIT_S = 300
 LOADED_S = 120
 GONE_S = 60
 PROGRAM = """
-import atexit, dataclasses, importlib.metadata, json, os, sys, threading
+import dataclasses, importlib.metadata, json, sys
 del sys.path[0]
 from pytest_megatron.gang.kept import make_request
 request = make_request("python -m pytest", sys.path, {}, ())
@@ -49,16 +49,7 @@ for plugin in importlib.metadata.entry_points(group="pytest11"):
     if plugin.name not in ("rerunfailures", "xdist", "xdist.looponfail"):
         plugin.load()  # xdist keeps the sys.path of its import for workers
 from pytest_megatron.hooks.start.kept_process import main
-code = 0
-try:
-    main()
-except SystemExit as end:  # of a session
-    code = int(end.code or 0)
-threading._shutdown()
-atexit._run_exitfuncs()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(code)  # to take apart what is loaded is half of what a short session costs
+main()
 """
 PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))
 

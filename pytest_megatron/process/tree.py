@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import posix
 import select
@@ -167,10 +168,12 @@ def end_process(exit_code: int, loaded: Collection[str]) -> NoReturn:
     atexit._run_exitfuncs()
     for name in [name for name in sys.modules if name not in loaded]:
         del sys.modules[name]
-    gc.collect()  # closes their files
-    for stream in (sys.stdout, sys.stderr):
+    sys.meta_path.clear()  # the import hook of pytest has the session
+    gc.collect()
+    files = [found for found in gc.get_objects() if isinstance(found, io.IOBase)]
+    for file in (*files, sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+            file.flush()
     os._exit(exit_code & 0xFF)
 
 

@@ -16,7 +16,6 @@ import re
 import resource
 import signal
 import site
-import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from pytest_megatron.base.files import is_private
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, connect, remove_socket
 from pytest_megatron.gang.ipc.messages import (
@@ -169,11 +169,10 @@ def private_directory() -> Path:
     own = Path(parent, f"pytest-megatron-kept-{os.geteuid()}")
     try:
         own.mkdir(mode=_PRIVATE, exist_ok=True)
-        found = own.lstat()
+        is_own = is_private(own)
     except OSError as error:
         raise LaunchError(str(own), f"{error.strerror}; it is needed to keep gangs") from error
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+    if not is_own:
         raise LaunchError(
             str(own), "is not a directory that this user alone can enter; remove it to keep gangs"
         )

@@ -277,7 +277,7 @@ class Joiner:
         self._notes = notes
         self._sources = sources
         self._started = started
-        self._numbers: dict[tuple[str, str, str], int] = {}  # of the blocks
+        self._numbers: dict[tuple[str, str, str], int] = {_GONE: 0}  # of the blocks
         self._imported = functools.cache(self._find_imported)
         self._block = functools.cache(self._find_block)
         self._code = functools.cache(self._find_code)
@@ -337,7 +337,8 @@ class Joiner:
 
     def _blocks(self, keys: Iterable[str], file: str) -> set[int]:
         """Return the blocks that the windows used, and all that is executed to import them."""
-        own, starts = map(set, self._collected(file))
+        collected, modules_of_file = self._collected(file)
+        own, starts = set(collected), set(modules_of_file)
         for key in keys:
             blocks, files = self._window(key)
             own |= blocks
@@ -348,7 +349,8 @@ class Joiner:
                 modules, blocks = self._imported(start)
                 reached |= modules
                 own |= blocks
-        return own - {self._numbers.get(_GONE)}
+        own.discard(self._numbers[_GONE])
+        return own
 
     def _find_collected(self, file: str) -> tuple[frozenset[int], frozenset[str]]:
         """Return the blocks and modules that all tests of a file use."""

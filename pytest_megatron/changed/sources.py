@@ -74,10 +74,17 @@ def _functions(
                 yield from _functions(child, within)
 
 
-@functools.cache
 def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
     """Return the fields of a kind of node, the last one first, without those others imply."""
-    return tuple(name for name in reversed(kind.__match_args__) if name not in ("ctx", "kind"))
+    names: tuple[str, ...] = kind.__match_args__
+    return tuple(name for name in reversed(names) if name not in ("ctx", "kind"))
+
+
+_FIELDS = {
+    kind: _fields(kind)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
 
 
 def _dump(tree: ast.AST, imports: set[str]) -> list[str]:
@@ -94,7 +101,7 @@ def _dump(tree: ast.AST, imports: set[str]) -> list[str]:
             words.append(kind.__name__)
             if kind in _IMPORTING:
                 imports.update(_imports(node))
-            waiting.extend(getattr(node, name, None) for name in _fields(kind))
+            waiting.extend(getattr(node, name, None) for name in _FIELDS[kind])
         elif isinstance(node, list):
             words.append(f"[{len(node)}")
             waiting.extend(reversed(node))

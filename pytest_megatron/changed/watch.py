@@ -346,8 +346,8 @@ class Watch:
         code = args[0]
         if self._has_windows or not isinstance(code, CodeType):
             return
-        name = os.path.abspath(code.co_filename)
-        if self._is_own(name):
+        name = self._name(code.co_filename)
+        if name is not None:
             self._append({"loaded" if _HAS_MONITORING else "whole": [name]})
 
     def _on_start(self, args: tuple[object, ...]) -> None:
@@ -389,7 +389,9 @@ class Watch:
         """Return the full name of a file of the project, None for any other."""
         if isinstance(path, int):
             return None
-        name = os.path.abspath(os.fsdecode(cast("str", path)))
+        name = os.fsdecode(cast("str", path))
+        if not name.startswith("/") or "//" in name or "/." in name:
+            name = os.path.abspath(name)
         return name if self._is_own(name) or f"{name}/" == self._root else None
 
     def _note_code(self, code: CodeType) -> None:
@@ -414,8 +416,11 @@ class Watch:
     def _write_line(self, line: Mapping[str, object]) -> None:
         was_busy, self._is_busy = self._is_busy, True
         try:
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(file, f"{json.dumps(line)}\n".encode())
+            finally:
+                os.close(file)
         except OSError:
             return  # the directory is gone, as the session has ended
         finally:

@@ -344,7 +344,7 @@ class Watch:
 
     def _on_exec(self, args: tuple[object, ...]) -> None:
         code = args[0]
-        if self._has_windows or not isinstance(code, CodeType):
+        if self._has_windows or not isinstance(code, CodeType) or code.co_filename == "<string>":
             return
         name = self._name(code.co_filename)
         if name is not None:

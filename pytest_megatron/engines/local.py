@@ -77,13 +77,14 @@ _WATCHED = (
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "PYTHONINSPECT", "PYTHONVERBOSE"),
     *("PYTHONPROFILEIMPORTTIME", "PYTHONTRACEMALLOC", "PYTHONWARNINGS"),
 )
-# What a plan sets for each start, and nothing but the program reads.
+# Nothing reads them but the program, and Transformer Engine, which the program itself imports.
 _FREE_NAMES = frozenset(
     (
         *("REPEAT", "RUN_NUMBER", "CHECKPOINT_LOAD_PATH", "DATA_PATH", "DATA_CACHE_PATH"),
-        TRACE_VARIABLE,
+        *("GPUS_PER_NODE", TRACE_VARIABLE),
     )
 )
+_FREE_PREFIX = "NVTE_"
 
 
 class LeasingEngine:
@@ -293,7 +294,7 @@ class WarmProcesses:
         script = script_of(phase)
         if reason := obstacle_of(script, start.env):
             raise NotForkedError(reason)
-        free = [n for n, v in start.env.items() if n in _FREE_NAMES or str(run_dir) in v]
+        free = free_names(start.env, run_dir)
         env = {name: value for name, value in start.env.items() if name not in free}
         if phase.world_size > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torch.distributed.run sets it for ranks
@@ -395,6 +396,15 @@ def script_of(phase: PhasePlan) -> Path:
     if phase.start.script is None:
         raise NotForkedError("it is no Python script")
     return Path(phase.start.script)
+
+
+def free_names(env: Mapping[str, str], run_dir: Path) -> list[str]:
+    """Return the variables that may differ from what torch was imported with."""
+    return [
+        name
+        for name, value in env.items()
+        if name in _FREE_NAMES or name.startswith(_FREE_PREFIX) or str(run_dir) in value
+    ]
 
 
 def obstacle_of(script: Path, env: Mapping[str, str]) -> str:

@@ -103,6 +103,7 @@ class SlurmLab:
             **kept,
             "SLURM_CONF": str(self._config),
             "PATH": f"{directory}/bin:{_SCRIPTS}:{kept.get('PATH', os.defpath)}",
+            "XDG_CACHE_HOME": f"{directory}/cache",  # scripts of one test serve the next
         }
         own = {
             "SLURM_LAB_DIR": str(directory),

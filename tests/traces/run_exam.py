@@ -18,7 +18,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -215,27 +214,31 @@ def ask(questions: Sequence[Question], root: Path, jobs: str) -> list[Mark]:
 
 def ask_forked(questions: Sequence[Question], root: Path, _: str) -> list[Mark]:
     """Record and compare each row in ranks that are forked off this process."""
-    return [_ask_one(question, root / question.name) for question in questions]
+    references: dict[tuple[str, ...], Path] = {}
+    return [_ask_one(question, root / question.name, references) for question in questions]
 
 
-def _ask_one(question: Question, root: Path) -> Mark:
-    """Record the three phases of a row as its session does, then compare them."""
+def _ask_one(question: Question, root: Path, references: dict[tuple[str, ...], Path]) -> Mark:
+    """Record the three phases of a row as its session does, then compare them.
+
+    Args:
+        references: Where the reference of earlier rows is, by its arguments: it is not recorded
+            again for one that is the same.
+    """
     candidate, reference = question.candidate, {**question.candidate, **question.equivalent_to}
     del reference["gpus"]
-    weights = root / "weights"
-    phases = (
-        ("reference", reference, question.pair.reference_ranks, {"weights_to": weights}),
-        (
-            "noise",
-            reference,
-            question.pair.reference_ranks,
-            {"weights_from": weights, "noise_seed": 1},
-        ),
-        ("candidate", candidate, question.pair.ranks, {"weights_from": weights}),
-    )
+    alone = question.pair.reference_ranks
+    key = (str(alone), *words_of(dict(sorted(reference.items()))))
+    shared = references.setdefault(key, root)
+    weights = shared / "weights"
+    loads: dict[str, object] = {"weights_from": weights}
+    phases: list[tuple[Path, dict[str, Value], int, dict[str, object]]] = [
+        (root / "reference", reference, alone, {"weights_to": weights}),
+        (root / "noise", reference, alone, {**loads, "noise_seed": 1}),
+        (root / "candidate", candidate, question.pair.ranks, loads),
+    ]
     output = root / "equivalence.json"
-    for name, arguments, ranks, given in phases:
-        directory = root / name
+    for directory, arguments, ranks, given in phases if shared == root else phases[2:]:
         directory.mkdir(parents=True)
         trace = {"directory": directory, "steps": STEPS, "values": "full", **given}
 
@@ -247,16 +250,15 @@ def _ask_one(question: Question, root: Path) -> Mark:
 
         problem = run_ranks(ranks, train, directory)
         if problem:
-            output.write_text(json.dumps({"verdict": "missing", "problem": f"{name}: {problem}"}))
+            problem = f"{directory.name}: {problem}"
+            output.write_text(json.dumps({"verdict": "missing", "problem": problem}))
             return mark(question, output)
-    words = [str(root / name) for name in ("reference", "candidate", "--noise", "noise")]
-    words[2] = "--noise"
+    words = [str(shared / "reference"), str(root / "candidate"), "--noise", str(shared / "noise")]
 
     def judge(_: int) -> None:
         compare.main([*words, "--output", str(output)])
 
     run_ranks(1, judge, root)
-    shutil.rmtree(root / "weights", ignore_errors=True)
     return mark(question, output)
 
 

@@ -14,13 +14,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.base.files import JsonValue, is_private, read_text, write_text_atomically
+from pytest_megatron.base.schema import parse
 from pytest_megatron.engines.api import Resources
 from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.slurm import nemo as nemo_driver
@@ -29,7 +30,6 @@ from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape, ShapePaths, s
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.recipe.model import Workload
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workload.plan.plan import Setting
 
 _DRIVER = "pytest_megatron.engines.slurm.nemo"
@@ -37,8 +37,7 @@ _INSTALL = "pip install 'pytest-megatron[cluster]'"
 _LEPTON_PIN = "leptonai>=0.26.6,<0.28"
 _CHILD_LIMIT_S = 300.0  # an import from a slow shared file system takes a minute or two
 _DIGEST_LENGTH = 12
-_KEPT_DIR = OWN_DIR / "scripts"
-_ANY_RUN_DIR = "/run-directory-of-pytest-megatron"
+_ANY_RUN_DIR, _ANY_ROOT = "/run-directory-of-pytest-megatron", "/project-of-pytest-megatron"
 _PLAIN_PATH = re.compile(r"/[\w./+@%-]+").fullmatch  # bash and pyxis take it as it is
 _MOST_LINES = 5
 # What makes nemo-run or its dependencies behave otherwise than in a shell of their own.
@@ -120,45 +119,61 @@ class ScriptWriter:
 
 
 def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
-    """Return the text of a script for each shape; what an earlier run made is not made again.
+    """Return the text of a script for each shape; what was made before is not made again.
 
-    nemo-run takes from seconds to a minute to import. What differs from run to run is the run
-    directory alone, which is replaced in a script if it needs no quotes.
+    nemo-run takes from seconds to a minute to import. A text is kept for all projects of the user:
+    placeholders stand for the run directory and the project, if these need no quotes, and its name
+    is a digest of everything else that it depends on.
 
     Raises:
         LaunchError: As from `make_scripts`.
     """
-    run_dir = str(paths.run_dir)
-    if not _PLAIN_PATH(run_dir):
+    pairs = ((str(paths.run_dir), _ANY_RUN_DIR), (str(paths.root), _ANY_ROOT))
+    moves = [(path, mark) for path, mark in pairs if _PLAIN_PATH(path)]
+    requests = [json.dumps(asdict(shape), ensure_ascii=False) for shape in shapes]
+    is_taken = any(mark in request for request in requests for _, mark in pairs)
+    directory = _own_cache()
+    if directory is None or is_taken or pairs[0] not in moves:
         return make_scripts(shapes)
-    general = [_moved(shape, run_dir, _ANY_RUN_DIR) for shape in shapes]
-    files = [(paths.root / _KEPT_DIR).resolve() / _name(shape) for shape in general]
-    missing = [(s, f) for s, f in zip(general, files, strict=True) if not f.is_file()]
-    texts: dict[Path, str] = {}
+    general = [parse(Shape, _replaced(request, moves)) for request in requests]
+    files = [directory / _name(shape) for shape in general]
+    texts = {file: text for file in files if (text := _kept_text(file)) is not None}
+    missing = {file: s for file, s in zip(files, general, strict=True) if file not in texts}
     if missing:
-        made = make_scripts([shape for shape, _ in missing])
-        texts = {file: text for (_, file), text in zip(missing, made, strict=True)}
+        texts |= zip(missing, make_scripts(list(missing.values())), strict=True)
         with contextlib.suppress(OSError):  # the next run makes them again
-            make_own_dir(paths.root)
-            for file, text in texts.items():
-                file.parent.mkdir(exist_ok=True)
-                write_text_atomically(file, text)
-    found = [texts[f] if f in texts else f.read_text(encoding="utf-8") for f in files]
-    return [text.replace(_ANY_RUN_DIR, run_dir) for text in found]
+            for file in missing:
+                write_text_atomically(file, f"{_digest(texts[file].encode())}\n{texts[file]}")
+    back = [(mark, path) for path, mark in reversed(moves)]
+    return [_replaced(texts[file], back) for file in files]
 
 
-def _moved(shape: Shape, old: str, new: str) -> Shape:
-    """Return a shape with another run directory."""
+def _replaced(text: str, moves: Iterable[tuple[str, str]]) -> str:
+    for old, new in moves:
+        text = text.replace(old, new)
+    return text
 
-    def moved(texts: Sequence[str]) -> tuple[str, ...]:
-        return tuple(text.replace(old, new) for text in texts)
 
-    return replace(
-        shape,
-        flags={name: value.replace(old, new) for name, value in shape.flags.items()},
-        mounts=moved(shape.mounts),
-        setup=moved(shape.setup),
-    )
+def _own_cache() -> Path | None:
+    """Return the user's directory of texts; None if it cannot be made, or others can enter it."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        cache = named if named.is_absolute() else Path.home() / ".cache"
+        directory = cache / "pytest-megatron"
+        cache.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        return directory if is_private(directory) else None
+    except (OSError, RuntimeError):  # no home
+        return None
+
+
+def _kept_text(file: Path) -> str | None:
+    """Return a text that was kept, or None where none is, or it is damaged."""
+    try:
+        digest, _, text = read_text(file).partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if digest == _digest(text.encode()) else None
 
 
 def make_scripts(shapes: Sequence[Shape]) -> list[str]:
@@ -239,7 +254,8 @@ def _version(distribution: str) -> str:
 def _name(shape: Shape) -> str:
     """Return the name of a shape's script, which another text has never."""
     driver = _digest(Path(nemo_driver.__file__).read_bytes() + TEMPLATE.read_bytes())
-    text = json.dumps([asdict(shape), _version(NEMO), driver, STEP_FLAGS], sort_keys=True)
+    made_by = [*map(_version, (NEMO, "Jinja2")), sys.version, driver, STEP_FLAGS]
+    text = json.dumps([asdict(shape), made_by], sort_keys=True)
     return f"{shape.name}-{_digest(text.encode())}.sh"
 
 

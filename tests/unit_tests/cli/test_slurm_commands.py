@@ -60,6 +60,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         case.mkdir(parents=True)
         (case / "model_config.yaml").write_text(CASE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
@@ -157,6 +158,7 @@ def test_what_sbatch_prints_trains_whenever_it_is_submitted(
 ) -> None:
     """Also from a shell in which a launcher has left its variables, which once hung."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run_dir = tmp_path / "a run"
     (tmp_path / "cluster.yaml").write_text("format_version: 1\nslurm: {mode: srun-native}\n")
     words = ["tp1_pp1[dev-cpu]", "--project", str(ROOT), "--recipes", str(ROOT / "recipes")]

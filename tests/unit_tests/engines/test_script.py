@@ -70,24 +70,32 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("project")
-
-
 def shape_in(project: Path, run: str) -> tuple[Shape, ShapePaths]:
-    """The shape of a run whose directory is beside the project."""
-    directory = project.parent / run
+    """The shape of a run of a project."""
+    directory = project / run
     logs, spec = directory / "logs", directory / "spec.json"
     paths = ShapePaths(root=project, run_dir=directory, logs=logs, spec=spec)
     return shape_of(ON_GPUS, CONTAINER.at("dgx_h100"), paths), paths
 
 
+PLACES = {
+    "first": (Path("/home/me/project"), "run1"),
+    "second": (Path("/nfs/other"), ".pytest_megatron/runs/1"),
+}
+
+
 @pytest.fixture(scope="module")
-def texts(project: Path) -> dict[str, str]:
+def texts() -> dict[str, str]:
     """What nemo-run makes of every shape: one child process for all."""
-    wanted = {**shapes(), **{run: shape_in(project, run)[0] for run in ("run1", "run2")}}
+    wanted = {**shapes(), **{name: shape_in(*place)[0] for name, place in PLACES.items()}}
     return dict(zip(wanted, make_scripts(list(wanted.values())), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the user that has nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pytest-megatron"
 
 
 @pytest.mark.parametrize("name", ["plain", "native", "container"])
@@ -110,19 +118,31 @@ def test_a_shape_that_has_a_script_needs_no_nemo_run(
         writer.write([ON_CPU, ON_GPUS])
 
 
-def test_a_later_run_needs_no_nemo_run_for_what_an_earlier_one_has_made(
-    project: Path, texts: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_project_has_made_serves_every_project_of_the_user(
+    texts: dict[str, str], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, here = shape_in(project, "run1")
-    assert kept_scripts([first], here) == [texts["run1"]]
+    first, here = shape_in(*PLACES["first"])
+    assert kept_scripts([first, first], here) == [texts["first"]] * 2
+    (kept,) = cache.iterdir()
     _break_nemo(monkeypatch, tmp_path, "raise ImportError('gone')")
-    later, there = shape_in(project, "run2")
-    assert kept_scripts([later], there) == [texts["run2"]]
-    changed = replace(later, workdir="/elsewhere")
-    blank = replace(there, run_dir=project.parent / "run 3")
-    for shape, paths in ((later, blank), (changed, there)):
+    for name, place in PLACES.items():
+        shape, there = shape_in(*place)
+        assert kept_scripts([shape], there) == [texts[name]]
+    changed = replace(first, workdir="/elsewhere")
+    blank = replace(here, run_dir=Path("/home/me/run 3"))
+    taken = replace(first, setup=("cd /project-of-pytest-megatron",))
+    for shape, paths in ((first, blank), (changed, here), (taken, here)):
         with pytest.raises(LaunchError, match="ImportError: gone"):
             kept_scripts([shape], paths)
+    kept.parent.chmod(0o750)  # others could have changed what is in there
+    with pytest.raises(LaunchError, match="ImportError: gone"):
+        kept_scripts([first], here)
+    kept.parent.chmod(0o700)
+    assert kept_scripts([first], here) == [texts["first"]]
+    for damage in (b"", kept.read_bytes()[:-1], b"\xff"):
+        kept.write_bytes(damage)
+        with pytest.raises(LaunchError, match="ImportError: gone"):
+            kept_scripts([first], here)
 
 
 def _break_nemo(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:

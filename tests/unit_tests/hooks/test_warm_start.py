@@ -16,7 +16,7 @@ import pytest
 from tiny_project import Project, Run, wait_until
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.engines.local import imports_of, obstacle_of
+from pytest_megatron.engines.local import free_names, imports_of, obstacle_of
 from pytest_megatron.engines.warm_process import (
     PRELOADED_FOR_MEGATRON,
     PRELOADED_FOR_OPTIMIZERS,
@@ -53,6 +53,7 @@ import os, random
 from pathlib import Path
 import numpy, torch
 state = Path(os.environ['TINY_TRAIN_STATE'])
+assert os.environ['NVTE_DEBUG'] == '1'
 drawn = [random.random(), numpy.random.random(), torch.rand(1).item()]
 state.with_name(f'drawn_{os.getpid()}').write_text(repr(drawn))
 """
@@ -101,7 +102,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     }
     programs |= {name: {"training_script_path": [f"{name}.py"], "gpus": [1]} for name in ENDS}
     for case, product in programs.items():
-        project.case(case, env=ENV, fault=["hang@5:1"] if case == "hangs" else None)
+        env = {**ENV, "NVTE_DEBUG": "1"} if case == "draws" else ENV
+        project.case(case, env=env, fault=["hang@5:1"] if case == "hangs" else None)
         project.row(case, write_golden=True, **product)
     for name, text in ENDS.items():
         (project.root / f"{name}.py").write_text(text)
@@ -175,6 +177,17 @@ def test_random_numbers_that_no_seed_governs_differ(project: Project, forked: Ru
     assert len(drawn) == 4  # two ranks, two repeats
     for column in zip(*drawn, strict=True):
         assert len(set(column)) == 4
+
+
+def test_variables_that_only_the_program_reads_need_no_process_of_their_own() -> None:
+    env = {
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1",
+        "GPUS_PER_NODE": "1",
+        "REPEAT": "2",
+        "OUTPUT_PATH": "/runs/1/out",
+    }
+    others = {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CHILD": "/runs"}
+    assert free_names(env | others, Path("/runs/1")) == list(env)
 
 
 def test_a_program_that_changes_its_environment_is_not_forked(

@@ -28,6 +28,7 @@ from pytest_megatron.changed.sources import (
     Sources,
     block_named,
     block_of_code,
+    decompressed,
 )
 from pytest_megatron.errors import ConfigError
 
@@ -100,10 +101,7 @@ def read_record(path: Path) -> TestRecord:
     """
     where = str(path)
     try:
-        unpacker = zlib.decompressobj()
-        text = unpacker.decompress(read_bytes(path), _MOST_BYTES)
-        if unpacker.unconsumed_tail or not unpacker.eof:
-            raise ConfigError(where, "is damaged or too large; remove it, and record again")
+        text = decompressed(path, _MOST_BYTES)
         if json.loads(text).get("schema") != SCHEMA:
             return TestRecord()
         return parse(TestRecord, text)
@@ -111,10 +109,9 @@ def read_record(path: Path) -> TestRecord:
         return TestRecord()
     except OSError as error:
         raise ConfigError(where, f"cannot be read: {error.strerror}") from None
-    except (zlib.error, ValueError, AttributeError, SchemaError):
-        raise ConfigError(
-            where, "is no record of tests, or is damaged; remove it, and record again"
-        ) from None
+    except (ValueError, AttributeError, SchemaError):
+        problem = "is no record of tests, or is damaged or too large; remove it, and record again"
+        raise ConfigError(where, problem) from None
 
 
 def write_record(path: Path, record: TestRecord) -> None:
@@ -227,8 +224,8 @@ class WindowNotes:
         """Join a line."""
         self.num_processes += 1
         self.problem = self.problem or str(line.get("problem", ""))
-        pairs = cast("list[tuple[str, str]]", line.get("code", []))
-        self.code |= {(path, name) for path, name in pairs}
+        code = cast("dict[str, list[str]]", line.get("code", {}))
+        self.code |= {(path, name) for path, names in code.items() for name in names}
         for kind in _FILES:
             self.files[kind] |= set(cast("list[str]", line.get(kind, [])))
         self.file = str(line.get("file", self.file))
@@ -280,10 +277,13 @@ class Joiner:
         self._notes = notes
         self._sources = sources
         self._started = started
+        self._numbers: dict[tuple[str, str, str], int] = {_GONE: 0}  # of the blocks
         self._imported = functools.cache(self._find_imported)
         self._block = functools.cache(self._find_block)
-        self._is_new = functools.cache(self._find_new)
-        self._all_code = {pair for notes in self._notes.values() for pair in self._code(notes)}
+        self._code = functools.cache(self._find_code)
+        self._window = functools.cache(self._find_window)
+        self._collected = functools.cache(self._find_collected)
+        self._all_code = {pair for key in notes for pair in self._code(key)}
 
     def record(
         self,
@@ -293,27 +293,29 @@ class Joiner:
         now: float,
     ) -> TestRecord:
         """Return the record of the tests that ran."""
-        blocks: dict[tuple[str, str, str], int] = {}
-        entries = {}
-        for node_id, test in tests.items():
-            windows = self._windows(node_id, test.file)
-            used = self._blocks(windows, test.file)
-            problem = test.problem or self._problem(node_id, test, windows, used)
-            numbers = sorted(blocks.setdefault(block, len(blocks)) for block in used)
-            entries[node_id] = TestEntry(
+        keys = {node_id: self._keys(node_id, test.file) for node_id, test in tests.items()}
+        used = {node_id: self._blocks(keys[node_id], test.file) for node_id, test in tests.items()}
+        written = {path for path, _, _ in self._numbers if self._is_written(path)}
+        late = {n: block[0] for block, n in self._numbers.items() if block[0] in written}
+        entries = {
+            node_id: TestEntry(
                 state=0,
                 mode=test.mode,
                 time=now,
                 duration_s=round(test.duration_s, 3),
-                problem=problem,
-                blocks=tuple(numbers),
+                problem=test.problem
+                or self._problem(node_id, test, keys[node_id])
+                or _problem_of_files({late[number] for number in used[node_id] & late.keys()}),
+                blocks=tuple(sorted(used[node_id])),
             )
+            for node_id, test in tests.items()
+        }
         return TestRecord(
-            states=(state,), blocks=tuple(blocks), tests=entries, collected=dict(collected)
+            states=(state,), blocks=tuple(self._numbers), tests=entries, collected=dict(collected)
         )
 
-    def _windows(self, node_id: str, file: str) -> list[WindowNotes]:
-        """Return the notes that count for a test: its own, its fixtures', the session's."""
+    def _keys(self, node_id: str, file: str) -> list[str]:
+        """Return the windows that count for a test: its own, its fixtures', the session's."""
         keys = {node_id, f"{COLLECT}{file}", ""}
         waiting = list(keys)
         while waiting:
@@ -321,15 +323,9 @@ class Joiner:
             new = (notes.files["uses"] if notes else set()) - keys
             keys |= new
             waiting += new
-        return [self._notes[key] for key in sorted(keys) if key in self._notes]
+        return sorted(keys & self._notes.keys())
 
-    def _problem(
-        self,
-        node_id: str,
-        test: FinishedTest,
-        windows: Iterable[WindowNotes],
-        used: Collection[tuple[str, str, str]],
-    ) -> str:
+    def _problem(self, node_id: str, test: FinishedTest, keys: Iterable[str]) -> str:
         """Return why the record of a test is incomplete, or ""."""
         own = self._notes.get(node_id)
         if own is None:
@@ -337,61 +333,81 @@ class Joiner:
         num_ranks = max(test.num_ranks, own.num_ranks)
         if len(own.ranks) < num_ranks:
             return f"{len(own.ranks)} of {num_ranks} ranks were recorded"
-        for path in {block[0] for block in used}:
-            if self._is_new(path):
-                return f"{path} was written while tests ran"
-        return next((window.problem for window in windows if window.problem), "")
+        return next((p for key in keys if (p := self._notes[key].problem)), "")
 
-    def _blocks(self, windows: Iterable[WindowNotes], file: str) -> set[tuple[str, str, str]]:
+    def _blocks(self, keys: Iterable[str], file: str) -> set[int]:
         """Return the blocks that the windows used, and all that is executed to import them."""
-        code: set[tuple[str, str]] = set()
-        kinds: dict[str, set[str]] = {kind: set() for kind in _FILES}
-        for window in windows:
-            code |= self._code(window)
-            for kind, full_names in window.files.items():
-                kinds[kind] |= {p for full in full_names if (p := self._short(full))}
+        collected, modules_of_file = self._collected(file)
+        own, starts = set(collected), set(modules_of_file)
+        for key in keys:
+            blocks, files = self._window(key)
+            own |= blocks
+            starts |= files
+        reached: set[str] = set()
+        for start in sorted(starts, key=lambda start: (start != file, start)):
+            if start not in reached:  # else it has nothing that is not there yet
+                modules, blocks = self._imported(start)
+                reached |= modules
+                own |= blocks
+        own.discard(self._numbers[_GONE])
+        return own
+
+    def _find_collected(self, file: str) -> tuple[frozenset[int], frozenset[str]]:
+        """Return the blocks and modules that all tests of a file use."""
+        conftests = self._sources.conftests(file)
+        blocks = frozenset(self._block(path, WHOLE) for path in conftests)
+        return blocks, frozenset((file, *conftests))
+
+    def _find_window(self, key: str) -> tuple[frozenset[int], frozenset[str]]:
+        """Return the blocks that a window used, and the modules that it needs."""
+        code = self._code(key)
+        kinds = {
+            kind: {p for full in full_names if (p := self._sources.shorten(full))}
+            for kind, full_names in self._notes[key].files.items()
+        }
         # A value of an earlier test: of code that it can have called, all that any test ran.
         callees = {p for cached in kinds["cached"] for p in self._sources.closure(cached)}
         code |= {pair for pair in self._all_code if pair[0] in callees} if callees else set()
-        conftests = self._sources.conftests(file)
-        starts = {file, *conftests, *kinds["loaded"], *kinds["whole"], *(p for p, _ in code)}
         names = {(p, block_of_code(name)) for p, name in code}
-        names |= {(p, WHOLE) for p in (*conftests, *kinds["whole"], *kinds["opened"])}
+        names |= {(p, WHOLE) for p in (*kinds["whole"], *kinds["opened"])}
         names |= {(p, LISTING) for p in kinds["listed"]}
-        own = {self._block(*pair) for pair in names}
-        return own.union(*map(self._imported, starts)) - {_GONE}
+        starts = kinds["loaded"] | kinds["whole"] | {p for p, _ in code}
+        return frozenset(self._block(*pair) for pair in names), frozenset(starts)
 
-    def _find_imported(self, start: str) -> frozenset[tuple[str, str, str]]:
-        """Return the blocks that are used to import a file."""
+    def _find_imported(self, start: str) -> tuple[frozenset[str], frozenset[int]]:
+        """Return the modules that are executed to import a file, and the blocks that they use."""
         names: set[tuple[str, str]] = set()
         reached: set[str] = set()
         waiting = {start}
         while waiting:
             for module in self._sources.closure(waiting.pop()) - reached:
                 reached.add(module)
-                notes = self._notes.get(f"{IMPORT}{self._sources.root}/{module}")
-                if notes is not None:
-                    found = self._code(notes)
-                    opened = {p for full in notes.files["opened"] if (p := self._short(full))}
-                    loaded = {p for full in notes.files["loaded"] if (p := self._short(full))}
+                key = f"{IMPORT}{self._sources.root}/{module}"
+                if key in self._notes:
+                    found, files = self._code(key), self._notes[key].files
+                    opened = {p for full in files["opened"] if (p := self._sources.shorten(full))}
+                    loaded = {p for full in files["loaded"] if (p := self._sources.shorten(full))}
                     names |= {(p, block_of_code(name)) for p, name in found}
                     names |= {(p, WHOLE) for p in opened}
                     waiting |= ({p for p, _ in found} | loaded) - reached
         names |= {(module, MODULE) for module in reached}
-        return frozenset(self._block(*pair) for pair in names)
+        return frozenset(reached), frozenset(self._block(*pair) for pair in names)
 
-    def _code(self, notes: WindowNotes) -> set[tuple[str, str]]:
-        return {(path, name) for full, name in notes.code if (path := self._short(full))}
+    def _find_code(self, key: str) -> frozenset[tuple[str, str]]:
+        code = self._notes[key].code
+        return frozenset((p, name) for full, name in code if (p := self._sources.shorten(full)))
 
-    def _short(self, full: str) -> str | None:
-        return self._sources.shorten(full)
-
-    def _find_block(self, path: str, name: str) -> tuple[str, str, str]:
+    def _find_block(self, path: str, name: str) -> int:
         found = self._sources.blocks(path)
         kept = block_named(path, name, found)
-        return (path, kept, found[kept]) if kept in found else _GONE
+        block = (path, kept, found[kept]) if kept in found else _GONE
+        return self._numbers.setdefault(block, len(self._numbers))
 
-    def _find_new(self, path: str) -> bool:
+    def _is_written(self, path: str) -> bool:
         """Return true for a file that was written since the session began."""
         full = self._sources.root / path
         return full.is_file() and full.stat().st_mtime > self._started
+
+
+def _problem_of_files(written: Collection[str]) -> str:
+    return f"{min(written)} was written while tests ran" if written else ""

@@ -6,14 +6,16 @@ import ast
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from pytest_megatron.base.files import parse_json
+from pytest_megatron.base.files import parse_json, read_bytes, write_bytes_atomically
 from pytest_megatron.base.project import read_git
 from pytest_megatron.errors import SelectionError
 
@@ -21,6 +23,8 @@ MODULE = ""  # what runs when the file is imported: all but the bodies of functi
 WHOLE = "*"
 LISTING = "/"  # names in a directory
 _MOST_FILES = 8192  # whose parts are kept, of all commits that are read
+_MOST_BYTES = 1 << 28  # of the text of the file that keeps them
+ParsedFile = tuple[Mapping[str, str], frozenset[str]]  # blocks, and names that it may import
 
 
 def digest(content: bytes) -> str:
@@ -38,21 +42,21 @@ def blocks_of(source: bytes) -> Mapping[str, str]:
 
 
 @functools.lru_cache(_MOST_FILES)
-def _parsed(source: bytes) -> tuple[Mapping[str, str], frozenset[str]]:
+def _parsed(source: bytes) -> ParsedFile:
     """Return the blocks of a Python file, and the names that it may import."""
     blocks = {WHOLE: digest(source)}
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return blocks, frozenset()
-    imports = frozenset(_imports(tree))
+    imports: set[str] = set()
     parts: dict[str, list[str]] = {}
     for name, function in _functions(tree, ""):
-        parts.setdefault(name, []).append(ast.dump(function))
+        parts.setdefault(name, []).extend(_dump(function, imports))
         function.body = function.body[:1] if ast.get_docstring(function) is not None else []
-    blocks |= {name: digest("".join(texts).encode()) for name, texts in parts.items()}
-    blocks[MODULE] = digest(ast.dump(tree).encode())
-    return blocks, imports
+    blocks |= {name: digest("\0".join(texts).encode()) for name, texts in parts.items()}
+    blocks[MODULE] = digest("\0".join(_dump(tree, imports)).encode())
+    return blocks, frozenset(imports)
 
 
 def _functions(
@@ -64,8 +68,46 @@ def _functions(
                 yield within + child.name, child
             case ast.ClassDef():
                 yield from _functions(child, f"{within}{child.name}.")
+            case ast.expr():
+                pass
             case _:
                 yield from _functions(child, within)
+
+
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """Return the fields of a kind of node, the last one first, without those others imply."""
+    names: tuple[str, ...] = kind.__match_args__
+    return tuple(name for name in reversed(names) if name not in ("ctx", "kind"))
+
+
+_FIELDS = {
+    kind: _fields(kind)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
+
+
+def _dump(tree: ast.AST, imports: set[str]) -> list[str]:
+    """Return all of a tree but its places, in words; add the names that it may import.
+
+    Faster than `ast.dump`, and for trees of any depth.
+    """
+    words: list[str] = []
+    waiting: list[object] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.AST):
+            kind = type(node)
+            words.append(kind.__name__)
+            if kind in _IMPORTING:
+                imports.update(_imports(node))
+            waiting.extend(getattr(node, name, None) for name in _FIELDS[kind])
+        elif isinstance(node, list):
+            words.append(f"[{len(node)}")
+            waiting.extend(reversed(node))
+        else:  # of an integer, repr refuses thousands of digits
+            words.append(hex(node) if type(node) is int else repr(node))
+    return words
 
 
 def block_of_code(qualname: str) -> str:
@@ -84,22 +126,41 @@ def imports_of(source: bytes) -> frozenset[str]:
     return _parsed(source)[1]
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Import():
-                yield from (alias.name for alias in node.names)
-            case ast.ImportFrom():
-                start = "." * node.level + (node.module or "")
-                yield start
-                dot = "" if start.endswith(".") else "."
-                yield from (f"{start}{dot}{alias.name}" for alias in node.names)
-            case ast.Constant(value=str(text)):
-                name = text.partition(":")[0]
-                if "." in name and all(part.isidentifier() for part in name.split(".")):
-                    yield name
-            case _:
-                pass
+_IMPORTING = {ast.Import, ast.ImportFrom, ast.Constant}
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import():
+            yield from (alias.name for alias in node.names)
+        case ast.ImportFrom():
+            start = "." * node.level + (node.module or "")
+            yield start
+            dot = "" if start.endswith(".") else "."
+            yield from (f"{start}{dot}{alias.name}" for alias in node.names)
+        case ast.Constant(value=str(text)):
+            name = text.partition(":")[0]
+            if "." in name and all(part.isidentifier() for part in name.split(".")):
+                yield name
+        case _:
+            pass
+
+
+def decompressed(path: Path, limit: int) -> bytes:
+    """Return the content of a compressed file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is damaged, or larger than a limit.
+    """
+    unpacker = zlib.decompressobj()
+    try:
+        content = unpacker.decompress(read_bytes(path), limit)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if unpacker.unconsumed_tail or not unpacker.eof:
+        raise ValueError("it is cut off or too large")
+    return content
 
 
 CONFTEST = "conftest.py"
@@ -146,11 +207,59 @@ class WorkingTree:
         return [child.name for child in full.iterdir()] if full.is_dir() else None
 
 
+class ParsedFiles:
+    """The parts of Python files, kept in a file from one session to the next, by digest.
+
+    A file that cannot be read, is damaged, or was written by another version counts as empty: all
+    is parsed again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version = f"1 {platform.python_version()}"  # a tree differs between releases
+        self._found: dict[str, ParsedFile] = {}
+        self._num_new = 0
+
+    @functools.cached_property
+    def _kept(self) -> dict[str, ParsedFile]:
+        try:
+            value = json.loads(decompressed(self._path, _MOST_BYTES))
+            if value["version"] == self._version:
+                return {key: (blocks, frozenset(names)) for key, blocks, names in value["files"]}
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            pass
+        return {}
+
+    def parse(self, source: bytes) -> ParsedFile:
+        """Return the blocks of a Python file, and the names that it may import."""
+        key = digest(source)
+        if key not in self._found:
+            self._num_new += key not in self._kept
+            self._found[key] = self._kept[key] if key in self._kept else _parsed(source)
+        return self._found[key]
+
+    def write(self) -> None:
+        """Keep what was parsed, besides what was kept before, up to a limit.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self._num_new:
+            files = list((self._found | self._kept).items())[:_MOST_FILES]
+            rows = [(key, blocks, sorted(names)) for key, (blocks, names) in files]
+            text = json.dumps({"version": self._version, "files": rows})
+            write_bytes_atomically(self._path, zlib.compress(text.encode(), 1))
+
+
 class Sources:
     """Files below a root, each read once. Paths are relative to it, with `/`."""
 
     def __init__(
-        self, root: Path, import_paths: Iterable[Path] = (), tree: Tree | None = None
+        self,
+        root: Path,
+        import_paths: Iterable[Path] = (),
+        tree: Tree | None = None,
+        parse: Callable[[bytes], ParsedFile] | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -158,16 +267,19 @@ class Sources:
             root: Of the project.
             import_paths: Further directories, of which modules are imported.
             tree: The files; as they are now by default.
+            parse: Returns the parts of a Python file, which may be known from an earlier session.
         """
         self.root = root
         self._start = f"{root}/"
         self._tree = tree or WorkingTree(root)
+        self._parse = parse or _parsed
         shortened = (self.shorten(os.fspath(path)) for path in (root, *import_paths))
         self._roots = dict.fromkeys(path for path in shortened if path is not None)
         self._blocks: dict[str, Mapping[str, str]] = {}
         self._edges: dict[str, frozenset[str]] = {}
         self._closures: dict[str, frozenset[str]] = {}
         self._listings: dict[str, frozenset[str]] = {}
+        self._is_file = functools.cache(self._is_listed_file)
 
     def blocks(self, path: str) -> Mapping[str, str]:
         """Return name -> digest of the blocks of a file or directory; none where it is gone."""
@@ -183,7 +295,7 @@ class Sources:
         source = self._tree.read(path)
         if source is None:
             return {}
-        return blocks_of(source) if path.endswith(".py") else {WHOLE: digest(source)}
+        return self._parse(source)[0] if path.endswith(".py") else {WHOLE: digest(source)}
 
     def closure(self, path: str) -> frozenset[str]:
         """Return a file and all that it imports, directly and through others."""
@@ -203,7 +315,7 @@ class Sources:
             directory = posixpath.dirname(path) or "."
             self._edges[path] = frozenset(
                 found
-                for name in imports_of(source or b"")
+                for name in self._parse(source or b"")[1]
                 for found in self._resolve(name, directory)
             )
         return self._edges[path]
@@ -223,12 +335,16 @@ class Sources:
                 place = posixpath.join(start, *parts[:end])
                 for candidate in (f"{place}.py", f"{place}/__init__.py"):
                     path = posixpath.normpath(candidate)
-                    if not path.startswith("../") and self._tree.is_file(path):
+                    if not path.startswith("../") and self._is_file(path):
                         yield path
+
+    def _is_listed_file(self, path: str) -> bool:
+        directory, name = posixpath.split(path)
+        return name in self._names_in(directory) and self._tree.is_file(path)
 
     def _names_in(self, directory: str) -> frozenset[str]:
         if directory not in self._listings:
-            names = self._tree.names(posixpath.normpath(directory))
+            names = self._tree.names(posixpath.normpath(directory or "."))
             self._listings[directory] = frozenset(names or ())
         return self._listings[directory]
 

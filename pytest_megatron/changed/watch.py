@@ -5,8 +5,8 @@ are counted in the window that is open. Each process appends a line of JSON for 
 of its own, which `changed.notes` reads. Imports the standard library alone, as programs that tests
 start load it before anything else.
 
-From Python 3.12 on `sys.monitoring` calls once for each function and window; earlier releases have
-a profiler in C, `cProfile`, which costs more.
+From Python 3.12 on `sys.monitoring` calls once for each function of the project and window; earlier
+releases have a profiler in C, `cProfile`, which costs more.
 """
 
 from __future__ import annotations
@@ -42,42 +42,61 @@ _HAS_MONITORING = sys.version_info >= (3, 12)
 
 
 class _Functions(Protocol):
-    """Source of the code objects that ran."""
+    """Source of the functions that ran."""
 
-    def take(self) -> set[CodeType]:
-        """Return the code that ran since the last call.
+    def take(self) -> set[tuple[str, str]]:
+        """Return file and qualified name of the functions that ran since the last call.
 
         Raises:
             RuntimeError: Another tool has taken the place of the recorder.
         """
 
 
+def _name_of(code: CodeType) -> tuple[str, str]:
+    """Return file and qualified name; two files may have equal code, which is one in a set."""
+    return code.co_filename, code.co_qualname
+
+
 class _Monitoring:
-    """Code that ran, by `sys.monitoring`: one call for each place of entry and window."""
+    """Functions that ran, by `sys.monitoring`.
+
+    One tool finds code; it is called once for each place, ever. Another is on for code of the
+    project that has not run yet in this window.
+    """
 
     def __init__(self, is_own: Callable[[str], bool]) -> None:
         self._seen: list[CodeType] = []
         monitoring = vars(sys)["monitoring"]
-        self._restart: Callable[[], None] = monitoring.restart_events
-        is_own = functools.cache(is_own)
+        start, resume = monitoring.events.PY_START, monitoring.events.PY_RESUME
+        switch, note, never = monitoring.set_local_events, self._seen.append, monitoring.DISABLE
+        free = [tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None]
+        finder, local = free[:2]
 
-        def enter(code: CodeType, _: int) -> object:
+        def find(code: CodeType, _: int) -> object:
             if is_own(code.co_filename):
-                self._seen.append(code)
-            return monitoring.DISABLE
+                note(code)
+            return never
 
-        tool = next(tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None)
-        monitoring.use_tool_id(tool, "pytest-megatron")
-        events = monitoring.events.PY_START, monitoring.events.PY_RESUME
-        for event in events:
-            monitoring.register_callback(tool, event, enter)
-        monitoring.set_events(tool, sum(events))
+        def enter(code: CodeType, _: int) -> None:
+            # Off before it is noted: another thread may take what is noted and switch it on again.
+            switch(local, code, 0)
+            note(code)
 
-    def take(self) -> set[CodeType]:
-        seen, self._seen = self._seen, []
-        if seen:
-            self._restart()
-        return set(seen)
+        for tool, call in ((finder, find), (local, enter)):
+            monitoring.use_tool_id(tool, "pytest-megatron")
+            monitoring.register_callback(tool, start, call)
+            monitoring.register_callback(tool, resume, call)
+        monitoring.set_events(finder, start | resume)
+        self._switch_on = functools.partial(switch, local)
+        self._events = start | resume
+
+    def take(self) -> set[tuple[str, str]]:
+        names = set()
+        while self._seen:
+            code = self._seen.pop()
+            names.add(_name_of(code))
+            self._switch_on(code, self._events)
+        return names
 
 
 class _Profiling:
@@ -97,9 +116,9 @@ class _Profiling:
         self._profilers.append(profiler)
         profiler.enable()
 
-    def take(self) -> set[CodeType]:
+    def take(self) -> set[tuple[str, str]]:
         seen = {
-            entry.code
+            _name_of(entry.code)
             for profiler in self._profilers
             for entry in profiler.getstats()
             if not isinstance(entry.code, str) and self._is_own(entry.code.co_filename)
@@ -118,7 +137,7 @@ class _Window:
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.code: set[CodeType] = set()
+        self.code: set[tuple[str, str]] = set()  # file and qualified name
         self.loaded: set[str] = set()
         self.opened: set[str] = set()
         self.listed: set[str] = set()
@@ -236,7 +255,7 @@ class Watch:
 
     def begin(self) -> None:
         """Note that this process is recorded."""
-        self._append({"code": []})
+        self._append({"code": {}})
 
     def note(self, line: Mapping[str, object]) -> None:
         """Write a line."""
@@ -325,10 +344,10 @@ class Watch:
 
     def _on_exec(self, args: tuple[object, ...]) -> None:
         code = args[0]
-        if self._has_windows or not isinstance(code, CodeType):
+        if self._has_windows or not isinstance(code, CodeType) or code.co_filename == "<string>":
             return
-        name = os.path.abspath(code.co_filename)
-        if self._is_own(name):
+        name = self._name(code.co_filename)
+        if name is not None:
             self._append({"loaded" if _HAS_MONITORING else "whole": [name]})
 
     def _on_start(self, args: tuple[object, ...]) -> None:
@@ -370,13 +389,15 @@ class Watch:
         """Return the full name of a file of the project, None for any other."""
         if isinstance(path, int):
             return None
-        name = os.path.abspath(os.fsdecode(cast("str", path)))
+        name = os.fsdecode(cast("str", path))
+        if not name.startswith("/") or "//" in name or "/." in name:
+            name = os.path.abspath(name)
         return name if self._is_own(name) or f"{name}/" == self._root else None
 
     def _note_code(self, code: CodeType) -> None:
-        self._append({"code": [[code.co_filename, code.co_qualname]]})
+        self._append({"code": {code.co_filename: [code.co_qualname]}})
 
-    def _append(self, line: Mapping[str, Sequence[object] | str]) -> None:
+    def _append(self, line: Mapping[str, object]) -> None:
         """Write a thing at once, once for each window and process."""
         key = os.environ.get(KEY, "")
         fact = key, *next(iter((name, repr(value)) for name, value in line.items()))
@@ -385,7 +406,9 @@ class Watch:
             self._write_line({"key": key, **_rank(), **line})
 
     def _write(self, window: _Window, facts: Mapping[str, object]) -> None:
-        code = sorted({(c.co_filename, c.co_qualname) for c in window.code})
+        code: dict[str, list[str]] = {}
+        for path, name in window.code:
+            code.setdefault(path, []).append(name)
         line: dict[str, object] = {"key": window.key, "code": code, "problem": window.problem}
         line |= {name: sorted(getattr(window, name)) for name in ("loaded", "opened", "listed")}
         self._write_line({**line, **facts})
@@ -393,8 +416,11 @@ class Watch:
     def _write_line(self, line: Mapping[str, object]) -> None:
         was_busy, self._is_busy = self._is_busy, True
         try:
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(file, f"{json.dumps(line)}\n".encode())
+            finally:
+                os.close(file)
         except OSError:
             return  # the directory is gone, as the session has ended
         finally:
@@ -431,7 +457,7 @@ class _Immediate:
         monitoring.set_events(tool, monitoring.events.PY_START)
         os.register_at_fork(after_in_child=monitoring.restart_events)
 
-    def take(self) -> set[CodeType]:
+    def take(self) -> set[tuple[str, str]]:
         return set()
 
 

@@ -1,4 +1,4 @@
-"""Kept processes: their records, and the conditions under which one may start a session.
+"""Kept processes: their records, when one may start a session, and the client of one that does.
 
 A kept process has torch imported and no code of the user. Its record is a file in a directory of
 the user; the process holds a lock on it as long as it lives, so that a record without one is stale.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -17,14 +18,24 @@ import signal
 import site
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from pytest_megatron.base.files import is_private
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.ipc.channel import remove_socket
+from pytest_megatron.gang.ipc.channel import Channel, connect, remove_socket
+from pytest_megatron.gang.ipc.messages import (
+    Message,
+    Ready,
+    Register,
+    SessionExited,
+    SessionStarted,
+    StartSession,
+)
 
 # Read while numpy and torch are loaded (recorded with a getenv() that logs), or by the
 # libraries that torch loads; the directory of its cache torch sets itself.
@@ -40,7 +51,9 @@ _STATUS = ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_al
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 LIMITS = tuple(sorted({v for k, v in vars(resource).items() if k.startswith("RLIMIT_")}))
 _PRIVATE = 0o700
-forked_from: Path | None = None  # record of the process of which this session is a fork
+UNSTARTED = 70
+_INTERNAL_ERROR = 3  # of pytest
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _LEAST_AVAILABLE = 0.05  # of the memory of the host
 _MOST_STALLED = 10.0  # per cent of the last 10 s in which some process waited for memory
 
@@ -93,6 +106,44 @@ class KeptProcess:
         if started_at(self.pid) == self.began:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class ForkedSession:
+    """Data of a session that runs in a fork of a kept process.
+
+    Attributes:
+        record: File of the kept process.
+        control: Write end of a pipe, which gets the reason why it has to be started anew.
+        path: `sys.path` of the kept process.
+        modules: Names of the modules that the kept process had imported.
+    """
+
+    record: Path
+    control: int
+    path: tuple[str, ...]
+    modules: frozenset[str]
+
+    def start_anew(self, doubt: str) -> NoReturn:
+        """End this process, and have the session started without a kept process."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.write(self.control, doubt.encode()[: fcntl.fcntl(self.control, fcntl.F_GETPIPE_SZ)])
+        os._exit(UNSTARTED)
+
+    def find_shadow(self) -> str:
+        """Return a file of the user that would be loaded in the place of a loaded module, or ""."""
+        for entry in map(Path, set(sys.path).difference(self.path)):
+            names = {file.stem for file in entry.glob("*.py")}
+            names |= {file.parent.name for file in entry.glob("*/__init__.py")}
+            for name in sorted(names & self.modules):
+                file = getattr(sys.modules[name], "__file__", None)
+                if file is not None and not Path(file).is_relative_to(entry):
+                    return str(entry / name)
+        return ""
+
+
+session: ForkedSession | None = None  # in the fork that runs it
 
 
 def started_at(pid: int) -> int | None:
@@ -232,6 +283,124 @@ def inherited_descriptors() -> Iterator[int]:
         with contextlib.suppress(OSError):
             if number > 2 and not fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:  # noqa: PLR2004 - stderr
                 yield number
+
+
+def run_preloaded(record: str, path: list[str], command: list[str]) -> None:
+    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible.
+
+    Args:
+        record: File of the kept process.
+        path: `sys.path` of the preloaded process.
+        command: Command of a new one.
+    """
+    kept = find_kept(Path(record))
+    if kept is not None:
+        run_elsewhere(kept, make_request("preload", path, initial_env(), ()))
+    os.execv(command[0], command)  # noqa: S606 - needs no shell
+
+
+def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
+    """Run a program in a kept process and exit as it does; return why it has to run here.
+
+    Raises:
+        SystemExit: It ran.
+    """
+    registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
+    try:
+        channel = connect(kept.address, bytes.fromhex(kept.key), registration)
+    except OSError:
+        return "the kept process has ended"
+    reply = channel.receive()
+    if isinstance(reply, Ready):
+        channel.send(request, request.descriptors)
+        reply = channel.receive()
+    if reply is None:  # nothing has run yet
+        return "the kept process has ended"
+    if isinstance(reply, SessionStarted):
+        reply = _follow(channel, reply.pid)
+    channel.close()
+    if not isinstance(reply, SessionExited):
+        sys.stderr.write(
+            f"kept gangs: process {kept.pid}, in which this session ran, was killed; start "
+            f"the session again\n"
+        )
+        raise SystemExit(_INTERNAL_ERROR)
+    if reply.doubt:
+        return reply.doubt
+    if reply.exit_code < 0:
+        signal.signal(-reply.exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -reply.exit_code)
+    raise SystemExit(reply.exit_code)
+
+
+def make_request(
+    program: str, path: Sequence[str], env: Mapping[str, str], arguments: Sequence[str]
+) -> StartSession:
+    """Return a request to run a program with all that this process has from its parent.
+
+    Args:
+        program: As in `StartSession`, and so are the others.
+        path: Empty for pytest.
+        env: All variables.
+        arguments: Of `pytest.main`.
+    """
+    umask = os.umask(0o077)
+    os.umask(umask)
+    ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
+    return StartSession(
+        program=program,
+        arguments=tuple(arguments),
+        argv=tuple(sys.argv),
+        orig_argv=tuple(sys.orig_argv),
+        path=tuple(path),
+        env=env,
+        directory=os.getcwd(),  # noqa: PTH109 - as the user has it
+        umask=umask,
+        descriptors=(0, 1, 2, *inherited_descriptors()),
+        streams=tuple(
+            [
+                *(s.encoding, s.errors or "strict"),
+                *(["line"] if s.line_buffering else []),
+                *(["raw"] if s.write_through else []),
+            ]
+            for s in (sys.stdin, sys.stdout, sys.stderr)
+            if isinstance(s, io.TextIOWrapper)
+        ),
+        limits=tuple(list(resource.getrlimit(limit)) for limit in LIMITS),
+        ignored=tuple(ignored),
+        blocked=tuple(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    )
+
+
+def _follow(channel: Channel, pid: int) -> Message | None:
+    """Pass signals to the session until it ends; return the last message."""
+
+    def suspend(_: int, __: FrameType | None) -> None:
+        os.killpg(pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.killpg(pid, signal.SIGCONT)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        os.kill(pid, number)
+
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]]
+    handlers = dict.fromkeys(_FORWARDED, forward)
+    handlers[signal.SIGINT] = lambda number, _: os.killpg(pid, number)  # as the terminal does
+    handlers[signal.SIGTSTP] = suspend
+    before = {number: signal.getsignal(number) for number in handlers}
+    for number, handler in handlers.items():
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    reply = channel.receive()
+    for number, old in before.items():
+        signal.signal(number, old)
+    return reply
+
+
+def initial_env() -> dict[str, str]:
+    """Return the variables with which this process started, before any plugin changed them."""
+    words = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(word).partition("=")[::2] for word in words if b"=" in word)
 
 
 def _place() -> dict[str, str]:

@@ -37,7 +37,7 @@ from pytest_megatron.changed.record import (
     write_record,
 )
 from pytest_megatron.changed.select import Changes, blocks_at, summary
-from pytest_megatron.changed.sources import Sources, environment, files_of
+from pytest_megatron.changed.sources import ParsedFiles, Sources, environment, files_of
 from pytest_megatron.hooks.deselected import REASON
 from pytest_megatron.hooks.options import (
     COLLECTING_PLUGIN,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 RECORDER = "changed-recorder"  # ranks keep it, as it has no name of a role of the controller
 SELECTOR = "megatron-changed"
+_PARSED_FILE = "parsed.z"
 _COUNTS = "collected"  # key of the note with the number of tests of each file
 _OUTPUT = "megatron_changed"
 _WORKLOAD = "workload"
@@ -173,6 +174,7 @@ class Selector:
         self._root = config.rootpath
         self._file = options.changed_file or OWN_DIR / FILE_NAME
         self._started = time.time()
+        self._parsed = ParsedFiles(self._root / OWN_DIR / _PARSED_FILE)
         self._state: ProjectState | None = None
         self._record = TestRecord()
         self._left_out: list[str] = []
@@ -185,6 +187,11 @@ class Selector:
     @property
     def _path(self) -> Path:
         return self._root / self._file
+
+    @property
+    def _sources(self) -> Sources:
+        """The project as it is now."""
+        return Sources(self._root, _import_paths(), parse=self._parsed.parse)
 
     def _prepare(self) -> ProjectState:
         if self._state is None:
@@ -202,7 +209,7 @@ class Selector:
         with usage_errors():
             base = self._options.changed
             blocks = blocks_at(self._root, base) if base else {}
-        changes = Changes(self._record, Sources(self._root, _import_paths()), state, blocks)
+        changes = Changes(self._record, self._sources, state, blocks)
         reasons: dict[str, str] = {}
         for item in items:
             reason = changes.reason(item.nodeid, mode_of(item))
@@ -271,7 +278,7 @@ class Selector:
         recorder.watch.end()
         state = self._prepare()
         notes = read_notes(Path(recorder.directory))
-        joiner = Joiner(notes, Sources(self._root, _import_paths()), self._started)
+        joiner = Joiner(notes, self._sources, self._started)
         tests = {
             node_id: self._finished(node_id, found)
             for node_id, found in notes.items()
@@ -284,6 +291,7 @@ class Selector:
         try:
             make_own_dir(self._root)
             write_record(self._path, merge_records([self._record, kept, new]))
+            self._parsed.write()
         except OSError as error:
             self._problem = f"{self._path}: {error.strerror}; what tests used is not kept"
         shutil.rmtree(recorder.directory, ignore_errors=True)

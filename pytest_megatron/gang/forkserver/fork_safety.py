@@ -16,6 +16,12 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+# Detect CUDA with NVML and use pools of one thread, so that a process can be forked.
+HARMLESS_ENV = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 THREADS = Path("/proc/self/task")
 _CUDA_DEVICE = "/dev/nvidia-uvm"  # CUDA opens it for a context, NVML never
 _CONTROLLER_THREADS = ("execnet", "pytest_rerunfailures")

@@ -22,7 +22,7 @@ from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gang.originals import os, threading, time
-from pytest_megatron.gang.rank.bootstrap import cuda_memory, free_cublas
+from pytest_megatron.gang.rank.bootstrap import cuda_device, cuda_memory, free_cublas
 
 KINDS = (
     "groups",
@@ -43,9 +43,11 @@ KINDS = (
 Key: TypeAlias = tuple[str, object]
 Held: TypeAlias = dict[Key, object]
 
+CURRENT_GPU: Key = ("torch", "current CUDA device")
 _MOST_LISTED = 3
 _MOST_CUDA_BYTES = 1 << 20
 _MOST_HOST_BYTES = 256 << 20  # the heap of libraries grows, too
+_MOST_HOST_BYTES_WITH_CUDA = 1 << 30  # NCCL's first communicator takes 360 MiB
 _MIB = 1 << 20
 _THREAD_S = 0.2  # for threads that were asked to end
 _TICK_S = 0.005
@@ -226,7 +228,11 @@ def _do_versions_work() -> bool:
 
 
 class LeakAudit:
-    """Probes of this process."""
+    """Probes of this process.
+
+    Attributes:
+        own_gpu: Index of the GPU that tests of this rank make the current one.
+    """
 
     def __init__(self) -> None:
         self._patched: dict[str, _Patched] = {}
@@ -242,6 +248,8 @@ class LeakAudit:
         self._files: Held = {}
         self._environ = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])
         self._num_groups = -1
+        self.own_gpu = int(os.environ.get("LOCAL_RANK", "0"))
+        self._has_used_own_gpu = False
         self._probes: tuple[Callable[[], Held], ...] = (
             self._look_at_variables,
             _handlers_of_signals,
@@ -302,7 +310,8 @@ class LeakAudit:
         """Return memory that the process has more of than before, beyond a limit."""
         grown = {kind: now[kind] - before.get(kind, now[kind]) for kind in now}
         leaks = []
-        if grown.get("host-memory", 0) > _MOST_HOST_BYTES:
+        most = _MOST_HOST_BYTES_WITH_CUDA if "cuda-memory" in now else _MOST_HOST_BYTES
+        if grown.get("host-memory", 0) > most:
             leaks.append(
                 Leak(kind="host-memory", text=f"{_mib(grown['host-memory'])} of host memory")
             )
@@ -384,6 +393,10 @@ class LeakAudit:
         device = getattr(context, "device_context", None)
         if self._getters:
             held["torch", "default device"] = "cpu" if device is None else str(device.device)
+        device = cuda_device()
+        self._has_used_own_gpu = self._has_used_own_gpu or device == self.own_gpu
+        if self._has_used_own_gpu:
+            held[CURRENT_GPU] = device
         world = _world()
         if world is not None:
             default = world.default_pg

@@ -24,12 +24,6 @@ from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import FLIGHT_FILE, STACKS_FILE
 from pytest_megatron.gang.topology import RankPlace
 
-# Detect CUDA with NVML and use pools of one thread, so that this process can be forked.
-HARMLESS_ENV = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
 _RECORDED_COLLECTIVES = "2000"
 _MemoryStats: TypeAlias = Mapping[str, Mapping[str, Mapping[str, int]]]
 RandomState: TypeAlias = tuple[object, ...]
@@ -205,6 +199,12 @@ def synchronize() -> None:
 
 def _current_device(cuda: _Cuda) -> int:
     return cast("Callable[[], int]", cuda.bindings["_cuda_getDevice"])()
+
+
+def cuda_device() -> int | None:
+    """Return the index of torch's current GPU; None before the first use of CUDA."""
+    cuda = _bind_cuda()
+    return _current_device(cuda) if cuda is not None and cuda.is_initialized else None
 
 
 def cuda_memory() -> dict[str, int]:

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from pytest_megatron.gang.originals import os
-from pytest_megatron.gang.rank.audit import SETTINGS, Held, Key, Leak, LeakAudit, is_connection
+from pytest_megatron.gang.rank.audit import (
+    CURRENT_GPU,
+    SETTINGS,
+    Held,
+    Key,
+    Leak,
+    LeakAudit,
+    is_connection,
+)
 from pytest_megatron.gang.rank.collectives import DefaultGroup, default_group
 
 _VARIABLES = (
@@ -73,6 +81,8 @@ class StateKeeper:
     def __post_init__(self) -> None:
         self._expected, self._sizes = self.look()
         self._initial = dict(self._expected)
+        if self.audit is not None:
+            self._initial[CURRENT_GPU] = self.audit.own_gpu
 
     def look(self) -> tuple[State, dict[str, int]]:
         """Return the state of this process, and bytes of memory that it has, by kind."""

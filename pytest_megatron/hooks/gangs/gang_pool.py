@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 
 from pytest_megatron.base.text import counted
+from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.ipc.channel import listen_locally
 from pytest_megatron.gang.ipc.messages import RankConfig, Welcome
@@ -315,8 +316,10 @@ class GangPool:
         self._session = session
         config, sizes = session.config, {spec.world_size for spec in self._specs}
         # Forked processes share present objects, and neither they nor pytest at its end search all
-        # of torch for garbage, which took 0.6 s.
-        gc.freeze()
+        # of torch for garbage, which took 0.6 s. A kept process has done so, and a session in it
+        # flushes the files of all other objects at its end.
+        if kept.session is None:
+            gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         self._learn()
         if not reason:

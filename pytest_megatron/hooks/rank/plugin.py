@@ -6,7 +6,9 @@ It never writes to the terminal or to reports, and decides nothing: the controll
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Generator
+from gc import collect as collect_garbage
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
 from typing import IO
@@ -130,6 +132,8 @@ class RankPlugin:
         if self.measurement is not None:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
         poison = bootstrap.find_poison() if self._has_failed else ""
+        if self._has_failed:
+            _free_failure()
         if run.next_index != NOTHING:
             poison = self._mend(item) or poison
         left = self._find_leaks(item)
@@ -413,6 +417,17 @@ class _Printed:
         text = "".join(self._parts)
         self._parts.clear()
         return text
+
+
+def _free_failure() -> None:
+    """Free the variables of a failed test: its tensors would fill the GPU of the next ones.
+
+    pytest keeps the exception, for a debugger, until the next test is called; its frames refer to
+    each other.
+    """
+    for name in ("exc", "value", "traceback", "type"):
+        vars(sys).pop(f"last_{name}", None)
+    collect_garbage()
 
 
 def _forget_failure(item: pytest.Item) -> None:

@@ -27,7 +27,7 @@ from _pytest.config import ConftestImportFailure, _prepareconfig
 
 import pytest_megatron
 from pytest_megatron.gang.collection import SKIPPED, digest_of
-from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
+from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV, find_obstacle, reseed
 from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import Channel, connect
@@ -81,7 +81,7 @@ class SessionInfo:
 def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
     """Collect as a rank, and serve as its fork server."""
     rank_config = with_own_temp(rank_config, info.base_temp)
-    defaults = bootstrap.HARMLESS_ENV
+    defaults = HARMLESS_ENV
     harmless = {name: value for name, value in defaults.items() if name not in info.env}
     os.environ.clear()
     os.environ.update({**info.env, **harmless, **rank_config.env})

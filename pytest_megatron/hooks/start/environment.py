@@ -292,7 +292,8 @@ def record_start_environment(early_config: pytest.Config) -> None:
     size = start_env.size = options.early_size(early_config)
     if size is None:
         return
-    from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV, rank_env  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
+    from pytest_megatron.gang.rank.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.topology import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.start.preload import start_preloaded  # noqa: PLC0415 - not for all
 

@@ -6,44 +6,32 @@ import contextlib
 import io
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.ipc.channel import Channel, connect
-from pytest_megatron.gang.ipc.messages import (
-    Message,
-    Ready,
-    Register,
-    SessionExited,
-    SessionStarted,
-    StartSession,
-)
+from pytest_megatron.gang import kept as kept_processes
+from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV
 from pytest_megatron.gang.kept import (
-    LIMITS,
     KeptProcess,
     changed_variables,
     describe_environment,
     find_kept,
     inherited_descriptors,
+    initial_env,
+    make_request,
     record_path,
+    run_elsewhere,
 )
-from pytest_megatron.gang.rank.bootstrap import HARMLESS_ENV
 from pytest_megatron.hooks.options import ENDED_PLUGIN, early_size
-from pytest_megatron.hooks.start import kept_process
 from pytest_megatron.hooks.start.environment import KEY, find_user_module
-from pytest_megatron.hooks.start.preload import python_command
+from pytest_megatron.process.tree import python_command
 
 _MOST_DESCRIPTORS = 50
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _CODE = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
@@ -82,7 +70,7 @@ class KeepPlugin:
             minutes: After so many without a session a kept process ends.
         """
         self._minutes = minutes
-        self._env = dict(os.environ) if _is_runner() else _initial_env()
+        self._env = dict(os.environ) if _is_runner() else initial_env()
         self._doubt = ""
         self._has_run_elsewhere = False
         self.state = "none was kept yet"
@@ -101,7 +89,7 @@ class KeepPlugin:
 
         A session in one is started anew; after another one, none is kept.
         """
-        session = kept_process.session
+        session = kept_processes.session
         watch = config.stash[KEY].watch
         expected = {**self._env, **(watch.values if watch else {})}
         changed = changed_variables(expected, os.environ)
@@ -118,7 +106,7 @@ class KeepPlugin:
         Raises:
             SystemExit: It did.
         """
-        if kept_process.session is not None:
+        if kept_processes.session is not None:
             self.state = "started in a process that had torch loaded"
             return
         try:
@@ -151,8 +139,8 @@ class KeepPlugin:
             program, path = "pytest.main", _path_before(early_config)
         self._has_run_elsewhere = True
         arguments = early_config.invocation_params.args
-        request = _request(program, path, self._env, arguments)
-        self.state = f"not used, {_run_elsewhere(kept, request)}"
+        request = make_request(program, path, self._env, arguments)
+        self.state = f"not used, {run_elsewhere(kept, request)}"
         self._has_run_elsewhere = False
 
     def _keep(self, config: pytest.Config) -> None:
@@ -180,54 +168,6 @@ class KeepPlugin:
             assert process.stdin is not None
             with process.stdin:
                 process.stdin.write(json.dumps(settings).encode())
-
-
-def run_preloaded(record: str, path: list[str], command: list[str]) -> None:
-    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible.
-
-    Args:
-        record: File of the kept process.
-        path: `sys.path` of the preloaded process.
-        command: Command of a new one.
-    """
-    kept = find_kept(Path(record))
-    if kept is not None:
-        _run_elsewhere(kept, _request("preload", path, _initial_env(), ()))
-    os.execv(command[0], command)  # noqa: S606 - needs no shell
-
-
-def _run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
-    """Run a program in a kept process and exit as it does; return why it has to run here.
-
-    Raises:
-        SystemExit: It ran.
-    """
-    registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
-    try:
-        channel = connect(kept.address, bytes.fromhex(kept.key), registration)
-    except OSError:
-        return "the kept process has ended"
-    reply = channel.receive()
-    if isinstance(reply, Ready):
-        channel.send(request, request.descriptors)
-        reply = channel.receive()
-    if reply is None:  # nothing has run yet
-        return "the kept process has ended"
-    if isinstance(reply, SessionStarted):
-        reply = _follow(channel, reply.pid)
-    channel.close()
-    if not isinstance(reply, SessionExited):
-        sys.stderr.write(
-            f"kept gangs: process {kept.pid}, in which this session ran, was killed; start "
-            f"the session again\n"
-        )
-        raise SystemExit(int(pytest.ExitCode.INTERNAL_ERROR))
-    if reply.doubt:
-        return reply.doubt
-    if reply.exit_code < 0:
-        signal.signal(-reply.exit_code, signal.SIG_DFL)
-        os.kill(os.getpid(), -reply.exit_code)
-    raise SystemExit(reply.exit_code)
 
 
 def keep_gangs(early_config: pytest.Config, minutes: float) -> KeepPlugin | None:
@@ -295,68 +235,6 @@ def _path_before(early_config: pytest.Config) -> list[str]:
         if folder in path:
             path.remove(folder)
     return path
-
-
-def _request(
-    program: str, path: Sequence[str], env: Mapping[str, str], arguments: Sequence[str]
-) -> StartSession:
-    umask = os.umask(0o077)
-    os.umask(umask)
-    ignored = [n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN]
-    return StartSession(
-        program=program,
-        arguments=tuple(arguments),
-        argv=tuple(sys.argv),
-        orig_argv=tuple(sys.orig_argv),
-        path=tuple(path),
-        env=env,
-        directory=os.getcwd(),  # noqa: PTH109 - as the user has it
-        umask=umask,
-        descriptors=(0, 1, 2, *inherited_descriptors()),
-        streams=tuple(
-            [
-                *(s.encoding, s.errors or "strict"),
-                *(["line"] if s.line_buffering else []),
-                *(["raw"] if s.write_through else []),
-            ]
-            for s in (sys.stdin, sys.stdout, sys.stderr)
-            if isinstance(s, io.TextIOWrapper)
-        ),
-        limits=tuple(list(resource.getrlimit(limit)) for limit in LIMITS),
-        ignored=tuple(ignored),
-        blocked=tuple(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    )
-
-
-def _follow(channel: Channel, pid: int) -> Message | None:
-    """Pass signals to the session until it ends; return the last message."""
-
-    def suspend(_: int, __: FrameType | None) -> None:
-        os.killpg(pid, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os.killpg(pid, signal.SIGCONT)
-
-    def forward(number: int, _: FrameType | None) -> None:
-        os.kill(pid, number)
-
-    handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]]
-    handlers = dict.fromkeys(_FORWARDED, forward)
-    handlers[signal.SIGINT] = lambda number, _: os.killpg(pid, number)  # as the terminal does
-    handlers[signal.SIGTSTP] = suspend
-    before = {number: signal.getsignal(number) for number in handlers}
-    for number, handler in handlers.items():
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    reply = channel.receive()
-    for number, old in before.items():
-        signal.signal(number, old)
-    return reply
-
-
-def _initial_env() -> dict[str, str]:
-    """Return the variables with which this process started, before any plugin changed them."""
-    words = Path("/proc/self/environ").read_bytes().split(b"\0")
-    return dict(os.fsdecode(word).partition("=")[::2] for word in words if b"=" in word)
 
 
 def _base_path() -> list[str]:

@@ -41,6 +41,8 @@ from pytest_megatron.gang.ipc.messages import (
 )
 from pytest_megatron.gang.kept import (
     LIMITS,
+    UNSTARTED,
+    ForkedSession,
     KeptProcess,
     is_memory_short,
     lock_record,
@@ -49,50 +51,11 @@ from pytest_megatron.gang.kept import (
 )
 from pytest_megatron.gang.supervisor.connections import Calls
 from pytest_megatron.hooks.start.preload import main as preload
-from pytest_megatron.process.tree import close_descriptors, die_with, large_imports
+from pytest_megatron.process.tree import close_descriptors, die_with, end_process, large_imports
 
 _LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin")
 _POLL_S = 5.0  # between checks of time and memory
 _WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
-_UNSTARTED = 70
-
-
-@dataclass(slots=True)
-class ForkedSession:
-    """Data of a session that runs in a fork of a kept process.
-
-    Attributes:
-        record: File of the kept process.
-        control: Write end of a pipe, which gets the reason why it has to be started anew.
-        path: `sys.path` of the kept process.
-        modules: Names of the modules that the kept process had imported.
-    """
-
-    record: Path
-    control: int
-    path: tuple[str, ...]
-    modules: frozenset[str]
-
-    def start_anew(self, doubt: str) -> NoReturn:
-        """End this process, and have the session started without a kept process."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os.write(self.control, doubt.encode()[: fcntl.fcntl(self.control, fcntl.F_GETPIPE_SZ)])
-        os._exit(_UNSTARTED)
-
-    def find_shadow(self) -> str:
-        """Return a file of the user that would be loaded in the place of a loaded module, or ""."""
-        for entry in map(Path, set(sys.path).difference(self.path)):
-            names = {file.stem for file in entry.glob("*.py")}
-            names |= {file.parent.name for file in entry.glob("*/__init__.py")}
-            for name in sorted(names & self.modules):
-                file = getattr(sys.modules[name], "__file__", None)
-                if file is not None and not Path(file).is_relative_to(entry):
-                    return str(entry / name)
-        return ""
-
-
-session: ForkedSession | None = None  # in the fork that runs it
 
 
 @dataclass(slots=True)
@@ -155,7 +118,7 @@ class _KeptServer:
         if changed or self.is_stopping:
             self.is_stopping = True
             doubt = f"{changed} has changed" if changed else "the kept process ends"
-            channel.send(SessionExited(exit_code=_UNSTARTED, doubt=doubt))
+            channel.send(SessionExited(exit_code=UNSTARTED, doubt=doubt))
             self.calls.drop(channel)
             return
         self.calls.read(channel, lambda: self._on_request(channel))
@@ -303,8 +266,7 @@ def _run_session(
     modules: frozenset[str],
 ) -> NoReturn:
     """Run a program as if this process had just been started."""
-    global session
-    path = tuple(sys.path)
+    path, loaded = tuple(sys.path), frozenset(sys.modules)
     started = ForkedSession(record, _move([control], 1 << 8)[0], path, modules)
     try:
         _take_streams(request, descriptors)
@@ -313,11 +275,10 @@ def _run_session(
         started.start_anew(f"{type(error).__name__}: {error}")
     if request.program == "preload":
         preload("fork")
-        sys.exit()
-    session, kept.forked_from = started, record
-    if request.program == "pytest.main":
-        sys.exit(pytest.main(list(request.arguments)))
-    sys.exit(pytest.console_main())
+    kept.session = started
+    is_main = request.program == "pytest.main"
+    exit_code = pytest.main(list(request.arguments)) if is_main else pytest.console_main()
+    end_process(exit_code, loaded)
 
 
 def _take_streams(request: StartSession, descriptors: list[int]) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
@@ -28,7 +28,13 @@ from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
-from pytest_megatron.process.tree import die_with, large_imports, run_guarded
+from pytest_megatron.process.tree import (
+    die_with,
+    end_process,
+    large_imports,
+    python_command,
+    run_guarded,
+)
 
 PreloadMode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
@@ -42,7 +48,7 @@ from pytest_megatron.hooks.start.preload import {name}
 _IN_KEPT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
-from pytest_megatron.hooks.start.keep import run_preloaded
+from pytest_megatron.gang.kept import run_preloaded
 run_preloaded({record!r}, {path!r}, {command!r})
 """
 
@@ -103,8 +109,8 @@ def start_preloaded(
     """
     log = os.memfd_create("preload")
     command = _command(path, "main", mode)
-    if kept.forked_from is not None and mode == "fork":
-        settings = {"record": str(kept.forked_from), "path": list(path), "command": command}
+    if kept.session is not None and mode == "fork":
+        settings = {"record": str(kept.session.record), "path": list(path), "command": command}
         command = python_command(_IN_KEPT.format(**settings))
     process = subprocess.Popen(
         command,
@@ -126,9 +132,10 @@ def start_preloaded(
     return PreloadedProcess(mode, process, log)
 
 
-def main(mode: PreloadMode) -> None:
+def main(mode: PreloadMode) -> NoReturn:
     """Load torch and pytest, wait for the session's data, and serve."""
     run_guarded(lambda: _serve(mode))
+    end_process(0, loaded=sys.modules)
 
 
 def _import_in_child(modules: Sequence[str]) -> None:
@@ -236,9 +243,3 @@ def fresh_main(fork_server: int) -> None:
 def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
     """Return the command that calls a function of this module in a fresh interpreter."""
     return python_command(_CODE.format(path=list(path), name=function, argument=argument))
-
-
-def python_command(code: str) -> list[str]:
-    """Return the command that runs code in a fresh interpreter like this one."""
-    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
-    return [sys.executable, *flags, "-c", code]

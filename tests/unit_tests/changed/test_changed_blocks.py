@@ -7,6 +7,7 @@ import pytest
 from pytest_megatron.changed.sources import (
     MODULE,
     WHOLE,
+    ParsedFiles,
     Sources,
     block_of_code,
     blocks_of,
@@ -71,6 +72,45 @@ def test_a_file_that_is_no_python_is_one_block() -> None:
 )
 def test_code_within_a_function_belongs_to_it(qualname: str, block: str) -> None:
     assert block_of_code(qualname) == block
+
+
+def test_an_expression_of_any_depth_and_an_integer_of_any_length_count() -> None:
+    deep = "+".join(["1"] * 900)
+    for old, new in ((deep, f"{deep[:-1]}2"), (f"0x{'f' * 9000}", f"0x{'f' * 8999}e")):
+        before, after = (
+            blocks_of(f"def f():\n    return {text}\n".encode()) for text in (old, new)
+        )
+        assert before["f"] != after["f"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("1", "True"), ("1", "'1'"), ("()", "[]"), ("1", "1.0")]
+)
+def test_values_that_look_alike_differ(one: str, other: str) -> None:
+    first, second = (blocks_of(f"X = {text}\n".encode()) for text in (one, other))
+    assert first[MODULE] != second[MODULE]
+
+
+def test_parsed_files_are_kept_and_a_damaged_file_of_them_counts_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "parsed.z"
+    expected = blocks_of(SOURCE.encode()), imports_of(SOURCE.encode())
+    for content in (None, b"", b"no file of ours"):
+        if content is not None:
+            path.write_bytes(content)
+        new = ParsedFiles(path)
+        assert new.parse(SOURCE.encode()) == expected
+        new.write()
+        kept = path.read_bytes()
+        path.chmod(0o444)
+        again = ParsedFiles(path)
+        assert again.parse(SOURCE.encode()) == expected
+        again.write()
+        assert path.read_bytes() == kept
+        path.chmod(0o644)
+        more = ParsedFiles(path)
+        more.parse(b"import other")
+        more.write()
+        assert path.read_bytes() != kept
 
 
 def test_imports_are_those_of_statements_and_of_texts() -> None:

@@ -46,6 +46,21 @@ def read():
     with open("data.txt") as file:
         return file.read()
 """,
+    "pkg/twin_a.py": "def twin():\n    return 7\n",
+    "pkg/twin_b.py": "def twin():\n    return 7\n",
+    "pkg/later.py": """
+def in_thread():
+    return 8
+
+def numbers():
+    yield 9
+    yield 10
+
+async def wait():
+    return 11
+
+NUMBERS = numbers()
+""",
     "pkg/program.py": "from pkg.a import two\n\nprint(two())\n",
     "data.txt": "text\n",
     "tests/test_gang.py": """
@@ -62,13 +77,15 @@ def test_of_no_code(rank):
     pass
 """,
     "tests/test_plain.py": """
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from pkg import a, b
+from pkg import a, b, later, twin_a, twin_b
 
 @pytest.fixture(scope="module")
 def six():
@@ -88,6 +105,23 @@ def test_first_table():
 
 def test_second_table():
     assert a.table() == 5
+
+def test_twins():
+    assert twin_a.twin() == twin_b.twin()
+
+def test_thread():
+    thread = threading.Thread(target=later.in_thread)
+    thread.start()
+    thread.join()
+
+def test_first_number():
+    assert next(later.NUMBERS) == 9
+
+def test_second_number():
+    assert next(later.NUMBERS) == 10
+
+def test_coroutine():
+    assert asyncio.run(later.wait()) == 11
 
 def test_data():
     assert b.read() == "text\\n"
@@ -172,6 +206,18 @@ def test_tests_run_whose_code_changed_in_any_process(project: Project) -> None:
     assert project.selected_with("data.txt", "text", "other") == {"test_data"}
 
 
+def test_functions_count_that_others_equal_or_that_run_later(project: Project) -> None:
+    numbers = {"test_first_number", "test_second_number"}
+    for path, line, expected in (
+        ("pkg/twin_a.py", "return 7", {"test_twins"}),
+        ("pkg/twin_b.py", "return 7", {"test_twins"}),
+        ("pkg/later.py", "return 8", {"test_thread"}),
+        ("pkg/later.py", "yield 10", numbers),
+        ("pkg/later.py", "return 11", {"test_coroutine"}),
+    ):
+        assert project.selected_with(path, line, f"{line}0") == expected, (path, line)
+
+
 def test_what_runs_on_import_counts_for_all_that_import(project: Project) -> None:
     found = project.selected_with("pkg/b.py", "return function", "return print or function")
     assert found >= {"test_of_no_code", "test_one", "test_second_shared", "test_program"}
@@ -183,7 +229,7 @@ def test_entries_say_how_tests_ran(project: Project) -> None:
     assert tests[f"{PLAIN}::test_one"].mode == "plain"
     problem = "it starts a process with other environment variables"
     assert tests[f"{PLAIN}::{HIDDEN}"].problem == problem
-    assert project.record.collected == {GANG: 2, PLAIN: 8}
+    assert project.record.collected == {GANG: 2, PLAIN: 13}
 
 
 def test_a_session_without_changes_succeeds_and_keeps_the_record(project: Project) -> None:

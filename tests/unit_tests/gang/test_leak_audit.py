@@ -12,6 +12,7 @@ from pytest_megatron.gang.rank.audit import LeakAudit
 from pytest_megatron.gang.rank.process_state import StateKeeper
 
 NAME = "megatron.of_this_test"
+KINDS = ("allocated", "reserved")
 
 
 def original() -> None: ...
@@ -78,3 +79,51 @@ def test_a_handler_is_named_with_the_one_before(keeper: StateKeeper) -> None:
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert found == ["handler of SIGUSR2: SIG_IGN, was the default"]
+
+
+class Gpu:
+    """A torch with CUDA, as far as the audit asks for its current device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = 0
+        self._cuda, torch = ModuleType("torch.cuda"), ModuleType("torch")
+        bindings = ModuleType("torch._C")
+        memory = {f"{name}_bytes": {"all": {"current": 0, "peak": 0}} for name in KINDS}
+        vars(bindings).update(
+            _cuda_synchronize=lambda: None,
+            _cuda_getDevice=lambda: self.device,
+            _cuda_memoryStats=lambda _: memory,
+        )
+        vars(torch).update(zeros=list, cuda=self._cuda, _C=bindings)
+        for module in (torch, self._cuda, bindings):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr("pytest_megatron.gang.rank.bootstrap._cuda", None)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+
+    def use(self, device: int) -> None:
+        """Make a device the current one; the first use initialises CUDA."""
+        vars(self._cuda)["_initialized"] = True
+        self.device = device
+
+
+def test_another_current_gpu_is_named_once_the_own_one_was_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(monkeypatch)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    found = []
+    for device in (0, 1, 0, 1):
+        gpu.use(device)
+        found.append(left(keeper, "torch"))
+    assert found == [[], [], ["current CUDA device 0, was 1"], []]
+
+
+def test_the_own_gpu_of_a_fixture_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    before = keeper.look()
+    gpu.use(1)
+    keeper.accept("fixture", "process_group", before)
+    assert left(keeper, "torch") == []
+    gpu.use(0)
+    assert left(keeper, "torch") == ["current CUDA device 0, was 1"]

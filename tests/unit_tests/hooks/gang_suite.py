@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import psutil
+from forked_sessions import run_command, run_session
 
 MARK = "GANG_SUITE"  # in the environment of every process of a suite
 DEADLINE_S = 60.0
@@ -84,11 +85,13 @@ class Suite:
     """A directory with test files.
 
     Attributes:
-        has_torch: False runs it on a host without torch.
+        has_torch: False runs it on a host without torch, in new processes.
+        is_fresh: Whether `run` starts new processes; see `forked_sessions`.
     """
 
     root: Path
     has_torch: bool = True
+    is_fresh: bool = False
 
     def write(self, **files: str) -> Suite:
         """Write files; `test_a="..."` is test_a.py."""
@@ -109,15 +112,13 @@ class Suite:
         self, *arguments: str, env: Mapping[str, str] | None = None, command: Sequence[str] = ()
     ) -> Run:
         """Run pytest to its end; nothing of it may be left."""
-        done = subprocess.run(
-            [*(command or self.command()), *arguments],
-            cwd=self.root,
-            env=self.env(**(env or {})),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        given = self.env(**(env or {}))
+        if command:
+            done = run_command([*command, *arguments], self.root, given)
+        else:
+            words = self.command(*arguments)[3:]
+            is_fresh = self.is_fresh or not self.has_torch
+            done = run_session(words, self.root, given, is_fresh=is_fresh)
         wait_until(lambda: not self.processes(), "no process is left")
         return Run(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 

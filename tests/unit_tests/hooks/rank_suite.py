@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from forked_sessions import run_session
+from forked_sessions import run_command, run_session
 
 from pytest_megatron.base.files import JsonValue
 
@@ -61,11 +61,11 @@ class Suite:
     """A folder with test files.
 
     Attributes:
-        is_forked: Whether `run` forks its sessions; see `forked_sessions`.
+        is_fresh: Whether `run` starts new processes; see `forked_sessions`.
     """
 
     root: Path
-    is_forked: bool = False
+    is_fresh: bool = False
 
     def write(self, name: str, text: str) -> Suite:
         (self.root / name).write_text(textwrap.dedent(text))
@@ -82,23 +82,13 @@ class Suite:
     def run(self, *arguments: str, stdin: str = "", **env: str) -> Run:
         """Run pytest to its end, in a new run directory; nothing of it may be left."""
         shutil.rmtree(self.root / "run", ignore_errors=True)
-        command = self.command(*arguments)
-        if self.is_forked:
-            return self._ended(run_session(command[3:], self.root, self.env(**env)))
-        return self.execute(command, stdin=stdin, **env)
-
-    def execute(self, command: list[str], *, stdin: str = "", **env: str) -> Run:
-        done = subprocess.run(
-            command,
-            cwd=self.root,
-            env=self.env(**env),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=2 * DEADLINE_S,
-        )
+        words = self.command(*arguments)[3:]
+        given = self.env(**env)
+        done = run_session(words, self.root, given, is_fresh=self.is_fresh, stdin=stdin)
         return self._ended(done)
+
+    def execute(self, command: list[str], **env: str) -> Run:
+        return self._ended(run_command(command, self.root, self.env(**env)))
 
     def _ended(self, done: subprocess.CompletedProcess[str]) -> Run:
         assert self.processes() == []

@@ -125,7 +125,7 @@ def test_the_environment_names_the_log(env: dict[str, str], kind: type[object]) 
 def test_github_gets_one_annotation_for_a_failure_and_no_command_of_a_test(tmp_path: Path) -> None:
     place = tmp_path / "50%, a:b"
     place.mkdir()
-    suite = Suite(root=place, is_forked=True).write("test_it.py", HOSTILE)
+    suite = Suite(root=place).write("test_it.py", HOSTILE)
     run = suite.run("--ranks", "2", "-s", "--tee-ranks", "1", "--junitxml", "junit.xml", **GITHUB,
                     GITHUB_WORKSPACE=str(tmp_path))  # fmt: skip
     assert [command.name for command in commands(run.stdout)] == ["error"]
@@ -152,7 +152,7 @@ def test_github_gets_as_many_annotations_as_it_shows(tmp_path: Path) -> None:
 
 
 def test_github_folds_what_ranks_printed(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path, is_forked=True).write("test_it.py", HOSTILE)
+    suite = Suite(root=tmp_path).write("test_it.py", HOSTILE)
     run = suite.run("--ranks", "2", **GITHUB)
     found = [(command.name, command.message) for command in commands(run.stdout)]
     assert found[:-1] == [("group", "Captured stdout call of rank 1"), ("endgroup", "")]
@@ -162,7 +162,7 @@ def test_github_folds_what_ranks_printed(tmp_path: Path) -> None:
 
 
 def test_gitlab_folds_with_markers_of_its_own(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path, is_forked=True).write("test_it.py", HOSTILE)
+    suite = Suite(root=tmp_path).write("test_it.py", HOSTILE)
     run = suite.run("--ranks", "2", **GITLAB)
     found = re.findall(r"\x1b\[0Ksection_(start|end):\d+:(\w+)(\S*)\s\x1b\[0K(.*)", run.stdout)
     assert found == [
@@ -173,11 +173,7 @@ def test_gitlab_folds_with_markers_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_plugin_that_annotates_failing_calls_keeps_them(tmp_path: Path) -> None:
-    suite = (
-        Suite(root=tmp_path, is_forked=True)
-        .write("test_it.py", HOSTILE)
-        .write("conftest.py", OTHER)
-    )
+    suite = Suite(root=tmp_path).write("test_it.py", HOSTILE).write("conftest.py", OTHER)
     suite.write("test_torn.py", "import pytest\n\n@pytest.fixture\ndef torn():\n    yield\n"
                 "    raise OSError('late')\n\ndef test_torn(torn): ...\n")  # fmt: skip
     run = suite.run("--ranks", "2", **GITHUB)
@@ -187,7 +183,7 @@ def test_a_plugin_that_annotates_failing_calls_keeps_them(tmp_path: Path) -> Non
 
 
 def test_outside_of_ci_nothing_changes(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path, is_forked=True).write("test_it.py", HOSTILE)
+    suite = Suite(root=tmp_path).write("test_it.py", HOSTILE)
     run = suite.run("--ranks", "2")
     assert {found.name for found in commands(run.stdout)} == {"error", "add-mask", "warning"}
     assert "Captured stdout call of rank 1" in run.stdout

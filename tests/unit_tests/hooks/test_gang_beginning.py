@@ -122,7 +122,7 @@ def test_a_test_may_start_a_session_whoever_launched_it(tmp_path: Path) -> None:
 def test_ranks_have_torch_from_where_they_are_forked_if_a_test_needs_it(
     fixture: str, tmp_path: Path
 ) -> None:
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, is_fresh=True).write(
         test_torch=f"""
             import sys
             import pytest
@@ -145,7 +145,7 @@ def test_ranks_have_torch_from_where_they_are_forked_if_a_test_needs_it(
 
 
 def test_a_torch_that_cannot_be_loaded_fails_the_tests_that_load_it(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, is_fresh=True).write(
         torch="raise OSError('libtorch_cpu.so: cannot open shared object file')",
         test_torch="""
             def test_loads():
@@ -162,7 +162,7 @@ def test_a_torch_that_cannot_be_loaded_fails_the_tests_that_load_it(tmp_path: Pa
 
 
 def test_a_torch_that_cannot_be_loaded_where_ranks_collect_is_one_error(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
+    suite = Suite(tmp_path, is_fresh=True).write(
         conftest=READS_RANK,
         torch="raise OSError('libtorch_cpu.so: cannot open shared object file')",
         test_world=TESTS,

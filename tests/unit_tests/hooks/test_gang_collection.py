@@ -149,7 +149,7 @@ def notes_in(suite: Suite) -> list[str]:
 
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
-    return Suite(tmp_path, has_torch=False)
+    return Suite(tmp_path)
 
 
 def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(tmp_path: Path) -> None:
@@ -392,7 +392,8 @@ def test_an_error_on_gangs_of_two_sizes_is_reported_once(suite: Suite) -> None:
     assert (run.returncode, run.summary) == (1, "2 failed, 1 error"), run.stdout
 
 
-def test_a_worker_of_xdist_without_ranks_stops_after_one_test(suite: Suite) -> None:
+def test_a_worker_of_xdist_without_ranks_stops_after_one_test(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, has_torch=False)
     hook = "    def pytest_sessionstart():\n        assert not IS_RANK\n"
     suite.write(conftest=READS_RANK + IN_RANKS + hook, test_many=MANY)
     run = suite.run("--ranks", "2", "-n", "2")
@@ -493,7 +494,8 @@ def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(tmp_path: Path) ->
     assert "every rank collects for itself: threads run since" in run.stdout
 
 
-def test_ranks_of_a_worker_of_xdist_collect_for_themselves(suite: Suite) -> None:
+def test_ranks_of_a_worker_of_xdist_collect_for_themselves(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, has_torch=False)
     suite.write(
         conftest=READS_RANK
         + """

@@ -227,7 +227,7 @@ MARKS = """
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_marks_choose_the_gang_with_and_without_options(tmp_path: Path, ranks: int) -> None:
-    suite = Suite(tmp_path, has_torch=False).write(test_marks=MARKS)
+    suite = Suite(tmp_path).write(test_marks=MARKS)
     options = ["--ranks=2"] if ranks else []
     run = suite.run(
         *("-v", "--strict-markers", "-p", "no:timeout", *options), env={"EXPECTED": str(ranks)}

@@ -11,6 +11,7 @@ SUITE = """
     import builtins
     import os
     import shutil
+    import weakref
 
     import pytest
     import torch
@@ -133,6 +134,33 @@ SUITE = """
 
     def test_t(is_fine):
         assert is_fine
+
+
+    LARGE = []
+
+
+    def use_memory():
+        tensor = torch.ones(1)
+        LARGE.append(weakref.ref(tensor))
+        raise ValueError(tensor)
+
+
+    def test_u_fails_with_large_tensors():
+        try:
+            use_memory()
+        except ValueError:
+            other = torch.ones(1)
+            LARGE.append(weakref.ref(other))
+            assert use_memory() is other
+
+
+    @pytest.fixture
+    def num_tensors():
+        return sum(reference() is not None for reference in LARGE)
+
+
+    def test_v_has_their_memory(num_tensors):
+        assert (num_tensors, len(LARGE)) == (0, 3)
 """
 _WARNING = re.compile(
     r"^(test_\S+)\n  .*?PytestWarning: the test left its rank (.*)$", re.MULTILINE
@@ -142,8 +170,9 @@ _WARNING = re.compile(
 def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_state=SUITE)
     run = suite.run("-v", "--ranks=2", "--device=cpu", "--basetemp=tmp")
-    assert set(run.words.values()) == {"PASSED"}, run.stdout
-    assert len(run.words) == 20
+    failed = [name.rpartition("::")[2] for name, word in run.words.items() if word != "PASSED"]
+    assert failed == ["test_u_fails_with_large_tensors"], run.stdout
+    assert len(run.words) == 22
     told = {name.rpartition("::")[2]: text for name, text in _WARNING.findall(run.stdout)}
     assert sorted(told) == [
         "test_a_leaves_a_small_group",

@@ -52,9 +52,7 @@ KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
     ],
 )
 def test_gangs_do_without_plugins(plugins: tuple[str, ...], conftest: str, tmp_path: Path) -> None:
-    suite = Suite(tmp_path, has_torch=False).write(
-        conftest=conftest, test_them=TESTS + IN_DIRECTORY
-    )
+    suite = Suite(tmp_path).write(conftest=conftest, test_them=TESTS + IN_DIRECTORY)
     without = [f"-pno:{plugin}" for plugin in plugins]
     run = suite.run("--ranks", "2", *without, "--junitxml", "junit.xml")
     assert run.returncode == 1, run.stdout + run.stderr

@@ -182,7 +182,7 @@ BOTH = """
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_an_idle_gang_lets_go_of_gpus_that_others_wait_for(tmp_path: Path, workers: int) -> None:
     """Also others of the same process; with two workers, each wants both devices."""
-    suite = Suite(tmp_path).write(conftest=PRETEND, test_both=BOTH)
+    suite = Suite(tmp_path, is_fresh=True).write(conftest=PRETEND, test_both=BOTH)
     run = suite.run(
         *("--gpus=2", f"-n{workers}", "--dist=load" if workers else "--color=no"),
         env={"PYTEST_MEGATRON_LEASES": str(tmp_path / "leases")},
@@ -202,7 +202,9 @@ def test_a_session_that_waits_for_gpus_says_so_and_can_be_ended(
     """Another run holds one device of two."""
     leases = str(tmp_path / "leases")
     monkeypatch.setenv("PYTEST_MEGATRON_LEASES", leases)
-    suite = Suite(tmp_path).write(conftest=PRETEND, test_waits="def test_two(): pass")
+    suite = Suite(tmp_path, is_fresh=True).write(
+        conftest=PRETEND, test_waits="def test_two(): pass"
+    )
     gpus = [Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(2)]
     with closing(lease_gpus(gpus, 1, pytest.fail)):
         waiting = suite.start("--gpus=2", PYTEST_MEGATRON_LEASES=leases)

@@ -68,6 +68,14 @@ FACTS = """
         facts = json.dumps({"rank": describe(), "controller": HERE})
         pathlib.Path(os.environ["FACTS"], rank).write_text(facts)
 """
+LEAVES = """
+    import atexit
+    import os
+
+    os.environ["OF_CONFTEST"] = "1"
+    left = open(f"{os.environ['FACTS']}/../left", "w")
+    atexit.register(left.write, "at the exit")
+"""
 WARM = "kept gangs: started in a process that had torch loaded"
 
 
@@ -230,7 +238,7 @@ def facts(project: Project) -> dict[str, dict[str, dict[str, str]]]:
 def test_ranks_of_a_kept_process_are_those_of_a_new_one(project: Project) -> None:
     process = first(project)
     project.write("helper.py", "VALUE = 22")
-    project.write("conftest.py", "import os\nos.environ['OF_CONFTEST'] = '1'")
+    project.write("conftest.py", LEAVES)
     where = {"directory": "elsewhere", "FACTS": str(project.root / "facts"), "SET": "now"}
     args = ["../test_facts.py", "-rA", "--run-dir"]
     umask = os.umask(0o27)
@@ -238,6 +246,8 @@ def test_ranks_of_a_kept_process_are_those_of_a_new_one(project: Project) -> Non
         code, output = project.run(*args, "../run", **where)
         assert (code, WARM in output) == (0, True), output
         warm = facts(project)
+        assert (project.root / "left").read_text() == "at the exit"  # buffered until then
+        (project.root / "left").unlink()
         plain = project.start(*args, "../run2", **where)
         plain.communicate(timeout=60)
         assert plain.returncode == 0

@@ -80,7 +80,7 @@ SUMMARY = [  # in the order of the names; how each line begins and what it ends 
 
 @pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    suite = Suite(root=tmp_path_factory.mktemp("held"), is_forked=True).write("test_it.py", SUITE)
+    suite = Suite(root=tmp_path_factory.mktemp("held")).write("test_it.py", SUITE)
     suite.write("pyproject.toml", SETTING)
     more: tuple[str, ...] = request.param
     return suite.run("--ranks", "2", "--junitxml", "j.xml", "-vv", *more)
@@ -149,7 +149,7 @@ def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Ru
     took = [a["duration_s"] for a in attempts if isinstance(a, dict)]
     assert flaky["attempts_s"] == pytest.approx(sum(map(float, map(str, took))), abs=0.01)
     assert (flaky["labels"], flaky["owners"]) == (["smoke"], ["team-a"])
-    suite = Suite(root=run.directory.parent, is_forked=True)
+    suite = Suite(root=run.directory.parent)
     again = suite.run("--ranks", "2", "-k", "flaky or ordinary")
     assert again.returncode == 0
     added = [json.loads(line) for line in path.read_text().splitlines()[6:]]
@@ -168,14 +168,14 @@ def test_a_mark_that_says_less_is_one_clear_error(
     tmp_path: Path, mark: str, message: str, more: tuple[str, ...]
 ) -> None:
     text = f"import pytest\n@pytest.mark.quarantine({mark})\ndef test_a(): pass\n"
-    run = Suite(root=tmp_path, is_forked=True).write("test_it.py", text).run("--ranks", "1", *more)
+    run = Suite(root=tmp_path).write("test_it.py", text).run("--ranks", "1", *more)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in run.stdout + run.stderr
     assert "Traceback" not in run.stdout + run.stderr
 
 
 def test_a_setting_that_says_less_is_one_clear_error(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path, is_forked=True).write("test_it.py", "def test_a(): pass")
+    suite = Suite(root=tmp_path).write("test_it.py", "def test_a(): pass")
     suite.write("pyproject.toml", '[tool.pytest-megatron.quarantine]\n"*" = { reason = "x" }\n')
     run = suite.run("--ranks", "1")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
@@ -185,13 +185,13 @@ def test_a_setting_that_says_less_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_a_mark_of_that_name_which_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.mark.quarantine\ndef test_a(): pass\n"
-    run = Suite(root=tmp_path, is_forked=True).write("test_it.py", text).run()
+    run = Suite(root=tmp_path).write("test_it.py", text).run()
     assert run.counts == "1 passed"
 
 
 def test_a_wrong_number_of_reruns_is_one_clear_error(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.mark.rerun_transient('x')\ndef test_a(): pass\n"
-    run = Suite(root=tmp_path, is_forked=True).write("test_it.py", text).run("--ranks", "1")
+    run = Suite(root=tmp_path).write("test_it.py", text).run("--ranks", "1")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     said = "test_it.py::test_a: mark rerun_transient: 'x' is given, expected one number of reruns"
     assert said in run.stderr

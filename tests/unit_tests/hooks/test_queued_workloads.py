@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from forked_sessions import run_session
+from forked_sessions import fork_session
 from tiny_project import wait_until
 
 ENGINES = Path(__file__).parents[1] / "engines"
@@ -82,7 +82,7 @@ class QueueProject:
         return kept | {"PYTHONPATH": path, MARK: str(self.root), "COLUMNS": "300"} | more
 
     def run(self, *arguments: str, **env: str) -> tuple[int, str]:
-        done = run_session(["-p", "megatron", *arguments], self.root, self.env(**env))
+        done = fork_session(["-p", "megatron", *arguments], self.root, self.env(**env))
         return done.returncode, done.stdout + done.stderr
 
     def run_program(self, program: str, argument: str) -> str:

@@ -71,7 +71,7 @@ def _start() -> tuple[KeptProcess, StartSession]:
     with process.stdout:
         request = StartSession(**json.loads(process.stdout.readline()))
     place = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, place)
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     record = Path(place, "kept.json")
     settings = {
         "record": str(record),

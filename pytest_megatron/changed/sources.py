@@ -164,6 +164,7 @@ def decompressed(path: Path, limit: int) -> bytes:
 
 
 CONFTEST = "conftest.py"
+_INSTALLED = "site-packages"  # also in the project's own .venv: what it has counts by its version
 _WRITTEN = {".pytest_megatron", "__pycache__"}  # directories that running tests writes
 LINK = "-> "  # in front of the target of a link, in the place of a digest
 
@@ -273,7 +274,8 @@ class Sources:
         self._start = f"{root}/"
         self._tree = tree or WorkingTree(root)
         self._parse = parse or _parsed
-        shortened = (self.shorten(os.fspath(path)) for path in (root, *import_paths))
+        own = (path for path in (root, *import_paths) if _INSTALLED not in path.parts)
+        shortened = (self.shorten(os.fspath(path)) for path in own)
         self._roots = dict.fromkeys(path for path in shortened if path is not None)
         self._blocks: dict[str, Mapping[str, str]] = {}
         self._edges: dict[str, frozenset[str]] = {}

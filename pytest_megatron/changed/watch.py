@@ -117,6 +117,12 @@ class _Profiling:
         self._profilers.append(profiler)
         profiler.enable()
 
+    def pause(self) -> None:
+        self._profilers[0].disable()
+
+    def resume(self) -> None:
+        self._profilers[0].enable()
+
     def take(self) -> set[tuple[str, str]]:
         seen = {
             _name_of(entry.code)
@@ -128,7 +134,7 @@ class _Profiling:
             profiler.clear()
         running: object = sys.getprofile()
         if running is not self._profilers[0]:
-            self._profilers[0].enable()
+            self.resume()
             raise RuntimeError("it sets another profiler, which replaces the recorder")
         return seen
 
@@ -277,12 +283,17 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Note no files for a while, which the recorder's own side opens."""
+        """Note nothing for a while, in which the recorder's own side works."""
         self._is_busy = True
+        profiling = self._functions if isinstance(self._functions, _Profiling) else None
+        if profiling is not None:  # it would make that work several times slower
+            profiling.pause()
         try:
             yield
         finally:
             self._is_busy = False
+            if profiling is not None:
+                profiling.resume()
 
     def end(self) -> None:
         """Write the outermost window."""

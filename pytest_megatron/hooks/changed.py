@@ -280,13 +280,13 @@ class Selector:
             session.exitstatus = pytest.ExitCode.OK
         recorder = self._config.pluginmanager.get_plugin(RECORDER)
         if recorder is not None and not hasattr(self._config, "workerinput"):
+            recorder.watch.end()
             with _unrecorded():
                 self._write(recorder)
         return result
 
     def _write(self, recorder: ChangedRecorder) -> None:
         """Join what all processes noted, and add it to the file."""
-        recorder.watch.end()
         state = self._prepare()
         notes = read_notes(Path(recorder.directory))
         joiner = Joiner(notes, self._sources, self._started)

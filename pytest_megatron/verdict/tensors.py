@@ -19,10 +19,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from pytest_megatron.process.tree import large_imports
+
+with large_imports():
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
 # With Adam's betas at 0 the first moment is the gradient.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/test_optimizer_grads_match.py,

@@ -27,8 +27,7 @@ def main() -> None:
     arguments = parse_arguments(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
     silence_what_was_chosen()
 
-    # Imported only now: a wrong flag is told before torch is loaded, and the helper process that
-    # megatron-core starts to save a checkpoint imports this file once more.
+    # Imported only now: a wrong flag is told before torch is loaded.
     from gpt_distributed import joined_world
     from gpt_logging import RunLog
     from gpt_model import build

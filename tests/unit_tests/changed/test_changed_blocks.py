@@ -113,6 +113,14 @@ def test_parsed_files_are_kept_and_a_damaged_file_of_them_counts_as_none(tmp_pat
         assert path.read_bytes() != kept
 
 
+def test_packages_that_are_installed_in_the_project_are_none_of_its_files(tmp_path: Path) -> None:
+    installed = tmp_path / ".venv/lib/python3.12/site-packages"
+    installed.mkdir(parents=True)
+    (installed / "package.py").write_text("")
+    (tmp_path / "own.py").write_text("import package\n")
+    assert Sources(tmp_path, [installed]).closure("own.py") == {"own.py"}
+
+
 def test_imports_are_those_of_statements_and_of_texts() -> None:
     source = b"import a.b\nfrom . import c\nfrom ..d import e\nload('f.g:h')\nprint('no name.')\n"
     assert imports_of(source) == {"a.b", ".", ".c", "..d", "..d.e", "f.g"}

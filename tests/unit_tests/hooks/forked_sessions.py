@@ -7,11 +7,13 @@ ends; its ranks are forked from what is loaded as well.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,6 @@ from pytest_megatron.gang.ipc.messages import (
     StartSession,
 )
 from pytest_megatron.gang.kept import KeptProcess, describe_environment
-from pytest_megatron.process.tree import python_command
 
 LIMIT_S = 300
 LOADED_S = 120
@@ -55,11 +56,11 @@ PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))
 
 
 @functools.cache
-def _start() -> tuple[KeptProcess, StartSession, tempfile.TemporaryDirectory[str]]:
-    """Start the kept process; return it, the request for a session like it, its record's place."""
+def _start() -> tuple[KeptProcess, StartSession]:
+    """Start the kept process; return it and the request for a session like it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("COV_")}
     process = subprocess.Popen(
-        python_command(PROGRAM),
+        [sys.executable, "-c", PROGRAM],
         env={**HARMLESS_ENV, **env},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -69,11 +70,12 @@ def _start() -> tuple[KeptProcess, StartSession, tempfile.TemporaryDirectory[str
     assert process.stdout is not None
     with process.stdout:
         request = StartSession(**json.loads(process.stdout.readline()))
-    place = tempfile.TemporaryDirectory()
-    record = Path(place.name, "kept.json")
+    place = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    record = Path(place, "kept.json")
     settings = {
         "record": str(record),
-        "project": place.name,
+        "project": place,
         "environment": describe_environment(env, request.path),
         "minutes": 60,
         "leader": os.getpid(),
@@ -86,7 +88,7 @@ def _start() -> tuple[KeptProcess, StartSession, tempfile.TemporaryDirectory[str
         assert time.monotonic() < deadline, "the kept process has not loaded everything"
         time.sleep(0.01)
     process.returncode = 0  # it ends with this process
-    return KeptProcess(**json.loads(record.read_text())), request, place
+    return KeptProcess(**json.loads(record.read_text())), request
 
 
 def run_session(
@@ -119,10 +121,13 @@ def fork_session(
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a fork, whatever its variables are; no fork of the session may be left.
 
-    Folders of PYTHONPATH hide no module that is loaded.
+    Folders of PYTHONPATH hide no module that is loaded. A host without memory to spare keeps no
+    process: the session runs in a new one.
     """
     request = _request(arguments, cwd, env)
     channel = _call()
+    if channel is None:
+        return run_command([sys.executable, "-m", "pytest", *arguments], cwd, env, stdin=stdin)
     ended, held = os.pipe()  # all forks of the session have the second one
     with (
         tempfile.TemporaryFile() as typed,
@@ -165,7 +170,7 @@ def run_command(
 
 
 def _differences(env: Mapping[str, str]) -> list[str]:
-    kept, like, _ = _start()
+    kept, like = _start()
     return kept.differences(describe_environment(env, like.path))
 
 
@@ -182,8 +187,8 @@ def _request(arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Sta
     )
 
 
-def _call() -> Channel:
-    """Connect to the kept process; start another one if it has ended, as for want of memory."""
+def _call() -> Channel | None:
+    """Connect to the kept process, or to another one if it has ended; None if that has as well."""
     registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
     for _ in range(2):
         kept = _start()[0]
@@ -192,7 +197,7 @@ def _call() -> Channel:
             if isinstance(_next(channel, ()), Ready):
                 return channel
         _start.cache_clear()
-    raise AssertionError("no session can be started in a kept process")
+    return None
 
 
 def _next(channel: Channel, arguments: Sequence[str]) -> Message | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from fault_cases import CASES
 from fault_checks import Verdict, judge
 from fault_sessions import Limits, Session, can_mount, plan, read_junit, run_session
+from gang_suite import Suite
 
 LIMITS = Limits(grace_s=1.0, hang_s=1.5, slack_s=60.0, session_s=240.0)
 NUM_SHARED = 4  # sessions that the faults are spread over: most of their time is waiting
@@ -42,25 +41,22 @@ def test_a_fault_is_told_of_its_test_alone_and_leaves_nothing(
 
 
 def test_a_death_on_one_gang_costs_those_beside_it_nothing(tmp_path: Path) -> None:
-    suite = ["import os, pytest, torch, torch.distributed as dist"]
+    tests = ["import os, pytest, torch, torch.distributed as dist"]
     for number in range(24):
         size = (1, 2, 4, 2)[number % 4]
         end = f"if rank == {size - 1}: os._exit(1)" if number % 5 == 3 else "pass"
-        suite.append(
+        tests.append(
             f"@pytest.mark.world_size({size})\n"
             f"def test_{number}(process_group, rank):\n"
             f"    dist.all_reduce(torch.ones(1))\n"
             f"    {end}\n"
         )
-    (tmp_path / "test_sizes.py").write_text("\n".join(suite))
-    command = [sys.executable, "-m", "pytest", "-p", "megatron", "--ranks=4", "--device=cpu"]
-    done = subprocess.run(
-        [*command, "--junitxml=junit.xml"], cwd=tmp_path, check=False, capture_output=True
-    )
+    suite = Suite(tmp_path).write(test_sizes="\n".join(tests))
+    run = suite.run("--ranks=4", "--device=cpu", "--junitxml=junit.xml")
     kinds = {
         name: [k for k, _, _ in found] for name, found in read_junit(tmp_path / "junit.xml").items()
     }
-    assert done.returncode == 1, done.stdout
+    assert run.returncode == 1, run.stdout
     assert kinds == {
         f"test_{number}": ["failure" if number % 5 == 3 else "passed"] for number in range(24)
     }

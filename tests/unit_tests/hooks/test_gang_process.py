@@ -109,7 +109,8 @@ def test_a_rank_is_as_a_process_of_its_own(tmp_path: Path) -> None:
     unseeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 
     suite.write(conftest=SEEDS)
-    run = suite.run(*plain, "-v", "--ranks", "2", "-k", "random")
+    forking = Suite(tmp_path)
+    run = forking.run(*plain, "-v", "--ranks", "2", "-k", "random")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
     seeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 

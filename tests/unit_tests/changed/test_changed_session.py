@@ -271,6 +271,20 @@ def test_what_a_run_writes_into_a_project_is_no_change(tmp_path: Path) -> None:
     assert b".pytest_megatron" not in listed
 
 
+def test_nothing_of_the_recorder_is_imported_without_the_option(tmp_path: Path) -> None:
+    (tmp_path / "test_one.py").write_text("""
+import sys
+
+def test_plain():
+    assert "pytest_megatron.changed.watch" not in sys.modules
+
+def test_gang(rank):
+    assert "pytest_megatron.changed.watch" not in sys.modules
+""")
+    done = Project.pytest_in(tmp_path, "-p", "megatron", "--ranks=2")
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_base_that_is_none_ends_the_session(project: Project) -> None:
     done = project.pytest("--changed=no-branch", GANG)
     assert done.returncode == 4

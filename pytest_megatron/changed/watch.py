@@ -71,6 +71,11 @@ class _Monitoring:
         start, resume = monitoring.events.PY_START, monitoring.events.PY_RESUME
         switch, note, never = monitoring.set_local_events, self._seen.append, monitoring.DISABLE
         free = [tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None]
+        if len(free) < 2:  # noqa: PLR2004 - two are taken
+            raise RuntimeError(
+                "needs two free tools of sys.monitoring, which other tools of this process (a "
+                "debugger, a profiler) have taken; record without them"
+            )
         finder, local = free[:2]
 
         def find(code: CodeType, _: int) -> object:

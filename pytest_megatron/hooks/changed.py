@@ -339,7 +339,11 @@ def _unrecorded() -> AbstractContextManager[None]:
 
 
 def start_recording(config: pytest.Config) -> None:
-    """Record this process from now on, once."""
+    """Record this process from now on, once.
+
+    Raises:
+        pytest.UsageError: Other tools leave no place for the recorder.
+    """
     if _recorders:
         return
     # A worker of pytest-xdist and a fresh rank have no window; a pytest that a test starts has.
@@ -349,7 +353,10 @@ def start_recording(config: pytest.Config) -> None:
     early = sys.modules.get("_megatron_changed_watch")  # as `changed/site` loads it
     if early is not None and not os.environ.get(watch.KEY):
         early.stop_from_environment()
-    _recorders.append(ChangedRecorder(config, directory))
+    try:
+        _recorders.append(ChangedRecorder(config, directory))
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--record-changed: {error}") from error
 
 
 def begin_early(early_config: pytest.Config, *, is_rank: bool) -> None:

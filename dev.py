@@ -40,9 +40,6 @@ PYTHON = VENV / "bin" / "python"
 UV_VERSION = "0.13.8"
 STARTED = time.monotonic()
 EXTRAS = ("megatron", "cluster")
-# Run by each interpreter of `.venv`: at its end it does not search all objects for garbage, a fifth
-# of the CPU time of one that has imported torch, and the tests start hundreds of these.
-ENDS_AT_ONCE = "import atexit, gc; atexit.register(gc.freeze)\n"
 NEXT = """\
 Next, open .pytest_megatron/runs/latest/index.html: the curves and logs of this run
 see a failure: change --lr in {case}, run python3 dev.py recipes -k tp1_pp1
@@ -112,7 +109,6 @@ def set_up(variant: str) -> None:
         sys.version,
         UV_VERSION,
         *EXTRAS,
-        ENDS_AT_ONCE,
         *(p.read_text() for p in (ROOT / "uv.lock", ROOT / "pyproject.toml")),
     ]
     wanted = hashlib.sha256("\0".join(recipe).encode()).hexdigest()
@@ -127,8 +123,6 @@ def set_up(variant: str) -> None:
         run(VENV / "bin" / "uv", "sync", "--frozen", "--inexact", "--python", PYTHON, *extras)
     else:
         install_for_cpu(extras)
-    for directory in VENV.glob("lib/python*/site-packages"):
-        (directory / "pytest-megatron-dev.pth").write_text(ENDS_AT_ONCE)
     stamp.write_text(wanted)
 
 

@@ -165,16 +165,20 @@ def end_process(exit_code: int, loaded: Collection[str]) -> NoReturn:
     """
     with contextlib.suppress(Exception):
         vars(threading)["_shutdown"]()  # waits for threads
+    files = _own_files()  # an exit function may freeze what there is
     atexit._run_exitfuncs()
     for name in [name for name in sys.modules if name not in loaded]:
         del sys.modules[name]
     sys.meta_path.clear()  # the import hook of pytest has the session
     gc.collect()
-    files = [found for found in gc.get_objects() if isinstance(found, io.IOBase)]
-    for file in (*files, sys.stdout, sys.stderr):
+    for file in (*files, *_own_files(), sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             file.flush()
     os._exit(exit_code & 0xFF)
+
+
+def _own_files() -> list[io.IOBase]:
+    return [found for found in gc.get_objects() if isinstance(found, io.IOBase)]
 
 
 def end_if_forked(owner: int, error: BaseException | None = None) -> None:

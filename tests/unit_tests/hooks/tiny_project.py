@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import yaml
-from forked_sessions import fork_session
+from forked_sessions import fork_session, run_command
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.golden.model import MetricMap, Provenance, Series, Value, series_of
@@ -227,7 +227,10 @@ class Project:
     def run(self, *arguments: str, run_dir: str = "run", **env: str) -> Run:
         """Run pytest to its end; nothing of it may be left."""
         command = self.command(*arguments, run_dir=run_dir)
-        done = fork_session(command[3:], self.root, self.env(**env))
+        if "PYTHONPATH" in env:  # its modules may be loaded where sessions are forked
+            done = run_command(command, self.root, self.env(**env))
+        else:
+            done = fork_session(command[3:], self.root, self.env(**env))
         assert self.processes() == []
         return Run(
             returncode=done.returncode,

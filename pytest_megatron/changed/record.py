@@ -282,6 +282,7 @@ class Joiner:
         self._block = functools.cache(self._find_block)
         self._code = functools.cache(self._find_code)
         self._window = functools.cache(self._find_window)
+        self._cached = functools.cache(self._find_cached)
         self._collected = functools.cache(self._find_collected)
         self._filled: dict[str, set[str]] = {}  # cached function -> windows that called it
         for key, window in notes.items():
@@ -318,13 +319,11 @@ class Joiner:
         )
 
     def _keys(self, node_id: str, file: str) -> list[str]:
-        """Return the windows of a test, its fixtures, the caches it used, and the session."""
+        """Return the windows of a test, its fixtures, and the session."""
         keys = {node_id, f"{COLLECT}{file}", ""}
         waiting = list(keys)
         while waiting:
-            files = self._notes.get(waiting.pop(), WindowNotes()).files
-            filled = (self._filled.get(cache, set()) for cache in files["cached"])
-            new = files["uses"].union(*filled) - keys
+            new = self._notes.get(waiting.pop(), WindowNotes()).files["uses"] - keys
             keys |= new
             waiting += new
         return sorted(keys & self._notes.keys())
@@ -343,8 +342,9 @@ class Joiner:
         """Return the blocks that the windows used, and all that is executed to import them."""
         collected, modules_of_file = self._collected(file)
         own, starts = set(collected), set(modules_of_file)
-        for key in keys:
-            blocks, files = self._window(key)
+        used = [self._window(key) for key in keys]
+        used += map(self._cached, set().union(*(self._notes[key].files["cached"] for key in keys)))
+        for blocks, files in used:
             own |= blocks
             starts |= files
         reached: set[str] = set()
@@ -374,6 +374,30 @@ class Joiner:
         names |= {(p, LISTING) for p in kinds["listed"]}
         starts = kinds["loaded"] | kinds["whole"] | {p for p, _ in code}
         return frozenset(self._block(*pair) for pair in names), frozenset(starts)
+
+    def _find_cached(self, cache: str) -> tuple[frozenset[int], frozenset[str]]:
+        """Return the blocks and modules that computed the values of a cached function.
+
+        That was done in the windows that filled it, by code that it can reach.
+        """
+        names: set[tuple[str, str]] = set()
+        seen, waiting = {cache}, [cache]
+        while waiting:
+            own = waiting.pop()
+            reach = self._sources.closure(self._file_of(own))
+            for key in self._filled.get(own, ()):
+                names |= {(p, block_of_code(name)) for p, name in self._code(key) if p in reach}
+                files = self._notes[key].files
+                for kind, block in (("opened", WHOLE), ("listed", LISTING)):
+                    names |= {(p, block) for f in files[kind] if (p := self._sources.shorten(f))}
+                inner = {c for c in files["cached"] if self._file_of(c) in reach} - seen
+                seen |= inner
+                waiting += inner
+        starts = frozenset(p for p, block in names if block not in (WHOLE, LISTING))
+        return frozenset(self._block(*pair) for pair in names), starts
+
+    def _file_of(self, cache: str) -> str:
+        return self._sources.shorten(cache.partition("::")[0]) or ""
 
     def _find_imported(self, start: str) -> tuple[frozenset[str], frozenset[int]]:
         """Return the modules that are executed to import a file, and the blocks that they use."""

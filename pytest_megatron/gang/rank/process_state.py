@@ -167,6 +167,9 @@ class StateKeeper:
                 (key, held.get(key), self._expected.get(key), self._makers.get(key, ""))
                 for key in found
             ) + audit.find_size_leaks(self._sizes, sizes)
+            for replaced in self._replaced.values():  # the end of a fixture does not name it again
+                for key in found:
+                    replaced.pop(key, None)
         if held is not self._held:
             self._expected = {k: v for k, v in self._expected.items() if isinstance(k, str)}
             self._expected.update(held)

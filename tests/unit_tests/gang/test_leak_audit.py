@@ -127,3 +127,5 @@ def test_the_own_gpu_of_a_fixture_is_expected(monkeypatch: pytest.MonkeyPatch) -
     assert left(keeper, "torch") == []
     gpu.use(0)
     assert left(keeper, "torch") == ["current CUDA device 0, was 1"]
+    keeper.release("fixture")
+    assert left(keeper, "torch") == []  # named before

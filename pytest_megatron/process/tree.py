@@ -83,6 +83,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def wake_at_death_of_parent() -> None:
+    """Have the kernel send SIGTERM, not SIGKILL, so that this process can kill what is below it."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
 def begin_child(parent: int) -> None:
     """Reset the signals of a process that a fork server forked; it dies with its parent.
 

@@ -47,6 +47,7 @@ from pytest_megatron.process.tree import (
     descendants,
     kill_descendants,
     send_signal,
+    wake_at_death_of_parent,
 )
 
 # Starts a rank, with the pipes that it shares with the fork server; returns its process. The first
@@ -117,7 +118,7 @@ class ForkServer:
         self._stack_requests: list[_StackRequest] = []
 
     def serve(self) -> None:
-        """Handle messages of the controller until it disconnects, then kill everything."""
+        """Handle messages until the controller or the parent is gone, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         parent = [] if self._parent_pipe is None else [self._parent_pipe]
@@ -126,8 +127,10 @@ class ForkServer:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         gc.freeze()  # keep present objects shared with the ranks
+        guard = os.getppid()
+        wake_at_death_of_parent()
         try:
-            while not self._channel.is_closed:
+            while not self._channel.is_closed and os.getppid() == guard:
                 wait_s = _POLL_S if self._dying or self._stack_requests else None
                 channel = self._channel.fileno()
                 readable, _, _ = select.select([channel, wakeup, *parent], [], [], wait_s)

@@ -135,7 +135,8 @@ class SessionTemplate:
         keeper = StoreKeeper()
         start_rank = fork_rank(channel, keeper, partial(run_rank, context))
         ForkServer(channel, start_rank, keeper, self.parent_pipe).serve()
-        remove_socket(self.address)  # a controller that was killed leaves it
+        if channel.is_closed:
+            remove_socket(self.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
 

@@ -199,7 +199,8 @@ def _serve(mode: PreloadMode) -> None:
     if mode == "fork":
         start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
     ForkServer(channel, start_rank, keeper, parent_pipe).serve()
-    remove_socket(info.address)  # a controller that was killed leaves it
+    if channel.is_closed:
+        remove_socket(info.address)  # a controller that was killed leaves it
 
 
 def _execute_rank(

@@ -1,4 +1,4 @@
-"""A session whose controller is stopped (Ctrl-Z) or started without standard input."""
+"""A session whose processes are stopped (Ctrl-Z) or killed, or that has no standard input."""
 
 from __future__ import annotations
 
@@ -104,4 +104,34 @@ def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how
                 os.kill(server, signal.SIGSTOP)
         finally:
             process.kill()
+    wait_until(lambda: not suite.processes(), "no process is left")
+
+
+@pytest.mark.parametrize("how", ["forked", "collects"])
+def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: str) -> None:
+    suite = Suite(tmp_path, has_torch=False).write(
+        test_waits="""
+            import os
+            import signal
+            from pathlib import Path
+
+            def test_waits(rank):
+                if os.fork() == 0:
+                    os.setsid()  # it does not die with its rank
+                    Path(f"begun.{rank}").touch()
+                signal.pause()
+
+            def test_after(rank):
+                pass
+            """
+    )
+    if how == "collects":
+        suite.write(conftest=READS_RANK)
+    process = suite.start("--ranks=2")
+    begun = [tmp_path / f"begun.{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(file.exists() for file in begun), "the test runs")
+    for guard in psutil.Process(process.pid).children():
+        guard.kill()
+    stdout, _ = process.communicate(timeout=60)
+    assert "1 failed, 1 passed" in stdout, stdout
     wait_until(lambda: not suite.processes(), "no process is left")

@@ -328,7 +328,8 @@ def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
     if reply.doubt:
         return reply.doubt
     if reply.exit_code < 0:
-        signal.signal(-reply.exit_code, signal.SIG_DFL)
+        if -reply.exit_code != signal.SIGKILL:  # it has no handler
+            signal.signal(-reply.exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -reply.exit_code)
     raise SystemExit(reply.exit_code)
 

@@ -44,6 +44,7 @@ from pytest_megatron.gang.kept import (
     UNSTARTED,
     ForkedSession,
     KeptProcess,
+    find_kept,
     is_memory_short,
     lock_record,
     started_at,
@@ -72,7 +73,8 @@ class _Running:
 class _KeptServer:
     """Serves sessions until it has to end."""
 
-    minutes: float
+    kept: KeptProcess
+    record: Path
     lock: int
     calls: Calls = field(init=False)
     running: dict[int, _Running] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class _KeptServer:
         """
         used = time.monotonic()
         while True:
-            left_s = used + self.minutes * 60 - time.monotonic()
+            left_s = used + self.kept.minutes * 60 - time.monotonic()
             self.calls.take(_POLL_S if self.running else min(_POLL_S, left_s))
             while self.wanted:
                 request = self._fork(*self.wanted.pop())
@@ -96,12 +98,17 @@ class _KeptServer:
                     return request
             if self.running:
                 used = time.monotonic()
-            elif left_s <= 0 or is_memory_short():
+            elif left_s <= 0 or is_memory_short() or not self._can_be_found():
                 self.is_stopping = True
             if self.is_stopping:
                 on_stop()
                 if not self.running:
                     return None
+
+    def _can_be_found(self) -> bool:
+        """Return false if the record or the socket was removed or overwritten."""
+        socket = Path(self.kept.address.partition(":")[2])
+        return find_kept(self.record) == self.kept and socket.exists()
 
     def stop(self) -> None:
         """Take no more sessions."""
@@ -196,7 +203,17 @@ def main() -> None:
         return
     os.chdir("/")
     os.umask(0o077)
-    server = _KeptServer(minutes=settings["minutes"], lock=lock)
+    leader = settings.pop("leader")
+    listener = listen_locally()
+    kept = KeptProcess(
+        pid=os.getpid(),
+        began=started_at(os.getpid()) or 0,
+        address=listener.address,
+        key=listener.key.hex(),
+        started=time.time(),
+        **settings,
+    )
+    server = _KeptServer(kept, record, lock)
     server.files = {
         file: _version_of(file)
         for module in list(sys.modules.values())
@@ -206,24 +223,15 @@ def main() -> None:
     wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_write)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    leader = settings.pop("leader")
-    listener = listen_locally()
     server.calls = Calls(listener, server.on_register)
     server.calls.watch(wakeup, lambda: _drain(wakeup))
     if leader:
         try:
             end = os.pidfd_open(leader)
         except OSError:  # it is gone
+            listener.close()
             return
         server.calls.watch(end, server.stop)
-    kept = KeptProcess(
-        pid=os.getpid(),
-        began=started_at(os.getpid()) or 0,
-        address=listener.address,
-        key=listener.key.hex(),
-        started=time.time(),
-        **settings,
-    )
     write_record(lock, kept)
     gc.collect()
     gc.freeze()  # keep present objects shared with the sessions

@@ -314,7 +314,7 @@ SLOW = """
 def test_nothing_is_left_of_a_session_that_was_killed(project: Project) -> None:
     process = first(project)
     project.write("test_slow.py", SLOW)
-    for way, code in {"interrupt": 2, "client": -9, "kept": 3}.items():
+    for way, code in {"interrupt": 2, "client": -9, "session": -9, "kept": 3}.items():
         session = project.start("--keep-gangs=10", "test_slow.py")
         wait_until((project.root / "began1").exists, "the test")
         assert "after 1 session" in project.command("gangs", "list")
@@ -322,11 +322,13 @@ def test_nothing_is_left_of_a_session_that_was_killed(project: Project) -> None:
             session.send_signal(signal.SIGINT)
         elif way == "client":
             session.kill()
+        elif way == "session":
+            psutil.Process(process.pid).children()[0].kill()
         else:
             os.kill(process.pid, signal.SIGKILL)
         output, _ = session.communicate(timeout=60)
         wait_until(lambda: not project.others(process.pid), "the end of its processes")
-        assert session.returncode == code
+        assert (session.returncode, "Traceback" in output) == (code, False), output
         if way != "kept":
             shown = project.command("gangs", "list")
             assert re.search(rf"{project.root} +{process.pid} .* in 10 min", shown)
@@ -334,6 +336,17 @@ def test_nothing_is_left_of_a_session_that_was_killed(project: Project) -> None:
     assert "was killed; start the session again" in output
     assert project.command("gangs", "list") == "no gangs are kept\n"
     assert project.records() == []
+
+
+@pytest.mark.parametrize("lost", ["record", "socket"])
+def test_a_process_that_no_session_can_find_ends(project: Project, lost: str) -> None:
+    process = first(project)
+    if lost == "record":
+        project.records()[0].write_text("{}")
+    else:
+        Path(process.address.partition(":")[2]).unlink()
+    wait_until(lambda: not project.others() and not project.records(), "its end")
+    first(project)
 
 
 def test_the_end_of_the_terminal_ends_them(project: Project) -> None:

@@ -367,6 +367,21 @@ def connect(address: str, key: bytes, registration: Register | None) -> Channel:
     return channel
 
 
+def connect_unless_ended(address: str, key: bytes, registration: Register) -> Channel | None:
+    """Connect to the controller; None if it has ended, and if it was killed, remove its socket.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    try:
+        return connect(address, key, registration)
+    except (FileNotFoundError, WrongKeyError):
+        return None
+    except ConnectionError:  # nobody listens
+        remove_socket(address)
+        return None
+
+
 def _reach(address: str) -> socket.socket:
     scheme, _, rest = address.partition(":")
     if scheme != "unix":

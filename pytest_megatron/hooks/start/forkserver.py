@@ -20,7 +20,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
-from pytest_megatron.gang.ipc.channel import WrongKeyError, connect, remove_socket
+from pytest_megatron.gang.ipc.channel import connect_unless_ended, remove_socket
 from pytest_megatron.gang.ipc.messages import Register
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.bootstrap import RandomState
@@ -119,11 +119,9 @@ class SessionTemplate:
         registration = Register(
             role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
         )
-        try:
-            channel = connect(self.address, self.key, registration)
-        except (FileNotFoundError, ConnectionError, WrongKeyError):
-            return  # the session has ended: a worker of pytest-xdist may have no test to run
-
+        channel = connect_unless_ended(self.address, self.key, registration)
+        if channel is None:  # a worker of pytest-xdist may have no test to run
+            return
         context = RankContext(
             session=self.session,
             plugin=plugin,

@@ -23,7 +23,7 @@ from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gang.forkserver.store import StoreKeeper
-from pytest_megatron.gang.ipc.channel import connect, remove_socket
+from pytest_megatron.gang.ipc.channel import connect_unless_ended, remove_socket
 from pytest_megatron.gang.ipc.messages import RankConfig, Register
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
@@ -193,7 +193,9 @@ def _serve(mode: PreloadMode) -> None:
     registration = Register(
         role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
     )
-    channel = connect(info.address, bytes.fromhex(info.key), registration)
+    channel = connect_unless_ended(info.address, bytes.fromhex(info.key), registration)
+    if channel is None:
+        return
     keeper = StoreKeeper()
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":

@@ -127,11 +127,44 @@ def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: s
     )
     if how == "collects":
         suite.write(conftest=READS_RANK)
-    process = suite.start("--ranks=2")
     begun = [tmp_path / f"begun.{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(file.exists() for file in begun), "the test runs")
-    for guard in psutil.Process(process.pid).children():
-        guard.kill()
-    stdout, _ = process.communicate(timeout=60)
+    with suite.start("--ranks=2") as process:
+        try:
+            wait_until(lambda: all(file.exists() for file in begun), "the test runs")
+            for guard in psutil.Process(process.pid).children():
+                guard.kill()
+            stdout, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert "1 failed, 1 passed" in stdout, stdout
     wait_until(lambda: not suite.processes(), "no process is left")
+
+
+@pytest.mark.parametrize("how", ["forked", "collects"])
+def test_a_controller_that_is_killed_while_torch_is_loaded_leaves_no_socket(
+    tmp_path: Path, how: str
+) -> None:
+    suite = Suite(tmp_path).write(
+        test_passes="def test_passes(rank): import torch",
+        torch="""
+            import time
+            from pathlib import Path
+
+            Path("loads").touch()
+            while not Path("killed").exists():
+                time.sleep(0.01)
+            """,
+    )
+    if how == "collects":
+        suite.write(conftest=READS_RANK)
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    with suite.start("--ranks=2", TMPDIR=str(temp), PYTHONPATH=str(tmp_path)) as process:
+        try:
+            wait_until((tmp_path / "loads").exists, "torch is loaded")
+            assert list(temp.glob("ptm-*"))
+        finally:
+            process.kill()
+    (tmp_path / "killed").touch()
+    wait_until(lambda: not suite.processes(), "no process is left")
+    assert not list(temp.glob("ptm-*"))

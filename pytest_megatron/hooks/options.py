@@ -832,7 +832,7 @@ def parsed_early(config: pytest.Config, parser: pytest.Parser) -> Generator[floa
     words = [
         *config.getini("addopts"),
         *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-        *config.invocation_params.args,
+        *map(str, config.invocation_params.args),
     ]
     is_typed = any(word.startswith("--keep-gangs") for word in words)
     minutes = 0.0

@@ -434,8 +434,9 @@ def test_an_editor_that_calls_pytest_main_profits_and_goes_on(
 def test_a_program_that_reads_what_pytest_main_left_runs_without(project: Project) -> None:
     first(project)
     project.write("test_editor.py", RUNNER_TESTS)
-    program = "import sys, pytest; pytest.main(sys.argv[1:]); print('helper' in sys.modules)"
-    words = ["-p", "megatron", "--ranks=2", "--keep-gangs", "test_editor.py"]
+    call = "pytest.main([*sys.argv[1:], pathlib.Path('test_editor.py')])"
+    program = f"import pathlib, sys, pytest; {call}; print('helper' in sys.modules)"
+    words = ["-p", "megatron", "--ranks=2", "--keep-gangs"]
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         cwd=project.root,

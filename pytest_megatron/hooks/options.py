@@ -792,7 +792,7 @@ def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments:
     argparse takes it for their value. Numbers, commits and further options stay. Runs before
     conftest files are loaded.
     """
-    for index, (option, value) in enumerate(itertools.pairwise(arguments)):
+    for index, (option, value) in enumerate(itertools.pairwise(map(str, arguments))):
         is_path = option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
         if is_path or (option == "--changed" and _is_only_path(value)):
             arguments[index] = f"{option}={DEFAULT_MINUTES if is_path else ''}"

@@ -107,8 +107,7 @@ def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how
     wait_until(lambda: not suite.processes(), "no process is left")
 
 
-@pytest.mark.parametrize("how", ["forked", "collects"])
-def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: str) -> None:
+def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
         test_waits="""
             import os
@@ -125,8 +124,6 @@ def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: s
                 pass
             """
     )
-    if how == "collects":
-        suite.write(conftest=READS_RANK)
     begun = [tmp_path / f"begun.{rank}" for rank in (0, 1)]
     with suite.start("--ranks=2") as process:
         try:

@@ -43,6 +43,7 @@ from pytest_megatron.gang.spec import (
 from pytest_megatron.gang.timers import START_LIMIT_S, GangState, Timers
 
 MOST_AHEAD = 64  # tests of a gang beside the running one
+ORPHANED = "ended, as the process that starts ranks was killed"
 _EXIT_S = 1.0  # for other ranks to end, if one has ended the pytest session
 _STACKS_WAIT_S = 3.0  # for a fork server to send stacks; it gives ranks one second
 
@@ -339,8 +340,9 @@ class Lifecycle:
             return []
         match message:
             case Killed():
+                ended = self._end_without_ranks(now)
                 self.state = GangState.GONE
-                return []
+                return ended
             case Stacks(stacks=stacks, flights=flights):
                 for name, text in stacks.items():
                     self._ranks[int(name)].stack = text
@@ -409,6 +411,19 @@ class Lifecycle:
                 self._timers.resume(rank.rank, self.state, now)
             case _:
                 pass
+
+    def _end_without_ranks(self, now: float) -> list[Action]:
+        """End a test that runs still, as nothing more will be reported of the ranks."""
+        if self.state not in (GangState.RUNNING, GangState.STOPPING):
+            return []
+        for rank in self._ranks:
+            if not rank.is_settled:
+                rank.undo()
+                rank.is_lost, rank.problem = False, rank.problem or ORPHANED
+                self._record_failure(rank, now)
+        if self.state is GangState.RUNNING:
+            self._stop = kind_of_first_failure(self._ranks), 0.0
+        return [action for action in self._finish(now) if isinstance(action, Finish)]
 
     def _is_current(self, run: int) -> bool:
         return 0 < run == self.queue.number and self.state is not GangState.KILLING

@@ -36,7 +36,7 @@ from pytest_megatron.gang.ipc.messages import (
     StoreOpened,
     encode,
 )
-from pytest_megatron.gang.lifecycle import Lifecycle
+from pytest_megatron.gang.lifecycle import ORPHANED, Lifecycle
 from pytest_megatron.gang.spec import (
     Action,
     AskForStacks,
@@ -210,7 +210,6 @@ def join_stacks(answers: Sequence[Stacks]) -> Stacks:
 _PAUSE_S = 0.03
 _LATE_S = 1.0  # longer than a busy host delays a process
 _CLOSED = "closed its connection to the controller"
-_ORPHANED = "ended, as the process that starts ranks was killed"
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
 
@@ -427,7 +426,7 @@ class Supervisor:
         """Report ranks whose fork server, or whole node, is gone."""
         for config in configs:
             self._drain_rank(gang, config.rank)
-            problem = _ORPHANED
+            problem = ORPHANED
             if config.node_rank > 0 and not self.fork_servers.has(config.node_rank):
                 ranks = [c.rank for c in gang.configs if c.node_rank == config.node_rank]
                 problem = f"{describe_node(config.node_rank, ranks)} is gone"

@@ -362,6 +362,23 @@ def test_an_idle_gang_tears_down_and_is_gone() -> None:
     assert gang.handle(0, died(0), 4.0) == []
 
 
+@pytest.mark.parametrize("is_stopping", [False, True], ids=["running", "stopping"])
+def test_a_test_ends_whose_processes_are_all_gone(*, is_stopping: bool) -> None:
+    gang = busy_gang()
+    end_all_but(gang, 3, 6)
+    if is_stopping:
+        assert gang.tick(LIMIT_S) == [AskForStacks(ranks=(3, 6))]
+    gang.handle(3, Broken(problem="ended with its parent"), 31.0)
+    gang.lose(3)  # the end of its connection is seen later
+    gang.lose(0)
+    end = the_end([*gang.handle(0, Killed(gang=1), 32.0)])
+    problems = {rank.rank: rank.problem for rank in end.ranks if rank.problem}
+    assert problems.pop(3) == "ended with its parent"
+    assert problems.keys() == {0, 6}
+    assert end.reason is (Reason.HUNG if is_stopping else Reason.FAILED)
+    assert (end.is_kept, gang.state) == (False, GangState.GONE)
+
+
 def test_a_death_in_the_teardown_is_a_problem_of_the_gang() -> None:
     gang = new_gang()
     gang.close(1.0)

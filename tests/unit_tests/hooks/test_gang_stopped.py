@@ -107,7 +107,8 @@ def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how
     wait_until(lambda: not suite.processes(), "no process is left")
 
 
-def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["forked", "collects"])
+def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
         test_waits="""
             import os
@@ -124,6 +125,8 @@ def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path) -> Non
                 pass
             """
     )
+    if how == "collects":
+        suite.write(conftest=READS_RANK)
     begun = [tmp_path / f"begun.{rank}" for rank in (0, 1)]
     with suite.start("--ranks=2") as process:
         try:

@@ -271,7 +271,7 @@ class LeakAudit:
             self._look_at_modules,
             self._look_at_torch,
             self._look_at_megatron,
-            self._list_directory,
+            self.list_directory,
         )
         self._found: dict[Callable[[], Held], Held] = {}
         self._getters: tuple[tuple[str, Callable[[], object]], ...] = ()
@@ -435,7 +435,7 @@ class LeakAudit:
             held["megatron", ("rng", name)] = True
         return held
 
-    def _list_directory(self) -> Held:
+    def list_directory(self) -> Held:
         """Return the files of the working directory, except hidden ones."""
         try:
             changed_ns = os.stat(self._directory).st_mtime_ns

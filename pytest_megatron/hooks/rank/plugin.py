@@ -117,6 +117,7 @@ class RankPlugin:
         if self.rank_config.is_packed:
             bootstrap.forget_cuda_peak()
         self._pipes.note("setup")
+        self._state.begin()
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -69,6 +70,21 @@ def test_what_a_fixture_holds_is_not_of_the_test_and_what_it_left_is(
     keeper.release("fixture")
     (leak,) = [leak for leak in keeper.find_leaks() if leak.kind == "patches"]
     assert (leak.text, leak.fixture) == (f"patched {NAME}.first", "name")
+
+
+def test_a_file_of_another_rank_is_not_of_the_test_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 made it while this rank had ended the test, and its look, already."""
+    monkeypatch.chdir(tmp_path)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    assert left(keeper, "working-directory") == []
+    (tmp_path / "of_rank_0").touch()
+    keeper.begin()
+    assert left(keeper, "working-directory") == []
+    keeper.begin()
+    (tmp_path / "own").touch()
+    assert left(keeper, "working-directory") == [str(tmp_path / "own")]
 
 
 def test_a_handler_is_named_with_the_one_before(keeper: StateKeeper) -> None:

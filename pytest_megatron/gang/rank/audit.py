@@ -111,6 +111,8 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _PATCHED_MODULES = (
     *("torch", "torch.autograd", "torch.cuda", "torch.distributed", "torch.nn.functional"),
     *("torch.distributed.distributed_c10d", "torch.random", "torch.utils.checkpoint"),
+    *("torch.nn", "torch.nn.init", "torch.nn.parallel", "torch.optim", "torch.utils.data"),
+    *("torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.tensor"),
 )
 _PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": ("Module",), "torch.optim": ("Optimizer",)}
 _MEGATRON = "megatron."

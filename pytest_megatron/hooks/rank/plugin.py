@@ -56,6 +56,8 @@ class RankPlugin:
     Attributes:
         rank_config: Configuration of the rank.
         shared_dir: One directory for all ranks of the running test.
+        captured: 1 or 2 -> descriptor of the stream into which pytest captured while tests were
+            collected.
     """
 
     rank_config: RankConfig
@@ -80,6 +82,7 @@ class RankPlugin:
         self._shown = ""
         self.debugger = RankDebugger(self.printed)
         self.measurement: measure.Measurement | None = None
+        self.captured: dict[int, int] = {}
 
     def begin(
         self,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, TextIO, cast
 
 import pytest
 from _pytest.capture import MultiCapture
@@ -315,32 +315,32 @@ def _close(session: pytest.Session) -> str:
     return problem
 
 
-def _keep_open(capturing: MultiCapture[str] | None) -> dict[int, int]:
+def _keep_open(capturing: MultiCapture[str] | None) -> dict[int, TextIO]:
     """Keep the streams open that pytest put in the place of the standard ones.
 
     A module that is imported may keep one, as `logging.basicConfig` does.
 
     Returns:
-        1 or 2 -> descriptor of the stream, if it has one.
+        1 or 2 -> the stream.
     """
-    found: dict[int, int] = {}
+    found: dict[int, TextIO] = {}
     for number, name in enumerate(("out", "err"), start=1):
         stream = getattr(getattr(capturing, name, None), "tmpfile", None)
         if stream is not None:
             vars(stream)["close"] = lambda: None
-            with contextlib.suppress(OSError):
-                found[number] = stream.fileno()
+            found[number] = stream
     return found
 
 
 def _take_streams(
-    config: pytest.Config, rank_config: RankConfig, captured: Mapping[int, int]
+    config: pytest.Config, rank_config: RankConfig, captured: Mapping[int, TextIO]
 ) -> RankLogs:
     """Redirect the output of this process to its log files."""
     logs = RankLogs(Path(rank_config.log_dir))
     logs.redirect()
-    for number, descriptor in captured.items():
-        os.dup2(number, descriptor)
+    for number, stream in captured.items():
+        with contextlib.suppress(OSError):  # of --capture=sys, which has no descriptor
+            os.dup2(number, stream.fileno())
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
     if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
         os.dup2(2, stderr)

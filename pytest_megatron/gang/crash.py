@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, parse_json
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
-_OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks))/")
+_OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks|process))/")
 _IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
 _MOST_LISTED = 3
 
@@ -24,7 +25,9 @@ def innermost_frame(stack: str) -> str | None:
     """
     main_thread = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)[-1]  # the last one
     frames = [m for line in main_thread.splitlines() if (m := _FRAME.match(line))]
-    frames = [m for m in frames if not _OURS.search(m[0])]
+    # Below the first frame of pytest is the program that started it.
+    called = list(takewhile(lambda m: _OURS.search(m[0]) is None, frames))
+    frames = called or [m for m in frames if not _OURS.search(m[0])]
     own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
     chosen = (own or frames)[:1]
     if not chosen:

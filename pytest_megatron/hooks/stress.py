@@ -53,7 +53,8 @@ class StressPlugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Change the order of the repeats; other items keep their places."""
         places = [place for place, item in enumerate(items) if _is_repeat(item)]
-        repeats = [items[place] for place in places]
+        # Other plugins may have shuffled them: the order is that of the seed alone.
+        repeats = sorted((items[place] for place in places), key=lambda item: item.nodeid)
         random.Random(self._seed).shuffle(repeats)  # noqa: S311 - no secret
         for place, item in zip(places, repeats, strict=True):
             items[place] = item
@@ -77,8 +78,11 @@ class StressPlugin:
         for test, number in sorted(num_runs.items(), key=lambda pair: -num_failed[pair[0]]):
             terminalreporter.write_line(f"{test}: {describe_rate(num_failed[test], number)}")
         words = list(map(str, self._config.invocation_params.args))
-        seed = [] if "--stress-seed" in " ".join(words) else [f"--stress-seed={self._seed}"]
-        terminalreporter.write_line(f"reproduce: {shlex.join(['pytest', *words, *seed])}")
+        seeds = {"--stress-seed": self._seed}
+        if hasattr(self._config.option, "randomly_seed"):
+            seeds["--randomly-seed"] = self._config.option.randomly_seed
+        words += [f"{name}={n}" for name, n in seeds.items() if name not in " ".join(words)]
+        terminalreporter.write_line(f"reproduce: {shlex.join(['pytest', *words])}")
 
 
 def _is_repeat(item: pytest.Item) -> bool:

@@ -35,6 +35,7 @@ LEAKS = {
     "test_opens_a_file": "1 open file (",
     "test_leaves_a_process": "1 child process (/bin/sleep 600)",
     "test_patches_an_operator": "patched torch.nn.functional.softmax",
+    "test_patches_a_layer": "patched torch.nn.Dropout",
     "test_writes_into_the_working_directory": "left-checkpoint",
 }
 
@@ -154,6 +155,10 @@ def test_ends_that_process() -> None:
 def test_patches_an_operator() -> None:
     """pytorch/pytorch#191931: polluting tests patch functions for good."""
     setattr(torch.nn.functional, "softmax", print)  # noqa: B010
+
+
+def test_patches_a_layer() -> None:
+    setattr(torch.nn, "Dropout", torch.nn.Identity)  # noqa: B010
 
 
 def test_is_clean_with_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:

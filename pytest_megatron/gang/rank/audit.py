@@ -9,12 +9,15 @@ patched: functions are bound here, and where a probe fails, what it found last c
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import signal
 import sys
+import termios
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from types import FunctionType, ModuleType
@@ -76,6 +79,7 @@ _VARIABLES_OF_LIBRARIES = frozenset(
         *("MASTER_ADDR", "MASTER_PORT"),
     )
 )
+_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - a prefix
 _PLACES_OF_LIBRARIES = ("/dev/", "/proc/", "/sys/", "/usr/", "/etc/", "/memfd:", "/opt/")
 _TORCH_GETTERS = {  # of torch._C
     "default dtype": "get_default_dtype",
@@ -107,6 +111,8 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _PATCHED_MODULES = (
     *("torch", "torch.autograd", "torch.cuda", "torch.distributed", "torch.nn.functional"),
     *("torch.distributed.distributed_c10d", "torch.random", "torch.utils.checkpoint"),
+    *("torch.nn", "torch.nn.init", "torch.nn.parallel", "torch.optim", "torch.utils.data"),
+    *("torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.tensor"),
 )
 _PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": ("Module",), "torch.optim": ("Optimizer",)}
 _MEGATRON = "megatron."
@@ -271,7 +277,7 @@ class LeakAudit:
             self._look_at_modules,
             self._look_at_torch,
             self._look_at_megatron,
-            self._list_directory,
+            self.list_directory,
         )
         self._found: dict[Callable[[], Held], Held] = {}
         self._getters: tuple[tuple[str, Callable[[], object]], ...] = ()
@@ -435,7 +441,7 @@ class LeakAudit:
             held["megatron", ("rng", name)] = True
         return held
 
-    def _list_directory(self) -> Held:
+    def list_directory(self) -> Held:
         """Return the files of the working directory, except hidden ones."""
         try:
             changed_ns = os.stat(self._directory).st_mtime_ns
@@ -506,13 +512,14 @@ def _children() -> Held:
 
 
 def is_connection(key: Key) -> bool:
-    """Return whether a key is that of a socket, a pipe or an object of the kernel."""
+    """Return whether a key is of a socket, a pipe, shared memory or an object of the kernel."""
     if key[0] != "files":
         return False
     try:
-        return not os.readlink(f"/proc/self/fd/{key[1]}").startswith("/")
+        path = os.readlink(f"/proc/self/fd/{key[1]}")
     except OSError:
         return True
+    return path.startswith(_SHARED_MEMORY) or not path.startswith("/")
 
 
 def _state_names(module: ModuleType) -> tuple[str, ...]:
@@ -558,18 +565,48 @@ def _threads(rows: Sequence[_Row]) -> list[str]:
 def _open_files(rows: Sequence[_Row]) -> list[str]:
     files: list[str] = []
     others: Counter[str] = Counter()
-    for number, _, _ in rows:
-        try:
-            path = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:  # of another thread, a moment ago
-            continue
+    found: dict[int, str] = {}
+    for name, _, _ in rows:
+        with suppress(OSError):  # of another thread, a moment ago
+            found[int(str(name))] = os.readlink(f"/proc/self/fd/{name}")
+    kept = _pipes_of_libraries(found)
+    for number, path in found.items():
         kind = path.partition(":")[0]
-        if path.startswith("/") and not path.startswith(_PLACES_OF_LIBRARIES):
+        if path.startswith("/") and (
+            path.startswith(_SHARED_MEMORY) or not path.startswith(_PLACES_OF_LIBRARIES)
+        ):
             files.append(path)
-        elif kind in ("pipe", "socket"):
+        elif kind in ("pipe", "socket") and number not in kept:
             others[kind] += 1
     texts = [f"{counted(len(files), 'open file')} ({listed(sorted(files), _MOST_LISTED)})"]
     return texts[: len(files)] + [f"{counted(n, f'open {kind}')}" for kind, n in others.items()]
+
+
+def _pipes_of_libraries(found: Mapping[int, str]) -> set[int]:
+    """Return descriptors of pipes that libraries keep from their first use on.
+
+    Those of Python's helper processes, and of libuv, which torch's stores use: it keeps both ends
+    of a pipe and leaves one byte in it.
+
+    Args:
+        found: Descriptor -> what it refers to.
+    """
+    kept = {
+        getattr(_variable(f"multiprocessing.{module}", f"_{module}"), name, None)
+        for module, name in (("resource_tracker", "_fd"), ("forkserver", "_forkserver_alive_fd"))
+    }
+    both_ends = {path for path, number in Counter(found.values()).items() if number > 1}
+    for path in both_ends:
+        ends = sorted(number for number, other in found.items() if other == path)
+        if path.startswith("pipe:") and _num_waiting(ends[0]) == 1:
+            kept |= {*ends}
+    return {number for number in kept if isinstance(number, int)}
+
+
+def _num_waiting(pipe: int) -> int:
+    """Return the number of bytes that nobody has read from a pipe yet."""
+    found = fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))
+    return int.from_bytes(found, sys.byteorder)
 
 
 def _processes(rows: Sequence[_Row]) -> list[str]:

@@ -92,6 +92,11 @@ class StateKeeper:
         state.update(self.audit.look())
         return state, self.audit.sizes()
 
+    def begin(self) -> None:
+        """Expect files that other ranks made in the test before, after the look of this one."""
+        if self.audit is not None:
+            self._expected.update(self.audit.list_directory())
+
     def accept(self, fixture: Hashable, name: str, before: tuple[State, Mapping[str, int]]) -> None:
         """Expect from now on the changes of a fixture with a wider scope than a test.
 

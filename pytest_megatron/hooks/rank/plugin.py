@@ -11,7 +11,7 @@ from collections.abc import Generator
 from gc import collect as collect_garbage
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 import pluggy
 import pytest
@@ -56,6 +56,7 @@ class RankPlugin:
     Attributes:
         rank_config: Configuration of the rank.
         shared_dir: One directory for all ranks of the running test.
+        captured: 1 or 2 -> the stream into which pytest captured while tests were collected.
     """
 
     rank_config: RankConfig
@@ -80,6 +81,7 @@ class RankPlugin:
         self._shown = ""
         self.debugger = RankDebugger(self.printed)
         self.measurement: measure.Measurement | None = None
+        self.captured: dict[int, TextIO] = {}
 
     def begin(
         self,
@@ -117,6 +119,7 @@ class RankPlugin:
         if self.rank_config.is_packed:
             bootstrap.forget_cuda_peak()
         self._pipes.note("setup")
+        self._state.begin()
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
         try:

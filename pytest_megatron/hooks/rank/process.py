@@ -6,12 +6,13 @@ import atexit
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, TextIO, cast
 
 import pytest
+from _pytest.capture import MultiCapture
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.logging import (
     LogCaptureHandler,
@@ -154,6 +155,7 @@ def prepare(session: pytest.Session) -> RankPlugin:
     capture = config.pluginmanager.get_plugin("capturemanager")
     if capture is not None:  # the log of a rank replaces capturing
         with contextlib.suppress(OSError, ValueError):
+            plugin.captured = _keep_open(vars(capture)["_global_capturing"])
             capture.stop_global_capturing()
         capture._method = "no"
         capture.start_global_capturing()
@@ -179,7 +181,7 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
     if not context.is_own_session:
         atexit._clear()  # functions of the controller
     measurement = measure.start(rank_config.coverage, rank_config.coverage_file)
-    logs = _take_streams(config, rank_config)
+    logs = _take_streams(config, rank_config, plugin.captured)
     bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
     channel = connect(
         context.address,
@@ -313,10 +315,32 @@ def _close(session: pytest.Session) -> str:
     return problem
 
 
-def _take_streams(config: pytest.Config, rank_config: RankConfig) -> RankLogs:
+def _keep_open(capturing: MultiCapture[str] | None) -> dict[int, TextIO]:
+    """Keep the streams open that pytest put in the place of the standard ones.
+
+    A module that is imported may keep one, as `logging.basicConfig` does.
+
+    Returns:
+        1 or 2 -> the stream.
+    """
+    found: dict[int, TextIO] = {}
+    for number, name in enumerate(("out", "err"), start=1):
+        stream = getattr(getattr(capturing, name, None), "tmpfile", None)
+        if stream is not None:
+            vars(stream)["close"] = lambda: None
+            found[number] = stream
+    return found
+
+
+def _take_streams(
+    config: pytest.Config, rank_config: RankConfig, captured: Mapping[int, TextIO]
+) -> RankLogs:
     """Redirect the output of this process to its log files."""
     logs = RankLogs(Path(rank_config.log_dir))
     logs.redirect()
+    for number, stream in captured.items():
+        with contextlib.suppress(OSError):  # of --capture=sys, which has no descriptor
+            os.dup2(number, stream.fileno())
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
     if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
         os.dup2(2, stderr)

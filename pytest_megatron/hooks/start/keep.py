@@ -111,6 +111,7 @@ class KeepPlugin:
             return
         try:
             self._record = record_path(early_config.rootpath)
+            self._problem = self._record.with_suffix(".problem")
         except LaunchError as error:
             self.state = self._doubt = f"off, {error}"
             return
@@ -120,9 +121,8 @@ class KeepPlugin:
         kept = find_kept(self._record)
         doubt = _why_not(early_config)
         if kept is None:
-            problem = self._record.with_suffix(".problem")
-            if problem.exists():
-                self.state = f"none could be kept, {problem.read_text()}"
+            if self._problem.exists():
+                self.state = f"none could be kept, {self._problem.read_text()}"
         elif differences := kept.differences(self._environment):
             kept.stop()
             self.state = f"outdated, {', '.join(differences)} changed"
@@ -144,7 +144,10 @@ class KeepPlugin:
         self._has_run_elsewhere = False
 
     def _keep(self, config: pytest.Config) -> None:
-        """Start a process for the next session, without waiting for it."""
+        """Start a process for the next session without waiting for it, or note the reason."""
+        if self._doubt:
+            with contextlib.suppress(OSError):
+                self._problem.write_text(self._doubt)
         if self._doubt or self._has_run_elsewhere or find_kept(self._record) is not None:
             return
         settings = {

@@ -30,6 +30,18 @@ def test_without_a_frame_of_its_own_a_rank_is_in_the_library() -> None:
     assert innermost_frame("") is None
 
 
+def test_a_test_of_a_library_is_not_in_the_program_that_started_pytest() -> None:
+    """As a class of `torch.testing` that waits for its processes."""
+    stack = """\
+Current thread 0x1 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/testing/common.py", line 7 in _join_processes
+  File "/venv/lib/python3.11/site-packages/_pytest/unittest.py", line 408 in runtest
+  File "/srv/pytest_megatron/process/tree.py", line 112 in run_guarded
+  File "/srv/bin/pytest", line 8 in <module>
+"""
+    assert innermost_frame(stack) == "common.py:7 in _join_processes"
+
+
 def test_a_stack_is_cut_where_pytest_begins() -> None:
     assert (
         shorten_stack(STACK)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -69,6 +72,39 @@ def test_what_a_fixture_holds_is_not_of_the_test_and_what_it_left_is(
     keeper.release("fixture")
     (leak,) = [leak for leak in keeper.find_leaks() if leak.kind == "patches"]
     assert (leak.text, leak.fixture) == (f"patched {NAME}.first", "name")
+
+
+def test_a_file_of_another_rank_is_not_of_the_test_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 made it while this rank had ended the test, and its look, already."""
+    monkeypatch.chdir(tmp_path)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    assert left(keeper, "working-directory") == []
+    (tmp_path / "of_rank_0").touch()
+    keeper.begin()
+    assert left(keeper, "working-directory") == []
+    keeper.begin()
+    (tmp_path / "own").touch()
+    assert left(keeper, "working-directory") == [str(tmp_path / "own")]
+
+
+def test_pipes_that_libraries_keep_are_no_leak_and_shared_memory_is(keeper: StateKeeper) -> None:
+    left(keeper, "files")
+    of_libuv = os.pipe()  # as torch's store makes it, with a byte as its lock
+    os.write(of_libuv[1], b"*")
+    memory = SharedMemory(create=True, size=1)  # starts Python's resource tracker, too
+    own = os.pipe()
+    try:
+        pipes, shared = sorted(left(keeper, "files"), key=lambda text: memory.name in text)
+    finally:
+        memory.close()
+        memory.unlink()
+        for number in (*of_libuv, *own):
+            os.close(number)
+    assert pipes == "2 open pipes"
+    assert memory.name in shared
+    assert left(keeper, "files") == []
 
 
 def test_a_handler_is_named_with_the_one_before(keeper: StateKeeper) -> None:

@@ -44,6 +44,19 @@ OUTCOMES = {
 }
 
 
+KEEPS_STREAMS = """
+    import logging, sys
+
+    STDOUT = sys.stdout
+    handler = logging.StreamHandler()
+    logging.getLogger("of-a-module").addHandler(handler)
+
+    def test_writes(rank):
+        logging.getLogger("of-a-module").warning("logged by %s", rank)
+        print("printed by", rank, file=STDOUT)
+"""
+
+
 def copied(run: Run) -> list[str]:
     return [line for line in run.lines if line.startswith("[rank")]
 
@@ -66,6 +79,20 @@ def test_without_capture_the_default_ranks_are_copied(tmp_path: Path) -> None:
     for rank in range(4):
         log = run.directory / "ranks" / "attempt_1" / str(rank) / "stdout.log"
         assert log.read_text() == f"out of {rank}\nwithout an endlast words"
+
+
+@pytest.mark.parametrize("capture", ["fd", "sys", "no"])
+def test_streams_that_a_module_keeps_are_those_of_its_rank(tmp_path: Path, capture: str) -> None:
+    """As `logging.basicConfig` keeps the one into which pytest captures the import."""
+    suite = Suite(root=tmp_path).write("test_it.py", KEEPS_STREAMS)
+    run = suite.run("--ranks", "2", "-v", f"--capture={capture}", "--tee-ranks", "none")
+    assert run.outcomes == {"test_writes": "PASSED"}, run.stdout
+    for rank in range(2):
+        log = run.directory / "ranks" / "attempt_1" / str(rank)
+        assert "Logging error" not in (log / "stderr.log").read_text()
+        if capture != "sys":
+            assert (log / "stdout.log").read_text() == f"printed by {rank}\n"
+            assert (log / "stderr.log").read_text() == f"logged by {rank}\n"
 
 
 @pytest.mark.parametrize(

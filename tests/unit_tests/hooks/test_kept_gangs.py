@@ -319,6 +319,8 @@ def test_what_torch_was_loaded_with_ends_an_outdated_process(project: Project) -
     text = "kept gangs: not used, TORCH_LOGS is set while tests are collected"
     assert (code, text in output, output.count("collected")) == (0, True, 2), output
     wait_until(lambda: not project.others(), "no process is kept after it")
+    code, output = project.run("test_facts.py", **settings)
+    assert text.replace("not used", "none could be kept") in output, output
 
 
 SLOW = """

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from gang_suite import Suite
 
-from pytest_megatron.hooks.stress import describe_rate
+from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.stress import StressPlugin, describe_rate
 from pytest_megatron.runs.history import wilson_interval
 
 RACE = """
@@ -75,6 +79,31 @@ def test_a_race_is_found_and_its_rate_reported(tmp_path: Path) -> None:
     line = re.search("^reproduce: pytest (.*)", again.stdout, re.MULTILINE)
     assert line is not None
     assert line[1].endswith(f"{' '.join(words)} 'test_hurry.py::{failed}'")
+
+
+@dataclass
+class Repeat:
+    """An item of a distributed test, as far as its place goes."""
+
+    nodeid: str
+    callspec: SimpleNamespace = field(
+        default_factory=lambda: SimpleNamespace(params={"_megatron_stress": 1})
+    )
+
+
+def test_the_order_is_that_of_the_seed_whatever_other_plugins_did(
+    pytestconfig: pytest.Config,
+) -> None:
+    """pytest-randomly shuffles before, with another seed each time."""
+    items = [Repeat(f"test_a.py::test_b[repeat{n}]") for n in range(9)]
+    orders = []
+    options = cast("Options", SimpleNamespace(stress_seed=3))
+    for given in (items, items[::-1]):
+        sorted_out = cast("list[pytest.Item]", list(given))
+        StressPlugin(pytestconfig, options).pytest_collection_modifyitems(sorted_out)
+        orders.append([item.nodeid for item in sorted_out])
+    assert orders[0] == orders[1]
+    assert orders[0] != [item.nodeid for item in items]
 
 
 def test_a_session_without_distributed_tests_repeats_nothing_and_reports_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal, NoReturn
@@ -49,7 +49,7 @@ _IN_KEPT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
 from pytest_megatron.gang.kept import run_preloaded
-run_preloaded({record!r}, {path!r}, {command!r})
+run_preloaded({record!r}, {program!r}, {path!r}, {command!r})
 """
 
 
@@ -110,7 +110,12 @@ def start_preloaded(
     log = os.memfd_create("preload")
     command = _command(path, "main", mode)
     if kept.session is not None and mode == "fork":
-        settings = {"record": str(kept.session.record), "path": list(path), "command": command}
+        settings = {
+            "record": str(kept.session.record),
+            "program": "preload" if kept.session.contexts is None else "contexts",
+            "path": list(path),
+            "command": command,
+        }
         command = python_command(_IN_KEPT.format(**settings))
     process = subprocess.Popen(
         command,
@@ -134,7 +139,7 @@ def start_preloaded(
 
 def main(mode: PreloadMode) -> NoReturn:
     """Load torch and pytest, wait for the session's data, and serve."""
-    run_guarded(lambda: _serve(mode))
+    run_guarded(lambda: serve(mode))
     end_process(0, loaded=sys.modules)
 
 
@@ -170,7 +175,15 @@ def _import_in_child(modules: Sequence[str]) -> None:
         os._exit(0)
 
 
-def _serve(mode: PreloadMode) -> None:
+def serve(
+    mode: PreloadMode, start_first: Callable[[StartRank, SessionInfo], StartRank] | None = None
+) -> None:
+    """Load torch, wait for the session's data, and start ranks until the session ends.
+
+    Args:
+        mode: As of `start_preloaded`.
+        start_first: Starts ranks in processes that are there already.
+    """
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     if mode == "fork":
@@ -198,6 +211,8 @@ def _serve(mode: PreloadMode) -> None:
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":
         start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
+    if start_first is not None:
+        start_rank = start_first(start_rank, info)
     ForkServer(channel, start_rank, keeper, parent_pipe).serve()
     remove_socket(info.address)  # a controller that was killed leaves it
 
@@ -211,16 +226,11 @@ def _execute_rank(
 ) -> int:
     """Start a rank as a fresh interpreter; return its process."""
     del unwanted  # it gets the descriptors that are passed
-    content = {
-        "info": asdict(info),
-        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
-        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
-    }
     with tempfile.TemporaryFile() as file:
-        file.write(json.dumps(content).encode())
+        file.write(rank_content(info, rank_config, pipes).encode())
         file.seek(0)
         process = subprocess.Popen(
-            _command(info.path, "fresh_main", os.getpid()),
+            fresh_command(info, os.getpid()),
             env={**info.env, **rank_config.env},
             stdin=file,
             pass_fds=[pipes.trigger, pipes.notes, *inherited],
@@ -228,6 +238,21 @@ def _execute_rank(
         )
     process.returncode = 0  # the fork server waits for it
     return process.pid
+
+
+def rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
+    """Return the data of a rank that is started by another process than a fork."""
+    content = {
+        "info": asdict(info),
+        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
+        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
+    }
+    return json.dumps(content)
+
+
+def fresh_command(info: SessionInfo, fork_server: int) -> list[str]:
+    """Return the command of a rank as a fresh interpreter, with `rank_content` as its stdin."""
+    return _command(info.path, "fresh_main", fork_server)
 
 
 def fresh_main(fork_server: int) -> None:

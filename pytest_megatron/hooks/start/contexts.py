@@ -278,7 +278,7 @@ class KeptContext:
     def start_fresh(self) -> NoReturn:
         """Start this rank again, as a fresh interpreter without a context."""
         command = fresh_command(self._info, os.getppid())
-        pipes = RankPipes(*self._descriptors[:2])
+        pipes = RankPipes(trigger=self._descriptors[0], notes=self._descriptors[1])
         with tempfile.TemporaryFile() as file:
             file.write(rank_content(self._info, self._config, pipes).encode())
             file.seek(0)

@@ -157,7 +157,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler")
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", library]
+    command = [compiler, "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=DRIVER, text=True, check=True)
     return library
 

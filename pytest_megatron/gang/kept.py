@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pytest_megatron.base.files import is_private
+from pytest_megatron.base.files import JsonValue, is_private
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, connect, remove_socket
 from pytest_megatron.gang.ipc.messages import (
@@ -38,7 +38,7 @@ from pytest_megatron.gang.ipc.messages import (
 
 # Read while numpy and torch are loaded (recorded with a getenv() that logs), or by the
 # libraries that torch loads; the directory of its cache torch sets itself.
-_READ_ON_LOAD = re.compile(
+READ_ON_LOAD = re.compile(
     r"(?:TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|OMP_|GOMP_|KMP_|MKL|OPENBLAS|GOTO_|BLAS|NPY_|NUMPY"
     r"|NVPL_|DNNL|ONEDNN|KINETO|FX_|COMPILE_|ACC_|GFORTRAN|INTEL_|I_MPI|MALLOC_|GLIBC_)"
 )
@@ -52,6 +52,7 @@ LIMITS = tuple(sorted({v for k, v in vars(resource).items() if k.startswith("RLI
 _PRIVATE = 0o700
 UNSTARTED = 70
 _INTERNAL_ERROR = 3  # of pytest
+_MOST_DOUBT = 500  # characters; a pipe has room for a page
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _LEAST_AVAILABLE = 0.05  # of the memory of the host
 _MOST_STALLED = 10.0  # per cent of the last 10 s in which some process waited for memory
@@ -70,6 +71,8 @@ class KeptProcess:
         environment: Facts that a session must share with it, by name, as digests.
         minutes: After so many without a session it ends.
         started: Seconds of the epoch.
+        num_contexts: CUDA contexts that it has for the next session, 0 while they are made; None
+            if it is to have none.
     """
 
     project: str
@@ -80,6 +83,7 @@ class KeptProcess:
     environment: Mapping[str, str]
     minutes: float
     started: float
+    num_contexts: int | None = None
 
     def differences(self, environment: Mapping[str, str]) -> list[str]:
         """Return the names of facts that differ."""
@@ -97,7 +101,8 @@ class KeptProcess:
         """Return the number of sessions that run in it."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         with contextlib.suppress(OSError):
-            return len(children.read_text().split())
+            has_other = self.num_contexts is not None
+            return len(children.read_text().split()) - has_other
         return 0
 
     def stop(self) -> None:
@@ -108,27 +113,57 @@ class KeptProcess:
 
 
 @dataclass(slots=True)
+class KeptContexts:
+    """CUDA contexts of a kept process, as they were when it forked a session.
+
+    Attributes:
+        devices: UUIDs of their GPUs, in the order of the ranks.
+        problem: Reason why they cannot be used, or "".
+        end: Descriptor of the process that has them; None if there is none.
+    """
+
+    devices: tuple[str, ...]
+    problem: str
+    end: int | None = None
+
+    def drop(self) -> None:
+        """End them, as the session uses its GPUs otherwise."""
+        if self.end is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.end, signal.SIGKILL)
+
+
+@dataclass(slots=True)
 class ForkedSession:
     """Data of a session that runs in a fork of a kept process.
 
     Attributes:
         record: File of the kept process.
-        control: Write end of a pipe, which gets the reason why it has to be started anew.
+        control: Write end of a pipe, which gets a JSON object: `doubt`, why it has to be started
+            anew, or `devices`, GPUs on which the next session is to find contexts.
         path: `sys.path` of the kept process.
         modules: Names of the modules that the kept process had imported.
+        offered: What there is.
+        contexts: The same, if ranks of the session begin with them.
     """
 
     record: Path
     control: int
     path: tuple[str, ...]
     modules: frozenset[str]
+    offered: KeptContexts
+    contexts: KeptContexts | None = None
 
     def start_anew(self, doubt: str) -> NoReturn:
         """End this process, and have the session started without a kept process."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os.write(self.control, doubt.encode()[: fcntl.fcntl(self.control, fcntl.F_GETPIPE_SZ)])
+        self.report("doubt", doubt[:_MOST_DOUBT])
         os._exit(UNSTARTED)
+
+    def report(self, name: str, value: JsonValue) -> None:
+        """Send a value to the kept process, which reads it at the end of this one."""
+        os.write(self.control, json.dumps({name: value}).encode())
 
     def find_shadow(self) -> str:
         """Return a file of the user that would be loaded in the place of a loaded module, or ""."""
@@ -228,8 +263,9 @@ def lock_record(path: Path) -> int | None:
 
 
 def write_record(descriptor: int, kept: KeptProcess) -> None:
-    """Write the record of this process."""
-    os.pwrite(descriptor, json.dumps(asdict(kept)).encode(), 0)
+    """Write the record of this process, over an earlier one."""
+    content = json.dumps(asdict(kept)).encode()
+    os.pwrite(descriptor, content.ljust(os.fstat(descriptor).st_size), 0)
 
 
 def describe_environment(env: Mapping[str, str], path: Sequence[str]) -> dict[str, str]:
@@ -247,15 +283,23 @@ def describe_environment(env: Mapping[str, str], path: Sequence[str]) -> dict[st
         "Python": [sys.version, str(sys.flags), str(sys.warnoptions), str(vars(sys)["_xoptions"])],
         "sys.path": list(path),
         "installed packages": [f"{p} {Path(p).stat().st_mtime_ns}" for p in sites],
-        **{name: [value] for name, value in env.items() if _READ_ON_LOAD.match(name)},
+        **{name: [value] for name, value in env.items() if READ_ON_LOAD.match(name)},
         **{name: [value] for name, value in env.items() if _OF_PROCESS.match(name)},
     }
     return {name: _digest(words) for name, words in facts.items()}
 
 
-def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return variables that torch reads when it is loaded, and that were changed."""
-    names = sorted(name for name in before.keys() | now.keys() if _READ_ON_LOAD.match(name))
+def changed_variables(
+    before: Mapping[str, str], now: Mapping[str, str], read: re.Pattern[str] = READ_ON_LOAD
+) -> list[str]:
+    """Return variables that were changed after they had been read.
+
+    Args:
+        before: All of them, when they were read.
+        now: The same now.
+        read: Those that are read: by torch when it is loaded, or others.
+    """
+    names = sorted(name for name in before.keys() | now.keys() if read.match(name))
     return [name for name in names if before.get(name) != now.get(name)]
 
 

@@ -560,6 +560,12 @@ class Options:
         0.0,
         "0: none is kept",
     )
+    is_keeping_contexts: bool = FLAG(
+        "keep-contexts",
+        "with --keep-gangs, also keep ranks for the next session that have a CUDA context, which "
+        "takes memory of each GPU",
+        default=False,
+    )
     is_empty_allowed: bool = FLAG(
         "allow-empty", "a selection that matches no workload is no error", default=False
     )
@@ -816,6 +822,16 @@ def early_minutes(early_config: pytest.Config) -> float:
     with contextlib.suppress(pytest.UsageError):
         return _minutes("keep-gangs", value or 0)
     return 0.0
+
+
+def early_flag(early_config: pytest.Config, name: str) -> bool:
+    """Return whether an option is set, before conftest files are loaded; False if it is wrong."""
+    value = vars(early_config.known_args_namespace).get(dest(name)) or early_config.getini(
+        dest(name)
+    )
+    with contextlib.suppress(pytest.UsageError):
+        return _flag(name, value or "")
+    return False
 
 
 @contextlib.contextmanager

@@ -103,7 +103,8 @@ class Channel:
             if descriptors and self._socket.family == socket.AF_UNIX:
                 num_sent = socket.send_fds(self._socket, [content], list(descriptors))
                 content = content[num_sent:]
-            self._sendall(content)
+            if content:  # none is an error where the other side has read all and closed
+                self._sendall(content)
         except OSError:
             self.is_closed = True
 

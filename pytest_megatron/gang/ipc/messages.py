@@ -84,7 +84,8 @@ class StartSession:
 
     Attributes:
         program: `pytest`, `python -m pytest`, `pytest.main` for an editor's program that calls it,
-            or `preload` for ranks that collect for themselves.
+            or `preload` for ranks that collect for themselves, `contexts` if CUDA contexts of them
+            were kept.
         arguments: Of `pytest.main`.
         argv: `sys.argv`, and `orig_argv` likewise.
         path: `sys.path` of `preload` and `pytest.main`; empty for pytest, which gets that of a new
@@ -131,6 +132,19 @@ class SessionExited:
 
     exit_code: int
     doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecomeRank:
+    """Start of a rank in a process that has a CUDA context.
+
+    The pipes that it shares with its fork server are attached, then stderr, then what it keeps.
+
+    Attributes:
+        content: As a rank that is executed gets it on stdin.
+    """
+
+    content: str
 
 
 INTERRUPTED_LINE = "\x03"  # the text of a `DebuggerLine` for Ctrl-C
@@ -529,6 +543,7 @@ Message: TypeAlias = (
     | StartSession
     | SessionStarted
     | SessionExited
+    | BecomeRank
 )
 
 

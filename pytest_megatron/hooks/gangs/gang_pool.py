@@ -321,6 +321,12 @@ class GangPool:
         if kept.session is None:
             gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
+        contexts = None if kept.session is None else kept.session.contexts
+        if contexts is not None and not reason:
+            if self._specs == {GangSpec(world_size=len(contexts.devices), device="cuda")}:
+                reason = "CUDA contexts were kept"
+            else:
+                write_line(config, "the kept CUDA contexts fit no gang of these tests")
         self._learn()
         if not reason:
             self.drop_ahead()
@@ -420,6 +426,7 @@ class GangPool:
             lease = self.leases.take(spec, count_gpus(num_here, self._options.ranks_per_gpu))
             if lease is None:
                 return None
+            self._note_devices(spec, lease)
         if per_rank is not None and not self._has_collected(per_rank, spec, lease):
             return None
         gang = self._make(spec, lease)
@@ -436,6 +443,14 @@ class GangPool:
             supervisor.start(gang)
             per_rank.take(spec.world_size)
         return gang
+
+    def _note_devices(self, spec: GangSpec, lease: Lease) -> None:
+        """Note the GPUs of the session, if contexts on them would fit a session like this one."""
+        start_env = self._config.stash[KEY]
+        has_own_gpus = self._options.ranks_per_gpu == self._options.num_packed == 1
+        is_only = self._specs == {spec} and not spec.is_isolated
+        if start_env.devices is None and has_own_gpus and is_only:
+            start_env.devices = tuple(gpu.uuid for gpu in lease.gpus)
 
     def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:
         """Report errors of ranks that collect; return whether all have collected without errors."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import _pytest
 import pluggy
@@ -62,6 +62,7 @@ class SessionInfo:
         is_single: Whether ranks must never be forked.
         has_parent_pipe: Whether all processes end when the sender closes its pipe.
         base_temp: As in `SessionTemplate`.
+        cache: Directory of pytest's cache, or "".
     """
 
     address: str
@@ -76,9 +77,25 @@ class SessionInfo:
     is_single: bool
     has_parent_pipe: bool = False
     base_temp: str = ""
+    cache: str = ""
 
 
-def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+class EarlyContext(Protocol):
+    """A CUDA context that a rank had before it collected."""
+
+    def begin(self) -> None:
+        """Prepare for code of the user."""
+
+    def end_collecting(self, config: pytest.Config) -> None:
+        """Return if tests may run with it."""
+
+
+def collect_and_serve(
+    info: SessionInfo,
+    rank_config: RankConfig,
+    pipes: RankPipes,
+    context: EarlyContext | None = None,
+) -> NoReturn:
     """Collect as a rank, and serve as its fork server."""
     rank_config = with_own_temp(rank_config, info.base_temp)
     defaults = HARMLESS_ENV
@@ -97,7 +114,9 @@ def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPip
         world_size=rank_config.world_size,
     )
     channel = connect(info.address, bytes.fromhex(info.key), registration)
-    plugin = CollectingPlugin(info, rank_config, pipes, channel, list(harmless))
+    plugin = CollectingPlugin(info, rank_config, pipes, channel, list(harmless), context)
+    if context is not None:
+        context.begin()
     try:
         plugin.collect()
     except BaseException as error:  # noqa: BLE001 - report every error to the controller
@@ -164,6 +183,7 @@ class CollectingPlugin:
         pipes: RankPipes,
         channel: Channel,
         harmless: list[str],
+        context: EarlyContext | None,
     ) -> None:
         self._pid = os.getpid()
         self._info = info
@@ -171,6 +191,7 @@ class CollectingPlugin:
         self._pipes = pipes
         self._channel = channel
         self._harmless = harmless
+        self._context = context
         self._random_before = random.getstate()
         self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
@@ -260,10 +281,14 @@ class CollectingPlugin:
         for name in self._harmless:
             os.environ.pop(name, None)
         os.environ.update(self._rank_config.env)
+        if self._context is not None:
+            self._context.end_collecting(session.config)
         node_ids = tuple(item.nodeid for item in session.items)
         is_same = digest_of(node_ids) == self._info.digest
         self._pipes.note("")
         obstacle = "--gang-start fresh" if self._info.is_single else find_obstacle()
+        if self._context is not None:
+            obstacle = "it has a CUDA context"
         self._channel.send(
             Collected(
                 is_same=is_same,

@@ -40,7 +40,7 @@ SIZE_VARIABLES = frozenset(
         *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     )
 )
-_WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
+_RANK_WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
 # In a function: modules that load it at their top have done so.
 _LOADS_TORCH = re.compile(
     r"^[ \t]+(?:import|from)[ \t]+(?:torch|megatron)\b|\bimportorskip\([\"']torch\b", re.MULTILINE
@@ -115,15 +115,18 @@ class EnvWatch:
             self._on_rank_read()
 
 
-def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
-    """Return the first name of a rank variable in a project's modules, with its place, or "".
+def find_words(
+    modules: Iterable[ModuleType], root: Path, words: re.Pattern[str] = _RANK_WORDS
+) -> str:
+    """Return the first name of a variable in a project's modules, with its place, or "".
 
     Args:
         modules: Those that are loaded.
         root: Of the project; libraries below it are left out.
+        words: Of rank variables, or others.
     """
     for file, text in _sources(modules, root):
-        if (found := _WORDS.search(text)) is not None:
+        if (found := words.search(text)) is not None:
             return f"{found[0]} in {file}:{text.count(chr(10), 0, found.start()) + 1}"
     return ""
 
@@ -233,6 +236,7 @@ class StartEnvironment:
         preloaded: The process that ranks which collect for themselves are forked from, if any.
         size: Ranks of a node, and nodes, as typed; None without options for gangs.
         learnt: What the last session of this suite learnt, if it is to begin with that.
+        devices: UUIDs of the GPUs of the gang that all tests share; None if there is none.
     """
 
     env: Mapping[str, str]
@@ -243,6 +247,7 @@ class StartEnvironment:
     preloaded: PreloadedProcess | None = None
     size: tuple[int, int] | None = None
     learnt: LearntStart | None = None
+    devices: tuple[str, ...] | None = None
 
     def stop_preloaded(self) -> None:
         """End the process, unless it was taken."""
@@ -292,6 +297,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
     size = start_env.size = options.early_size(early_config)
     if size is None:
         return
+    from pytest_megatron.gang import kept  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.rank.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.topology import Nodes  # noqa: PLC0415 - not for all
@@ -318,7 +324,12 @@ def record_start_environment(early_config: pytest.Config) -> None:
     watch.start()
     early_config.add_cleanup(watch.stop)
     if is_forking and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ:
-        start_env.learnt = recall(early_config, size)
+        contexts = None if kept.session is None else kept.session.contexts
+        if contexts is None:
+            start_env.learnt = recall(early_config, size)
+        else:  # whose ranks begin at once
+            gang = len(contexts.devices), "cuda"
+            start_env.learnt = LearntStart(conftest=None, gang=gang, modules=())
     if start_env.learnt is not None:
         preload()
     early_config.pluginmanager.register(StartEnvironmentPlugin(watch), PLUGIN_NAME)

@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang import kept as kept_processes
 from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV
 from pytest_megatron.gang.kept import (
+    ForkedSession,
+    KeptContexts,
     KeptProcess,
     changed_variables,
     describe_environment,
@@ -27,8 +31,9 @@ from pytest_megatron.gang.kept import (
     record_path,
     run_elsewhere,
 )
-from pytest_megatron.hooks.options import ENDED_PLUGIN, early_size
+from pytest_megatron.hooks.options import ENDED_PLUGIN, dest, early_flag, early_size
 from pytest_megatron.hooks.start.environment import KEY, find_user_module
+from pytest_megatron.hooks.start.learnt import why_no_contexts
 from pytest_megatron.process.tree import python_command
 
 _MOST_DESCRIPTORS = 50
@@ -42,6 +47,12 @@ main()
 # Source: vscode-python, python_files/vscode_pytest/run_pytest_script.py.
 _RUNNERS = (("vscode_pytest", "run_pytest_script.py"),)
 PLUGIN_NAME = "megatron-keep"
+# Options, with the values with which each rank has a GPU of its own.
+_FITTING = {
+    "device": ("", "auto", "cuda"),
+    "ranks-per-gpu": ("", "1"),
+    "pack-gpus": ("", "1"),
+}
 
 
 class ExitPlugin:
@@ -106,8 +117,11 @@ class KeepPlugin:
         Raises:
             SystemExit: It did.
         """
-        if kept_processes.session is not None:
+        session = kept_processes.session
+        if session is not None:
             self.state = "started in a process that had torch loaded"
+            self._choose_contexts(session, early_config)
+            early_config.add_cleanup(lambda: self._report(session, early_config))
             return
         try:
             self._record = record_path(early_config.rootpath)
@@ -131,6 +145,20 @@ class KeepPlugin:
         else:
             self._run_in(kept, early_config)
 
+    def _choose_contexts(self, session: ForkedSession, early_config: pytest.Config) -> None:
+        """Decide whether ranks of a session in a kept process begin with its CUDA contexts."""
+        contexts = session.offered
+        if early_config.known_args_namespace.collectonly:
+            return
+        is_wanted = early_flag(early_config, "keep-contexts")
+        problem = _why_without(early_config, contexts)
+        if not is_wanted or problem:
+            contexts.drop()
+            self.state += f", without CUDA contexts: {problem}" if is_wanted else ""
+        else:
+            session.contexts = contexts
+            self.state += f", with CUDA contexts on {counted(len(contexts.devices), 'GPU')}"
+
     def _run_in(self, kept: KeptProcess, early_config: pytest.Config) -> None:
         """Run this session in a kept process and exit; return if it has to run here."""
         main = sys.modules["__main__"].__spec__
@@ -142,6 +170,13 @@ class KeepPlugin:
         request = make_request(program, path, self._env, arguments)
         self.state = f"not used, {run_elsewhere(kept, request)}"
         self._has_run_elsewhere = False
+
+    @staticmethod
+    def _report(session: ForkedSession, config: pytest.Config) -> None:
+        """Have the kept process make contexts for the next session."""
+        devices = _next_devices(config)
+        if devices is not None:
+            session.report("devices", devices)
 
     def _keep(self, config: pytest.Config) -> None:
         """Start a process for the next session without waiting for it, or note the reason."""
@@ -156,6 +191,7 @@ class KeepPlugin:
             "environment": self._environment,
             "minutes": self._minutes,
             "leader": _leader(),
+            "devices": _next_devices(config) or [],
         }
         with contextlib.suppress(OSError):  # the next session starts anew
             process = subprocess.Popen(
@@ -240,6 +276,24 @@ def _why_not(early_config: pytest.Config) -> str:
         f"{user_module} is loaded by -p": bool(user_module),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+def _why_without(early_config: pytest.Config, contexts: KeptContexts) -> str:
+    """Return the reason why a session cannot use the CUDA contexts of a kept process, or ""."""
+    given, size = vars(early_config.known_args_namespace), early_size(early_config)
+    words = {n: str(given.get(dest(n)) or early_config.getini(dest(n)) or "") for n in _FITTING}
+    unfit = [f"--{name} {word}" for name, word in words.items() if word not in _FITTING[name]]
+    num_ranks = len(contexts.devices)
+    others = "" if size == (num_ranks, 1) else f"the last session had ranks on {num_ranks} GPUs"
+    return why_no_contexts(early_config) or contexts.problem or ", ".join(unfit) or others
+
+
+def _next_devices(config: pytest.Config) -> list[JsonValue] | None:
+    """Return the GPUs on which the next session is to have CUDA contexts; None for no change."""
+    if not early_flag(config, "keep-contexts") or why_no_contexts(config):
+        return []
+    start_env = config.stash.get(KEY, None)
+    return None if start_env is None or start_env.devices is None else [*start_env.devices]
 
 
 def _is_runner() -> bool:

@@ -16,13 +16,14 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, TypeAlias, cast
 
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
@@ -32,6 +33,7 @@ from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.gang.ipc.channel import Channel, listen_locally
 from pytest_megatron.gang.ipc.messages import (
+    Broken,
     Message,
     Ready,
     Register,
@@ -43,6 +45,7 @@ from pytest_megatron.gang.kept import (
     LIMITS,
     UNSTARTED,
     ForkedSession,
+    KeptContexts,
     KeptProcess,
     find_kept,
     is_memory_short,
@@ -51,7 +54,9 @@ from pytest_megatron.gang.kept import (
     write_record,
 )
 from pytest_megatron.gang.supervisor.connections import Calls
+from pytest_megatron.hooks.start.contexts import SpareRanks, wait_for_session
 from pytest_megatron.hooks.start.preload import main as preload
+from pytest_megatron.hooks.start.preload import serve
 from pytest_megatron.process.tree import close_descriptors, die_with, end_process, large_imports
 
 _LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin")
@@ -61,7 +66,11 @@ _WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
 
 @dataclass(slots=True)
 class _Running:
-    """A session in the kept process."""
+    """A session in the kept process, or the idle process for one that is to have CUDA contexts.
+
+    Attributes:
+        channel: To the client of a session; to an idle process itself.
+    """
 
     pid: int
     channel: Channel
@@ -69,27 +78,45 @@ class _Running:
     control: int
 
 
+_Request: TypeAlias = tuple[StartSession, list[int], int, SpareRanks | None]
+
+
 @dataclass(slots=True)
 class _KeptServer:
-    """Serves sessions until it has to end."""
+    """Serves sessions until it has to end.
+
+    Attributes:
+        devices: UUIDs of the GPUs on which the next session is to have CUDA contexts.
+        problem: Reason why it will have none, or "".
+    """
 
     kept: KeptProcess
     record: Path
     lock: int
+    devices: tuple[str, ...]
     calls: Calls = field(init=False)
+    idle: _Running | None = None
+    problem: str = "no session on GPUs has ended"
     running: dict[int, _Running] = field(default_factory=dict)
     wanted: list[tuple[Channel, StartSession, list[int]]] = field(default_factory=list)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     is_stopping: bool = False
 
-    def serve(self, on_stop: Callable[[], None]) -> tuple[StartSession, list[int], int] | None:
+    def serve(self, on_stop: Callable[[], None]) -> _Request | None:
         """Fork sessions; return in each fork, with its data, and in this process at its end.
 
         Args:
             on_stop: Called once no more session is taken.
         """
         used = time.monotonic()
+        is_due = True
         while True:
+            is_due |= bool(self.running)
+            if is_due and not self.running and self.devices and self.idle is None:
+                is_due = False
+                request = self._fork_idle()
+                if request is not None:
+                    return request
             left_s = used + self.kept.minutes * 60 - time.monotonic()
             self.calls.take(_POLL_S if self.running else min(_POLL_S, left_s))
             while self.wanted:
@@ -102,6 +129,7 @@ class _KeptServer:
                 self.is_stopping = True
             if self.is_stopping:
                 on_stop()
+                self._drop_idle("")
                 if not self.running:
                     return None
 
@@ -152,35 +180,96 @@ class _KeptServer:
 
     def _fork(
         self, channel: Channel, request: StartSession, descriptors: list[int]
-    ) -> tuple[StartSession, list[int], int] | None:
+    ) -> _Request | None:
+        if request.program == "contexts" and self.idle is not None and not self.problem:
+            one = self.idle
+            one.channel.send(request, descriptors)
+            self._drop_idle("another session has them")
+            one.channel = channel
+        else:
+            idle = [] if self.idle is None else [self.idle.end]
+            child = self._fork_child(channel, [*descriptors, *idle])
+            if isinstance(child, int):
+                return request, descriptors, child, None
+            one = child
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self.running[one.pid] = one
+        channel.send(SessionStarted(pid=one.pid))
+        return None
+
+    def _fork_idle(self) -> _Request | None:
+        """Fork the process that makes CUDA contexts; return in it, with the session's data."""
+        own, other = socket.socketpair()
+        channel = Channel(own)
+        child = self._fork_child(channel, [other.fileno()])
+        if isinstance(child, int):
+            own.detach()  # its number may be another's
+            found = wait_for_session(other, self.devices, lambda r: _take_process_state(r, ()))
+            request, descriptors, spares = found
+            return request, descriptors, child, spares
+        other.close()
+        self.idle, self.problem = child, "they are not made yet"
+        self.calls.watch(channel.fileno(), self._on_idle)
+        self._write_record(0)
+        return None
+
+    def _on_idle(self) -> None:
+        """Handle a message of the idle process, or its end."""
+        assert self.idle is not None
+        reply = self.idle.channel.receive()
+        if isinstance(reply, Ready):
+            self.problem = ""
+            self._write_record(len(self.devices))
+        else:
+            reason = reply.problem if isinstance(reply, Broken) else ""
+            self._drop_idle(reason or "a process that had one was killed")
+
+    def _drop_idle(self, problem: str) -> None:
+        """Close the connection to the idle process, which then ends if it has no session."""
+        if self.idle is not None:
+            self.calls.drop(self.idle.channel)
+            self.idle, self.problem = None, problem
+            self._write_record(None)
+
+    def _write_record(self, num_contexts: int | None) -> None:
+        self.kept = replace(self.kept, num_contexts=num_contexts)
+        write_record(self.lock, self.kept)
+
+    def _fork_child(self, channel: Channel, kept_open: Sequence[int]) -> _Running | int:
+        """Fork; in the child return the write end of the pipe that it reports by."""
         control, control_write = os.pipe()
         kept = os.getpid()
         pid = os.fork()
         if pid == 0:
             self.calls.forget()
-            close_descriptors([*descriptors, control_write])
+            close_descriptors([*kept_open, control_write])
             os.setsid()
             die_with(kept)
-            return request, descriptors, control_write
-        for descriptor in (*descriptors, control_write):
-            os.close(descriptor)
-        one = self.running[pid] = _Running(pid, channel, os.pidfd_open(pid), control)
+            return control_write
+        os.close(control_write)
+        one = _Running(pid, channel, os.pidfd_open(pid), control)
         self.calls.watch(one.end, lambda: self._on_end(one))
-        channel.send(SessionStarted(pid=pid))
-        return None
+        return one
 
     def _on_end(self, one: _Running) -> None:
         _, status = os.waitpid(one.pid, 0)
         os.set_blocking(one.control, False)  # a daemon of the session may have the other end
-        doubt = b""
+        report = b""
         with contextlib.suppress(BlockingIOError):
-            doubt = os.read(one.control, 1 << 16)
+            report = os.read(one.control, 1 << 16)
         os.close(one.control)
-        code = os.waitstatus_to_exitcode(status)
-        one.channel.send(SessionExited(exit_code=code, doubt=doubt.decode(errors="replace")))
         self.calls.unwatch(one.end)
+        if self.running.pop(one.pid, None) is None:
+            return  # it was idle
+        found = json.loads(report or "{}")
+        doubt, devices = found.get("doubt", ""), tuple(found.get("devices", self.devices))
+        if devices != self.devices:
+            self._drop_idle("the last session had other GPUs")
+            self.devices = devices
+        code = os.waitstatus_to_exitcode(status)
+        one.channel.send(SessionExited(exit_code=code, doubt=doubt))
         self.calls.drop(one.channel)
-        del self.running[one.pid]
         os.utime(self.lock)  # its last use
         self.is_stopping |= bool(doubt)
 
@@ -203,7 +292,7 @@ def main() -> None:
         return
     os.chdir("/")
     os.umask(0o077)
-    leader = settings.pop("leader")
+    leader, devices = settings.pop("leader"), tuple(settings.pop("devices"))
     listener = listen_locally()
     kept = KeptProcess(
         pid=os.getpid(),
@@ -213,7 +302,7 @@ def main() -> None:
         started=time.time(),
         **settings,
     )
-    server = _KeptServer(kept, record, lock)
+    server = _KeptServer(kept, record, lock, devices)
     server.files = {
         file: _version_of(file)
         for module in list(sys.modules.values())
@@ -245,7 +334,11 @@ def main() -> None:
     if request is None:
         server.calls.stop()
         return
-    _run_session(*request, record=record, modules=modules)
+    idle = None if server.idle is None else server.idle.end
+    contexts = KeptContexts(server.devices, server.problem, idle)
+    taken, descriptors, control, spares = request
+    session = ForkedSession(record, control, tuple(sys.path), modules, contexts)
+    _run_session(taken, descriptors, spares, session)
 
 
 def _load() -> str:
@@ -268,22 +361,25 @@ def _load() -> str:
 def _run_session(
     request: StartSession,
     descriptors: list[int],
-    control: int,
-    *,
-    record: Path,
-    modules: frozenset[str],
+    spares: SpareRanks | None,
+    session: ForkedSession,
 ) -> NoReturn:
     """Run a program as if this process had just been started."""
-    path, loaded = tuple(sys.path), frozenset(sys.modules)
-    started = ForkedSession(record, _move([control], 1 << 8)[0], path, modules)
+    loaded, offered = frozenset(sys.modules), session.offered
+    session.control = _move([session.control], 1 << 8)[0]
+    if offered.end is not None:
+        offered.end = _move([offered.end], 1 << 8)[0]
     try:
         _take_streams(request, descriptors)
-        _take_process_state(request, path)
+        _take_process_state(request, session.path)
     except Exception as error:  # noqa: BLE001 - the client starts it itself
-        started.start_anew(f"{type(error).__name__}: {error}")
-    if request.program == "preload":
+        session.start_anew(f"{type(error).__name__}: {error}")
+    if spares is not None:
+        serve("fork", spares.start_first)
+        end_process(0, loaded)
+    if request.program in ("preload", "contexts"):
         preload("fork")
-    kept.session = started
+    kept.session = session
     is_main = request.program == "pytest.main"
     exit_code = pytest.main(list(request.arguments)) if is_main else pytest.console_main()
     end_process(exit_code, loaded)

@@ -1,7 +1,7 @@
 """Facts of earlier sessions, kept in pytest's cache. Those that are no longer true cost time only.
 
-Ranks that collected for themselves begin to do so beside the controller, and tests share GPUs by
-the memory that they used.
+Ranks that collected for themselves begin to do so beside the controller, tests share GPUs by the
+memory that they used, and ranks get no CUDA context ahead where that could change an outcome.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _CACHE = "megatron/ranks_that_collect"
 _MEMORY = "megatron/gpu_memory"
+_NO_CONTEXTS = "megatron/no_contexts"
 _MOST_SUITES = 8
 _CONFTEST = "conftest.py"
 _PACKAGE = str(Path(__file__).parents[2])
@@ -93,6 +94,37 @@ def is_library(file: str) -> bool:
     return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
 
 
+def cache_directory(config: pytest.Config) -> Path | None:
+    """Return the directory of pytest's cache, None without its plugin."""
+    try:
+        return pytest.Cache.cache_dir_from_config(config, _ispytest=True)
+    except ValueError:
+        return None
+
+
+def why_no_contexts(config: pytest.Config) -> str:
+    """Return the reason why ranks of this project must not have a CUDA context ahead, or ""."""
+    directory = cache_directory(config)
+    if directory is None or config.known_args_namespace.__dict__.get("cacheclear"):
+        return ""
+    known = pytest.Cache(directory, config, _ispytest=True).get(_NO_CONTEXTS, "")
+    return f"{known}, until --cache-clear" if known else ""
+
+
+def learn_no_contexts(directory: str, reason: str) -> None:
+    """Keep the reason why ranks must not have a CUDA context ahead; called in ranks.
+
+    Args:
+        directory: Of pytest's cache; "" for none.
+        reason: For the header of the next session.
+    """
+    file = Path(directory, "v", _NO_CONTEXTS)
+    with contextlib.suppress(OSError):
+        if directory and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(reason))
+
+
 def recall(config: pytest.Config, size: tuple[int, int]) -> LearntStart | None:
     """Return what was learnt of the suite that a session is about to collect, or None.
 
@@ -100,11 +132,8 @@ def recall(config: pytest.Config, size: tuple[int, int]) -> LearntStart | None:
         config: Before its conftest files are loaded.
         size: Ranks of a node, and nodes.
     """
-    if config.known_args_namespace.__dict__.get("cacheclear"):
-        return None
-    try:
-        directory = pytest.Cache.cache_dir_from_config(config, _ispytest=True)
-    except ValueError:  # there is no cache plugin
+    directory = cache_directory(config)
+    if directory is None or config.known_args_namespace.__dict__.get("cacheclear"):
         return None
     known = pytest.Cache(directory, config, _ispytest=True).get(_CACHE, {})
     try:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import BinaryIO, Literal, NoReturn
@@ -133,17 +133,20 @@ def _fork_off_kept(
     env: Mapping[str, str], path: Sequence[str], streams: tuple[int, int, int]
 ) -> ForkedProgram | None:
     """Start the process in the kept process of this session; None if that is impossible."""
-    found = None if kept.session is None else kept.find_kept(kept.session.record)
+    if kept.session is None:
+        return None
+    found = kept.find_kept(kept.session.record)
     if found is None or found.is_stopped:
         return None
-    request = replace(kept.make_request("preload", path, env, ()), descriptors=(0, 1, 2))
-    program = kept.start_program(found, request, streams)
-    return None if isinstance(program, str) else program
+    program = "preload" if kept.session.contexts is None else "contexts"
+    request = replace(kept.make_request(program, path, env, ()), descriptors=(0, 1, 2))
+    started = kept.start_program(found, request, streams)
+    return None if isinstance(started, str) else started
 
 
 def main(mode: PreloadMode) -> NoReturn:
     """Load torch and pytest, wait for the session's data, and serve."""
-    run_guarded(lambda: _serve(mode))
+    run_guarded(lambda: serve(mode))
     end_process(0, loaded=sys.modules)
 
 
@@ -179,16 +182,29 @@ def _import_in_child(modules: Sequence[str]) -> None:
         os._exit(0)
 
 
-def _serve(mode: PreloadMode) -> None:
+def _load(modules: Sequence[str]) -> None:
+    """Import torch, and then modules in a fork that goes on instead of this process."""
+    with large_imports():
+        for name in _PRELOADED:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+    if modules:
+        _import_in_child(modules)
+
+
+def serve(
+    mode: PreloadMode, start_first: Callable[[StartRank, SessionInfo], StartRank] | None = None
+) -> None:
+    """Load torch, wait for the session's data, and start ranks until the session ends.
+
+    Args:
+        mode: As of `start_preloaded`.
+        start_first: Starts ranks in processes that are there already.
+    """
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     if mode == "fork":
-        with large_imports():
-            for name in _PRELOADED:
-                if importlib.util.find_spec(name) is not None:
-                    importlib.import_module(name)
-        if modules:
-            _import_in_child(modules)
+        _load(modules)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         return
@@ -209,6 +225,8 @@ def _serve(mode: PreloadMode) -> None:
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":
         start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
+    if start_first is not None:
+        start_rank = start_first(start_rank, info)
     ForkServer(channel, start_rank, keeper, parent_pipe).serve()
     if channel.is_closed:
         remove_socket(info.address)  # a controller that was killed leaves it
@@ -223,16 +241,11 @@ def _execute_rank(
 ) -> int:
     """Start a rank as a fresh interpreter; return its process."""
     del unwanted  # it gets the descriptors that are passed
-    content = {
-        "info": asdict(info),
-        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
-        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
-    }
     with tempfile.TemporaryFile() as file:
-        file.write(json.dumps(content).encode())
+        file.write(rank_content(info, rank_config, pipes).encode())
         file.seek(0)
         process = subprocess.Popen(
-            _command(info.path, "fresh_main", os.getpid()),
+            fresh_command(info, os.getpid()),
             env={**info.env, **rank_config.env},
             stdin=file,
             pass_fds=[pipes.trigger, pipes.notes, *inherited],
@@ -240,6 +253,21 @@ def _execute_rank(
         )
     process.returncode = 0  # the fork server waits for it
     return process.pid
+
+
+def rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
+    """Return the data of a rank that is started by another process than a fork."""
+    content = {
+        "info": asdict(info),
+        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
+        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
+    }
+    return json.dumps(content)
+
+
+def fresh_command(info: SessionInfo, fork_server: int) -> list[str]:
+    """Return the command of a rank as a fresh interpreter, with `rank_content` as its stdin."""
+    return _command(info.path, "fresh_main", fork_server)
 
 
 def fresh_main(fork_server: int) -> None:

@@ -34,10 +34,11 @@ from pytest_megatron.hooks.start.collector import SessionInfo
 from pytest_megatron.hooks.start.environment import (
     KEY,
     StartEnvironment,
-    find_rank_words,
+    find_words,
     will_load_torch,
 )
 from pytest_megatron.hooks.start.forkserver import wait_for_fork_server
+from pytest_megatron.hooks.start.learnt import cache_directory
 from pytest_megatron.hooks.start.preload import PreloadedProcess, PreloadMode, start_preloaded
 
 _TORCH = "torch"
@@ -63,7 +64,7 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         return "--gang-start fresh"
     watch = config.stash[KEY].watch
     if watch is None:
-        found = find_rank_words(list(sys.modules.values()), config.rootpath)
+        found = find_words(list(sys.modules.values()), config.rootpath)
     else:
         found = (watch.rank_readers or [""])[0]
         if not found and (sizes != {default} or options.ranks_per_gpu > 1):
@@ -114,6 +115,7 @@ def make_session_info(
         env=start_env.env,
         digest=digest,
         is_single=is_single,
+        cache=str(cache_directory(config) or ""),
     )
 
 

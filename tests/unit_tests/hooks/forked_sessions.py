@@ -79,6 +79,7 @@ def _start() -> tuple[KeptProcess, StartSession]:
         "environment": describe_environment(env, request.path),
         "minutes": 60,
         "leader": os.getpid(),
+        "devices": [],
     }
     with process.stdin:
         process.stdin.write(json.dumps(settings).encode())

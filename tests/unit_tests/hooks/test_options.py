@@ -35,6 +35,7 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
+--keep-contexts
 --keep-gangs
 --keep-runs
 --labels

@@ -98,11 +98,11 @@ _TORCH_GETTERS = {  # of torch._C
     "dispatch modes": "_len_torch_dispatch_stack",
     "threads of torch": "get_num_threads",
 }
-_STATE_MODULES = (
-    "megatron.core.parallel_state",
-    "megatron.core.num_microbatches_calculator",
-    "megatron.training.global_vars",
-)
+_STATE_MODULES = {
+    "megatron.core.parallel_state": "parallel state of megatron-core",
+    "megatron.core.num_microbatches_calculator": "number of microbatches of megatron-core",
+    "megatron.training.global_vars": "global variables of megatron.training",
+}
 _BUFFER, _TRACKER = "_GLOBAL_MEMORY_BUFFER", "_CUDA_RNG_STATE_TRACKER"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _PATCHED_MODULES = (
@@ -466,7 +466,8 @@ class LeakAudit:
                         held["megatron", ("buffer", str(key))] = size
                 else:
                     is_plain = isinstance(value, int | float | str)
-                    held["megatron", ("state", name)] = value if is_plain else id(value)
+                    module = str(variables["__name__"])
+                    held["megatron", (module, name)] = value if is_plain else id(value)
         for name in getattr(_variable(_RANDOM, _TRACKER), "states_", ()):
             held["megatron", ("rng", name)] = True
         return held
@@ -643,9 +644,11 @@ def _of_megatron(rows: Sequence[_Row]) -> list[str]:
         part, name = cast("tuple[str, str]", key)
         found.setdefault(part, []).append((name, value, was))
     names = {part: [str(name) for name, _, _ in rows] for part, rows in found.items()}
-    texts = []
-    if "state" in found:
-        texts.append(f"parallel state of megatron-core ({listed(names['state'], _MOST_LISTED)})")
+    texts = [
+        f"{what} ({listed(names[module], _MOST_LISTED)})"
+        for module, what in _STATE_MODULES.items()
+        if module in names
+    ]
     if "buffer" in found:
         size = sum(cast("int", value or 0) for _, value, _ in found["buffer"])
         texts.append(f"global memory buffer of megatron-core ({_mib(size)})")

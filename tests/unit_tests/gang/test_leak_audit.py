@@ -118,6 +118,23 @@ def test_groups_are_found_where_all_others_were_destroyed(
     assert left(keeper, "groups") == ["2 process groups (2 ranks)"]
 
 
+def test_state_of_megatron_is_named_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [
+        ModuleType("megatron.core.parallel_state"),
+        ModuleType("megatron.training.global_vars"),
+    ]
+    for module in modules:
+        vars(module)["_GLOBAL_ARGS"] = None
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    for module in modules:
+        vars(module)["_GLOBAL_ARGS"] = object()
+    assert left(keeper, "megatron") == [
+        "parallel state of megatron-core (_GLOBAL_ARGS)",
+        "global variables of megatron.training (_GLOBAL_ARGS)",
+    ]
+
+
 class Gpu:
     """A torch with CUDA, as far as the audit asks for its current device."""
 

@@ -56,9 +56,16 @@ _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this pr
 _HAS_GANGS = pytest.StashKey[bool]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare the options."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the options; run the session in a kept process before other plugins are loaded."""
     options.add_options(parser)
+    config = pluginmanager.get_plugin("pytestconfig")
+    if isinstance(config, pytest.Config) and not _is_rank(config):
+        with options.parsed_early(config, parser) as minutes:
+            if minutes:
+                from pytest_megatron.hooks.start.keep import keep_gangs_early
+
+                keep_gangs_early(config, minutes)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -365,10 +365,7 @@ class Joiner:
     def _find_window(self, key: str) -> tuple[frozenset[int], frozenset[str]]:
         """Return the blocks that a window used, and the modules that it needs."""
         code = self._code(key)
-        kinds = {
-            kind: {p for full in full_names if (p := self._sources.shorten(full))}
-            for kind, full_names in self._notes[key].files.items()
-        }
+        kinds = {kind: self._paths(names) for kind, names in self._notes[key].files.items()}
         names = {(p, block_of_code(name)) for p, name in code}
         names |= {(p, WHOLE) for p in (*kinds["whole"], *kinds["opened"])}
         names |= {(p, LISTING) for p in kinds["listed"]}
@@ -389,12 +386,16 @@ class Joiner:
                 names |= {(p, block_of_code(name)) for p, name in self._code(key) if p in reach}
                 files = self._notes[key].files
                 for kind, block in (("opened", WHOLE), ("listed", LISTING)):
-                    names |= {(p, block) for f in files[kind] if (p := self._sources.shorten(f))}
+                    names |= {(p, block) for p in self._paths(files[kind])}
                 inner = {c for c in files["cached"] if self._file_of(c) in reach} - seen
                 seen |= inner
                 waiting += inner
         starts = frozenset(p for p, block in names if block not in (WHOLE, LISTING))
         return frozenset(self._block(*pair) for pair in names), starts
+
+    def _paths(self, full_names: Iterable[str]) -> set[str]:
+        """Return the paths of the project's files among those with full names."""
+        return {path for name in full_names if (path := self._sources.shorten(name))}
 
     def _file_of(self, cache: str) -> str:
         return self._sources.shorten(cache.partition("::")[0]) or ""
@@ -410,11 +411,9 @@ class Joiner:
                 key = f"{IMPORT}{self._sources.root}/{module}"
                 if key in self._notes:
                     found, files = self._code(key), self._notes[key].files
-                    opened = {p for full in files["opened"] if (p := self._sources.shorten(full))}
-                    loaded = {p for full in files["loaded"] if (p := self._sources.shorten(full))}
                     names |= {(p, block_of_code(name)) for p, name in found}
-                    names |= {(p, WHOLE) for p in opened}
-                    waiting |= ({p for p, _ in found} | loaded) - reached
+                    names |= {(p, WHOLE) for p in self._paths(files["opened"])}
+                    waiting |= ({p for p, _ in found} | self._paths(files["loaded"])) - reached
         names |= {(module, MODULE) for module in reached}
         return frozenset(reached), frozenset(self._block(*pair) for pair in names)
 

@@ -53,6 +53,22 @@ class _Functions(Protocol):
         """
 
 
+def _free_tools(number: int) -> list[int]:
+    """Return tools of `sys.monitoring` that nothing uses.
+
+    Raises:
+        RuntimeError: There are fewer.
+    """
+    monitoring = vars(sys)["monitoring"]
+    free = [tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None]
+    if len(free) < number:
+        raise RuntimeError(
+            "too few tools of sys.monitoring are free, as a debugger or a profiler of this process "
+            "has taken them; record without it"
+        )
+    return free[:number]
+
+
 def _name_of(code: CodeType) -> tuple[str, str]:
     """Return file and qualified name; two files may have equal code, which is one in a set."""
     return code.co_filename, code.co_qualname
@@ -70,13 +86,7 @@ class _Monitoring:
         monitoring = vars(sys)["monitoring"]
         start, resume = monitoring.events.PY_START, monitoring.events.PY_RESUME
         switch, note, never = monitoring.set_local_events, self._seen.append, monitoring.DISABLE
-        free = [tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None]
-        if len(free) < 2:  # noqa: PLR2004 - two are taken
-            raise RuntimeError(
-                "needs two free tools of sys.monitoring, which other tools of this process (a "
-                "debugger, a profiler) have taken; record without them"
-            )
-        finder, local = free[:2]
+        finder, local = _free_tools(2)
 
         def find(code: CodeType, _: int) -> object:
             if is_own(code.co_filename):
@@ -182,7 +192,10 @@ class Watch:
         self._caches: list[functools._lru_cache_wrapper[object]] = []
         self._functions: _Functions | None = None
         if _HAS_MONITORING and not has_windows:
-            self._functions = _Immediate(self._is_own, self._note_code)
+            try:
+                self._functions = _Immediate(self._is_own, self._note_code)
+            except RuntimeError as error:
+                self.spoil(str(error))
         elif has_windows:
             self._functions = (_Monitoring if _HAS_MONITORING else _Profiling)(self._is_own)
             self._record_imports()
@@ -488,7 +501,7 @@ class _Immediate:
 
     def __init__(self, is_own: Callable[[str], bool], note: Callable[[CodeType], None]) -> None:
         monitoring = vars(sys)["monitoring"]
-        tool = next(tool for tool in (3, 4, 0, 5) if monitoring.get_tool(tool) is None)
+        (tool,) = _free_tools(1)
 
         def start(code: CodeType, _: int) -> object:
             if is_own(code.co_filename):

@@ -29,7 +29,6 @@ from pytest_megatron.base.files import is_private
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, connect, remove_socket
 from pytest_megatron.gang.ipc.messages import (
-    Message,
     Ready,
     Register,
     SessionExited,
@@ -285,25 +284,49 @@ def inherited_descriptors() -> Iterator[int]:
                 yield number
 
 
-def run_preloaded(record: str, path: list[str], command: list[str]) -> None:
-    """Run the preloaded process as a fork of a kept process; as a new one if that is impossible.
+@dataclass(slots=True)
+class ForkedProgram:
+    """A program in a fork of a kept process, for the process that asked for it.
+
+    Attributes:
+        channel: To the kept process, which kills the program if it closes.
+        pid: Of the program.
+        exit_code: As of a subprocess, once it is known.
+    """
+
+    channel: Channel
+    pid: int
+    exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        for message in self.channel.drain():
+            if isinstance(message, SessionExited):
+                self.exit_code = message.exit_code
+        if self.channel.is_closed and self.exit_code is None:
+            self.exit_code = -signal.SIGKILL
+        return self.exit_code
+
+    def wait(self) -> SessionExited | None:
+        """Wait for its end; return None if it was killed, or the kept process was."""
+        message = self.channel.receive()
+        self.channel.close()
+        return message if isinstance(message, SessionExited) else None
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.channel.close()
+
+
+def start_program(
+    kept: KeptProcess, request: StartSession, descriptors: Sequence[int]
+) -> ForkedProgram | str:
+    """Start a program in a kept process; return the reason if it did not start.
 
     Args:
-        record: File of the kept process.
-        path: `sys.path` of the preloaded process.
-        command: Command of a new one.
-    """
-    kept = find_kept(Path(record))
-    if kept is not None:
-        run_elsewhere(kept, make_request("preload", path, initial_env(), ()))
-    os.execv(command[0], command)  # noqa: S606 - needs no shell
-
-
-def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
-    """Run a program in a kept process and exit as it does; return why it has to run here.
-
-    Raises:
-        SystemExit: It ran.
+        kept: The process.
+        request: The program.
+        descriptors: Of this process, for the numbers that the request names.
     """
     registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
     try:
@@ -312,25 +335,36 @@ def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
         return "the kept process has ended"
     reply = channel.receive()
     if isinstance(reply, Ready):
-        channel.send(request, request.descriptors)
+        channel.send(request, descriptors)
         reply = channel.receive()
-    if reply is None:  # nothing has run yet
-        return "the kept process has ended"
     if isinstance(reply, SessionStarted):
-        reply = _follow(channel, reply.pid)
+        return ForkedProgram(channel, reply.pid)
     channel.close()
-    if not isinstance(reply, SessionExited):
+    return reply.doubt if isinstance(reply, SessionExited) else "the kept process has ended"
+
+
+def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
+    """Run a program in a kept process and exit as it does; return why it has to run here.
+
+    Raises:
+        SystemExit: It ran.
+    """
+    program = start_program(kept, request, request.descriptors)
+    if isinstance(program, str):
+        return program
+    end = _follow(program)
+    if end is None:
         sys.stderr.write(
             f"kept gangs: process {kept.pid}, in which this session ran, was killed; start "
             f"the session again\n"
         )
         raise SystemExit(_INTERNAL_ERROR)
-    if reply.doubt:
-        return reply.doubt
-    if reply.exit_code < 0:
-        signal.signal(-reply.exit_code, signal.SIG_DFL)
-        os.kill(os.getpid(), -reply.exit_code)
-    raise SystemExit(reply.exit_code)
+    if end.doubt:
+        return end.doubt
+    if end.exit_code < 0:
+        signal.signal(-end.exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -end.exit_code)
+    raise SystemExit(end.exit_code)
 
 
 def make_request(
@@ -363,7 +397,7 @@ def make_request(
                 *(["line"] if s.line_buffering else []),
                 *(["raw"] if s.write_through else []),
             ]
-            for s in (sys.stdin, sys.stdout, sys.stderr)
+            for s in (sys.__stdin__, sys.__stdout__, sys.__stderr__)
             if isinstance(s, io.TextIOWrapper)
         ),
         limits=tuple(list(resource.getrlimit(limit)) for limit in LIMITS),
@@ -372,8 +406,9 @@ def make_request(
     )
 
 
-def _follow(channel: Channel, pid: int) -> Message | None:
-    """Pass signals to the session until it ends; return the last message."""
+def _follow(program: ForkedProgram) -> SessionExited | None:
+    """Pass signals to a session until it ends; return its end."""
+    pid = program.pid
 
     def suspend(_: int, __: FrameType | None) -> None:
         os.killpg(pid, signal.SIGSTOP)
@@ -391,10 +426,10 @@ def _follow(channel: Channel, pid: int) -> Message | None:
     for number, handler in handlers.items():
         if before[number] is not signal.SIG_IGN:
             signal.signal(number, handler)
-    reply = channel.receive()
+    end = program.wait()
     for number, old in before.items():
         signal.signal(number, old)
-    return reply
+    return end
 
 
 def initial_env() -> dict[str, str]:

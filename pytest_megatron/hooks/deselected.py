@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.pathlib import fnmatch_ex
 
 if TYPE_CHECKING:
     from pytest_megatron.runs.nowhere import Deselected
@@ -61,7 +62,7 @@ class LeftOutFiles:
         is_ignored = yield
         if is_ignored:
             is_folder = collection_path.is_dir()
-            reason = self._reason(collection_path, is_folder=is_folder)
+            reason = self._reason(collection_path)
             paths = self._walk(collection_path) if is_folder else [collection_path]
             for path in paths if reason else ():
                 note_ignored(self._config, path, reason)
@@ -99,8 +100,8 @@ class LeftOutFiles:
         plugin = self._config.pluginmanager.get_plugin("lfplugin")
         return getattr(plugin, "_skipped_files", 0)
 
-    def _reason(self, path: Path, *, is_folder: bool) -> str:
-        """Return why a path is ignored, or "" for a folder such as `.git`."""
+    def _reason(self, path: Path) -> str:
+        """Return why a path is ignored, or "" for a folder that pytest never enters."""
         option = self._config.option
         typed = {"--ignore": option.ignore, "--ignore-glob": option.ignore_glob}
         found = {by: map(os.path.abspath, paths or ()) for by, paths in typed.items()}
@@ -113,7 +114,16 @@ class LeftOutFiles:
                 for one in paths
             ):
                 return f"ignored by {by}"
-        return "" if is_folder else "ignored by a conftest.py or a plugin"
+        return "" if self._is_never_entered(path) else "ignored by a conftest.py or a plugin"
+
+    def _is_never_entered(self, path: Path) -> bool:
+        """Return true for a folder such as `.git`, a cache or a virtual environment."""
+        files = ("pyvenv.cfg", "conda-meta/history")
+        return path.is_dir() and (
+            path.name == "__pycache__"
+            or any(fnmatch_ex(pattern, path) for pattern in self._config.getini("norecursedirs"))
+            or any((path / file).is_file() for file in files)
+        )
 
     def _walk(self, folder: Path) -> Iterator[Path]:
         """Yield the files below an ignored folder, which may be large: not all of it is read."""

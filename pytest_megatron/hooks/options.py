@@ -12,6 +12,7 @@ import copy
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ import pytest
 from pytest_megatron.errors import MegatronError
 
 if TYPE_CHECKING:
+    import argparse
+
     from pytest_megatron.ci.decide import Decision
     from pytest_megatron.gang.topology import SlurmStep
 
@@ -286,6 +289,7 @@ SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case"
 _ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
+_OF_WORKERS = re.compile(r"-n|-d$|--numprocesses|--tx|--dist")  # of pytest-xdist
 
 
 _EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
@@ -788,7 +792,7 @@ def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments:
     argparse takes it for their value. Numbers, commits and further options stay. Runs before
     conftest files are loaded.
     """
-    for index, (option, value) in enumerate(itertools.pairwise(arguments)):
+    for index, (option, value) in enumerate(itertools.pairwise(map(str, arguments))):
         is_path = option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
         if is_path or (option == "--changed" and _is_only_path(value)):
             arguments[index] = f"{option}={DEFAULT_MINUTES if is_path else ''}"
@@ -812,6 +816,38 @@ def early_minutes(early_config: pytest.Config) -> float:
     with contextlib.suppress(pytest.UsageError):
         return _minutes("keep-gangs", value or 0)
     return 0.0
+
+
+@contextlib.contextmanager
+def parsed_early(config: pytest.Config, parser: pytest.Parser) -> Generator[float]:
+    """Set `known_args_namespace` while plugins are loaded; yield the minutes of --keep-gangs.
+
+    It is 0 where conftest files are loaded already, or pytest has not read its ini file, or where
+    an option of a plugin that is not loaded yet forbids to keep gangs.
+    """
+    before: argparse.Namespace | None = getattr(config, "known_args_namespace", None)
+    if before is None or before.confcutdir is not None:
+        yield 0.0
+        return
+    words = [
+        *config.getini("addopts"),
+        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
+        *map(str, config.invocation_params.args),
+    ]
+    is_typed = any(word.startswith("--keep-gangs") for word in words)
+    minutes = 0.0
+    if is_typed or config.getini(dest("keep-gangs")):
+        with contextlib.suppress(pytest.UsageError):  # pytest reports it
+            config.known_args_namespace, unknown = parser.parse_known_and_unknown_args(
+                words, namespace=copy.copy(config.option)
+            )
+            release_paths(config, parser, words)
+            is_for_others = any(_OF_WORKERS.match(word) for word in unknown)
+            minutes = 0.0 if is_for_others else early_minutes(config)
+    try:
+        yield minutes
+    finally:
+        config.known_args_namespace = before
 
 
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:

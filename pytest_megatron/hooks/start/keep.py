@@ -170,24 +170,41 @@ class KeepPlugin:
                 process.stdin.write(json.dumps(settings).encode())
 
 
+_PLUGIN = pytest.StashKey[KeepPlugin]()
+
+
+def keep_gangs_early(config: pytest.Config, minutes: float) -> None:
+    """Run this session in a kept process while its plugins are loaded, and exit, if it can."""
+    if not _is_runner():
+        _begin(config, minutes)
+
+
 def keep_gangs(early_config: pytest.Config, minutes: float) -> KeepPlugin | None:
     """Run this session in a kept process, or register the plugin that keeps one."""
-    size, given = early_size(early_config), early_config.known_args_namespace
+    plugin = early_config.stash.get(_PLUGIN, None)
+    try:
+        plugin = plugin or _begin(early_config, minutes)
+    except SystemExit as end:
+        if not _is_runner():
+            raise
+        early_config.pluginmanager.register(ExitPlugin(int(str(end.code))), ENDED_PLUGIN)
+        return None
+    if plugin is not None:
+        early_config.pluginmanager.register(plugin, PLUGIN_NAME)
+    return plugin
+
+
+def _begin(config: pytest.Config, minutes: float) -> KeepPlugin | None:
+    """Run this session in a kept process and exit, or return the plugin that keeps one."""
+    size, given = early_size(config), config.known_args_namespace
     is_xdist = getattr(given, "numprocesses", None) or getattr(given, "tx", None)
     if size is None or "PYTEST_XDIST_WORKER" in os.environ:
         return None
-    plugin = KeepPlugin(minutes)
+    plugin = config.stash[_PLUGIN] = KeepPlugin(minutes)
     if size[1] > 1 or is_xdist:
         plugin.state = "off, with --nnodes" if size[1] > 1 else "off, with pytest-xdist"
     else:
-        try:
-            plugin.begin(early_config)
-        except SystemExit as end:
-            if not _is_runner():
-                raise
-            early_config.pluginmanager.register(ExitPlugin(int(str(end.code))), ENDED_PLUGIN)
-            return None
-    early_config.pluginmanager.register(plugin, PLUGIN_NAME)
+        plugin.begin(config)
     return plugin
 
 

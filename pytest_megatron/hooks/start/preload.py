@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal, NoReturn
+from typing import BinaryIO, Literal, NoReturn
 
 from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
@@ -25,6 +25,7 @@ from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_r
 from pytest_megatron.gang.forkserver.store import StoreKeeper
 from pytest_megatron.gang.ipc.channel import connect, remove_socket
 from pytest_megatron.gang.ipc.messages import RankConfig, Register
+from pytest_megatron.gang.kept import ForkedProgram
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
@@ -45,34 +46,28 @@ from pytest_megatron.hooks.start.preload import {name}
 {name}({argument!r})
 """
 
-_IN_KEPT = """
-import sys
-if not sys.flags.safe_path: del sys.path[0]
-from pytest_megatron.gang.kept import run_preloaded
-run_preloaded({record!r}, {path!r}, {command!r})
-"""
-
 
 @dataclass(slots=True)
 class PreloadedProcess:
     """The preloaded process, seen from the controller.
 
     Attributes:
+        stdin: Write end of its stdin.
         log: Descriptor of its output, a file in memory.
     """
 
     mode: PreloadMode
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProgram
+    stdin: BinaryIO
     log: int
 
     def send(self, info: SessionInfo) -> None:
         """Send the data of the session; the process then connects to the controller."""
-        assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone, which `problem` reports
-            self.process.stdin.write(json.dumps(asdict(info)).encode() + b"\n")
-            self.process.stdin.flush()
+            self.stdin.write(json.dumps(asdict(info)).encode() + b"\n")
+            self.stdin.flush()
             if not info.has_parent_pipe:
-                self.process.stdin.close()
+                self.stdin.close()
 
     def stop(self, *, has_ranks: bool = True) -> None:
         """Wait for its end, which follows the end of its connection to the controller.
@@ -82,18 +77,18 @@ class PreloadedProcess:
         """
         if not has_ranks:
             self.process.kill()
-        assert self.process.stdin is not None
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self.stdin.close()
         self.process.wait()
         os.close(self.log)
 
     def problem(self) -> str:
         """Return the reason of its end, or "" while it runs."""
-        if self.process.poll() is None:
+        exit_code = self.process.poll()
+        if exit_code is None:
             return ""
         text = os.pread(self.log, 1 << 16, 0).decode(errors="replace").strip()
-        return text or f"exited with code {self.process.returncode}"
+        return text or f"exited with code {exit_code}"
 
 
 def start_preloaded(
@@ -108,28 +103,42 @@ def start_preloaded(
         modules: Modules of third-party packages to import beside torch, for ranks that are forked.
     """
     log = os.memfd_create("preload")
-    command = _command(path, "main", mode)
-    if kept.session is not None and mode == "fork":
-        settings = {"record": str(kept.session.record), "path": list(path), "command": command}
-        command = python_command(_IN_KEPT.format(**settings))
-    process = subprocess.Popen(
-        command,
-        env=dict(env),
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
+    read_end, write_end = os.pipe()
+    process: subprocess.Popen[bytes] | ForkedProgram | None = None
+    if mode == "fork":
+        process = _fork_off_kept(env, path, (read_end, log, log))
+    if process is None:
+        process = subprocess.Popen(
+            _command(path, "main", mode),
+            env=dict(env),
+            stdin=read_end,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    os.close(read_end)
+    stdin = os.fdopen(write_end, "wb")
     names = json.dumps(list(modules)).encode()
     try:  # nothing that is written waits for imports
-        fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(names) + (1 << 16))
+        fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + (1 << 16))
     except OSError:
         names = b"[]"
     with contextlib.suppress(OSError):  # it is gone, which `problem` reports
-        process.stdin.write(names + b"\n")
-        process.stdin.flush()
-    return PreloadedProcess(mode, process, log)
+        stdin.write(names + b"\n")
+        stdin.flush()
+    return PreloadedProcess(mode, process, stdin, log)
+
+
+def _fork_off_kept(
+    env: Mapping[str, str], path: Sequence[str], streams: tuple[int, int, int]
+) -> ForkedProgram | None:
+    """Start the process in the kept process of this session; None if that is impossible."""
+    found = None if kept.session is None else kept.find_kept(kept.session.record)
+    if found is None or found.is_stopped:
+        return None
+    request = replace(kept.make_request("preload", path, env, ()), descriptors=(0, 1, 2))
+    program = kept.start_program(found, request, streams)
+    return None if isinstance(program, str) else program
 
 
 def main(mode: PreloadMode) -> NoReturn:

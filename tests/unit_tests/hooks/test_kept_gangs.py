@@ -76,6 +76,18 @@ LEAVES = """
     left = open(f"{os.environ['FACTS']}/../left", "w")
     atexit.register(left.write, "at the exit")
 """
+BESIDE = """
+    import pathlib
+
+    with pathlib.Path("imports").open("a") as file:
+        file.write("x")
+
+    def pytest_addoption(parser):
+        parser.addoption("--beside", type=int)
+
+    def pytest_report_header(config):
+        return f"beside: {config.option.beside}"
+"""
 WARM = "kept gangs: started in a process that had torch loaded"
 
 
@@ -269,11 +281,18 @@ def test_ranks_of_a_kept_process_are_those_of_a_new_one(project: Project) -> Non
 
 
 def test_an_edited_test_is_the_one_that_runs(project: Project) -> None:
+    project.write("stub/beside.py", BESIDE)
+    project.write("stub/beside-1.dist-info/METADATA", "Name: beside\nVersion: 1\n")
+    project.write("stub/beside-1.dist-info/entry_points.txt", "[pytest11]\nbeside = beside\n")
     first(project)
+    imports = project.root / "imports"
+    imports.unlink()
     project.write("test_facts.py", "def test_new():\n    assert 'edit' == 'seen'")
-    code, output = project.run("test_facts.py", "-x")
+    code, output = project.run("test_facts.py", "-x", "--beside", "4", PYTEST_ADDOPTS="--beside=3")
     assert (code, WARM in output) == (1, True)
+    assert "beside: 4" in output
     assert "'edit' == 'seen'" in output
+    assert imports.read_text() == "x"  # by the session, and not by the process that was started
     known = project.root / ".pytest_cache/v/cache/lastfailed"
     assert "test_new" in known.read_text()
     code, output = project.run("--lf", "--co", "-q")
@@ -415,8 +434,9 @@ def test_an_editor_that_calls_pytest_main_profits_and_goes_on(
 def test_a_program_that_reads_what_pytest_main_left_runs_without(project: Project) -> None:
     first(project)
     project.write("test_editor.py", RUNNER_TESTS)
-    program = "import sys, pytest; pytest.main(sys.argv[1:]); print('helper' in sys.modules)"
-    words = ["-p", "megatron", "--ranks=2", "--keep-gangs", "test_editor.py"]
+    call = "pytest.main([*sys.argv[1:], pathlib.Path('test_editor.py')])"
+    program = f"import pathlib, sys, pytest; {call}; print('helper' in sys.modules)"
+    words = ["-p", "megatron", "--ranks=2", "--keep-gangs"]
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         cwd=project.root,

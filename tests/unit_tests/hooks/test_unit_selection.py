@@ -235,9 +235,12 @@ def test_files_that_were_ignored_are_recorded_without_being_imported(
     (project.path / "tests/moe/conftest.py").write_text("collect_ignore_glob = ['test_old*.py']")
     (project.path / "tests/conftest.py").write_text(
         "def pytest_ignore_collect(collection_path):\n"
-        "    return collection_path.stem == 'test_new' or None\n"
+        "    return collection_path.stem in ('test_new', 'slow', '.tox', 'env') or None\n"
     )
-    for name in ("moe/test_old_one", "moe/test_neither", "test_new", "data/.git/test_no"):
+    (project.path / "tests/env").mkdir()
+    (project.path / "tests/env/pyvenv.cfg").touch()
+    unlisted = ("moe/test_neither", "data/.git/test_no", ".tox/test_no", "env/test_no")
+    for name in ("moe/test_old_one", "test_new", "slow/test_hours", *unlisted):
         path = project.path / f"tests/{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("def test_one(): pass\ndef test_two(): pass")
@@ -250,7 +253,10 @@ def test_files_that_were_ignored_are_recorded_without_being_imported(
         "ignored by --ignore": {"tests/moe/deep/test_deep.py": 0},
         "ignored by --ignore-glob": {"tests/test_broken.py": 0},
         "ignored by collect_ignore_glob": {"tests/moe/test_old_one.py": 0},
-        "ignored by a conftest.py or a plugin": {"tests/test_new.py": 0},
+        "ignored by a conftest.py or a plugin": {
+            "tests/test_new.py": 0,
+            "tests/slow/test_hours.py": 0,
+        },
     }
 
 

@@ -119,8 +119,10 @@ class StateKeeper:
 
     def release(self, fixture: Hashable) -> None:
         """Expect the state before such a fixture again, as it is torn down."""
-        self._held = None
-        _update(self._expected, self._replaced.pop(fixture, {}))
+        replaced = self._replaced.pop(fixture, None)
+        if replaced:
+            self._held = None
+            _update(self._expected, replaced)
 
     def restore(self) -> tuple[list[str], str]:
         """Restore the state that the test has changed.

@@ -7,7 +7,7 @@ import signal
 import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -115,6 +115,59 @@ def test_a_handler_is_named_with_the_one_before(keeper: StateKeeper) -> None:
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert found == ["handler of SIGUSR2: SIG_IGN, was the default"]
+
+
+def test_a_descriptor_is_found_where_another_one_was_closed(keeper: StateKeeper) -> None:
+    low, middle, high = (os.open(os.devnull, os.O_RDONLY) for _ in range(3))
+    new = -1
+    try:
+        os.close(low)
+        left(keeper, "files")
+        os.close(high)  # so that there are as many as before
+        new = os.open(__file__, os.O_RDONLY)
+        found = left(keeper, "files")
+        again = left(keeper, "files")
+    finally:
+        for number in {middle, new}:
+            os.close(number)
+    assert new == low
+    assert found == [f"1 open file ({__file__})"]
+    assert again == []
+
+
+def test_groups_are_found_where_all_others_were_destroyed(
+    keeper: StateKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as before, with the same counter of torch, which begins anew as well."""
+
+    def world() -> SimpleNamespace:
+        groups = [SimpleNamespace(size=lambda: 2) for _ in range(3)]
+        return SimpleNamespace(default_pg=groups[0], pg_names=groups, group_count=3)
+
+    distributed = ModuleType("torch.distributed.distributed_c10d")
+    monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    vars(distributed)["_world"] = world()
+    assert left(keeper, "groups") == ["2 process groups (2 ranks)"]
+    assert left(keeper, "groups") == []
+    vars(distributed)["_world"] = world()
+    assert left(keeper, "groups") == ["2 process groups (2 ranks)"]
+
+
+def test_state_of_megatron_is_named_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [
+        ModuleType("megatron.core.parallel_state"),
+        ModuleType("megatron.training.global_vars"),
+    ]
+    for module in modules:
+        vars(module)["_GLOBAL_ARGS"] = None
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    for module in modules:
+        vars(module)["_GLOBAL_ARGS"] = object()
+    assert left(keeper, "megatron") == [
+        "parallel state of megatron-core (_GLOBAL_ARGS)",
+        "global variables of megatron.training (_GLOBAL_ARGS)",
+    ]
 
 
 class Gpu:

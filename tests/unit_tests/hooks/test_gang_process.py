@@ -129,3 +129,22 @@ def test_threads_of_gloo_take_no_core_from_others(tmp_path: Path) -> None:
     suite.write(test_groups=GROUPS)
     run = suite.run("-v", "--ranks", "2")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
+
+
+BINDINGS = """
+    import atexit
+    import gc
+
+    kept = type("nb_meta", (type,), {"__module__": "nanobind"})
+    atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count()))
+"""
+
+
+def test_bindings_of_nanobind_do_not_take_what_is_frozen_for_leaked(tmp_path: Path) -> None:
+    """They count their objects when Python ends, and print those that are left."""
+    suite = Suite(tmp_path, is_fresh=True).write(
+        conftest=BINDINGS, test_one="def test_one(): pass\n"
+    )
+    run = suite.run("-v", "--ranks", "1")
+    assert run.words == {"test_one": "PASSED"}
+    assert "frozen at the end: 0" in run.stdout.splitlines()

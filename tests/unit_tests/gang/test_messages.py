@@ -5,6 +5,7 @@ import pytest
 from pytest_megatron.gang.ipc.messages import (
     Adopt,
     AskStacks,
+    BecomeRank,
     Broken,
     Close,
     Closed,
@@ -124,6 +125,7 @@ MESSAGES: tuple[Message, ...] = (
     ),
     SessionStarted(pid=4),
     SessionExited(exit_code=-9, doubt="torch has changed"),
+    BecomeRank(content="{}"),
 )
 
 

@@ -81,7 +81,7 @@ def measure(directory: Path, num_ranks: int, device: str, num_rounds: int) -> No
         ],
     }
     seconds(directory, *ways["kept"])
-    while not list_kept():
+    while not any(kept.address for _, kept in list_kept()):
         time.sleep(0.1)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(num_rounds):

@@ -54,7 +54,7 @@ def _cells(path: Path, kept: KeptProcess) -> tuple[str, ...]:
         ends = f"after {counted(num_sessions, 'session')}"
     else:
         ends = f"in {rough_time(max(0.0, path.stat().st_mtime + kept.minutes * 60 - now))}"
-    memory = f"{memory_bytes(kept.pid) / (1 << 20):.0f} MiB"
+    memory = f"{memory_bytes(kept.pid) / (1 << 20):.0f} MiB" if kept.address else "loads torch"
     if kept.num_contexts:
         memory += f", {counted(kept.num_contexts, 'CUDA context')}"
     return kept.project, str(kept.pid), f"{rough_time(now - kept.started)} ago", memory, ends

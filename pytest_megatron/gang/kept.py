@@ -66,7 +66,7 @@ class KeptProcess:
         project: Root directory of pytest.
         pid: The process.
         began: When it started, in clock ticks since the host's: with `pid` this is unique.
-        address: Where it listens.
+        address: Where it listens; "" while it still loads torch.
         key: Secret of its connections, in hexadecimal.
         environment: Facts that a session must share with it, by name, as digests.
         minutes: After so many without a session it ends.
@@ -232,7 +232,7 @@ def find_kept(path: Path) -> KeptProcess | None:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         try:
             kept = KeptProcess(**json.load(file))
-        except (ValueError, TypeError):  # it is still loading, or of another release
+        except (ValueError, TypeError):  # it has just started, or is of another release
             kept = None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

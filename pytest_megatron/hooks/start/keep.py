@@ -140,8 +140,9 @@ class KeepPlugin:
         elif differences := kept.differences(self._environment):
             kept.stop()
             self.state = f"outdated, {', '.join(differences)} changed"
-        elif doubt or kept.is_stopped:
-            self.state = f"not used, {doubt or 'its process is stopped'}"
+        elif doubt or not kept.address or kept.is_stopped:
+            what = "its process is stopped" if kept.address else "its process still loads torch"
+            self.state = f"not used, {doubt or what}"
         else:
             self._run_in(kept, early_config)
 

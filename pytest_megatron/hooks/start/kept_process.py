@@ -283,6 +283,16 @@ def main() -> None:
     lock = lock_record(record)
     if lock is None:
         return
+    leader, devices = settings.pop("leader"), tuple(settings.pop("devices"))
+    kept = KeptProcess(
+        pid=os.getpid(),
+        began=started_at(os.getpid()) or 0,
+        address="",
+        key="",
+        started=time.time(),
+        **settings,
+    )
+    write_record(lock, kept)
     report = record.with_suffix(".problem")
     report.unlink(missing_ok=True)
     problem = _load()
@@ -292,16 +302,8 @@ def main() -> None:
         return
     os.chdir("/")
     os.umask(0o077)
-    leader, devices = settings.pop("leader"), tuple(settings.pop("devices"))
     listener = listen_locally()
-    kept = KeptProcess(
-        pid=os.getpid(),
-        began=started_at(os.getpid()) or 0,
-        address=listener.address,
-        key=listener.key.hex(),
-        started=time.time(),
-        **settings,
-    )
+    kept = replace(kept, address=listener.address, key=listener.key.hex())
     server = _KeptServer(kept, record, lock, devices)
     server.files = {
         file: _version_of(file)

@@ -71,10 +71,14 @@ class Project:
 
     def kept(self) -> kept.KeptProcess:
         """Wait for a kept process that has loaded everything."""
-        wait_until(lambda: any(f.stat().st_size for f in self.records()), "a kept process")
-        found = kept.find_kept(self.records()[0])
-        assert found is not None
-        return found
+        found: list[kept.KeptProcess] = []
+
+        def has_loaded() -> bool:
+            found[:] = [k for path in self.records() if (k := kept.find_kept(path)) and k.address]
+            return bool(found)
+
+        wait_until(has_loaded, "a kept process")
+        return found[0]
 
     def others(self, *known: int) -> list[str]:
         """Return the command lines of processes of this project that are not known."""

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -263,6 +264,10 @@ def test_what_comes_after_the_context_is_named_and_runs_without_it(project: GpuP
         shutil.rmtree(project.root / ".pytest_cache")
 
 
+def has_processes(project: GpuProject, number: int) -> bool:
+    return len(project.others()) == number
+
+
 def test_nothing_is_left_of_one_that_is_killed(project: GpuProject) -> None:
     project.session()
     for who in ("spare", "idle", "guard", "kept"):
@@ -278,8 +283,7 @@ def test_nothing_is_left_of_one_that_is_killed(project: GpuProject) -> None:
         if who != "kept":
             known = f"{WARM}, without CUDA contexts: a process that had one was killed"
             wait_until(lambda: project.kept().num_contexts is None, "that it is known")
-        left = 0 if who == "kept" else 1
-        wait_until(lambda n=left: len(project.others()) == n, "the end of all that had contexts")
+        wait_until(partial(has_processes, project, int(who != "kept")), "the end of the others")
         code, output = project.session()
         assert (code, known in output) == (0, True), output
     project.ready()

@@ -64,6 +64,13 @@ LEAVES = """
     left = open(f"{os.environ['FACTS']}/../left", "w")
     atexit.register(left.write, "at the exit")
 """
+LOADING = """
+    import pathlib, signal, sys
+
+    if sys.argv[0] == "-c":  # not in pytest
+        pathlib.Path(__file__).parent.with_name("loading").touch()
+        signal.pause()
+"""
 BESIDE = """
     import pathlib
 
@@ -299,6 +306,18 @@ def test_the_end_of_the_terminal_ends_them(project: Project) -> None:
     os.close(terminal)
     os.waitpid(shell, 0)
     wait_until(lambda: not project.others(), "its end with the terminal")
+
+
+def test_stop_ends_one_that_loads_torch(project: Project) -> None:
+    project.write("stub/torch.py", LOADING + TORCH)
+    project.write("test_none.py", "def test_none():\n    pass")
+    assert project.run("test_none.py")[0] == 0
+    wait_until((project.root / "loading").exists, "that it loads")
+    assert "loads torch" in project.command("gangs", "list")
+    code, output = project.run("test_none.py")
+    assert (code, "not used, its process still loads torch" in output) == (0, True), output
+    assert project.command("gangs", "stop").startswith("stopped: process ")
+    wait_until(lambda: not project.others(), "its end")
 
 
 def test_stop_ends_them_and_time_does(project: Project) -> None:

@@ -579,8 +579,10 @@ class GangPool:
         template, self._template = self._template, None
         if template is not None:
             template.close()
-        # At Python's end, nanobind (triton's bindings) prints what is frozen as leaked.
-        if any(found.__module__ == "nanobind" for found in type.__subclasses__(type)):
+        # At Python's end, nanobind (triton's bindings) prints what is frozen as leaked; a session
+        # in a kept process has no such end.
+        has_nanobind = any(found.__module__ == "nanobind" for found in type.__subclasses__(type))
+        if kept.session is None and has_nanobind:
             gc.unfreeze()
 
 

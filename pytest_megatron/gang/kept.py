@@ -139,7 +139,7 @@ class ForkedSession:
 
     Attributes:
         record: File of the kept process.
-        control: Write end of a pipe, which gets a JSON object: `doubt`, why it has to be started
+        control: Write end of a pipe, which gets lines of JSON: `doubt`, why it has to be started
             anew, or `devices`, GPUs on which the next session is to find contexts.
         path: `sys.path` of the kept process.
         modules: Names of the modules that the kept process had imported.
@@ -163,7 +163,7 @@ class ForkedSession:
 
     def report(self, name: str, value: JsonValue) -> None:
         """Send a value to the kept process, which reads it at the end of this one."""
-        os.write(self.control, json.dumps({name: value}).encode())
+        os.write(self.control, f"{json.dumps({name: value})}\n".encode())
 
     def find_shadow(self) -> str:
         """Return a file of the user that would be loaded in the place of a loaded module, or ""."""

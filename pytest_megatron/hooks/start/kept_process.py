@@ -29,6 +29,7 @@ import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import default_plugins
 
+from pytest_megatron.base.files import json_objects
 from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.gang.ipc.channel import Channel, listen_locally
@@ -262,8 +263,9 @@ class _KeptServer:
         self.calls.unwatch(one.end)
         if self.running.pop(one.pid, None) is None:
             return  # it was idle
-        found = json.loads(report or "{}")
-        doubt, devices = found.get("doubt", ""), tuple(found.get("devices", self.devices))
+        found = {name: value for row in json_objects(report) for name, value in row.items()}
+        doubt = str(found.get("doubt", ""))
+        devices = tuple(cast("list[str]", found.get("devices", self.devices)))
         if devices != self.devices:
             self._drop_idle("the last session had other GPUs")
             self.devices = devices

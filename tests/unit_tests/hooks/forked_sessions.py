@@ -34,7 +34,7 @@ from pytest_megatron.gang.ipc.messages import (
     SessionStarted,
     StartSession,
 )
-from pytest_megatron.gang.kept import KeptProcess, describe_environment
+from pytest_megatron.gang.kept import KeptProcess, describe_environment, find_kept
 
 LIMIT_S = 300
 LOADED_S = 120
@@ -84,12 +84,12 @@ def _start() -> tuple[KeptProcess, StartSession]:
     with process.stdin:
         process.stdin.write(json.dumps(settings).encode())
     deadline = time.monotonic() + LOADED_S
-    while not (record.exists() and record.stat().st_size):
+    while (kept := find_kept(record)) is None or not kept.address:
         assert process.poll() is None, record.with_suffix(".problem").read_text()
         assert time.monotonic() < deadline, "the kept process has not loaded everything"
         time.sleep(0.01)
     process.returncode = 0  # it ends with this process
-    return KeptProcess(**json.loads(record.read_text())), request
+    return kept, request
 
 
 def run_session(

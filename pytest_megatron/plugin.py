@@ -38,6 +38,7 @@ from pytest_megatron.hooks.markers import (
 )
 from pytest_megatron.hooks.options import has_workers
 from pytest_megatron.hooks.start.environment import (
+    KEY,
     record_start_environment,
     refuse_launcher,
 )
@@ -89,6 +90,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         add_folders(early_config, args, words)
     if not _is_rank(early_config):
         record_start_environment(early_config)
+        if early_config.stash[KEY].learnt is not None:
+            from pytest_megatron.hooks.start.start_mode import load_ahead
+
+            load_ahead(early_config)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")

@@ -64,6 +64,7 @@ class StoreKeeper:
     """
 
     pid: int | None = None
+    _ahead: tuple[str, int] | None = None
     _connection: socket.socket | None = None
     _listening: dict[int, socket.socket] = field(default_factory=dict)
 
@@ -76,6 +77,9 @@ class StoreKeeper:
         Raises:
             LaunchError: No port is available.
         """
+        if self._ahead is not None and self._ahead[0] == host:
+            (_, port), self._ahead = self._ahead, None
+            return port
         try:
             listening = _listen(host)
         except OSError as error:
@@ -86,6 +90,16 @@ class StoreKeeper:
             self._send(port, [listening.fileno()])
         except OSError:  # it was killed, which was not noticed yet
             self._replace()
+        return port
+
+    def open_ahead(self, host: str) -> int:
+        """Return the port of the store that the next `open_store` for this host returns.
+
+        Raises:
+            LaunchError: No port is available.
+        """
+        port = self.open_store(host)
+        self._ahead = host, port
         return port
 
     def close_store(self, port: int) -> None:

@@ -273,10 +273,11 @@ class GangPool:
         refuse_unfit_host(self._options)
         self.plan([spec])
         self.per_rank = PerRank(self._config, self.supervisor, self._listener, self._options, None)
-        lease = None
+        start_env = self._config.stash[KEY]
+        lease, start_env.lease = start_env.lease, None
         if spec.device == "cuda":
             num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
-            lease = try_lease(this_host().gpus, num_gpus)
+            lease = lease or try_lease(this_host().gpus, num_gpus)
             if lease is None:
                 return
             self.leases.prepared[spec] = lease

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,36 +98,36 @@ def collect_and_serve(
 ) -> NoReturn:
     """Collect as a rank, and serve as its fork server."""
     rank_config = with_own_temp(rank_config, info.base_temp)
-    defaults = HARMLESS_ENV
-    harmless = {name: value for name, value in defaults.items() if name not in info.env}
+    plugin = CollectingPlugin(_become_collector(info, rank_config), context)
+    plugin.serve(info, rank_config, pipes)
+
+
+def load_and_serve(
+    info: SessionInfo,
+    rank_config: RankConfig,
+    receive: Callable[[], tuple[SessionInfo, RankConfig, RankPipes]],
+) -> NoReturn:
+    """Load plugins and the first conftest files as a rank; collect and serve once it is started.
+
+    Args:
+        info: Of the session, without a connection to it.
+        rank_config: As far as it is known.
+        receive: Waits for all of them.
+    """
+    plugin = CollectingPlugin(_become_collector(info, rank_config), None)
+    plugin.load(info.arguments)
+    plugin.serve(*receive())
+
+
+def _become_collector(info: SessionInfo, rank_config: RankConfig) -> list[str]:
+    """Take the environment and the logs of a rank; return variables that its tests do not have."""
+    harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in info.env}
     os.environ.clear()
     os.environ.update({**info.env, **harmless, **rank_config.env})
     _begin_anew(info)
     RankLogs(Path(rank_config.log_dir)).redirect()
     bootstrap.write_stacks_on_signal(Path(rank_config.log_dir))
-    registration = Register(
-        role="fork_server",
-        gang=rank_config.gang,
-        rank=rank_config.rank,
-        node_rank=rank_config.node_rank,
-        pid=os.getpid(),
-        world_size=rank_config.world_size,
-    )
-    channel = connect(info.address, bytes.fromhex(info.key), registration)
-    plugin = CollectingPlugin(info, rank_config, pipes, channel, list(harmless), context)
-    if context is not None:
-        context.begin()
-    try:
-        plugin.collect()
-    except BaseException as error:  # noqa: BLE001 - report every error to the controller
-        plugin.end = error
-    problem = "pytest ended before it had collected"
-    if plugin.end is not None:
-        sys.stderr.write("".join(traceback.format_exception(plugin.end)))
-        problem = describe_error(plugin.end)
-    channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
-    channel.receive()
-    os._exit(0)
+    return list(harmless)
 
 
 def describe_error(error: BaseException) -> str:
@@ -176,31 +176,60 @@ class CollectingPlugin:
         end: Exception that ended pytest before it had collected.
     """
 
-    def __init__(
-        self,
-        info: SessionInfo,
-        rank_config: RankConfig,
-        pipes: RankPipes,
-        channel: Channel,
-        harmless: list[str],
-        context: EarlyContext | None,
-    ) -> None:
+    _info: SessionInfo
+    _rank_config: RankConfig
+    _pipes: RankPipes
+    _channel: Channel
+
+    def __init__(self, harmless: list[str], context: EarlyContext | None) -> None:
         self._pid = os.getpid()
-        self._info = info
-        self._rank_config = rank_config
-        self._pipes = pipes
-        self._channel = channel
         self._harmless = harmless
         self._context = context
         self._random_before = random.getstate()
         self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
+        self._config: pytest.Config | None = None
         self.end: BaseException | None = None
 
-    def collect(self) -> None:
-        """Run a session as far as its loop, as a worker of pytest-xdist does."""
+    def load(self, arguments: Sequence[str]) -> None:
+        """Load plugins and the first conftest files."""
+        if self._context is not None:
+            self._context.begin()
         _expect_early_imports()
-        config = _prepareconfig(list(self._info.arguments), [_Named(self)])
+        try:
+            self._config = _prepareconfig(list(arguments), [_Named(self)])
+        except BaseException as error:  # noqa: BLE001 - report every error to the controller
+            self.end = error
+
+    def serve(self, info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+        """Collect, unless that was not possible, and serve the controller."""
+        self._info, self._rank_config, self._pipes = info, rank_config, pipes
+        registration = Register(
+            role="fork_server",
+            gang=rank_config.gang,
+            rank=rank_config.rank,
+            node_rank=rank_config.node_rank,
+            pid=os.getpid(),
+            world_size=rank_config.world_size,
+        )
+        channel = self._channel = connect(info.address, bytes.fromhex(info.key), registration)
+        if self._config is None and self.end is None:
+            self.load(info.arguments)
+        try:
+            if self._config is not None:
+                self._collect(self._config)
+        except BaseException as error:  # noqa: BLE001 - report every error to the controller
+            self.end = error
+        problem = "pytest ended before it had collected"
+        if self.end is not None:
+            sys.stderr.write("".join(traceback.format_exception(self.end)))
+            problem = describe_error(self.end)
+        channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
+        channel.receive()
+        os._exit(0)
+
+    def _collect(self, config: pytest.Config) -> None:
+        """Run a session as far as its loop, as a worker of pytest-xdist does."""
         _put_away_reruns(config)
         option = config.option
         settings: dict[str, object] = {

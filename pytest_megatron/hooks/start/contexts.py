@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
 import re
 import select
@@ -18,17 +17,15 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import pytest
+from typing_extensions import override
 
-from pytest_megatron.gang.forkserver.server import StartRank
 from pytest_megatron.gang.ipc.channel import Channel
 from pytest_megatron.gang.ipc.messages import (
-    BecomeRank,
     Broken,
     RankConfig,
     Ready,
@@ -40,8 +37,13 @@ from pytest_megatron.hooks.nodes.leader import DEVICES
 from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.hooks.start.environment import find_words
 from pytest_megatron.hooks.start.learnt import learn_no_contexts
-from pytest_megatron.hooks.start.preload import fresh_command, rank_content
-from pytest_megatron.process.tree import begin_child, close_descriptors, run_guarded
+from pytest_megatron.hooks.start.preload import (
+    WaitingRanks,
+    fresh_command,
+    rank_content,
+    receive_rank,
+)
+from pytest_megatron.process.tree import close_descriptors, run_guarded
 
 _POLL_S = 5.0  # between checks of a GPU's memory
 _LEAST_FREE = 0.1  # of the memory of a GPU
@@ -97,7 +99,7 @@ class CudaContext:
             raise OSError(f"{name}() returned CUDA error {code}")
 
 
-class SpareRanks:
+class SpareRanks(WaitingRanks):
     """Processes with contexts, each of which becomes one rank.
 
     Attributes:
@@ -106,52 +108,18 @@ class SpareRanks:
 
     def __init__(self, devices: Sequence[str], take_state: Callable[[StartSession], None]) -> None:
         """Fork them."""
+        super().__init__()
         self.devices = os.environ[DEVICES] = ",".join(devices)
         self._size = len(devices)
-        self._ranks: dict[int, tuple[int, Channel]] = {}
         for rank in range(self._size):
-            own, other = socket.socketpair()
-            idle, pid = os.getpid(), os.fork()
-            if pid == 0:
-                try:
-                    begin_child(idle)
-                    close_descriptors([other.fileno()])
-                    os.setsid()
-                    _run_spare(Channel(other), rank, take_state)
-                except BaseException:  # noqa: BLE001 - a rank must never go on as an idle process
-                    traceback.print_exc()
-                finally:
-                    os._exit(70)
-            other.close()
-            self._ranks[rank] = pid, Channel(own)
+            self.fork(rank, functools.partial(_run_spare, rank, take_state))
 
-    @property
-    def channels(self) -> list[Channel]:
-        """Connections to those that are no ranks yet."""
-        return [channel for _, channel in self._ranks.values()]
-
-    def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
-        """Return a function that starts ranks in these processes where they fit, once."""
-
-        def start(
-            config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
-        ) -> int:
-            fits = config.world_size == self._size and config.env.get(DEVICES) == self.devices
-            if not fits:
-                for channel in self.channels:
-                    channel.close()
-                self._ranks.clear()
-            pid, spare = self._ranks.pop(config.rank, (0, None))
-            if spare is not None:
-                content = rank_content(info, config, pipes)
-                descriptors = [pipes.trigger, pipes.notes, 2, *inherited]
-                spare.send(BecomeRank(content=content), descriptors)
-                if not spare.is_closed:
-                    spare.close()
-                    return pid
-            return otherwise(config, pipes, inherited, unwanted)
-
-        return start
+    @override
+    def fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
+        """Return whether it has the GPUs of these."""
+        del info  # of whatever session
+        is_same = rank_config.env.get(DEVICES) == self.devices
+        return rank_config.world_size == self._size and is_same
 
 
 def wait_for_session(
@@ -183,7 +151,7 @@ def wait_for_session(
     os._exit(0)
 
 
-def _run_spare(channel: Channel, rank: int, take_state: Callable[[StartSession], None]) -> NoReturn:
+def _run_spare(rank: int, take_state: Callable[[StartSession], None], channel: Channel) -> NoReturn:
     """Make a context, wait until this process is to be a rank, and be it."""
     try:
         context = CudaContext(rank)
@@ -199,16 +167,7 @@ def _run_spare(channel: Channel, rank: int, take_state: Callable[[StartSession],
         channel.send(Broken(problem=problem))
         os._exit(0)
     take_state(request)
-    message, descriptors = channel.receive_with_descriptors()
-    if not isinstance(message, BecomeRank):
-        os._exit(0)
-    channel.close()
-    content = json.loads(message.content)
-    for number in (1, 2):
-        os.dup2(descriptors[2], number)
-    os.close(descriptors.pop(2))
-    info, config = SessionInfo(**content["info"]), RankConfig(**content["config"])
-    pipes = RankPipes(trigger=descriptors[0], notes=descriptors[1])
+    info, config, pipes, descriptors = receive_rank(channel, has_streams=False)
     copies = [os.dup(descriptor) for descriptor in descriptors[:2]]  # `pipes` closes its own
     kept_context = KeptContext(context, info, config, [*copies, *descriptors[2:]])
     if context.find_problem():

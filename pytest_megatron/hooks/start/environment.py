@@ -24,6 +24,7 @@ from pytest_megatron.hooks.start.learnt import LearntStart, is_library, recall
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.rank.bootstrap import RandomState
+    from pytest_megatron.gpu.host import Lease
     from pytest_megatron.hooks.start.preload import PreloadedProcess
 
 
@@ -237,6 +238,7 @@ class StartEnvironment:
         size: Ranks of a node, and nodes, as typed; None without options for gangs.
         learnt: What the last session of this suite learnt, if it is to begin with that.
         devices: UUIDs of the GPUs of the gang that all tests share; None if there is none.
+        lease: Devices of ranks that have begun before conftest files are loaded, until it is taken.
     """
 
     env: Mapping[str, str]
@@ -248,11 +250,16 @@ class StartEnvironment:
     size: tuple[int, int] | None = None
     learnt: LearntStart | None = None
     devices: tuple[str, ...] | None = None
+    lease: Lease | None = None
 
     def stop_preloaded(self) -> None:
         """End the process, unless it was taken."""
         if self.preloaded is not None:
             self.preloaded.stop(has_ranks=False)
+            self.preloaded = None
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
 
 
 KEY = pytest.StashKey[StartEnvironment]()

@@ -11,25 +11,37 @@ import fcntl
 import importlib.util
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import BinaryIO, Literal, NoReturn
 
+from typing_extensions import override
+
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang import kept
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.forkserver.server import ForkServer, StartRank, fork_rank
-from pytest_megatron.gang.forkserver.store import StoreKeeper
-from pytest_megatron.gang.ipc.channel import connect_unless_ended, remove_socket
-from pytest_megatron.gang.ipc.messages import RankConfig, Register
+from pytest_megatron.gang.forkserver.store import StoreKeeper, with_store
+from pytest_megatron.gang.ipc.channel import Channel, connect_unless_ended, remove_socket
+from pytest_megatron.gang.ipc.messages import BecomeRank, RankConfig, Register
 from pytest_megatron.gang.kept import ForkedProgram
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import close_stdin
-from pytest_megatron.hooks.start.collector import SessionInfo, collect_and_serve
+from pytest_megatron.hooks.start.collector import (
+    SessionInfo,
+    collect_and_serve,
+    load_and_serve,
+)
 from pytest_megatron.process.tree import (
+    begin_child,
+    close_descriptors,
     die_with,
     end_process,
     large_imports,
@@ -39,6 +51,7 @@ from pytest_megatron.process.tree import (
 
 PreloadMode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
+_MOST_BYTES = 1 << 16  # of the data with which ranks begin to load
 _CODE = """
 import sys
 sys.path[:] = {path!r}
@@ -60,6 +73,20 @@ class PreloadedProcess:
     process: subprocess.Popen[bytes] | ForkedProgram
     stdin: BinaryIO
     log: int
+
+    def begin(self, info: SessionInfo, rank_configs: Sequence[RankConfig]) -> None:
+        """Have ranks load plugins and the first conftest files, before the session is known.
+
+        Args:
+            info: What is known of it.
+            rank_configs: Of its first collectors, likewise.
+        """
+        configs = [asdict(rank_config) for rank_config in rank_configs]
+        line = json.dumps({"info": asdict(info), "configs": configs}).encode()
+        if len(line) < _MOST_BYTES:
+            with contextlib.suppress(OSError):  # it is gone, which `problem` reports
+                self.stdin.write(line + b"\n")
+                self.stdin.flush()
 
     def send(self, info: SessionInfo) -> None:
         """Send the data of the session; the process then connects to the controller."""
@@ -120,7 +147,7 @@ def start_preloaded(
     stdin = os.fdopen(write_end, "wb")
     names = json.dumps(list(modules)).encode()
     try:  # nothing that is written waits for imports
-        fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + (1 << 16))
+        fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + _MOST_BYTES + (1 << 16))
     except OSError:
         names = b"[]"
     with contextlib.suppress(OSError):  # it is gone, which `problem` reports
@@ -205,14 +232,22 @@ def serve(
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     if mode == "fork":
         _load(modules)
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        return
-    info = SessionInfo(**json.loads(line))
-    if mode == "fork":  # what importing packages has changed
-        changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
-        added = [entry for entry in sys.path if entry not in path]
+    changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
+    added = [entry for entry in sys.path if entry not in path]
+    keeper = StoreKeeper()
+    while True:
+        line = sys.stdin.buffer.readline()
+        if not line.endswith(b"\n"):
+            return
+        content = json.loads(line)
+        info = SessionInfo(**content.pop("info", content))
+        # With what importing packages has changed:
         info = replace(info, env={**info.env, **changed}, path=[*info.path, *added])
+        if "configs" not in content:
+            break
+        rank_configs = [RankConfig(**config) for config in content["configs"]]
+        with contextlib.suppress(LaunchError):  # they are forked later
+            start_first = LoadingRanks(info, rank_configs, keeper).start_first
     parent_pipe = os.dup(0) if info.has_parent_pipe else None
     close_stdin()
     registration = Register(
@@ -221,7 +256,6 @@ def serve(
     channel = connect_unless_ended(info.address, bytes.fromhex(info.key), registration)
     if channel is None:
         return
-    keeper = StoreKeeper()
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":
         start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
@@ -230,6 +264,130 @@ def serve(
     ForkServer(channel, start_rank, keeper, parent_pipe).serve()
     if channel.is_closed:
         remove_socket(info.address)  # a controller that was killed leaves it
+
+
+class WaitingRanks:
+    """Processes that were started before their session, each of which becomes one rank."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[int, Channel]] = {}
+
+    @property
+    def channels(self) -> list[Channel]:
+        """Connections to those that are no ranks yet."""
+        return [channel for _, channel in self._ranks.values()]
+
+    def fork(self, rank: int, run: Callable[[Channel], NoReturn]) -> None:
+        """Fork the process of a rank.
+
+        Args:
+            rank: Its rank.
+            run: Runs in it, with the connection by which `receive_rank` gets what it has to be.
+        """
+        own, other = socket.socketpair()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                begin_child(parent)
+                close_descriptors([other.fileno()])
+                os.setsid()
+                run(Channel(other))
+            except BaseException:  # noqa: BLE001 - a rank must never go on as its parent
+                traceback.print_exc()
+            finally:
+                os._exit(70)
+        other.close()
+        self._ranks[rank] = pid, Channel(own)
+
+    def fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
+        """Return whether a rank of a session is one of those that were begun."""
+        raise NotImplementedError
+
+    def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
+        """Return a function that starts ranks in these processes where they fit, once."""
+
+        def start(
+            config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        ) -> int:
+            if not self.fits(info, config):
+                for channel in self.channels:
+                    channel.close()
+                self._ranks.clear()
+            pid, waiting = self._ranks.pop(config.rank, (0, None))
+            if waiting is not None:
+                content = rank_content(info, config, pipes)
+                descriptors = [2, pipes.trigger, pipes.notes, *inherited]
+                waiting.send(BecomeRank(content=content), descriptors)
+                if not waiting.is_closed:
+                    waiting.close()
+                    return pid
+            return otherwise(config, pipes, inherited, unwanted)
+
+        return start
+
+
+def receive_rank(
+    channel: Channel, *, has_streams: bool
+) -> tuple[SessionInfo, RankConfig, RankPipes, list[int]]:
+    """Wait until this process is to become a rank; it ends if there is no such rank.
+
+    Args:
+        channel: As of `WaitingRanks.fork`.
+        has_streams: Whether its output goes to its logs already.
+
+    Returns:
+        What it is, and its descriptors.
+    """
+    message, descriptors = channel.receive_with_descriptors()
+    if not isinstance(message, BecomeRank):
+        os._exit(0)
+    channel.close()
+    stderr = descriptors.pop(0)
+    for number in () if has_streams else (1, 2):
+        os.dup2(stderr, number)
+    os.close(stderr)
+    content = json.loads(message.content)
+    pipes = RankPipes(trigger=descriptors[0], notes=descriptors[1])
+    return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes, descriptors
+
+
+class LoadingRanks(WaitingRanks):
+    """Processes that load what their ranks collect with, while the controller does.
+
+    They go on as collectors if the session starts ranks of the same environment.
+    """
+
+    def __init__(
+        self, info: SessionInfo, rank_configs: Sequence[RankConfig], keeper: StoreKeeper
+    ) -> None:
+        """Fork them.
+
+        Raises:
+            LaunchError: There is no port for their store.
+        """
+        super().__init__()
+        self._info = info
+        port = keeper.open_ahead(rank_configs[0].env["MASTER_ADDR"])
+        self._configs = {config.rank: config for config in with_store(rank_configs, port)}
+        for rank, config in self._configs.items():
+            self.fork(rank, partial(self._run, config))
+
+    @override
+    def fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
+        """Return whether it has the environment, the arguments and the logs of what was begun."""
+        known = self._configs.get(rank_config.rank)
+        if known is None:
+            return False
+        own = replace(self._info, address=info.address, key=info.key)
+        place = rank_config.world_size, rank_config.device, rank_config.log_dir, rank_config.env
+        return own == info and place == (
+            *(known.world_size, known.device, known.log_dir, known.env),
+        )
+
+    def _run(self, rank_config: RankConfig, channel: Channel) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        close_stdin()
+        load_and_serve(self._info, rank_config, lambda: receive_rank(channel, has_streams=True)[:3])
 
 
 def _execute_rank(

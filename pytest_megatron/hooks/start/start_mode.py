@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import time
@@ -19,17 +20,24 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gang import kept
 from pytest_megatron.gang.collection import CollectionDifference, compare, digest_of, last_line
 from pytest_megatron.gang.crash import shorten_stack
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
 from pytest_megatron.gang.ipc.channel import Listener
 from pytest_megatron.gang.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
+from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.supervisor.collectors import CollectorMessage
 from pytest_megatron.gang.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gang.timers import START_LIMIT_S
+from pytest_megatron.gang.topology import Nodes, count_gpus
+from pytest_megatron.gpu.host import this_host, try_lease
+from pytest_megatron.hooks.gangs.rank_config import RankConfigs
 from pytest_megatron.hooks.gangs.worker_contract import RankNode, configure_node, encode, node_down
-from pytest_megatron.hooks.nodes.leader import DEVICES
+from pytest_megatron.hooks.nodes.leader import DEVICES, nodes_of
 from pytest_megatron.hooks.options import Options
+from pytest_megatron.hooks.session import session_of
 from pytest_megatron.hooks.start.collector import SessionInfo
 from pytest_megatron.hooks.start.environment import (
     KEY,
@@ -117,6 +125,50 @@ def make_session_info(
         is_single=is_single,
         cache=str(cache_directory(config) or ""),
     )
+
+
+def load_ahead(config: pytest.Config) -> None:
+    """Have ranks load conftest files beside the controller, if those of the last session collected.
+
+    Call it before conftest files are loaded. Where the session turns out to need other ranks than
+    those that are predicted here, they have begun for nothing.
+    """
+    start_env = config.stash[KEY]
+    learnt, preloaded = start_env.learnt, start_env.preloaded
+    has_contexts = kept.session is not None and kept.session.contexts is not None
+    if learnt is None or preloaded is None or has_contexts:
+        return
+    before, config.option = config.option, copy.copy(config.known_args_namespace)
+    try:
+        run = session_of(config)
+    except pytest.UsageError:  # reported when options are read again
+        return
+    finally:
+        config.option = before
+    options, (world_size, device) = run.options, learnt.gang
+    if options.is_plan or options.num_packed > 1 or options.run_dir is not None:
+        return
+    num_slots = max(nodes_of(options).ranks_per_node, world_size)
+    nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
+    spec = GangSpec(world_size=world_size, device=device)
+    try:
+        if device == "cuda":
+            num_gpus = count_gpus(world_size, options.ranks_per_gpu)
+            start_env.lease = try_lease(this_host().gpus, num_gpus)
+            if start_env.lease is None:
+                return
+        writer = RankConfigs(config, run, nodes, {})
+        rank_configs = writer.write(0, spec, start_env.lease, is_ahead=True)
+    except LaunchError:  # reported when ranks are started
+        return
+
+    def end() -> None:
+        start_env.stop_preloaded()
+        writer.remove_ahead()
+
+    config.add_cleanup(end)
+    info = make_session_info(config, address="", key=b"", digest="", is_single=False)
+    preloaded.begin(info, [_for_collecting(rank_config, 1) for rank_config in rank_configs])
 
 
 def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> PreloadedProcess:

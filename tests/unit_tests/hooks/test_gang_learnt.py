@@ -10,7 +10,7 @@ from typing import cast
 
 import psutil
 import pytest
-from gang_suite import Suite
+from gang_suite import Suite, wait_until
 
 from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.hooks.start.environment import EnvWatch
@@ -106,6 +106,62 @@ def test_a_controller_that_cannot_collect_ends_ranks_that_have_begun(
     assert (run.returncode, run.summary) == (2, "2 errors"), run.stdout
     assert run.stdout.count("ValueError: not here") == 4, run.stdout
     assert not (tmp_path / ".pytest_megatron").exists()
+
+
+# A rank notes that it loads this file. The controller does so until a number of notes is there.
+LOADS = """
+    import os
+    import time
+    from pathlib import Path
+
+    NOTES = Path(os.environ["NOTES"])
+    RANK = int(os.environ["RANK"])
+    NUM_THREADS, os.environ["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"], "3"
+    if "MASTER_PORT" in os.environ:
+        (NOTES / f"{RANK}-{os.getpid()}").touch()
+    else:
+        deadline = time.monotonic() + 120
+        while len(list(NOTES.iterdir())) < int(os.environ["NUM_NOTES"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+"""
+THREADS = """
+    import conftest
+
+    def test_threads(rank):
+        assert conftest.NUM_THREADS == "3"
+"""
+
+
+@pytest.mark.parametrize("num_threads", ["3", "1"], ids=["as predicted", "otherwise"])
+def test_ranks_load_conftest_files_while_the_controller_does_so(
+    suite: Suite, tmp_path: Path, num_threads: str
+) -> None:
+    teach(tmp_path)
+    suite.write(conftest=LOADS, test_some=THREADS)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    env = {"NOTES": str(notes), "NUM_NOTES": "2", "OMP_NUM_THREADS": num_threads}
+    run = suite.run("-v", "--ranks=2", env=env)
+    assert (run.words, run.returncode) == ({"test_threads": "PASSED"}, 0), run.stdout
+    begun = [*"01"] if num_threads == "3" else [*"0011"]
+    assert sorted(note.name[0] for note in notes.iterdir()) == begun
+
+
+def test_ranks_that_load_conftest_files_end_with_a_killed_controller(
+    suite: Suite, tmp_path: Path
+) -> None:
+    teach(tmp_path)
+    suite.write(conftest=LOADS, test_some=THREADS)
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    env = {"NOTES": str(notes), "NUM_NOTES": "3", "OMP_NUM_THREADS": "3"}
+    with suite.start("--ranks=2", **env) as process:
+        try:
+            wait_until(lambda: len(list(notes.iterdir())) == 2, "ranks load conftest.py")
+        finally:
+            process.kill()
+    wait_until(lambda: not suite.processes(), "no process is left")
 
 
 class _Config:

@@ -32,6 +32,7 @@ _ARGUMENTS_KEY = "megatron_arguments"
 NOTE_PREFIX = ".progress-"  # the name of a worker follows
 _LOCK = ".lock"  # in a run directory that the user named
 _RUN_DIR_KEY = "megatron_run_dir"
+_RUN_NAME = pytest.StashKey[str]()
 RECORDED = pytest.StashKey[list[str]]()  # arguments of the run that this session takes over
 
 
@@ -65,7 +66,7 @@ class RunSession:
             self.run_dir = Path(worker[_RUN_DIR_KEY])
             self._typed: list[str] = json.loads(worker[_ARGUMENTS_KEY])
         else:
-            self.run_dir = self._new_run_dir()
+            self.run_dir = self._new_run_dir(config)
             typed = config.stash.get(RECORDED, config.invocation_params.args)
             self._typed = [str(argument) for argument in typed]
 
@@ -256,12 +257,12 @@ class RunSession:
         where = error.filename or self.run_dir
         return f"{where}: {error.strerror}; make room, or give another --run-dir"
 
-    def _new_run_dir(self) -> Path:
+    def _new_run_dir(self, config: pytest.Config) -> Path:
         if self.options.run_dir is not None:
             chosen = Path(self._directory, self.options.run_dir)
         else:
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-            chosen = self.root / RUNS_DIR / name
+            chosen = self.root / RUNS_DIR / config.stash.setdefault(_RUN_NAME, name)
         # Once, for all: containers and other machines see it under its real path alone.
         return chosen.resolve()
 
@@ -275,6 +276,11 @@ def session_of(config: pytest.Config) -> RunSession:
         config.stash[_SESSION] = RunSession(config, read_options(config))
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
     return config.stash[_SESSION]
+
+
+def is_run_dir_open(config: pytest.Config) -> bool:
+    """Return whether the session has made its run directory."""
+    return _SESSION in config.stash and config.stash[_SESSION].is_open
 
 
 def write_line(config: pytest.Config, line: str) -> None:

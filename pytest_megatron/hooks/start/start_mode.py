@@ -36,8 +36,8 @@ from pytest_megatron.gpu.host import this_host, try_lease
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs
 from pytest_megatron.hooks.gangs.worker_contract import RankNode, configure_node, encode, node_down
 from pytest_megatron.hooks.nodes.leader import DEVICES, nodes_of
-from pytest_megatron.hooks.options import Options
-from pytest_megatron.hooks.session import session_of
+from pytest_megatron.hooks.options import Options, read_options
+from pytest_megatron.hooks.session import RunSession, is_run_dir_open
 from pytest_megatron.hooks.start.collector import SessionInfo
 from pytest_megatron.hooks.start.environment import (
     KEY,
@@ -139,9 +139,9 @@ def load_ahead(config: pytest.Config) -> None:
     if learnt is None or preloaded is None or has_contexts:
         return
     before, config.option = config.option, copy.copy(config.known_args_namespace)
-    try:
-        run = session_of(config)
-    except pytest.UsageError:  # reported when options are read again
+    try:  # again later: a hook of a conftest.py may change options
+        run = RunSession(config, read_options(config))
+    except pytest.UsageError:  # reported then
         return
     finally:
         config.option = before
@@ -164,7 +164,8 @@ def load_ahead(config: pytest.Config) -> None:
 
     def end() -> None:
         start_env.stop_preloaded()
-        writer.remove_ahead()
+        if not is_run_dir_open(config):
+            writer.remove_ahead()
 
     config.add_cleanup(end)
     info = make_session_info(config, address="", key=b"", digest="", is_single=False)

@@ -6,6 +6,7 @@ a full disk text is lost, but no test fails.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import io
@@ -51,10 +52,18 @@ class RankLogs:
         """Redirect stdout and stderr of this process to the log files, and stdin to /dev/null."""
         open_standard_descriptors()  # else files opened here would get their numbers
         close_stdin()
-        for number, stream in enumerate(_STREAMS, start=1):
+        null = os.open(os.devnull, os.O_WRONLY)
+        originals = (sys.__stdout__, sys.__stderr__)  # which a module may keep
+        for number, (stream, original) in enumerate(zip(_STREAMS, originals, strict=True), start=1):
+            os.dup2(null, number)
+            if isinstance(original, io.TextIOWrapper):
+                with contextlib.suppress(OSError, ValueError):  # it is closed
+                    original.flush()  # to nowhere: text of the process that was forked
+                    original.reconfigure(line_buffering=True)
             descriptor = self._open(stream)
             os.dup2(descriptor, number)
             os.close(descriptor)
+        os.close(null)
         sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115 - lives on
         sys.stdout = _text_stream(1)
         sys.stderr = _text_stream(2)

@@ -166,7 +166,7 @@ def test_a_session_whose_output_cannot_be_written_leaves_nothing(suite: Suite) -
         done = subprocess.run(
             suite.command("--ranks", "2"),
             cwd=suite.root,
-            env=suite.env(),
+            env=suite.env(PYTHONUNBUFFERED="1"),  # else Python's own exit code is 120
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

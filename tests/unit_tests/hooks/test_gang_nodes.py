@@ -127,6 +127,9 @@ def test_needs_no_torch(rank):
 """
 
 
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a session prints is waited for
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Two nodes on this machine: sessions of one suite, each with output and results."""
@@ -152,7 +155,7 @@ class Cluster:
             f"--junitxml={self.root}/{node_rank}.xml",
             *arguments,
         ]
-        own = {"PYTEST_MEGATRON_KEY": "k", "COLUMNS": "300", "UP": f"{self.root}/up"}
+        own = {"PYTEST_MEGATRON_KEY": "k", "COLUMNS": "300", "UP": f"{self.root}/up"} | UNBUFFERED
         with (self.root / f"{node_rank}.out").open("wb") as output:
             session = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *given],
@@ -393,7 +396,7 @@ def collect(root: Path, *sessions: Sequence[str], **env: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", SESSIONS, json.dumps(sessions)],
         cwd=root,
-        env=kept | env,
+        env=kept | UNBUFFERED | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -141,6 +141,7 @@ def test_the_limit_of_pytest_timeout_is_the_gangs(tmp_path: Path, how: str) -> N
         *("-v", "--ranks=2", "--timeout-method=signal", "--rank-grace=1"),
         *(["--timeout=1"] if how == "option" else []),
         *(["--deselect=test_slow.py::test_mark_wins"] if how != "option" else []),
+        env={"PYTHONUNBUFFERED": "1"},  # else pytest-timeout writes between a test and its word
     )
     words = {name: run.words.get(name) for name in ("test_hangs", "test_next", "test_mark_wins")}
     assert words == {

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing_extensions import override
 
 __all__ = [
-    "AdoptError",
     "CaseError",
     "CiError",
     "ConfigError",
@@ -29,6 +28,12 @@ __all__ = [
     "TraceError",
     "TriageError",
 ]
+
+REMOVED = {  # a command or an option of earlier versions: what to do instead
+    "adopt": "was removed; docs/migration.md has the places to look for and what to type instead",
+    "--keep-contexts": "was removed, as runs were slower with it; drop it, --keep-gangs is enough",
+    "--pack-gpus": "was removed, as it gained little; drop it: each gang has its own GPUs",
+}
 
 
 class MegatronError(Exception):
@@ -59,10 +64,6 @@ class ReproError(MegatronError):
 
 class RunError(MegatronError):
     """A run directory or an artifact of one cannot be found or read."""
-
-
-class AdoptError(MegatronError):
-    """A project cannot be searched, changed or proved, or nothing was found in it."""
 
 
 class CulpritError(MegatronError):

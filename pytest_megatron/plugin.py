@@ -1,11 +1,12 @@
-"""Entry point `pytest11`: options, fixtures and, where asked for, workloads and gangs.
+"""The plugin: options, fixtures and, where asked for, workloads and gangs.
 
-Runs at every pytest start, also of people who never use it: must import nothing heavy (no torch,
-no pydantic, no yaml) and change nothing while none of our options is given.
+`pytest_megatron.entry` loads it in a session that asks for it. It must import nothing heavy (no
+torch, no pydantic, no yaml) and run tests as ever while none of our options is given.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them h
     shared_tmp_path,
     world_size,
 )
+from pytest_megatron.hooks.inherited import leave_out_of_environment
 from pytest_megatron.hooks.markers import (
     asks_for_gang,
     declare_marks,
@@ -37,6 +39,7 @@ from pytest_megatron.hooks.markers import (
     parametrise_sizes,
 )
 from pytest_megatron.hooks.options import has_workers
+from pytest_megatron.hooks.short_names import PREFIX, ShortNames
 from pytest_megatron.hooks.start.environment import (
     KEY,
     record_start_environment,
@@ -54,14 +57,19 @@ if TYPE_CHECKING:
 
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
+_CHANGING_ARGUMENTS = frozenset(("attach", "bucket", "changed", "keep-gangs"))
+_ACTING_EARLY = _CHANGING_ARGUMENTS | {"record-changed"}
 _HAS_GANGS = pytest.StashKey[bool]()
+_SHORT_NAMES = pytest.StashKey[ShortNames]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Declare the options; run the session in a kept process before other plugins are loaded."""
-    options.add_options(parser)
+    names = options.add_options(parser, pluginmanager)
     config = pluginmanager.get_plugin("pytestconfig")
-    if isinstance(config, pytest.Config) and not _is_rank(config):
+    assert isinstance(config, pytest.Config)
+    config.stash[_SHORT_NAMES] = names
+    if not _is_rank(config):
         with options.parsed_early(config, parser) as minutes:
             if minutes:
                 from pytest_megatron.hooks.start.keep import keep_gangs_early
@@ -101,6 +109,8 @@ def pytest_keep_gangs(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None]:
     """Run the session in a kept process, if there is one, before pytest captures output."""
+    names = early_config.stash[_SHORT_NAMES]
+    typed, num_taken = list(args), len(names.taken)
     options.release_paths(early_config, parser, args)
     minutes = options.early_minutes(early_config)
     plugin = None
@@ -115,12 +125,50 @@ def pytest_keep_gangs(
             early_config.known_args_namespace = parser.parse_known_args([])
             early_config.known_args_namespace.noconftest = True
     yield
+    names.end()
+    taken = names.taken[num_taken:]  # by conftest files, after words were read as ours
+    if not _CHANGING_ARGUMENTS.isdisjoint(taken):
+        args[:] = typed
+    if taken:
+        given, option = early_config.known_args_namespace, copy.copy(early_config.option)
+        early_config.known_args_namespace = parser.parse_known_args(args, namespace=option)
+        early_config.known_args_namespace.confcutdir = given.confcutdir
+        early_config.stash[KEY].forget_unless(options.early_size(early_config))
     if plugin is not None:
         plugin.check(early_config)
 
 
+def begin_late(early_config: pytest.Config, args: Sequence[object]) -> None:
+    """Begin a session whose conftest.py asks for the plugin, once all of them are loaded.
+
+    Raises:
+        pytest.UsageError: An option is typed that acts before.
+    """
+    names = early_config.stash[_SHORT_NAMES]
+    names.end()
+    for word in map(str, args):
+        name = word.partition("=")[0].removeprefix("--").removeprefix(PREFIX)
+        if word.startswith("--") and name in _ACTING_EARLY and name not in names.taken:
+            raise pytest.UsageError(
+                f"--{name}: acts before conftest files are loaded, and one of them asks for "
+                f"pytest-megatron by pytest_plugins; ask for it with -p megatron, typed or in "
+                f"addopts"
+            )
+    record_start_environment(early_config)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name the options that others have."""
+    taken = sorted(config.stash[_SHORT_NAMES].taken)
+    if not taken:
+        return None
+    theirs, ours = (", ".join(f"--{p}{name}" for name in taken) for p in ("", PREFIX))
+    return f"megatron: declared by this project or another plugin: {theirs}; ours: {ours}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
+    _leave_to_others(config)
     _register_selections(config)
     if _is_rank(config):
         declare_marks(config)
@@ -140,9 +188,6 @@ def pytest_configure(config: pytest.Config) -> None:
     declare_marks(config)
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
-    if chosen.num_packed > 1 and has_workers(config):
-        problem = "each worker of pytest-xdist (-n) has GPUs of its own; drop one of them"
-        raise pytest.UsageError(f"--pack-gpus: {problem}")
     if chosen.node_rank > 0:
         from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 
@@ -153,6 +198,14 @@ def pytest_configure(config: pytest.Config) -> None:
         _register_gangs(config)
     elif chosen.run_dir is not None:
         _register_run_file(config, chosen)
+
+
+def _leave_to_others(config: pytest.Config) -> None:
+    """Leave short names to conftest files further down, and the environment to tests."""
+    names = config.stash[_SHORT_NAMES]
+    if not config.option.help:
+        names.withdraw()
+    leave_out_of_environment(config, names.taken)
 
 
 def _register_selections(config: pytest.Config) -> None:

@@ -48,7 +48,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a regular file of at most `most` bytes.
 
     Raises:
-        OSError: As from `open_regular`, or it is larger.
+        OSError: It cannot be opened, see `open_regular`, or it is larger.
     """
     with open_regular(path) as file:
         is_large = os.fstat(file.fileno()).st_size > most
@@ -73,7 +73,7 @@ def digest_of(path: Path) -> str:
     """Return the SHA-256 of a regular file, in hexadecimal digits.
 
     Raises:
-        OSError: As from `read_bytes`.
+        OSError: It cannot be read, see `read_bytes`.
     """
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
@@ -82,7 +82,7 @@ def read_text(path: Path, *, errors: str = "strict") -> str:
     """Return the UTF-8 text of a regular file.
 
     Raises:
-        OSError: As from `read_bytes`.
+        OSError: It cannot be read, see `read_bytes`.
         UnicodeDecodeError: It is not UTF-8, and `errors` is strict.
     """
     return read_bytes(path).decode("utf-8", errors)
@@ -92,8 +92,8 @@ def read_json(path: Path, *, is_lenient: bool = False) -> JsonValue:
     """Return the JSON value that a regular file holds; `is_lenient` as in `parse_json`.
 
     Raises:
-        OSError: As from `read_bytes`.
-        ValueError: As from `parse_json`.
+        OSError: It cannot be read, see `read_bytes`.
+        ValueError: It is no JSON, see `parse_json`.
     """
     return parse_json(read_bytes(path), is_lenient=is_lenient)
 
@@ -178,7 +178,7 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
     """Replace `path` by a file with `content`, as `write_text_atomically` does.
 
     Raises:
-        OSError: As from `write_text_atomically`.
+        OSError: It cannot be written, see `write_text_atomically`.
     """
     _stage(path, content).replace(path)
 
@@ -187,7 +187,7 @@ def write_texts_together(texts: Mapping[Path, str]) -> None:
     """Replace several files; none of them unless all can be written.
 
     Raises:
-        OSError: As from `write_text_atomically`; every file is as it was.
+        OSError: One cannot be written, see `write_text_atomically`; every file is as it was.
     """
     staged: dict[Path, Path] = {}
     try:
@@ -224,7 +224,7 @@ def rewrite_lines_atomically(path: Path, change: Callable[[str], str]) -> None:
     Nobody else may be writing to the file.
 
     Raises:
-        OSError: As from `write_text_atomically`.
+        OSError: It cannot be written, see `write_text_atomically`.
     """
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"

@@ -41,7 +41,7 @@ class ProjectConfig:
     Attributes:
         file: The `pyproject.toml` that was read, None where there is none.
         scopes: Words beside the built-in ones; `platforms` and `environments` alike.
-        signature_files: Of signatures of the project's own, for triage.
+        signature_files: Files with signatures of the project's own, for triage.
         secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
         kept_variables: Patterns of names of variables that a run keeps, to be set again when it
             is reproduced.

@@ -23,7 +23,7 @@ from annotated_types import Ge, MinLen
 from typing_extensions import get_type_hints, override
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import one_of
+from pytest_megatron.base.text import closest, one_of
 from pytest_megatron.errors import MegatronError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ _Kind = TypeVar("_Kind", bound=type)
 _Schema: TypeAlias = Mapping[str, JsonValue]
 _MOST_SHOWN = 60  # characters of a value in a message
 _ADD = "; add it"
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # of a key, to pydantic
 _WITHOUT_POINT = re.compile(r"(\d+)(e[-+]?\d+)")
 
 Count: TypeAlias = Annotated[int, Ge(0)]
@@ -57,7 +58,7 @@ class Checked:
     """A limit of a value: `check` returns it, or raises a ValueError that has the problem.
 
     Attributes:
-        published: Its keys in the JSON schema.
+        published: Keys for the JSON schema.
     """
 
     check: Callable[[Never], object]
@@ -220,7 +221,7 @@ def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
 
     Args:
         kind: The type of the value.
-        value: As YAML, TOML or JSON hold it.
+        value: Plain data, read from YAML, TOML or JSON.
         at: Where it is in its document.
 
     Raises:
@@ -254,7 +255,7 @@ def read(
     """Return a document, or a `value` with the places of one, as `kind`.
 
     Raises:
-        MegatronError: As `error`, for the first place where it departs from the schema.
+        MegatronError: An `error`, for the first place where it departs from the schema.
     """
     try:
         return validate(kind, document.value if value is None else value)
@@ -297,9 +298,18 @@ def explain(
     for error in errors:
         problem = _problem(schema, error, at)
         found.setdefault(problem.path, problem)
-    # A list of which an element is wrong is called too short besides.
+    # A list of which an element is wrong is called too short besides, a misspelt key missing.
     outer = {path[:length] for path in found for length in range(len(path))}
+    outer |= {(*path[:-1], key) for path in found if (key := _meant_by(path, found)) is not None}
     return tuple(problem for path, problem in found.items() if path not in outer)
+
+
+def _meant_by(path: YamlPath, found: Mapping[YamlPath, SchemaProblem]) -> str | None:
+    """Return the missing key that an unknown one beside it looks like, if there is one."""
+    if found[path].kind not in _UNKNOWN:
+        return None
+    missing = (one for one, problem in found.items() if problem.kind == "missing")
+    return closest(str(path[-1]), [str(one[-1]) for one in missing if one[:-1] == path[:-1]])
 
 
 def shown(value: object) -> str:
@@ -336,7 +346,7 @@ def _adapter(kind: type) -> TypeAdapter[object]:
 def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
     """Put one of pydantic's errors into words."""
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
-    is_unknown = kind in {"extra_forbidden", "unexpected_keyword_argument"}
+    is_unknown = kind in _UNKNOWN
     if loc[-1:] == ("[key]",) and not is_unknown:
         loc = loc[:-1]  # the key itself is wrong
     if kind == "json_invalid":

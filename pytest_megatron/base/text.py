@@ -12,7 +12,7 @@ def describe_exit(exit_code: int) -> str:
     """Return `was killed by SIGSEGV` or `exited with code 1`.
 
     Args:
-        exit_code: As `Popen.returncode`: negative means killed by that signal.
+        exit_code: `Popen.returncode`: negative means killed by that signal.
     """
     if exit_code >= 0:
         return f"exited with code {exit_code}"
@@ -79,12 +79,17 @@ def numbered_parameter(word: str) -> re.Pattern[str]:
     return re.compile(rf"\[{word}\d+\]$|(?<=\[){word}\d+-|-{word}\d+(?=[]-])")
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that looks most like `word`; None if none looks like it."""
     import difflib  # noqa: PLC0415  every session imports this module, few have such an error
 
-    close = difflib.get_close_matches(word, sorted(choices), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return next(iter(difflib.get_close_matches(word, sorted(choices), 1)), None)
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the choice that looks most like `word`, or nothing."""
+    close = closest(word, choices)
+    return "" if close is None else f"; did you mean {close!r}?"
 
 
 def one_of(word: object, choices: Iterable[object]) -> str:

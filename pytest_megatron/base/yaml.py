@@ -301,7 +301,7 @@ class YamlDocument:
     """One YAML file, a mapping at its top.
 
     Attributes:
-        file: As given by the caller.
+        file: Name that the caller gave.
         value: The data; a key written as a number or a boolean is its text.
         duplicates: Keys that occur twice, in file order.
     """
@@ -359,7 +359,7 @@ def read_yaml(path: Path, *, error: type[MegatronError]) -> YamlDocument:
     """Read a YAML file whose top is a mapping.
 
     Raises:
-        MegatronError: As `error`, with file and line: no such file, not UTF-8, not YAML, several
+        MegatronError: An `error` with file and line: no such file, not UTF-8, not YAML, several
             documents, no mapping at the top, an unknown tag or alias, or aliases that contain
             themselves or write out to more than a million values.
     """
@@ -390,7 +390,7 @@ def parse_document(text: str, file: Path) -> YamlDocument:
     """Parse the text of `file`.
 
     Raises:
-        YamlError: As `read_document`.
+        YamlError: The text is refused, as `read_document` does.
     """
     builder = Builder()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import posixpath
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,7 @@ from pytest_megatron.base.files import (
 )
 from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.changed.sources import (
+    EXISTS,
     LISTING,
     MODULE,
     WHOLE,
@@ -32,7 +34,7 @@ from pytest_megatron.changed.sources import (
 )
 from pytest_megatron.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "changed.z"
 _MOST_BYTES = 1 << 30  # of the text
 
@@ -43,11 +45,17 @@ class ProjectState:
 
     Attributes:
         environment: Name -> version, of Python and of packages.
-        files: Path -> digest.
+        files: Path in the checkout -> digest.
+        root: Path of pytest's root in the checkout; node ids are relative to it.
     """
 
     environment: dict[str, str]
     files: dict[str, str]
+    root: str = ""
+
+    def file_of(self, node_id: str) -> str:
+        """Return the file of a test, relative to the checkout."""
+        return posixpath.normpath(posixpath.join(self.root, node_id.partition("::")[0]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +66,7 @@ class TestEntry:
         state: Number of its state.
         mode: Kind and number of its ranks; of a workload its platform as well.
         time: Seconds since 1970, when it was recorded.
-        duration_s: Of its last run.
+        duration_s: Duration of the last run.
         problem: Why it runs whatever changed, or "".
         blocks: Numbers of its blocks.
     """
@@ -193,7 +201,15 @@ def restamped(record: TestRecord, node_ids: Iterable[str], state: ProjectState) 
 IMPORT = "import:"  # in front of the file
 COLLECT = "collect:"  # in front of the file
 _GONE = ("", "", "")  # the block of a file that a test has removed
-_FILES = ("loaded", "whole", "opened", "listed", "cached", "filled", "uses")
+_FILES = ("loaded", "whole", "opened", "listed", "asked", "cached", "filled", "uses")
+_NO_CODE = (WHOLE, LISTING, EXISTS)
+# Names of methods of Python's own types: most calls of them are none of a method of the project.
+_COMMON = frozenset(name for kind in (bytes, dict, list, set, str) for name in dir(kind))
+_MAKING = ("__init__", "__new__", "__post_init__")  # which the name of their class calls
+_READING = frozenset(
+    ("open", "read", "read_text", "read_bytes", "load", "glob", "iterdir", "listdir")
+)
+_BLOCKS = (("opened", WHOLE), ("listed", LISTING), ("asked", EXISTS))
 
 
 @dataclass(slots=True)
@@ -205,7 +221,7 @@ class WindowNotes:
         files: Kind -> full names; `uses` are keys of other windows.
         ranks: Those that noted something; `num_ranks` is their number, 0 without ranks.
         num_processes: Lines of any process.
-        file: Of the test, relative to the root.
+        file: File of the test, relative to the checkout.
         mode: Kind and number of its processes.
         counts: File -> how many tests it has.
     """
@@ -241,7 +257,7 @@ class FinishedTest:
     """A test that ran.
 
     Attributes:
-        file: Relative to the root.
+        file: Relative to the checkout.
         mode: Kind and number of its ranks.
         num_ranks: Ranks that have to have noted something; 0 for none.
         problem: Why it runs whatever changes, or "".
@@ -283,9 +299,15 @@ class Joiner:
         self._code = functools.cache(self._find_code)
         self._window = functools.cache(self._find_window)
         self._cached = functools.cache(self._find_cached)
+        self._kept = functools.cache(self._find_kept)
+        self._keeping = functools.cache(sources.keeping)
         self._collected = functools.cache(self._find_collected)
         self._filled: dict[str, set[str]] = {}  # cached function -> windows that called it
+        self._imports: dict[str, list[str]] = {}  # module -> windows of its imports
         for key, window in notes.items():
+            module = sources.shorten(key.removeprefix(IMPORT)) if key.startswith(IMPORT) else None
+            if module is not None:
+                self._imports.setdefault(module, []).append(key)
             for cache in window.files["filled"]:
                 self._filled.setdefault(cache, set()).add(key)
 
@@ -299,8 +321,9 @@ class Joiner:
         """Return the record of the tests that ran."""
         keys = {node_id: self._keys(node_id, test.file) for node_id, test in tests.items()}
         used = {node_id: self._blocks(keys[node_id], test.file) for node_id, test in tests.items()}
-        written = {path for path, _, _ in self._numbers if self._is_written(path)}
-        late = {n: block[0] for block, n in self._numbers.items() if block[0] in written}
+        read = {block: n for block, n in self._numbers.items() if block[1] != EXISTS}
+        written = {path for path in {path for path, _, _ in read} if self._is_written(path)}
+        late = {n: block[0] for block, n in read.items() if block[0] in written}
         entries = {
             node_id: TestEntry(
                 state=0,
@@ -367,10 +390,52 @@ class Joiner:
         code = self._code(key)
         kinds = {kind: self._paths(names) for kind, names in self._notes[key].files.items()}
         names = {(p, block_of_code(name)) for p, name in code}
-        names |= {(p, WHOLE) for p in (*kinds["whole"], *kinds["opened"])}
-        names |= {(p, LISTING) for p in kinds["listed"]}
+        keepers = {(p, name) for p, name in names if name in self._keeping(p)}
+        kept = set[tuple[str, str]]().union(*(self._kept(p, name) for p, name in keepers))
+        names |= kept
+        names |= {(p, WHOLE) for p in kinds["whole"]}
+        names |= self._files_of(key)
         starts = kinds["loaded"] | kinds["whole"] | {p for p, _ in code}
+        starts |= {p for p, name in kept if name not in _NO_CODE}
         return frozenset(self._block(*pair) for pair in names), frozenset(starts)
+
+    @functools.cached_property
+    def _runs(self) -> Mapping[tuple[str, str], Collection[str]]:
+        """Function that keeps what it computed -> windows in which it ran."""
+        found: dict[tuple[str, str], set[str]] = {}
+        for key in self._notes:
+            for path, name in self._code(key):
+                block = block_of_code(name)
+                if block in self._keeping(path):
+                    found.setdefault((path, block), set()).add(key)
+        return found
+
+    def _find_kept(self, path: str, function: str) -> frozenset[tuple[str, str]]:
+        """Return what computed the values that a function may have kept, in any window.
+
+        That is the code whose name stands in it, directly or in such code, and that ran where it
+        ran as well, but for methods of strings and containers in such code; and the files that
+        these windows read, if a name says that it reads.
+        """
+        windows = self._runs[path, function]
+        code = set[tuple[str, str]]().union(*map(self._code, windows))
+        by_name: dict[str, set[tuple[str, str]]] = {}
+        for pair in code:
+            *_, owner, name = ".", *pair[1].split(".")
+            by_name.setdefault(owner if name in _MAKING else name, set()).add(pair)
+        found: set[tuple[str, str]] = set()
+        names, waiting = set[str](), set(self._keeping(path)[function])
+        while waiting:
+            name = waiting.pop()
+            names.add(name)
+            for at, qualname in by_name.pop(name, ()):
+                block = block_of_code(qualname)
+                if (at, block) not in found:
+                    found.add((at, block))
+                    waiting |= self._sources.names_in(at, block) - names - _COMMON
+        if not names.isdisjoint(_READING):
+            found |= set[tuple[str, str]]().union(*map(self._files_of, windows))
+        return frozenset(found)
 
     def _find_cached(self, cache: str) -> tuple[frozenset[int], frozenset[str]]:
         """Return the blocks and modules that computed the values of a cached function.
@@ -384,14 +449,19 @@ class Joiner:
             reach = self._sources.closure(self._file_of(own))
             for key in self._filled.get(own, ()):
                 names |= {(p, block_of_code(name)) for p, name in self._code(key) if p in reach}
-                files = self._notes[key].files
-                for kind, block in (("opened", WHOLE), ("listed", LISTING)):
-                    names |= {(p, block) for p in self._paths(files[kind])}
-                inner = {c for c in files["cached"] if self._file_of(c) in reach} - seen
+                names |= self._files_of(key)
+                inner = {
+                    c for c in self._notes[key].files["cached"] if self._file_of(c) in reach
+                } - seen
                 seen |= inner
                 waiting += inner
-        starts = frozenset(p for p, block in names if block not in (WHOLE, LISTING))
+        starts = frozenset(p for p, block in names if block not in _NO_CODE)
         return frozenset(self._block(*pair) for pair in names), starts
+
+    def _files_of(self, key: str) -> set[tuple[str, str]]:
+        """Return the files and folders that a window used by other means than to run them."""
+        files = self._notes[key].files
+        return {(path, block) for kind, block in _BLOCKS for path in self._paths(files[kind])}
 
     def _paths(self, full_names: Iterable[str]) -> set[str]:
         """Return the paths of the project's files among those with full names."""
@@ -408,11 +478,10 @@ class Joiner:
         while waiting:
             for module in self._sources.closure(waiting.pop()) - reached:
                 reached.add(module)
-                key = f"{IMPORT}{self._sources.root}/{module}"
-                if key in self._notes:
+                for key in self._imports.get(module, ()):
                     found, files = self._code(key), self._notes[key].files
                     names |= {(p, block_of_code(name)) for p, name in found}
-                    names |= {(p, WHOLE) for p in self._paths(files["opened"])}
+                    names |= self._files_of(key)
                     waiting |= ({p for p, _ in found} | self._paths(files["loaded"])) - reached
         names |= {(module, MODULE) for module in reached}
         return frozenset(reached), frozenset(self._block(*pair) for pair in names)

@@ -29,11 +29,20 @@ from typing import IO
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.changed.record import ProjectState, TestRecord, num_gpus, restamped
 from pytest_megatron.changed.select import Changes
-from pytest_megatron.changed.sources import LINK, Sources, blocks_of, digest
+from pytest_megatron.changed.sources import (
+    EXECUTABLE,
+    EXISTS,
+    KINDS,
+    LINK,
+    Sources,
+    blocks_of,
+    checkout_of,
+    digest,
+)
 from pytest_megatron.errors import SelectionError
 
 _WHERE = "--replay"
-_LINK_MODE, _FILE_MODES = "120000", ("100644", "100755")
+_LINK_MODE = "120000"
 _MOST_LINKS = 8
 
 
@@ -63,7 +72,7 @@ class ReplayedCommit:
         assumed: Node id -> why no record fits, of those that are assumed to be skipped.
         skipped: Node ids.
         num_judged: Skipped items with an outcome, there or later before they ran again.
-        num_failed: Of these.
+        num_failed: Number of these that failed.
         saved: Cost of the skipped.
         total: Cost of all.
     """
@@ -90,7 +99,7 @@ class ReplayReport:
     """The commits, the oldest first.
 
     Attributes:
-        unit: Of costs; GPU-seconds, if an item has a GPU.
+        unit: Unit of costs; GPU-seconds, if an item has a GPU.
         is_short: Whether there are fewer commits than were asked for.
         assuming: The same, if what is assumed to be skipped is skipped.
     """
@@ -119,7 +128,7 @@ class _Objects:
 
     def blocks(self, digest_of_file: str) -> Mapping[str, str]:
         """Return the blocks of a Python file of any tree that was read; none of another."""
-        name = self._names.get(digest_of_file)
+        name = self._names.get(digest_of_file.removesuffix(EXECUTABLE))
         return {} if name is None else blocks_of(self.read(name))
 
     def read(self, name: str) -> bytes:
@@ -154,13 +163,14 @@ class _CommitTree:
         self._objects = objects
         self._files: dict[str, str] = {}
         self._links: dict[str, str] = {}
+        self._modes: dict[str, str] = {}
         for line in filter(None, os.fsdecode(listing).split("\0")):
             head, _, path = line.partition("\t")
             mode, _, name = head.split(" ")
             if mode == _LINK_MODE:
                 self._links[path] = os.fsdecode(objects.read(name))
-            elif mode in _FILE_MODES:
-                self._files[path] = name
+            elif mode in KINDS:
+                self._files[path], self._modes[path] = name, mode
 
     def _real(self, path: str) -> str:
         for _ in range(_MOST_LINKS):
@@ -193,10 +203,23 @@ class _CommitTree:
         """Return the names in a directory; None where there is none."""
         return self._directories.get(self._real(path))
 
+    def kind(self, path: str) -> str:
+        """Return what there is, in a word."""
+        link = f"{LINK}{self._links[path]} " if path in self._links else ""
+        real = self._real(path)
+        what = (
+            "folder"
+            if real in self._directories
+            else KINDS.get(self._modes.get(real, ""), "nothing")
+        )
+        return link + what
+
     @property
     def digests(self) -> dict[str, str]:
         """Path -> digest, as of the files of a working tree."""
         found = {path: self._objects.digest(name) for path, name in self._files.items()}
+        for path, mode in self._modes.items():
+            found[path] += EXECUTABLE if KINDS[mode] == "program" else ""
         return found | {path: f"{LINK}{target}" for path, target in self._links.items()}
 
 
@@ -205,7 +228,7 @@ class _Snapshot:
     """The project at a commit.
 
     Attributes:
-        reasons: Of each record, node id -> why it does not fit.
+        reasons: Reasons for each record, node id -> why it does not fit.
     """
 
     commit: str
@@ -216,14 +239,19 @@ class _Snapshot:
 
 
 def _snapshot(
-    root: Path, objects: _Objects, commit: str, subject: str, records: Sequence[TestRecord]
+    place: tuple[Path, str],
+    objects: _Objects,
+    commit: str,
+    subject: str,
+    records: Sequence[TestRecord],
 ) -> _Snapshot:
+    root, start = place
     listing = read_git(root, "ls-tree", "-r", "-z", commit)
     if listing is None:
         raise SelectionError(_WHERE, f"git cannot list the files of {commit}; fetch the history")
     tree = _CommitTree(objects, listing)
     sources = Sources(root, tree=tree)
-    state = ProjectState(environment={}, files=tree.digests)
+    state = ProjectState(environment={}, files=tree.digests, root=start)
     reasons = []
     for record in records:
         changes = Changes(record, sources, state)
@@ -287,7 +315,7 @@ def _foreign(
         if path.endswith(".py"):
             was, is_now = before.sources.blocks(path), now.sources.blocks(path)
             changed = {name for name in was.keys() | is_now if was.get(name) != is_now.get(name)}
-            strange = changed - objects.blocks(state.files.get(path, "")).keys()
+            strange = changed - {EXISTS} - objects.blocks(state.files.get(path, "")).keys()
             if strange:
                 shown = max(strange, key=len)
                 reasons[path] = f"{path}::{shown} changed, and no record has it"
@@ -300,7 +328,8 @@ def _foreign(
 
 def _exists(node_id: str, now: _Snapshot, named: Collection[tuple[str, str]]) -> bool:
     """Return false for an item whose file or function a commit does not have."""
-    file, *names = node_id.partition("[")[0].split("::")
+    _, *names = node_id.partition("[")[0].split("::")
+    file = now.state.file_of(node_id)
     name = ".".join(names)
     is_function = (file, name) in named
     return file in now.state.files and (not is_function or name in now.sources.blocks(file))
@@ -367,9 +396,9 @@ def replay(
     """Return what `--changed` would have done at the last commits, each beside the one before.
 
     Args:
-        root: Of the project.
+        root: Root of the project.
         number: How many commits, along first parents.
-        records: Of any commits.
+        records: Records of any commits.
         outcomes: Commit and node id -> whether each run was good.
         durations: Node id -> seconds; where there are none, those of the record count.
 
@@ -390,8 +419,9 @@ def replay(
         is_shallow = ask_git(root, "rev-parse", "--is-shallow-repository") == "true"
         way = "the clone is shallow; fetch more history" if is_shallow else "run it in a checkout"
         raise SelectionError(_WHERE, f"git has no two commits here, one after the other; {way}")
+    place = checkout_of(root)
     with _open_objects(root) as objects:
-        steps = [_snapshot(root, objects, name, subject, records) for name, _, subject in pairs]
+        steps = [_snapshot(place, objects, name, subject, records) for name, _, subject in pairs]
         compared = [
             _compare(records, objects, before, now) for before, now in itertools.pairwise(steps)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.base.text import counted
+from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
 from pytest_megatron.changed.record import (
     ProjectState,
     TestEntry,
@@ -21,12 +23,15 @@ from pytest_megatron.changed.record import (
 )
 from pytest_megatron.changed.sources import (
     CONFTEST,
+    EXISTS,
+    KINDS,
     LINK,
     LISTING,
     MODULE,
     WHOLE,
     Sources,
     blocks_of,
+    checkout_of,
     files_of,
 )
 from pytest_megatron.errors import SelectionError
@@ -54,9 +59,9 @@ class Changes:
         """Compare.
 
         Args:
-            record: Of earlier runs.
+            record: Record of earlier runs.
             sources: The project now.
-            now: Its files, and the environment; an empty one is not compared.
+            now: The files as they are, and the environment; an empty one is not compared.
             base_blocks: Path -> blocks in a base revision, of the files that differ from it.
             before: The project as the entries' states have it; by default the blocks of the record
                 are compared, which are the same unless the entries are of other code.
@@ -74,8 +79,8 @@ class Changes:
         """Return why a test runs; None for one that nothing changed for.
 
         Args:
-            node_id: Of the test.
-            mode: As it would run now; None if that is not known.
+            node_id: Node id of the test.
+            mode: Mode in which it would run now; None if that is not known.
         """
         entry = self._record.tests.get(node_id)
         if entry is None:
@@ -84,6 +89,8 @@ class Changes:
             return entry.problem
         if mode is not None and entry.mode != mode:
             return f"it was recorded as {entry.mode}, and would run as {mode}"
+        if self._record.states[entry.state].root != self._now.root:
+            return "it was recorded by a session with another root directory"
         return self._reason_of_state(entry.state, node_id) or self._changed_block(entry)
 
     def _changed_block(self, entry: TestEntry) -> str | None:
@@ -118,7 +125,7 @@ class Changes:
                     was = value if before is None else before.get(name)
                     is_changed = not is_same and now.get(name) != was
                     if is_changed or self._base.get(path, now).get(name) != now.get(name):
-                        shown = "" if name in (MODULE, WHOLE, LISTING) else f"::{name}"
+                        shown = "" if name in (MODULE, WHOLE, LISTING, EXISTS) else f"::{name}"
                         yield number, f"{path}{shown} changed"
 
     def _reason_of_state(self, state: int, node_id: str) -> str | None:
@@ -131,7 +138,8 @@ class Changes:
         if self._reasons[state]:
             return self._reasons[state]
         for path in self._new_conftests[state]:
-            if PurePosixPath(node_id.partition("::")[0]).is_relative_to(PurePosixPath(path).parent):
+            file = PurePosixPath(self._now.file_of(node_id))
+            if file.is_relative_to(PurePosixPath(path).parent):
                 return f"{path} is new"
         return None
 
@@ -152,7 +160,7 @@ class Changes:
 
     def _is_known(self, path: str, state: ProjectState) -> bool:
         """Return true if tests that used a file that is no Python are known, or none can have."""
-        if (path, WHOLE) in self._used:
+        if not {(path, WHOLE), (path, EXISTS)}.isdisjoint(self._used):
             return True
         is_gone_or_new = (path in state.files) != (path in self._now.files)
         if is_gone_or_new and (str(PurePosixPath(path).parent), LISTING) in self._used:
@@ -199,7 +207,7 @@ def blocks_at(root: Path, base: str) -> dict[str, Mapping[str, str]]:
     if base.startswith("-") or not re.fullmatch(r"\S+", base):
         raise SelectionError(where, "is no revision, expected a branch, a tag or a commit")
     commit = ask_git(root, "merge-base", "HEAD", base)
-    words = "diff", "--name-only", "--relative", "-z", commit or ""
+    words = "diff", "--raw", "--no-renames", "-z", commit or ""
     differing = None if commit is None else read_git(root, *words)
     if commit is None or differing is None:
         shallow = ask_git(root, "rev-parse", "--is-shallow-repository") == "true"
@@ -210,16 +218,18 @@ def blocks_at(root: Path, base: str) -> dict[str, Mapping[str, str]]:
             "write --changed=BASE in front of the tests"
         )
         raise SelectionError(where, problem)
-    names = [name for name in differing.decode("utf-8", "surrogateescape").split("\0") if name]
-    return {name: _blocks_at(root, commit, name) for name in names}
+    entries = os.fsdecode(differing).split("\0")
+    modes = dict(zip(entries[1::2], (facts[1:7] for facts in entries[::2]), strict=False))
+    return {name: _blocks_at(root, commit, name, mode) for name, mode in modes.items()}
 
 
-def _blocks_at(root: Path, commit: str, path: str) -> Mapping[str, str]:
+def _blocks_at(root: Path, commit: str, path: str, mode: str) -> Mapping[str, str]:
+    exists = {EXISTS: KINDS.get(mode, "nothing")}
     source = read_git(root, "show", f"{commit}:./{path}")
     if source is None:
-        return {}
+        return exists
     found = blocks_of(source)
-    return found if path.endswith(".py") else {WHOLE: found[WHOLE]}
+    return {**(found if path.endswith(".py") else {WHOLE: found[WHOLE]}), **exists}
 
 
 def summary(reasons: Mapping[str, str], num_items: int, most: int = 3) -> list[str]:
@@ -237,7 +247,7 @@ class Unaffected:
     """Items for which nothing changed.
 
     Attributes:
-        node_ids: Of tests and workloads.
+        node_ids: Node ids of tests and workloads.
         files: Files of tests, all of whose tests are recorded and unaffected.
     """
 
@@ -260,8 +270,9 @@ def unaffected_since(root: Path, base: str, files: Iterable[Path]) -> Unaffected
         ConfigError: A record cannot be read.
         SelectionError: git is missing, or does not know the base.
     """
-    full = root.resolve()
+    top, start = checkout_of(root.resolve())
     paths = [file.resolve() for file in files]
     record = merge_records(map(read_record, paths))
-    now = ProjectState(environment={}, files=files_of(full, *paths))
-    return find_unaffected(record, Changes(record, Sources(full), now, blocks_at(full, base)))
+    paths += [path.with_name(DRAWN) for path in paths]
+    now = ProjectState(environment={}, files=files_of(top, *paths), root=start)
+    return find_unaffected(record, Changes(record, Sources(top), now, blocks_at(top, base)))

@@ -35,10 +35,22 @@ _IGNORED = ("/.git/", "/.pytest_megatron/", "/.pytest_cache/", "/__pycache__/", 
 _ELSEWHERE = frozenset(
     ("docker", "podman", "enroot", "kubectl", "sbatch", "srun", "salloc", "ssh", "env")
 )
+# Programs that read no file of a project; of others nobody knows which they read.
+_BLIND = frozenset(
+    (
+        *("echo", "false", "free", "hostname", "id", "kill", "ldconfig", "lscpu", "nproc"),
+        *("nvidia-smi", "ps", "rocm-smi", "sleep", "stty", "true", "tty", "uname", "whoami"),
+    )
+)
 _BARE = frozenset(("-I", "-E", "-S"))  # options of Python that leave the recorder out
 _GUARD = "/pytest_megatron/process/guard.py"
 _REWRITER = "/_pytest/assertion/rewrite.py"
-_FRAMES = 7  # from here to the importer
+_MOST_HEAD = 512  # bytes of a script in which its interpreter is named
+_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
+_IMPORTERS = ("<frozen importlib", "<frozen zipimport")
+_LINES = "/linecache.py"
+_SITE = os.path.join(_LIBRARY, "site-packages", "")
+_QUESTIONS = ("stat", "lstat", "access", "readlink")  # of `os`, which no audit hook sees
 _HAS_MONITORING = sys.version_info >= (3, 12)
 
 
@@ -154,6 +166,9 @@ class _Profiling:
         return seen
 
 
+_KINDS = ("loaded", "opened", "listed", "asked")
+
+
 class _Window:
     """The notes of one window."""
 
@@ -163,6 +178,7 @@ class _Window:
         self.loaded: set[str] = set()
         self.opened: set[str] = set()
         self.listed: set[str] = set()
+        self.asked: set[str] = set()  # for whether they are there
         self.problem = ""
         self.counts: list[tuple[int, int]] = []  # hits and misses of each cache, at the start
 
@@ -174,13 +190,16 @@ class Watch:
         """Start recording.
 
         Args:
-            root: Of the project.
-            directory: Of the notes.
-            key: Of the outermost window.
+            root: The checkout.
+            directory: Directory of the notes.
+            key: Key of the outermost window.
             has_windows: Whether windows are opened; else a line is written for each thing seen, as
                 a process may be killed.
         """
         self._root = os.path.join(os.path.abspath(root), "")
+        self._starts = (self._root, os.path.join(os.path.realpath(root), ""))
+        prefix = os.path.join(sys.prefix, "")
+        self._outside = (prefix,) if prefix.startswith(self._starts) else ()  # a `.venv` in it
         self._directory = directory
         self._has_windows = has_windows
         self._windows = [_Window(key)]
@@ -201,6 +220,9 @@ class Watch:
             self._record_imports()
             self._pass_on(key)
         sys.addaudithook(self._audit)
+        for name in _QUESTIONS:
+            self._ask_through(name)
+        self._resolve_opens()
         os.register_at_fork(after_in_child=self._after_fork)
 
     @property
@@ -209,7 +231,13 @@ class Watch:
         return self._has_windows and len(self._windows) == 1
 
     def _is_own(self, name: str) -> bool:
-        return name.startswith(self._root) and not any(part in name for part in _IGNORED)
+        if "/.." in name:  # as of a path of modules
+            name = os.path.abspath(name)
+        return (
+            name.startswith(self._starts)
+            and not name.startswith(self._outside)
+            and not any(part in f"{name}/" for part in _IGNORED)
+        )
 
     @contextmanager
     def window(self, key: str) -> Generator[Callable[[Mapping[str, object]], None]]:
@@ -333,12 +361,37 @@ class Watch:
             if not self._is_own(own.path):
                 return execute(own, module)
             self._windows[-1].loaded.add(own.path)
+            self._note_importer(own.path)
             with self._nested(f"import:{own.path}"):
                 execute(own, module)
             self.find_caches(module)
             return None
 
         setattr(loader, "exec_module", exec_module)  # noqa: B010 - mypy refuses the assignment
+        real = importlib.import_module
+
+        @functools.wraps(real)
+        def import_module(name: str, package: str | None = None) -> ModuleType:
+            module = real(name, package)
+            path = str(getattr(module, "__file__", None) or "")
+            if self._is_own(path):  # it may have been loaded before
+                self._windows[-1].loaded.add(path)
+                self._note_importer(path)
+            return module
+
+        importlib.import_module = import_module
+
+    def _note_importer(self, path: str, kind: str = "loaded") -> None:
+        """Have a module count for all who import the one whose code imports it, however late.
+
+        It is executed once, for the first who asks: by `import_module`, a module's `__getattr__` or
+        a registry of plug-ins, which lists their package.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not self._is_own(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+            self._write_line({"key": f"import:{frame.f_code.co_filename}", kind: [path]})
 
     @contextmanager
     def _nested(self, key: str) -> Iterator[None]:
@@ -365,7 +418,9 @@ class Watch:
 
     def _on_open(self, args: tuple[object, ...]) -> None:
         path, mode, flags = args
-        name = self._name(path)
+        self._note_opened(self._name(path), mode, flags)
+
+    def _note_opened(self, name: str | None, mode: object, flags: object) -> None:
         is_code = name is not None and name.endswith(".py")
         if name is None or (is_code and self._is_in_session):  # imports are recorded elsewhere
             return
@@ -374,8 +429,90 @@ class Watch:
         )
         if is_written:
             self._written.add(name)
-        elif name not in self._written and not _is_importing():
+        elif name in self._written:
+            return
+        elif not _is_importing():
             self._add("opened", name)
+        elif not is_code:  # an archive with modules, which are loaded once for all
+            self._add_for_all(name)
+
+    def _add_for_all(self, name: str) -> None:
+        """Note a file that is loaded into this process: all tests may use it from now on."""
+        if self._has_windows:
+            self._write_line({"key": self._windows[0].key, "opened": [name]})
+        else:
+            self._append({"opened": [name]})
+
+    def _on_load(self, args: tuple[object, ...]) -> None:
+        """Note a library, by `ctypes`, or a module in C."""
+        path = args[-1] if len(args) == 1 else args[1]
+        name = self._name(path) if isinstance(path, str | bytes) and path else None
+        if name is not None:
+            self._add_for_all(name)
+
+    def _on_database(self, args: tuple[object, ...]) -> None:
+        path = args[0]
+        if isinstance(path, str) and path.startswith("file:"):
+            path = path.removeprefix("file:").partition("?")[0]
+        if path not in ("", b"", ":memory:"):
+            self._note_opened(self._name(path), "r", 0)
+
+    def _ask_through(self, question: str) -> None:
+        """Have a function of `os` note the files that it is asked about."""
+        real = getattr(os, question)
+
+        @functools.wraps(real)
+        def asked(*args: object, **options: object) -> object:
+            is_there = False
+            try:
+                found = real(*args, **options)
+                is_there = question == "stat"
+            finally:
+                if not (self._is_busy or self._is_stopped):
+                    path = args[0] if args else options.get("path")
+                    self._note_question(path, options, is_there=is_there)
+            return found
+
+        asked.__module__ = "os"  # where a pickle finds it
+        _replace(question, real, asked)
+
+    def _note_question(
+        self, path: object, options: Mapping[str, object], *, is_there: bool
+    ) -> None:
+        self._is_busy = True
+        try:
+            name = self._name(path, options.get("dir_fd"))
+            if name is None or name in self._written:
+                return
+            if self._is_in_session and not self._is_of_project():
+                return
+            self._add("asked", name)
+            caller = sys._getframe(2).f_code.co_filename
+            # Lines that `linecache` has read before are those of the file if it is still the same.
+            if is_there and (not name.endswith(".py") or caller.endswith(_LINES)):
+                self._add("opened", name)
+        except (TypeError, ValueError):
+            return  # no path, as the function itself says
+        finally:
+            self._is_busy = False
+
+    def _resolve_opens(self) -> None:
+        """Have `os.open` note files in an open directory, which its event does not name."""
+        real = os.open
+
+        @functools.wraps(real)
+        def opened(*args: object, **options: object) -> object:
+            if options.get("dir_fd") is not None and not (self._is_busy or self._is_stopped):
+                self._is_busy = True
+                try:
+                    name = self._name(args[0], options["dir_fd"])
+                    self._note_opened(name, "", args[1] if len(args) > 1 else 0)
+                finally:
+                    self._is_busy = False
+            return real(*args, **options)  # type: ignore[arg-type]
+
+        opened.__module__ = "os"
+        _replace("open", real, opened)
 
     def _add(self, kind: str, name: str) -> None:
         if self._has_windows:
@@ -384,9 +521,13 @@ class Watch:
             self._append({kind: [name]})
 
     def _on_list(self, args: tuple[object, ...]) -> None:
-        name = self._name(args[0] or ".")
-        if name is not None and not self._is_in_session and not _is_importing():
-            self._add("listed", name)
+        place = "." if args[0] is None else args[0]
+        name = self._name("", place) if isinstance(place, int) else self._name(place)
+        if name is None or self._is_in_session or _is_importing():
+            return
+        self._add("listed", name)
+        if os.path.exists(os.path.join(name, "__init__.py")):  # a registry of plug-ins
+            self._note_importer(name, "listed")
 
     def _on_exec(self, args: tuple[object, ...]) -> None:
         code = args[0]
@@ -399,23 +540,48 @@ class Watch:
     def _on_start(self, args: tuple[object, ...]) -> None:
         if self._is_in_session and not self._is_of_project():
             return
-        program, arguments, _, env = args
+        program, arguments, place, env = args
         words = [os.fsdecode(cast("str", word)) for word in cast("Sequence[object]", arguments)]
         variables = os.environ if env is None else cast("Mapping[object, object]", env)
         names = {
             os.fsdecode(cast("str", n)): os.fsdecode(cast("str", v)) for n, v in variables.items()
         }
-        start = os.path.basename(os.fsdecode(cast("str", program)))
+        full = os.fsdecode(cast("str", program))
+        start = os.path.basename(full)
         if start in _ELSEWHERE:
             self.spoil(f"it starts {start}, whose processes are not recorded")
         elif HOOK not in names.get("PYTHONPATH", "") or KEY not in names:
             self.spoil("it starts a process with other environment variables")
         elif start.startswith("python") and _is_bare(words):
             self.spoil("it starts an isolated Python, which is not recorded")
+        else:
+            self._note_program(full, words, os.fsdecode(cast("str", place or ".")))
+
+    def _note_program(self, program: str, words: Sequence[str], place: str) -> None:
+        """Note the files that a process is started with; nobody knows what it reads besides.
+
+        A Python notes that itself.
+        """
+        caller = _caller()
+        if caller.startswith(_PACKAGE) and not self._is_own(caller):
+            return  # which asks for the commit
+        start = os.path.basename(program)
+        if start == "git" and words[1:2] == ["-C"]:
+            place = os.path.join(place, words[2])
+        for word in (program, *words):
+            name = self._name(os.path.join(place, word)) if word else None
+            if name is not None and os.path.isfile(name) and name not in self._written:
+                self._add("asked", name)
+                self._add("opened", name)
+        is_ours = any(self._name(os.path.join(place, one)) for one in ("", "x"))
+        is_named = any(start in word for word in words for start in self._starts)
+        if (is_ours or is_named) and start not in _BLIND and not _is_python(program):
+            self.spoil(f"it starts {start}, and nobody knows which files that reads")
 
     def _on_replace(self, args: tuple[object, ...]) -> None:
         env = next((one for one in args if isinstance(one, Mapping)), None)
-        self._on_start((args[0], [], None, env))
+        words = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+        self._on_start((args[0], words, None, env))
 
     def _on_system(self, _: tuple[object, ...]) -> None:
         self._on_start(("sh", [], None, None))
@@ -429,16 +595,26 @@ class Watch:
         "os.exec": _on_replace,
         "os.posix_spawn": _on_replace,
         "os.system": _on_system,
+        "ctypes.dlopen": _on_load,
+        "import": _on_load,
+        "sqlite3.connect": _on_database,
     }
 
-    def _name(self, path: object) -> str | None:
-        """Return the full name of a file of the project, None for any other."""
+    def _name(self, path: object, directory: object = None) -> str | None:
+        """Return the full name of a file of the project, None for any other.
+
+        Args:
+            path: As a function of `os` takes it.
+            directory: Number of an open directory that it is relative to.
+        """
         if isinstance(path, int):
             return None
         name = os.fsdecode(cast("str", path))
+        if isinstance(directory, int):
+            name = os.path.join(_readlink(f"/proc/self/fd/{directory}"), name)
         if not name.startswith("/") or "//" in name or "/." in name:
             name = os.path.abspath(name)
-        return name if self._is_own(name) or f"{name}/" == self._root else None
+        return name if self._is_own(name) or f"{name}/" in self._starts else None
 
     def _is_of_project(self) -> bool:
         """Return true if code of the project is at work, such as a hook of a `conftest.py`."""
@@ -466,7 +642,7 @@ class Watch:
         for path, name in window.code:
             code.setdefault(path, []).append(name)
         line: dict[str, object] = {"key": window.key, "code": code, "problem": window.problem}
-        line |= {name: sorted(getattr(window, name)) for name in ("loaded", "opened", "listed")}
+        line |= {name: sorted(getattr(window, name)) for name in _KINDS}
         self._write_line({**line, **facts})
 
     def _write_line(self, line: Mapping[str, object]) -> None:
@@ -532,15 +708,52 @@ def _is_bare(words: Sequence[str]) -> bool:
     return not is_guard and not _BARE.isdisjoint(words[1:4])
 
 
+_readlink = os.readlink
+
+
+def _replace(name: str, real: object, wrapped: object) -> None:
+    """Put a function in the place of one of `os`, also among those that can do more."""
+    setattr(os, name, wrapped)
+    for able in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if real in able:
+            able.add(wrapped)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _is_python(program: str) -> bool:
+    """Return true for Python, and for a script that Python runs."""
+    if os.path.basename(program).startswith("python"):
+        return True
+    import shutil  # noqa: PLC0415 - most processes need none
+
+    found = program if os.path.dirname(program) else shutil.which(program)
+    if found is None:
+        return False
+    try:
+        with open(found, "rb") as file:
+            head = file.read(_MOST_HEAD)
+    except OSError:
+        return False
+    return head.startswith(b"#!") and b"python" in head
+
+
+def _caller() -> str:
+    """Return the file of the code that asks the library, or of the import system."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        is_importer = name.startswith(_IMPORTERS)
+        is_library = name.startswith((_LIBRARY, "<frozen ")) and not name.startswith(_SITE)
+        if is_importer or not (is_library or name == __file__):
+            return name
+        frame = frame.f_back
+    return ""
+
+
 def _is_importing() -> bool:
-    """Return true if Python's import system opens the file, or pytest's, and not a test."""
-    frame: FrameType | None = sys._getframe()
-    for _ in range(_FRAMES):
-        name = frame.f_code.co_filename if frame is not None else ""
-        if name.startswith("<frozen importlib") or name.endswith(_REWRITER):
-            return True
-        frame = frame and frame.f_back
-    return False
+    """Return true if Python's import system asks, or pytest's, and no other code that it runs."""
+    name = _caller()
+    return name.startswith(_IMPORTERS) or name.endswith(_REWRITER)
 
 
 _watches: list[Watch] = []  # of this process, where a program is recorded from its start

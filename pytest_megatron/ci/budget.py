@@ -81,7 +81,7 @@ def item_histories(entries: Iterable[HistoryEntry], *, is_lightweight: bool) -> 
     """Return the history of each workload and of each file of tests on each kind of device.
 
     Args:
-        entries: Of any order. Without a cost, an item has no history here.
+        entries: Entries in any order. Without a cost, an item has no history here.
         is_lightweight: The kind of trainings of which the price is asked.
     """
     found: dict[tuple[str, str], list[HistoryEntry]] = {}
@@ -147,7 +147,7 @@ class _PricedJob:
     """A job with what it costs and finds.
 
     Attributes:
-        items: Its node id, or its files of tests.
+        items: The node id of a workload, or the files of tests.
     """
 
     job: CiJob
@@ -198,7 +198,7 @@ def keep_within(
         budget: At most so much is expected to be used.
         jobs: In the order of the plan.
         files: Id of a job of unit tests -> its files.
-        histories: Of workloads and files.
+        histories: Histories of workloads and files.
     """
     mine = [job for job in jobs if job.device == budget.device]
     priced = {
@@ -283,7 +283,7 @@ def check_budgets(
 
     Args:
         workloads: The rows of the project.
-        table: Its budgets and rules.
+        table: Table with budgets and rules.
         entries: The history of runs.
         file: The one with the table.
     """

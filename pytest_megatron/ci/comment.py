@@ -41,9 +41,9 @@ class CommentPlace:
         one: URL of one comment, before its id.
         update: HTTP method that changes one.
         headers: With the token.
-        name: Of the workflow.
+        name: Name of the workflow.
         run: Number of the run, which grows from run to run.
-        attempt: Of the run.
+        attempt: Number of the attempt of the run.
         link: URL of the run.
     """
 

@@ -192,8 +192,8 @@ class Trigger:
     """The event, labels and options of a CI run.
 
     Attributes:
-        event: Of the table's events.
-        labels: Of the pull request, as they are.
+        event: One of the table's events.
+        labels: Labels of the pull request, as they are.
         ref: `refs/heads/main`, "" where it is not known.
         cadence: Asked for by a schedule or a person, None leaves it to the rule.
         environment: Asked for by a person, None leaves it to labels.

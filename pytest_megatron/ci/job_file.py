@@ -31,8 +31,8 @@ class CiJobRecord(RecordedFile):
 
     Attributes:
         job: Id of the job in the plan.
-        test_case: Its artifact is named after it.
-        run_id: Of the whole run of CI, or `local`.
+        test_case: Test case, after which the artifact is named.
+        run_id: Id of the whole run of CI, or `local`.
         run_attempt: Counted from 1: a re-run of a job leaves artifacts beside the earlier ones.
         unique: Different for each try of each job.
     """
@@ -62,8 +62,8 @@ def new_job(job: str, test_case: str, env: Mapping[str, str]) -> CiJobRecord:
     """Return the record of a job that starts now.
 
     Args:
-        job: Its id in the plan.
-        test_case: Of its row, or a bucket's pattern.
+        job: Id of the job in the plan.
+        test_case: Test case of the row, or a bucket's pattern.
         env: Variables of GitHub or GitLab, as far as they are there.
     """
     attempt = env.get("GITHUB_RUN_ATTEMPT", "1")

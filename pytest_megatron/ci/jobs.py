@@ -31,7 +31,7 @@ class CiJob:
             name of its directory in a run.
         kind: `workload` or `unit`.
         name: For people: a node id, a bucket, a shard.
-        test_case: Of a workload, or the bucket's pattern.
+        test_case: Test case of a workload, or the bucket's pattern.
         build: The row's container build, "" where it has none.
         gpus: On each node; 0 on the platform cpu.
         ranks: On each node.
@@ -79,7 +79,7 @@ class DroppedJob:
     """A job that a budget has no room for.
 
     Attributes:
-        items: Its node id, or its files of tests.
+        items: The node id of a workload, or the files of tests.
         price_s: Devices times seconds that it is expected to cost.
         num_runs, num_caught: Runs in the history, and failures of the code that began in them.
     """
@@ -99,7 +99,7 @@ class PlanBudget:
     Attributes:
         limit: As it was given; `limit_s` in devices times seconds.
         device: `GPU` or `rank`.
-        expected_s: Of the jobs that run and have a history.
+        expected_s: Seconds of the jobs that run and have a history.
         unknown: Jobs that run without a history.
         num_others: Jobs on other devices, which run.
     """
@@ -126,7 +126,7 @@ class PlanFile:
 
     Attributes:
         commit: The commit that was planned for; None where the plan has none.
-        run_id: Of the run of GitHub Actions that planned, None elsewhere.
+        run_id: Id of the run of GitHub Actions that planned, None elsewhere.
         budget: What became of `--budget`; None without.
     """
 
@@ -223,9 +223,10 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
     repeats = decision.num_repeats(workload.n_repeat)
     limit_s = workload.time_limit_s or table.default_time_limit_s
     is_cpu = workload.platform == CPU_PLATFORM
-    # --platform makes hardware that is missing an error; without it the row would be skipped.
-    argv = [*PYTEST, node_id, "--platform", workload.platform, "--n-repeat", str(repeats)]
-    argv += ["--lightweight"] if decision.is_lightweight else []
+    # With its platform, hardware that is missing is an error; without it the row is skipped.
+    argv = [*PYTEST, node_id, "--megatron-platform", workload.platform]
+    argv += ["--megatron-n-repeat", str(repeats)]
+    argv += ["--megatron-lightweight"] if decision.is_lightweight else []
     return CiJob(
         id=item_dirs(Path(), node_id).root.name,
         kind="workload",
@@ -253,17 +254,17 @@ def unit_job(
 
     Args:
         name: For people.
-        bucket: Its test files.
+        bucket: The bucket, with its test files.
         row: Further settings of its command.
         table: For the time limit.
         experimental: `exclude`, or `only`, of tests with the mark `experimental`.
     """
     limit_s = row.time_limit_s or table.default_time_limit_s
-    argv = [*PYTEST, *_gang_options(row), "--environment", row.environment]
-    argv += ["--tag", row.tag] if row.tag else []
-    argv += ["--platform", row.platform] if row.platform else []
-    argv += ["--experimental-tests", "only"] if experimental == "only" else []
-    argv += ["--bucket", ",".join(bucket.words)]
+    argv = [*PYTEST, *_gang_options(row), "--megatron-environment", row.environment]
+    argv += ["--megatron-tag", row.tag] if row.tag else []
+    argv += ["--megatron-platform", row.platform] if row.platform else []
+    argv += ["--megatron-experimental-tests", "only"] if experimental == "only" else []
+    argv += ["--megatron-bucket", ",".join(bucket.words)]
     kind = "-experimental" if experimental == "only" else ""
     where = f"{row.environment}-{row.platform or 'any'}-{row.tag or 'any'}{kind}"
     return CiJob(
@@ -288,8 +289,8 @@ def unit_job(
 
 def _gang_options(row: UnitRow) -> list[str]:
     if row.gpus:
-        return ["--gpus", str(row.gpus)]
-    return ["--ranks", str(row.ranks), "--device", "cpu"] if row.ranks else []
+        return ["--megatron-gpus", str(row.gpus)]
+    return ["--megatron-ranks", str(row.ranks), "--megatron-device", "cpu"] if row.ranks else []
 
 
 def unit_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:

@@ -76,7 +76,7 @@ def planned_policy(root: Path, arguments: Sequence[str]) -> ComparisonPolicy:
 
     Args:
         root: The project's, where pytest is started.
-        arguments: Of pytest, such as `--golden-policy megatron`; they win over `addopts`.
+        arguments: Arguments of pytest, such as `--golden-policy megatron`; they win over `addopts`.
 
     Raises:
         ConfigError: The file of pytest's settings cannot be read.
@@ -97,7 +97,7 @@ def _list(value: JsonValue) -> Iterable[JsonValue]:
 def _parse(words: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the policy and the overrides of the ini file in arguments of pytest."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--golden-policy")
+    parser.add_argument("--golden-policy", "--megatron-golden-policy")
     parser.add_argument("-o", "--override-ini", action="append", default=[])
     try:
         found, _ = parser.parse_known_args(words)
@@ -267,20 +267,24 @@ def make_plan(request: PlanRequest) -> CiPlan:
     jobs: list[CiJob] = []
     left_out: list[LeftOut] = []
     units = UnitJobs()
+    empty: EmptySelectionError | None = None
     if "workload" in request.kinds:
-        workloads, left_out = _select(rows, request, decision, words, table)
+        workloads, left_out, empty = _select(rows, request, decision, words, table)
         workloads, unchanged = _leave_out_unaffected(workloads, request.unaffected)
         left_out += unchanged
         policy = planned_policy(request.root, table.workflow.pytest_arguments)
         jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares, policy)
     if "unit" in request.kinds:
-        units = _unit_jobs(unit_rows(rows), request, decision, table)
+        try:
+            units = _unit_jobs(unit_rows(rows), request, decision, table)
+        except EmptySelectionError as error:
+            raise (empty or error) from None
         jobs += units.jobs
         left_out += units.left_out
     is_unchanged = any(UNCHANGED in one.reasons for one in left_out)
     if not jobs and not (request.is_empty_allowed or is_unchanged):
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
-        raise EmptySelectionError("the plan", problem)
+        raise empty or EmptySelectionError("the plan", problem)
     budget: PlanBudget | None = None
     if request.budget is not None:
         limit, entries = request.budget
@@ -353,15 +357,15 @@ def _select(
     decision: Decision,
     words: Vocabulary,
     table: CiTable,
-) -> tuple[tuple[Workload, ...], list[LeftOut]]:
-    """Return the rows that run, and why the others do not.
+) -> tuple[tuple[Workload, ...], list[LeftOut], EmptySelectionError | None]:
+    """Return the rows that run, why the others do not, and the error if there is no other job.
 
     Raises:
-        SelectionError: None runs, and that is not allowed.
+        SelectionError: None runs, and that is not allowed, or others were asked for by name.
     """
     trainings = [row for row in rows if row.model != UNIT_MODEL]
     if not trainings and ("unit" in request.kinds and (rows or request.num_shards)):
-        return (), []
+        return (), [], None
     selection = Selection(
         scope=decision.scope,
         cadence=decision.cadence,
@@ -371,18 +375,20 @@ def _select(
         test_case=request.test_cases,
         tag=() if request.tag is None else (request.tag,),
     )
+    empty: EmptySelectionError | None = None
     try:
         selected = select(trainings, selection, words)
     except EmptySelectionError as error:
+        selected = ()
         if not request.is_empty_allowed:
             hint = _scopes_with_rows(trainings, decision, table) if rows else _ONLY_TESTS
-            problem = f"{error.problem}; {hint}"
-            raise EmptySelectionError(error.where, problem) from None
-        selected = ()
+            empty = EmptySelectionError(error.where, f"{error.problem}; {hint}")
+            if "unit" not in request.kinds or request.models or request.test_cases or request.tag:
+                raise empty from None
     chosen = set(map(id, selected))
     filters = selection.words()
     left_out = [_left_out(row, filters) for row in trainings if id(row) not in chosen]
-    return selected, left_out
+    return selected, left_out, empty
 
 
 def _leave_out_unaffected(

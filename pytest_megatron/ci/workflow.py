@@ -44,6 +44,7 @@ _COMMENT = """\
   env:
     GITHUB_TOKEN: ${{ github.token }}
   run: pytest-megatron ci comment summary/comment.md"""
+_MOST_ENTRIES = 50_000  # of the history, sorted by time: some 16 MB
 _SHARED_MEMORY = "--ipc=host --ulimit memlock=-1"
 _GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
 
@@ -52,9 +53,13 @@ def _arguments(workflow: Workflow, kind: str) -> str:
     """Return further arguments for the command of a job, `unit` or `workload`, for a shell."""
     words = list(workflow.pytest_arguments)
     if kind == "workload" and workflow.executor:
-        words += ["--executor", workflow.executor]
-        words += ["--executor-config", workflow.executor_config] if workflow.executor_config else []
-    words += ["--history", _HISTORY] if workflow.keeps_history else []
+        words += ["--megatron-executor", workflow.executor]
+        words += (
+            ["--megatron-executor-config", workflow.executor_config]
+            if workflow.executor_config
+            else []
+        )
+    words += ["--megatron-history", _HISTORY] if workflow.keeps_history else []
     return "".join(f" {shlex.quote(word)}" for word in words)
 
 
@@ -144,14 +149,26 @@ def _keep_history(workflow: Workflow) -> str:
     if not workflow.keeps_history:
         return ""
     merge = (
-        "mkdir -p .pytest_megatron",
-        "find artifacts -name history.jsonl -exec cat {} + | sort -u > history.jsonl",
-        f"mv history.jsonl {_HISTORY}",
-        f"cp summary/junit.xml {_DURATIONS}",
+        'if [ -n "$(find artifacts -name history.jsonl -size +0)" ]; then',
+        "  mkdir -p .pytest_megatron",
+        "  find artifacts .pytest_megatron -name history.jsonl -exec cat {} + |",
+        f"    sort -u | tail -n {_MOST_ENTRIES} > history.jsonl",
+        f"  mv history.jsonl {_HISTORY}",
+        f"  if [ -f summary/junit.xml ]; then cp summary/junit.xml {_DURATIONS}; fi",
+        '  echo "is_new=true" >> "$GITHUB_OUTPUT"',
+        "fi",
     )
-    step = _step("Merge the history", merge).replace("\n  run:", "\n  if: always()\n  run:")
-    save = _history_step(workflow, "save").replace("\n  uses:", "\n  if: always()\n  uses:")
-    return f"{step}\n{save}"
+    restore = _conditional(_history_step(workflow, "restore"), "always()")
+    step = _conditional(_step("Merge the history", merge), "always()")
+    step = step.replace("\n", "\n  id: history\n", 1)
+    save = _conditional(
+        _history_step(workflow, "save"), "always() && steps.history.outputs.is_new == 'true'"
+    )
+    return f"{restore}\n{step}\n{save}"
+
+
+def _conditional(step: str, condition: str) -> str:
+    return step.replace("\n", f"\n  if: {condition}\n", 1)
 
 
 def _python_step(workflow: Workflow) -> str:
@@ -311,7 +328,7 @@ def _child_job(planned: CiJob, workflow: Workflow, image: str | None) -> dict[st
     elif platform == CPU_PLATFORM:
         found["image"] = f"python:{workflow.python}"
     command = planned.command + _arguments(workflow, planned.kind)
-    line = f'{command} --run-dir "{private}/run" --junit-xml "{private}/junit.xml"'
+    line = f'{command} --megatron-run-dir "{private}/run" --junit-xml "{private}/junit.xml"'
     line += f' 2>&1 | tee "{private}/pytest.log"'
     found["script"] = [
         *workflow.setup,

@@ -15,6 +15,7 @@ import click
 
 from pytest_megatron.base.text import without_commands
 from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
+from pytest_megatron.cli.main import HintingGroup
 from pytest_megatron.errors import CiError, MegatronError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _PAGES = "pages"
 
 
-@click.group("ci", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("ci", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Write files for CI, and make one verdict of many jobs."""
 

@@ -173,7 +173,7 @@ def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Ag
     if source is None:
         check_node_id(item, "ITEM")
         is_row = item.partition("::")[0].endswith((".yaml", ".yml"))
-        once = ("--n-repeat", "1", "--max-attempts", "1") if is_row else ()
+        once = ("--megatron-n-repeat", "1", "--megatron-max-attempts", "1") if is_row else ()
         argv = pytest_argv(sys.executable, RUN_DIR, (*once, *words, item))
         return Again(argv=argv, env={})
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-culprit-") as scratch:

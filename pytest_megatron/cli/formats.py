@@ -36,7 +36,7 @@ def format_option(
 
     Args:
         forms: The choices in the order in which the help lists them; one of them is text.
-        about: Their help.
+        about: Text of the help.
     """
     return click.option(
         "--format",

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.text import columns, counted, printable, rough_time
+from pytest_megatron.cli.main import HintingGroup
 from pytest_megatron.gang.kept import KeptProcess, list_kept, memory_bytes
 
 _POLL_S = 0.5
@@ -22,7 +23,7 @@ _TEST_FILES = ("test_*.py", "*_test.py")  # pytest's default
 _HEAD = ("project", "process", "since", "memory", "ends")
 
 
-@click.group("gangs", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("gangs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def gangs() -> None:
     """List and stop the processes that --keep-gangs keeps."""
 
@@ -55,8 +56,6 @@ def _cells(path: Path, kept: KeptProcess) -> tuple[str, ...]:
     else:
         ends = f"in {rough_time(max(0.0, path.stat().st_mtime + kept.minutes * 60 - now))}"
     memory = f"{memory_bytes(kept.pid) / (1 << 20):.0f} MiB" if kept.address else "loads torch"
-    if kept.num_contexts:
-        memory += f", {counted(kept.num_contexts, 'CUDA context')}"
     return kept.project, str(kept.pid), f"{rough_time(now - kept.started)} ago", memory, ends
 
 
@@ -81,7 +80,7 @@ def watch(args: tuple[str, ...]) -> None:
     try:
         while True:
             before = _versions(paths)
-            code = _run([*chosen, "--keep-gangs", *args[len(paths) :]])
+            code = _run(["-p", "megatron", *chosen, "--megatron-keep-gangs", *args[len(paths) :]])
             click.echo("watch: waiting for a change; Ctrl-C ends")
             while (now := _versions(paths)) == before:
                 time.sleep(_POLL_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from pytest_megatron.base.text import printable
+from pytest_megatron.base.text import one_of, printable
 from pytest_megatron.cli.formats import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.cli.main import LazyGroup
 from pytest_megatron.errors import GoldenError, MetricsError
@@ -158,8 +158,8 @@ def _compare_generation(
     assert observed.generation is not None
     for name in metrics:
         if name not in GENERATION_METRICS:
-            known = ", ".join(sorted(GENERATION_METRICS))
-            raise GoldenError("--metric", f"{name!r} is not compared, expected one of {known}")
+            known = one_of(name, GENERATION_METRICS)
+            raise GoldenError("--metric", f"{name!r} is not compared, expected {known}")
     pair = Pair(
         golden=golden.generation,
         observed=observed.generation,

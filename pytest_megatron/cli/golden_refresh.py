@@ -70,7 +70,7 @@ def read_candidates(
     """Return the workloads of several runs.
 
     Raises:
-        GoldenError, RunError: As from `read_run`.
+        GoldenError, RunError: A run cannot be read, see `read_run`.
     """
     return tuple(candidate for run in runs for candidate in read_run(run, root, policy))
 

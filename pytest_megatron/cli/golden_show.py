@@ -14,7 +14,6 @@ import click
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import mend_of_owner, run_git
-from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable
 from pytest_megatron.cli.formats import (
     EXIT_FAILED,
@@ -54,8 +53,8 @@ class Text:
     """One file of a side.
 
     Attributes:
-        where: Its name in messages.
-        content: Its bytes.
+        where: Name of the file in messages.
+        content: Bytes of the file.
     """
 
     where: str
@@ -195,7 +194,7 @@ class MetricSummary:
     """One metric of a golden.
 
     Attributes:
-        steps: As in `1-100`, or `1-100 by 5` where they are more than one apart.
+        steps: First and last, such as `1-100`, or `1-100 by 5` where they are more than one apart.
         spark: The finite values as a curve of at most the width asked for.
     """
 
@@ -209,20 +208,6 @@ class MetricSummary:
     most: float | None
     precision: str
     spark: str
-
-    def as_json(self) -> dict[str, JsonValue]:
-        """Return the summary for a program; a value that is not finite is a text."""
-        return {
-            "metric": self.name,
-            "num_values": self.num_values,
-            "num_finite": self.num_finite,
-            "steps": self.steps,
-            "first": _json_value(self.first),
-            "last": _json_value(self.last),
-            "least": self.least,
-            "most": self.most,
-            "precision": self.precision,
-        }
 
 
 def summarise(name: str, series: Series, *, width: int) -> MetricSummary:
@@ -285,10 +270,6 @@ def _steps(steps: Sequence[int]) -> str:
     return f"{steps[0]}-{steps[-1]}{every}"
 
 
-def _json_value(value: Value | None) -> JsonValue:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 _WIDTH = 24  # of a curve
 _COLUMNS = ("metric", "values", "steps", "first", "last", "least", "most", "precision", "curve")
 
@@ -306,8 +287,7 @@ class _Shown:
 
 @click.command("show")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
-@format_option("text", "json", "markdown")
-def show(*, paths: tuple[Path, ...], form: str) -> None:
+def show(*, paths: tuple[Path, ...]) -> None:
     """Print the content of goldens, one line a metric with its curve.
 
     PATH is a golden or a directory of goldens. A file that cannot be read is named on stderr, the
@@ -320,15 +300,9 @@ def show(*, paths: tuple[Path, ...], form: str) -> None:
             pages.append(_look_at(file))
         except GoldenError as error:
             echo_error(error)
-    if form == "json":
-        echo_json([_as_json(page) for page in pages])
-    elif pages:
-        is_named = len(files) > 1
-        blocks = (
-            [_as_markdown(page) for page in pages]  # a table of a pull request names its file
-            if form == "markdown"
-            else ["\n".join(_as_text(page, is_named=is_named)) for page in pages]
-        )
+    is_named = len(files) > 1
+    if pages:
+        blocks = ("\n".join(_as_text(page, is_named=is_named)) for page in pages)
         click.echo(printable("\n\n".join(blocks)))
     sys.exit(EXIT_UNUSABLE if len(pages) < len(files) else 0)
 
@@ -436,28 +410,6 @@ def _fact(key: str, value: JsonValue) -> str:
 def _most(spread: JsonValue) -> float:
     numbers = spread.values() if isinstance(spread, dict) else [spread]
     return max((n for n in numbers if isinstance(n, int | float)), default=0.0)
-
-
-def _as_markdown(page: _Shown) -> str:
-    facts = {k: v for k, v in page.provenance.items() if k not in ("command", "spread")}
-    return render(
-        "golden_show.md",
-        page=page,
-        columns=_COLUMNS,
-        numbers=("values", "first", "last", "least", "most"),
-        rows=map(_cells, page.metrics),
-        facts=[(key, _fact(key, value)) for key, value in facts.items()],
-    ).rstrip()
-
-
-def _as_json(page: _Shown) -> dict[str, JsonValue]:
-    return {
-        "path": str(page.path),
-        "kind": page.kind,
-        "metrics": [metric.as_json() for metric in page.metrics],
-        "notes": list(page.notes),
-        "provenance": dict(page.provenance),
-    }
 
 
 _MOST_REVISIONS = 2

@@ -16,11 +16,26 @@ import click
 from click.shell_completion import CompletionItem
 from typing_extensions import override
 
+from pytest_megatron.base.text import nearest
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, echo_error
-from pytest_megatron.errors import MegatronError
+from pytest_megatron.errors import REMOVED, MegatronError
 
 
-class LazyGroup(click.Group):
+class HintingGroup(click.Group):
+    """A group that names the command which looks most like a wrong word."""
+
+    @override
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        is_word = not args[0].startswith("-") and not ctx.resilient_parsing
+        if is_word and self.get_command(ctx, args[0]) is None:
+            hint = nearest(args[0], self.list_commands(ctx))
+            ctx.fail(f"No such command {args[0]!r}{hint or '.'}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(HintingGroup):
     """A group whose commands are imported on first use, so that `--help` stays fast.
 
     Attributes:
@@ -36,6 +51,8 @@ class LazyGroup(click.Group):
     @override
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.lazy:
+            if ctx.parent is None and cmd_name in REMOVED:
+                raise MegatronError(cmd_name, REMOVED[cmd_name])
             return super().get_command(ctx, cmd_name)
         module, _, name = self.lazy[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
@@ -60,7 +77,6 @@ class LazyGroup(click.Group):
 
 
 SUBCOMMANDS = {
-    "adopt": ("adopt:command", "Find how tests are launched, and change it to this package."),
     "changed": ("plan:changed", "Join records of what tests use, for --changed."),
     "ci": ("ci:command", "Write files for CI, and make one verdict of many jobs."),
     "cost": ("plan:cost", "Print what items cost in GPU time, and what got dearer."),

@@ -22,6 +22,8 @@ from typing_extensions import TypedDict, Unpack
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable, rough_time
+from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
+from pytest_megatron.changed.drawn import read_drawn
 from pytest_megatron.changed.record import FILE_NAME, merge_records, read_record, write_record
 from pytest_megatron.changed.replay import ReplayedCommit, ReplayReport, replay
 from pytest_megatron.changed.select import unaffected_since
@@ -42,6 +44,7 @@ from pytest_megatron.cli.flaky import (
     read_known_entries,
 )
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, echo_json, format_option
+from pytest_megatron.cli.main import HintingGroup
 from pytest_megatron.culprit.search import SHORT
 from pytest_megatron.errors import ConfigError, EmptySelectionError, SelectionError
 from pytest_megatron.recipe.expand import Profile
@@ -55,6 +58,7 @@ from pytest_megatron.runs.history import (
     device_time,
     durations_of,
     outcomes_by_commit,
+    wilson_interval,
 )
 from pytest_megatron.runs.layout import OWN_DIR
 
@@ -436,7 +440,7 @@ def _reasons(reasons: Mapping[str, str], *, is_explained: bool) -> dict[str, Jso
     return dict(reasons) if is_explained else dict(Counter(reasons.values()).most_common())
 
 
-@click.group(name="changed")
+@click.group(name="changed", cls=HintingGroup)
 def changed() -> None:
     """Records of the code and the files that tests use."""
 
@@ -466,6 +470,36 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
     click.echo(f"{output}: {counted(len(record.tests), 'test')} of {counted(len(files), 'record')}")
 
 
+@changed.command(name="audit")
+@click.argument(
+    "files",
+    nargs=-1,
+    metavar="[FILE]...",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+)
+def audit(files: tuple[Path, ...]) -> None:
+    """Print how many of the tests that --changed left out would have failed, by those it drew."""
+    paths = files or (OWN_DIR / DRAWN,)
+    # Files of jobs that began with the same cache have the same lines.
+    runs = [*dict.fromkeys(run for path in paths for run in read_drawn(path))]
+    number = sum(len(run.drawn) for run in runs)
+    if not number:
+        problem = "has no drawn tests; sessions with --changed write it, unless --changed-draw off"
+        raise ConfigError(", ".join(map(str, paths)), problem)
+    num_missed = sum(len(run.missed) for run in runs)
+    low, high = wilson_interval(num_missed, number)
+    failed = f"{num_missed} of {counted(number, 'drawn test')} failed"
+    rate = f"{num_missed / number:.1%} (95 %: {low:.1%} to {high:.1%})"
+    click.echo(
+        f"{failed} in {counted(len(runs), 'session')}, {rate}; nothing changed for "
+        f"{sum(run.num_left_out for run in runs)} tests"
+    )
+    for run in sorted(runs, key=lambda run: run.time):
+        for node_id in sorted(run.missed):
+            where = (run.commit or "no commit")[:SHORT]
+            click.echo(printable(f"    {node_id} failed at {where}, {run.time}, seed {run.seed}"))
+
+
 _DEARER = 0.1  # share from which on a page lists a change
 _HEAD = ("cost", "before", "a run", "change", "runs", "wall")
 
@@ -475,7 +509,7 @@ class _CostTable:
     """Costs by one key.
 
     Attributes:
-        span: As it was typed; `since` is where it begins.
+        span: The span that was typed; `since` is where it begins.
     """
 
     by: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
         vocabulary=words,
         other_names=config.golden_platforms,
         row_checks=[
-            lint_checks,
+            lambda rows, _: lint_checks(rows, root, os.environ),
             lambda rows, _: check_budgets(tuple(rows), table, entries, config.file or root),
         ],
     )

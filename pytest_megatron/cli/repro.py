@@ -27,7 +27,7 @@ from pytest_megatron.repro.choose import (
     smallest_cause,
 )
 from pytest_megatron.repro.command import Again, Wishes, container_lines
-from pytest_megatron.repro.compare import differences, say_fewer_ranks, sizes_of
+from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
 from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage
 from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts
@@ -150,7 +150,7 @@ def _prepare(
     notes = []
     if wishes.num_ranks is not None:
         words = [word for phase in plan.phases for word in phase.argv] if plan else []
-        notes += say_fewer_ranks(sizes_of(words), there=there, here=wishes.num_ranks)
+        notes += say_fewer_ranks(typed_sizes(words), there=there, here=wishes.num_ranks)
     wishes = _with_checkpoints(chosen, plan, wishes)
     facts = gather_facts(root)
     num_ranks = wishes.num_ranks or there

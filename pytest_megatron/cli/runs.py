@@ -11,11 +11,12 @@ import click
 
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.cli.formats import EXIT_UNUSABLE, PATH, echo_error, root_option
+from pytest_megatron.cli.main import HintingGroup
 from pytest_megatron.errors import ReportError, RunError
 from pytest_megatron.runs.prune import kept_runs, remove_old_runs
 
 
-@click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("runs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
     """List and remove the runs below .pytest_megatron/runs."""
 

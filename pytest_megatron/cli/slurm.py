@@ -57,7 +57,7 @@ def shell_lines(
     Args:
         needed: By a workload, one node of it.
         place: The settings of the cluster for its platform.
-        paths: Of the project and the run.
+        paths: Paths of the project and the run.
         inside: What runs the workload there.
     """
     flags = place_flags(needed, place)
@@ -85,9 +85,9 @@ def allocation_lines(
     """Yield how to get several nodes, and what to type on the first.
 
     Args:
-        needed: As above.
-        place: As above.
-        paths: As above.
+        needed: Resources of the workload.
+        place: Settings of the platform.
+        paths: Paths of the project and the run.
         notes: Comments on what the tasks do.
     """
     assert place.python is not None
@@ -398,7 +398,7 @@ def interactive(item: str, **given: Unpack[_SlurmOptions]) -> None:
     if found.checked.needed.num_nodes == 1:
         assert found.place.python is not None
         inside = [found.place.python, "-m", "pytest", "-p", "megatron", found.checked.job.node_id]
-        inside += ["--lightweight"] if given["lightweight"] else []
+        inside += ["--megatron-lightweight"] if given["lightweight"] else []
         lines = shell_lines(found.checked.needed, found.place, found.paths, inside)
     else:
         found.write()

@@ -23,6 +23,7 @@ from pytest_megatron.cli.formats import (
     echo_json,
     format_option,
 )
+from pytest_megatron.cli.main import HintingGroup
 from pytest_megatron.errors import RunError, TraceError
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import PLAN_FILE, TRACE_DIR, item_dirs
@@ -60,10 +61,10 @@ class FoundTrace:
     """The trace of a phase.
 
     Attributes:
-        node_id: Of the item; "" for a directory that is in no run.
-        number: Of the phase; 0 for such a directory.
+        node_id: Node id of the item; "" for a directory that is in no run.
+        number: Number of the phase; 0 for such a directory.
         directory: With a file for each rank.
-        plan: Of the attempt, where it can be read.
+        plan: Plan of the attempt, where it can be read.
     """
 
     node_id: str
@@ -244,7 +245,7 @@ def _shown(value: object) -> str:
 _COLUMNS = ("step", "phase", "module", "tensor", "shape", "dtype", "norm", "hash")
 
 
-@click.group("trace", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("trace", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Compare and print traces of tensors, which --tensor-trace and --audit-determinism record."""
 

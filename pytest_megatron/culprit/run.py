@@ -23,7 +23,7 @@ from pytest_megatron.ci.summary.junit import JUnitCase, read_junit
 from pytest_megatron.culprit.search import CulpritRun, CulpritState, Outcome
 from pytest_megatron.errors import CiError, CulpritError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
-from pytest_megatron.repro.choose import headline, read_own_run
+from pytest_megatron.repro.choose import read_own_run
 from pytest_megatron.repro.run import OF_PYTEST, PYTEST_EXITS
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedExecution, RecordedItem
@@ -168,7 +168,7 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
         problem = f"did not end within {state.time_limit_s:g} s"
     else:
         outcome, problem = judge(end.returncode, _record(run_dir, state.item), _cases(report))
-    problem = shorten(headline(state.item, problem), _MOST_CHARS)
+    problem = shorten(problem, _MOST_CHARS)
     return CulpritRun(
         position=position,
         outcome=outcome,
@@ -184,15 +184,15 @@ def judge(
     """Return the outcome of a run of one item, and the reason.
 
     Args:
-        returncode: Of pytest.
-        record: Of the item in `run.json`; None for a test that runs on no gang.
-        cases: Of the JUnit XML; none if pytest wrote no report.
+        returncode: Return code of pytest.
+        record: Record of the item in `run.json`; None for a test that runs on no gang.
+        cases: Cases of the JUnit XML; none if pytest wrote no report.
     """
     if record is not None:
         last = record.attempts[-1] if record.attempts else None
         is_again = isinstance(last, RecordedExecution) and last.is_transient
         outcome = _RECORDED[record.verdict]
-        return "broken" if outcome == "failed" and is_again else outcome, record.problem or ""
+        return "broken" if outcome == "failed" and is_again else outcome, record.headline
     if returncode < 0:
         ended = f"pytest {describe_exit(returncode)}"
         return "broken" if returncode == -signal.SIGKILL else "failed", ended

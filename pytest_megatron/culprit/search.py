@@ -87,7 +87,7 @@ def runs_of_an_end(flake_rate: float | None) -> tuple[int, int]:
     """Return after how many runs an end counts as wrong that failed each time, and passed.
 
     Args:
-        flake_rate: As for `rates_of`; where it is not known, a usual one is taken.
+        flake_rate: Rate for `rates_of`; where it is not known, a usual one is taken.
     """
     rate = _USUAL if flake_rate is None else max(flake_rate, _NEVER)
     is_rare = 1 - rate if rate > _SURE else rate  # a bug that fails in this share of its runs
@@ -109,8 +109,8 @@ def update(tallies: Sequence[Tally], rates: Sequence[Rates]) -> Belief:
     """Return the knowledge after some runs.
 
     Args:
-        tallies: Of each position, the good end first.
-        rates: As from `rates_of`.
+        tallies: Outcomes at each position, the good end first.
+        rates: Rates from `rates_of`.
     """
     num_commits = len(tallies) - 1
     inner = math.log((1 - 2 * _NO_CHANGE) / num_commits)
@@ -216,7 +216,7 @@ class CulpritRun:
     """A run of the item at a commit.
 
     Attributes:
-        position: Of the commit; 0 is the good end.
+        position: Position of the commit; 0 is the good end.
         outcome: `broken` where nothing was judged and another run may, `untestable` where none can.
         problem: Why, in a line.
         log: File with the output, relative to the directory of the search.

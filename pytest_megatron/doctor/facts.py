@@ -27,10 +27,10 @@ class Python:
     """The interpreter of the environment.
 
     Attributes:
-        tag: As in the names of wheels: `cp312`.
-        soabi: As in the names of shared objects: `cpython-312-x86_64-linux-gnu`.
+        tag: Tag in the names of wheels: `cp312`.
+        soabi: Suffix in the names of shared objects: `cpython-312-x86_64-linux-gnu`.
         paths: Where it imports from, in order, the current directory first.
-        encoding: Of what it prints.
+        encoding: Encoding of standard output.
         not_preloaded: Objects of LD_PRELOAD that the loader leaves out -> why.
         optimize: Level at which assertions are left out; 0 with them.
     """
@@ -54,8 +54,8 @@ class Package:
 
     Attributes:
         name: Normalised: `flash-attn`.
-        tags: Of the wheel: `cp312-cp312-linux_x86_64`.
-        requires: Its requirements as they are written.
+        tags: Tags of the wheel: `cp312-cp312-linux_x86_64`.
+        requires: Requirements, word for word.
         editable: The checkout that it is installed from, where it is.
     """
 
@@ -87,12 +87,12 @@ class Torch:
     """The torch of the environment.
 
     Attributes:
-        version: As it reports it, else as it is installed: `2.13.0+cpu`.
+        version: Version that it reports, else the installed one: `2.13.0+cpu`.
         cuda: That it was built with, None for a CPU build.
         abi: Whether it was built with C++11's strings.
         driver_cuda: What libcuda offers.
         count: GPUs that it sees.
-        capabilities: Of each GPU: (9, 0).
+        capabilities: Capability of each GPU: (9, 0).
         architectures: That it has code for: `sm_90`.
         numpy: Version that the numpy imported beside it reports.
         problem: Why it cannot be imported; `cuda_problem`: why CUDA does not start.
@@ -120,8 +120,8 @@ class Extension:
     """A shared object of a package that is compiled against torch.
 
     Attributes:
-        cuda_major: Of the libraries that it asks for.
-        abi: Of the strings in the symbols that it asks for.
+        cuda_major: Major version of the libraries that it asks for.
+        abi: ABI of the strings in the symbols that it asks for.
         missing: Symbols of c10 that it asks for.
     """
 
@@ -139,7 +139,7 @@ class Devices:
     Attributes:
         driver: Version of the kernel's module.
         num_nodes: Device files `/dev/nvidia0` and so on.
-        gpus: As NVML lists them.
+        gpus: GPUs in the order of NVML.
         problem: Why NVML does not answer, where it does not.
         ill: Problems of GPUs that NVML reports, a text each.
     """
@@ -156,7 +156,7 @@ class Toolkit:
     """Tools to compile an extension with.
 
     Attributes:
-        nvcc: Its CUDA version.
+        nvcc: CUDA version of nvcc.
         lost_home: Variable and value, where CUDA_HOME or CUDA_PATH names no directory.
     """
 
@@ -364,7 +364,7 @@ class Compiled:
     """A package that is compiled against torch.
 
     Attributes:
-        name: Of the distribution; `also`: other distributions of the same code.
+        name: Name of the distribution; `also`: other distributions of the same code.
         modules: Whose import shows that it works.
         objects: Patterns of its shared objects, below site-packages.
         wheel: Template of the names of published wheels, None where none are published.

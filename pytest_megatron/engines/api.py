@@ -1,7 +1,7 @@
 """Protocol of engines. It is public: other packages may bring engines of their own.
 
-An engine runs *orders*; an order is one attempt of a workload. Engines are entry points of the
-group `pytest_megatron.engines`, each a callable from an `EngineContext` to an `Engine`. Pure.
+An engine runs *submissions*; a submission is one attempt of a workload. Engines are entry points of
+the group `pytest_megatron.engines`, each a callable from an `EngineContext` to an `Engine`. Pure.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ GROUP = "pytest_megatron.engines"  # of entry points
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Resources of an order.
+    """Resources of a submission.
 
     Attributes:
         platform: The recipe's; `cpu` needs no GPU.
         gpus_per_node: 0 on the platform `cpu`.
-        ranks_per_node: As many as GPUs where there are any.
-        time_limit_s: Of all phases together; an engine adds what starting and ending takes it.
+        ranks_per_node: The number of GPUs where there are any.
+        time_limit_s: Limit of all phases together; an engine adds what start and end take it.
         segment: How many nodes must be near one another, from the recipe; None if it has none.
     """
 
@@ -51,7 +51,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Plan of an order.
+    """Plan of a submission.
 
     Attributes:
         plan: Data, the same however often it is asked for.
@@ -76,7 +76,7 @@ class Submission:
     """One attempt of a workload, to be run somewhere.
 
     Attributes:
-        key: `<directory of the item>/repeat_1/attempt_2`; no two orders of a run have the same,
+        key: `<directory of the item>/repeat_1/attempt_2`; no two of a run have the same,
             and it is the same again when the run is taken up by another controller.
         node_id: What the user types to get this workload.
         dirs: Where the attempt writes; not there yet.
@@ -126,6 +126,7 @@ class EngineError:
 
     Attributes:
         text: One line for a person: what happened, its source, job and host.
+        see: File to read.
         evidence: Lines of a log that belong to it.
         hosts: Those that it is about, where it is not about all that the attempt ran on.
         is_transient: Whether another attempt may pass; None leaves it to the table of signatures.
@@ -133,6 +134,7 @@ class EngineError:
 
     kind: TroubleKind
     text: str
+    see: str = ""
     hosts: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
     is_transient: bool | None = None
@@ -140,11 +142,11 @@ class EngineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionOutcome:
-    """End of an order.
+    """End of a submission.
 
     Attributes:
-        ends: Of its phases, up to the first that is not clean; may be empty where there is trouble.
-        health: Of the GPUs before and after; None without GPUs.
+        ends: Ends of phases, up to the first that is not clean; may be none where there is trouble.
+        health: Health of the GPUs before and after; None without GPUs.
         facts: Where and with what it ran; None where that is this process's machine.
         hosts: Names of the machines, as `avoid_hosts` takes them.
         trouble: None where it ran to its end, well or not.
@@ -168,7 +170,7 @@ class SubmissionOutcome:
 
 
 class SubmissionPhase(Enum):
-    """Progress of an order."""
+    """Progress of a submission."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -177,10 +179,10 @@ class SubmissionPhase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """News of an order.
+    """News of a submission.
 
     Attributes:
-        key: The order's.
+        key: The submission's.
         detail: For the terminal: why it waits, since when, where it runs; may be empty.
         outcome: There if, and only if, it has ended.
     """
@@ -195,9 +197,9 @@ class Engine(Protocol):
     """Place where attempts run. All of it is called in the controller, by one thread.
 
     Attributes:
-        name: As `--executor` has it.
-        is_queue: Whether it wants all orders at once and runs them as room comes; False for one
-            that runs an order at a time, within `poll`.
+        name: Name that `--executor` takes.
+        is_queue: Whether it wants all of them at once and runs them as room comes; False for one
+            that runs a submission at a time, within `poll`.
         interval_s: Time between two polls.
     """
 
@@ -209,24 +211,24 @@ class Engine(Protocol):
         """Return what plans for this engine need: the interpreter, the environment."""
 
     def lacks(self, needed: Resources) -> str | None:
-        """Return why an order with these needs can never run here, or None if it can."""
+        """Return why a submission with these needs can never run here, or None if it can."""
 
-    def submit(self, orders: Sequence[Submission]) -> None:
-        """Take orders. One that is refused ends with `TroubleKind.NOT_STARTED`.
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Take submissions. One that is refused ends with `TroubleKind.NOT_STARTED`.
 
         Raises:
             LaunchError: None of them can be taken, now or later.
         """
 
     def poll(self) -> Sequence[Update]:
-        """Return what changed since the last call; every order that was taken ends once.
+        """Return what changed since the last call; each submission that was taken ends once.
 
         Raises:
-            LaunchError: An engine that runs orders within `poll` cannot start one; it is gone.
+            LaunchError: An engine that runs submissions within `poll` cannot start one; it is gone.
         """
 
     def cancel(self, keys: Sequence[str]) -> None:
-        """End orders, and wait a reasonable time for it; those that have ended do not matter."""
+        """End submissions, and wait a reasonable time for it; some may have ended already."""
 
     def close(self) -> None:
         """Leave nothing behind that is not meant to go on."""
@@ -252,8 +254,8 @@ class EngineContext:
 
     Attributes:
         root: The project.
-        run_dir: Of this run; an engine's own files go below `engine/` in it.
-        facts: Of the controller's machine and checkout.
+        run_dir: Directory of this run; an engine's own files go below `engine/` in it.
+        facts: Facts of the controller's machine and checkout.
         env: The controller's environment.
         config_file: What `--executor-config` names, or None.
         copies_lines: Whether lines of ranks are wanted live, of all attempts that run at a time.

@@ -46,7 +46,7 @@ def read_slurm_config(path: Path | None, platforms: Collection[str] = ()) -> Slu
         platforms: The words that the section may have settings for; empty to take any.
 
     Raises:
-        ConfigError: As from `read_executor_config`; or a platform is none.
+        ConfigError: The file is refused, see `read_executor_config`; or a platform is none.
     """
     found = None if path is None else read_executor_config(path).slurm
     for name in (found or SlurmConfig()).platforms if platforms else ():
@@ -62,8 +62,8 @@ def read_docker_config(path: Path | None) -> DockerConfig:
     """Return the section `docker` of a file.
 
     Raises:
-        ConfigError: As from `read_executor_config`; or there is no file, or no such section:
-            without an image there is no container.
+        ConfigError: The file is refused, see `read_executor_config`; or there is no file, or no
+            such section: without an image there is no container.
     """
     if path is None:
         raise ConfigError(

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from pytest_megatron.base.text import one_of
 from pytest_megatron.engines.api import (
     GROUP,
     Engine,
@@ -48,6 +49,7 @@ from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, e
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
+from pytest_megatron.workload.plan.phases import PhaseRole
 from pytest_megatron.workload.plan.plan import PhasePlan, Setting
 from pytest_megatron.workload.run.runner import run_attempt, start_here
 
@@ -88,7 +90,7 @@ _FREE_PREFIX = "NVTE_"
 
 
 class LeasingEngine:
-    """Runs orders within `poll`, in the order in which they came."""
+    """Runs submissions within `poll`, in the order in which they came."""
 
     is_queue = False
     interval_s = 0.0
@@ -108,12 +110,12 @@ class LeasingEngine:
         """Return which GPUs are not there; nodes are on this machine, side by side."""
         return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
 
-    def submit(self, orders: Sequence[Submission]) -> None:
-        """Keep orders until `poll`."""
-        self._waiting += orders
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Keep submissions until `poll`."""
+        self._waiting += submissions
 
     def poll(self) -> Sequence[Update]:
-        """Run the next order to its end.
+        """Run the next submission to its end.
 
         Raises:
             LaunchError: It cannot be started, now or later.
@@ -121,23 +123,29 @@ class LeasingEngine:
         """
         if not self._waiting:
             return []
-        order = self._waiting.pop(0)
-        return [Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=self._run(order))]
+        submission = self._waiting.pop(0)
+        return [
+            Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=self._run(submission))
+        ]
 
     def cancel(self, keys: Sequence[str]) -> None:
-        """Forget orders; none of them runs outside of `poll`."""
-        self._waiting = [order for order in self._waiting if order.key not in keys]
+        """Forget submissions; none of them runs outside of `poll`."""
+        self._waiting = [submission for submission in self._waiting if submission.key not in keys]
 
-    def _run(self, order: Submission) -> SubmissionOutcome:
-        """Run an order, on leased GPUs unless it is one for the CPU."""
-        needed = order.resources
+    def _run(self, submission: Submission) -> SubmissionOutcome:
+        """Run a submission, on leased GPUs unless it is one for the CPU."""
+        needed = submission.resources
         if needed.platform == CPU_PLATFORM:
-            return self._carry_out(order, order.planned(None), Lease(gpus=(), descriptors=()))
-        fitting = _trusted_first(self._host.fitting(needed.platform), order.avoid_gpus)
-        leased = lease_gpus(fitting, needed.num_gpus, lambda text: order.listener.on_lines([text]))
+            return self._carry_out(
+                submission, submission.planned(None), Lease(gpus=(), descriptors=())
+            )
+        fitting = _trusted_first(self._host.fitting(needed.platform), submission.avoid_gpus)
+        leased = lease_gpus(
+            fitting, needed.num_gpus, lambda text: submission.listener.on_lines([text])
+        )
         with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
             devices = tuple(gpu.uuid for gpu in lease.gpus)
-            outcome = self._carry_out(order, order.planned(devices), lease)
+            outcome = self._carry_out(submission, submission.planned(devices), lease)
             return replace(outcome, health=watch.finish())
 
 
@@ -147,7 +155,7 @@ def _trusted_first(gpus: Sequence[Gpu], avoided: frozenset[str]) -> tuple[Gpu, .
 
 
 class LocalEngine(LeasingEngine):
-    """Runs orders as processes of this machine."""
+    """Runs submissions as processes of this machine."""
 
     name = "local"
 
@@ -164,12 +172,16 @@ class LocalEngine(LeasingEngine):
         """End the processes that have imported torch."""
         self._warm.close()
 
-    def _run_plan(self, order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
+    def _run_plan(
+        self, submission: Submission, planned: Planned, lease: Lease
+    ) -> SubmissionOutcome:
         mode = self._context.workload_start
-        forks = mode == "fork" or (mode == "auto" and order.resources.platform == CPU_PLATFORM)
+        forks = mode == "fork" or (mode == "auto" and submission.resources.platform == CPU_PLATFORM)
 
         def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
-            if phase.is_script or not forks:
+            # Forks of one process share a seed of `hash()` and addresses, so an audit of two forks
+            # would not see what depends on them.
+            if phase.is_script or phase.role is PhaseRole.AUDIT or not forks:
                 fresh = partial(execute_guard, kept_open=lease.descriptors)
                 return start_here(phase, cwd, fresh)
             run_dir = self._context.run_dir
@@ -178,7 +190,7 @@ class LocalEngine(LeasingEngine):
 
         return SubmissionOutcome(
             ends=run_attempt(
-                planned.plan, planned.description, order.listener, start, order.stop_early
+                planned.plan, planned.description, submission.listener, start, submission.stop_early
             )
         )
 
@@ -197,11 +209,9 @@ def open_engine(name: str, context: EngineContext) -> Engine:
         return LocalEngine(context)
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
     if name not in found:
-        known = ", ".join(sorted({LOCAL, *found}))
         raise LaunchError(
             "--executor",
-            f"unknown engine {name!r}, expected one of {known}; an engine is an entry point of "
-            f"the group {GROUP}",
+            f"unknown engine {name!r}, expected {one_of(name, {LOCAL, *found})}",
         )
     try:
         make: Callable[[EngineContext], Engine] = found[name].load()
@@ -269,7 +279,7 @@ class WarmProcesses:
         Args:
             phase: The phase.
             run_dir: Below it lie the files of the run: variables that name one may differ.
-            kept_open: As in `execute_guard`.
+            kept_open: Descriptors for `execute_guard`.
             start: Start of a fresh guard.
 
         Raises:
@@ -387,7 +397,7 @@ def script_of(phase: PhasePlan) -> Path:
     """Return the script that the ranks of a phase run.
 
     Raises:
-        NotForkedError: Its ranks are not started by torch.distributed.run alone, from a script.
+        NotForkedError: Ranks are not started by torch.distributed.run alone, from a script.
     """
     if phase.start is None or phase.start.ranks.starter is not Launcher.TORCHRUN:
         raise NotForkedError("torch.distributed.run does not start it")

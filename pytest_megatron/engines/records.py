@@ -39,7 +39,7 @@ class JobSpec:
     """Specification of a job.
 
     Attributes:
-        key: The order's.
+        key: The submission's.
         outcome: The file that the job leaves.
         root: The project.
         description: The content of `plan.json`, as JSON.
@@ -92,7 +92,7 @@ class StopRequest:
     """Request of the controller to stop a job in a phase.
 
     Attributes:
-        number: Of the phase.
+        number: Number of the phase.
         problem: Why it can only fail.
     """
 
@@ -243,8 +243,8 @@ def ask_controller(outcome: Path, facts: SessionFacts, ends: Sequence[PhaseEnd])
 
     Args:
         outcome: The file that the job leaves when it ends.
-        facts: Of the job.
-        ends: As in `StopEarly`.
+        facts: Facts of the job.
+        ends: Ends of phases, for `StopEarly`.
     """
     running = RunningRecord(ends=tuple(map(EndRecord.of, ends)), facts=facts)
     try:
@@ -277,16 +277,16 @@ class RunningJobs:
         if not self._pace.is_due:
             return
         began = time.monotonic()
-        for order, outcome in jobs:
-            if order.stop_early is not None:
-                self._judge(order, order.stop_early, outcome)
+        for submission, outcome in jobs:
+            if submission.stop_early is not None:
+                self._judge(submission, submission.stop_early, outcome)
         self._pace.pause(time.monotonic() - began)
 
     @staticmethod
-    def _judge(order: Submission, find_failure: FindFailure, outcome: Path) -> None:
+    def _judge(submission: Submission, find_failure: FindFailure, outcome: Path) -> None:
         with contextlib.suppress(OSError, SchemaError):  # it has just begun, or a full disk
             running = parse(RunningRecord, read_bytes(_running_file(outcome)))
-            ends = _with_plans(running.ends, order.planned(None).plan)
+            ends = _with_plans(running.ends, submission.planned(None).plan)
             problem = find_failure(ends, running.facts)
             if problem is not None:
                 _write(

@@ -122,7 +122,7 @@ def main(descriptor: int, controller: int, names: Sequence[str]) -> None:
     """Import modules, then fork until the controller closes the connection.
 
     Args:
-        descriptor: Of the connection.
+        descriptor: Descriptor of the connection.
         controller: Process at whose end this one ends.
         names: What to import; one that is missing is left out.
     """

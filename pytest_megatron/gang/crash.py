@@ -14,6 +14,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<nam
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 _OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks|process))/")
 _IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
+_CRASHED = re.compile(r"Current thread [^\n]*\n(?:  [^\n]*(?:\n|$))+")
 _MOST_LISTED = 3
 
 
@@ -33,6 +34,13 @@ def innermost_frame(stack: str) -> str | None:
     if not chosen:
         return None
     return f"{Path(chosen[0]['file']).name}:{chosen[0]['line']} in {chosen[0]['name']}"
+
+
+def crash_stack(log: str) -> str:
+    """Return the stack that faulthandler wrote last, of the thread that crashed; "" without one."""
+    _, _, dumped = log.rpartition("Fatal Python error: ")
+    found = _CRASHED.search(dumped)
+    return "" if found is None else found[0]
 
 
 def shorten_stack(stack: str) -> str:

@@ -7,6 +7,7 @@ the user; the process holds a lock on it as long as it lives, so that a record w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import io
@@ -18,14 +19,15 @@ import signal
 import site
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
-from pytest_megatron.base.files import JsonValue, is_private
+from pytest_megatron.base.files import is_private
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang.ipc.channel import Channel, connect, remove_socket
 from pytest_megatron.gang.ipc.messages import (
@@ -38,7 +40,7 @@ from pytest_megatron.gang.ipc.messages import (
 
 # Read while numpy and torch are loaded (recorded with a getenv() that logs), or by the
 # libraries that torch loads; the directory of its cache torch sets itself.
-READ_ON_LOAD = re.compile(
+_READ_ON_LOAD = re.compile(
     r"(?:TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|OMP_|GOMP_|KMP_|MKL|OPENBLAS|GOTO_|BLAS|NPY_|NUMPY"
     r"|NVPL_|DNNL|ONEDNN|KINETO|FX_|COMPILE_|ACC_|GFORTRAN|INTEL_|I_MPI|MALLOC_|GLIBC_)"
 )
@@ -46,10 +48,18 @@ _OF_PROCESS = re.compile(
     r"(?:PYTHON|LD_|LC_|LANG|TZ$|HOME$|VIRTUAL_ENV|COVERAGE|COV_CORE|CUDA|NVIDIA|NCCL|GLOO|HIP_"
     r"|ROCR_|XPU|SYCL|TRITON|OPENSSL)"
 )
-_STATUS = ("CapEff", "CapBnd", "NoNewPrivs", "Seccomp", "Cpus_allowed", "Mems_allowed", "Groups")
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+_STATUS = (
+    *("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Groups"),
+    *("Cpus_allowed", "Mems_allowed", "THP_enabled", "Speculation_Store_Bypass"),
+)
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts", "time_for_children")
+_OF_OWN = ("coredump_filter", "timerslack_ns", "personality", "oom_score_adj", "attr/current")
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31}  # its system call, which the C library lacks
 LIMITS = tuple(sorted({v for k, v in vars(resource).items() if k.startswith("RLIMIT_")}))
+_PLACE = "limits and priorities"
 _PRIVATE = 0o700
+_LOCK_TRIES = 25
+_LOCK_WAIT_S = 0.02
 UNSTARTED = 70
 _INTERNAL_ERROR = 3  # of pytest
 _MOST_DOUBT = 500  # characters; a pipe has room for a page
@@ -71,8 +81,6 @@ class KeptProcess:
         environment: Facts that a session must share with it, by name, as digests.
         minutes: After so many without a session it ends.
         started: Seconds of the epoch.
-        num_contexts: CUDA contexts that it has for the next session, 0 while they are made; None
-            if it is to have none.
     """
 
     project: str
@@ -83,7 +91,6 @@ class KeptProcess:
     environment: Mapping[str, str]
     minutes: float
     started: float
-    num_contexts: int | None = None
 
     def differences(self, environment: Mapping[str, str]) -> list[str]:
         """Return the names of facts that differ."""
@@ -91,6 +98,10 @@ class KeptProcess:
         return sorted(
             n for n in own.keys() | environment.keys() if own.get(n) != environment.get(n)
         )
+
+    def is_in_place(self) -> bool:
+        """Return whether this process, which it is, has the limits of the session's start."""
+        return self.environment.get(_PLACE) == _digest([str(_place())])
 
     @property
     def is_stopped(self) -> bool:
@@ -101,8 +112,7 @@ class KeptProcess:
         """Return the number of sessions that run in it."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         with contextlib.suppress(OSError):
-            has_other = self.num_contexts is not None
-            return len(children.read_text().split()) - has_other
+            return len(children.read_text().split())
         return 0
 
     def stop(self) -> None:
@@ -113,71 +123,38 @@ class KeptProcess:
 
 
 @dataclass(slots=True)
-class KeptContexts:
-    """CUDA contexts of a kept process, as they were when it forked a session.
-
-    Attributes:
-        devices: UUIDs of their GPUs, in the order of the ranks.
-        problem: Reason why they cannot be used, or "".
-        end: Descriptor of the process that has them; None if there is none.
-    """
-
-    devices: tuple[str, ...]
-    problem: str
-    end: int | None = None
-
-    def drop(self) -> None:
-        """End them, as the session uses its GPUs otherwise."""
-        if self.end is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.end, signal.SIGKILL)
-
-
-@dataclass(slots=True)
 class ForkedSession:
     """Data of a session that runs in a fork of a kept process.
 
     Attributes:
         record: File of the kept process.
-        control: Write end of a pipe, which gets lines of JSON: `doubt`, why it has to be started
-            anew, or `devices`, GPUs on which the next session is to find contexts.
+        control: Write end of a pipe, which gets the reason why it has to be started anew.
         path: `sys.path` of the kept process.
-        modules: Names of the modules that the kept process had imported.
-        offered: What there is.
-        contexts: The same, if ranks of the session begin with them.
+        modules: Modules that the kept process had imported, with the files that were then found.
     """
 
     record: Path
     control: int
     path: tuple[str, ...]
-    modules: frozenset[str]
-    offered: KeptContexts
-    contexts: KeptContexts | None = None
+    modules: Mapping[str, str | None]
 
-    def start_anew(self, doubt: str) -> NoReturn:
-        """End this process, and have the session started without a kept process."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        self.report("doubt", doubt[:_MOST_DOUBT])
-        os._exit(UNSTARTED)
-
-    def report(self, name: str, value: JsonValue) -> None:
-        """Send a value to the kept process, which reads it at the end of this one."""
-        os.write(self.control, f"{json.dumps({name: value})}\n".encode())
+    def start_anew(self, doubt: str) -> None:
+        """Have the session started without a kept process, once this process has ended."""
+        os.write(self.control, doubt[:_MOST_DOUBT].encode(errors="replace"))
 
     def find_shadow(self) -> str:
-        """Return a file of the user that would be loaded in the place of a loaded module, or ""."""
-        for entry in map(Path, set(sys.path).difference(self.path)):
-            names = {file.stem for file in entry.glob("*.py")}
-            names |= {file.parent.name for file in entry.glob("*/__init__.py")}
-            for name in sorted(names & self.modules):
-                file = getattr(sys.modules[name], "__file__", None)
-                if file is not None and not Path(file).is_relative_to(entry):
-                    return str(entry / name)
-        return ""
+        """Return a file that would be loaded in the place of a loaded module, or ""."""
+        now = {name: find_module(name) for name in self.modules}
+        return next((now[n] or n for n, file in self.modules.items() if now[n] != file), "")
 
 
 session: ForkedSession | None = None  # in the fork that runs it
+
+
+def find_module(name: str) -> str | None:
+    """Return the file that `sys.path` has for a module, which may be loaded from elsewhere."""
+    spec = PathFinder.find_spec(name)
+    return None if spec is None else spec.origin
 
 
 def started_at(pid: int) -> int | None:
@@ -239,7 +216,8 @@ def find_kept(path: Path) -> KeptProcess | None:
         except BlockingIOError:
             return kept
         with contextlib.suppress(OSError):
-            path.unlink()
+            if _is_locked_at(file.fileno(), path):
+                path.unlink()
         if kept is not None:
             remove_socket(kept.address)
     return None
@@ -252,14 +230,25 @@ def list_kept() -> list[tuple[Path, KeptProcess]]:
 
 
 def lock_record(path: Path) -> int | None:
-    """Create and lock the record of this process; None if another one has it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.fstat(descriptor).st_ino == path.stat().st_ino  # not removed meanwhile
-    except OSError:
-        return None
-    return descriptor if is_there else None
+    """Create and lock the record of this process; None if another one has it.
+
+    Sessions lock a record for a moment, to see whether it is stale, and then remove it.
+    """
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_locked_at(descriptor, path):
+                opened.pop_all()
+                return descriptor
+        time.sleep(_LOCK_WAIT_S)
+    return None
+
+
+def _is_locked_at(descriptor: int, path: Path) -> bool:
+    """Return whether a path still is the locked file, which nothing else may remove then."""
+    return os.fstat(descriptor).st_ino == path.stat().st_ino
 
 
 def write_record(descriptor: int, kept: KeptProcess) -> None:
@@ -275,31 +264,27 @@ def describe_environment(env: Mapping[str, str], path: Sequence[str]) -> dict[st
 
     Args:
         env: Variables with which the session started.
-        path: Its `sys.path`, without the entry of the script or the current directory.
+        path: `sys.path`, without the entry of the script or the current directory.
     """
-    sites = [p for p in [*site.getsitepackages(), site.getusersitepackages()] if Path(p).is_dir()]
+    sites = [Path(p) for p in [*site.getsitepackages(), site.getusersitepackages()]]
+    sites = [entry for p in sites if p.is_dir() for entry in (p, *sorted(p.glob("*.pth")))]
+    starters = [sys.modules.get(name) for name in ("sitecustomize", "usercustomize")]
     facts = {
+        _PLACE: [str(_place())],
         "pytest-megatron": [version("pytest-megatron")],
         "Python": [sys.version, str(sys.flags), str(sys.warnoptions), str(vars(sys)["_xoptions"])],
         "sys.path": list(path),
-        "installed packages": [f"{p} {Path(p).stat().st_mtime_ns}" for p in sites],
-        **{name: [value] for name, value in env.items() if READ_ON_LOAD.match(name)},
+        "sitecustomize": [str(getattr(module, "__file__", "")) for module in starters],
+        "installed packages": [f"{p} {p.stat().st_mtime_ns}" for p in sites],
+        **{name: [value] for name, value in env.items() if _READ_ON_LOAD.match(name)},
         **{name: [value] for name, value in env.items() if _OF_PROCESS.match(name)},
     }
     return {name: _digest(words) for name, words in facts.items()}
 
 
-def changed_variables(
-    before: Mapping[str, str], now: Mapping[str, str], read: re.Pattern[str] = READ_ON_LOAD
-) -> list[str]:
-    """Return variables that were changed after they had been read.
-
-    Args:
-        before: All of them, when they were read.
-        now: The same now.
-        read: Those that are read: by torch when it is loaded, or others.
-    """
-    names = sorted(name for name in before.keys() | now.keys() if read.match(name))
+def changed_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return variables that torch reads when it is loaded, and that were changed."""
+    names = sorted(name for name in before.keys() | now.keys() if _READ_ON_LOAD.match(name))
     return [name for name in names if before.get(name) != now.get(name)]
 
 
@@ -334,8 +319,8 @@ class ForkedProgram:
 
     Attributes:
         channel: To the kept process, which kills the program if it closes.
-        pid: Of the program.
-        exit_code: As of a subprocess, once it is known.
+        pid: Process of the program.
+        exit_code: Exit code, as a subprocess has it, once it is known.
     """
 
     channel: Channel
@@ -370,7 +355,7 @@ def start_program(
     Args:
         kept: The process.
         request: The program.
-        descriptors: Of this process, for the numbers that the request names.
+        descriptors: Descriptors of this process, for the numbers that the request names.
     """
     registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
     try:
@@ -387,15 +372,18 @@ def start_program(
     return reply.doubt if isinstance(reply, SessionExited) else "the kept process has ended"
 
 
-def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
-    """Run a program in a kept process and exit as it does; return why it has to run here.
+def run_elsewhere(kept: KeptProcess, request: StartSession) -> tuple[str, bool]:
+    """Run a program in a kept process and exit as it does.
+
+    Returns:
+        Why it has to run here, and whether it had begun.
 
     Raises:
         SystemExit: It ran.
     """
     program = start_program(kept, request, request.descriptors)
     if isinstance(program, str):
-        return program
+        return program, False
     end = _follow(program)
     if end is None:
         sys.stderr.write(
@@ -404,7 +392,7 @@ def run_elsewhere(kept: KeptProcess, request: StartSession) -> str:
         )
         raise SystemExit(_INTERNAL_ERROR)
     if end.doubt:
-        return end.doubt
+        return end.doubt, True
     if end.exit_code < 0:
         if -end.exit_code != signal.SIGKILL:  # it has no handler
             signal.signal(-end.exit_code, signal.SIG_DFL)
@@ -418,10 +406,10 @@ def make_request(
     """Return a request to run a program with all that this process has from its parent.
 
     Args:
-        program: As in `StartSession`, and so are the others.
+        program: One of the words of `StartSession`.
         path: Empty for pytest.
         env: All variables.
-        arguments: Of `pytest.main`.
+        arguments: Arguments of `pytest.main`.
     """
     umask = os.umask(0o077)
     os.umask(umask)
@@ -488,17 +476,20 @@ def _place() -> dict[str, str]:
     own = Path("/proc/self")
     status = dict(line.partition(":")[::2] for line in _content(own / "status").splitlines())
     facts = {name: status.get(name, "").strip() for name in _STATUS}
-    for name in _NAMESPACES:
+    facts |= {name: _content(own / name) for name in (*_OF_OWN, "cgroup")}
+    for name in ("root", *(f"ns/{name}" for name in _NAMESPACES)):
         with contextlib.suppress(OSError):
-            facts[name] = str((own / "ns" / name).readlink())
+            facts[name] = str((own / name).readlink())
+    with contextlib.suppress(OSError), (own / "numa_maps").open() as maps:
+        facts["memory policy"] = maps.readline().split()[1]
+    get_io_priority = _IOPRIO_GET.get(os.uname().machine)
     return {
         **facts,
         "ids": f"{os.getresuid()} {os.getresgid()}",
-        "group": _content(own / "cgroup"),
-        "label": _content(own / "attr/current"),
         "limits": str([resource.getrlimit(limit)[1] for limit in LIMITS]),
         "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
-        "oom": _content(own / "oom_score_adj"),
+        "class": f"{os.sched_getscheduler(0)} {os.sched_getparam(0).sched_priority}",
+        "io": str(get_io_priority and ctypes.CDLL(None).syscall(get_io_priority, 1, 0)),
     }
 
 

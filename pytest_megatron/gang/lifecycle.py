@@ -29,6 +29,7 @@ from pytest_megatron.gang.ipc.messages import (
     Run,
     Stacks,
 )
+from pytest_megatron.gang.merge import is_consequence
 from pytest_megatron.gang.spec import (
     Action,
     AskForStacks,
@@ -49,33 +50,20 @@ _STACKS_WAIT_S = 3.0  # for a fork server to send stacks; it gives ranks one sec
 
 
 @dataclass(slots=True, kw_only=True)
-class RankState:
-    """State of one rank, and of the running test on it.
+class RankState(RankResult):
+    """State of one rank, and its result of the running test.
 
     Attributes:
         is_lost: Whether its connection ended for a reason that is not reported yet.
-        death: Its death in a test that was sent ahead and is not the running one yet.
+        death: Death in a test that was sent ahead and is not the running one yet.
     """
 
-    rank: int
-    log_dir: str
     is_ready: bool = False
     is_lost: bool = False
     death: Died | None = None
-    exit_code: int | None = None
     is_closed: bool = False
-    problem: str = ""
     missing: dict[str, str] = field(default_factory=dict)
-    # Of the current run:
-    done: Done | None = None
-    early: tuple[JsonValue, ...] = ()
-    at: float | None = None
-    failed_phase: str = ""
-    outcome: str = ""
     ended_phase: str = ""  # the last one that was reported
-    phase: str = ""
-    stack: str = ""
-    flight: str = ""
 
     def reset(self) -> None:
         """Clear the state of the test that ended."""
@@ -126,8 +114,9 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
 
 
 def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
-    """Return the kind of the first failure."""
-    first = min((r for r in ranks if r.at is not None), key=lambda r: (r.at, r.rank))
+    """Return the kind of the first failure; peers may notice a death before it is reported."""
+    failed = (r for r in ranks if r.at is not None)
+    first = min(failed, key=lambda r: (is_consequence(r), r.at, r.rank))
     is_death = first.exit_code is not None and not first.failed_phase
     return Reason.DIED if is_death else Reason.FAILED
 
@@ -137,12 +126,15 @@ class RunQueue:
 
     Attributes:
         current: The running one, or the next of a gang that starts; None without any.
-        limit_s: Of its phases; 0 is no limit. It stays when the test has ended.
+        limit_s: Limit of each phase; 0 is no limit. It stays when the test has ended.
+        most_ahead: Number of tests to send ahead. A failure drops them all, so there is one after
+            it, and twice as many each time.
     """
 
     def __init__(self) -> None:
         self.current: Run | None = None
         self.limit_s = 0.0
+        self.most_ahead = MOST_AHEAD
         self._ahead: deque[tuple[Run, float]] = deque()
 
     @property
@@ -168,7 +160,7 @@ class RunQueue:
     @property
     def has_enough(self) -> bool:
         """True if enough tests were sent ahead for a while."""
-        return self.num_ahead > MOST_AHEAD // 2
+        return self.num_ahead > self.most_ahead // 2
 
     def begin(self, run: Run, limit_s: float) -> None:
         """Set the running test."""
@@ -179,6 +171,7 @@ class RunQueue:
         for run, limit_s in runs:
             assert run.after == self.last
             self._ahead.append((run, limit_s))
+        self.most_ahead = min(2 * self.most_ahead, MOST_AHEAD)
 
     def next(self) -> tuple[Run, float]:
         """Remove and return the next test with its limit."""
@@ -187,6 +180,8 @@ class RunQueue:
     def drop(self) -> None:
         """Remove all tests."""
         self.current = None
+        if self._ahead:
+            self.most_ahead = 1
         self._ahead.clear()
 
 
@@ -194,7 +189,7 @@ class Lifecycle:
     """One gang, from its first rank to its last.
 
     Attributes:
-        queue: Its running test, and those sent ahead.
+        queue: The running test, and those sent ahead.
         problems: Errors after the last test that ended.
         late: Rank -> report of a teardown that failed after that test was reported.
         unbegun: Number of an execution that has to run elsewhere, as a rank had already died after
@@ -257,7 +252,7 @@ class Lifecycle:
         """Number of tests that may be sent ahead; 0 once the running one has failed."""
         is_well = self.state is GangState.RUNNING and self._timers.first_failure_at is None
         may_go_on = is_well and not self._is_isolated
-        return MOST_AHEAD - self.queue.num_ahead if may_go_on else 0
+        return max(0, self.queue.most_ahead - self.queue.num_ahead) if may_go_on else 0
 
     def is_past(self, rank: int) -> bool:
         """Return whether messages of a rank may be about a test that was sent ahead.

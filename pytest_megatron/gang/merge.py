@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
@@ -18,6 +19,7 @@ from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gang.crash import describe_flights, innermost_frame, shorten_stack
 from pytest_megatron.gang.ipc.messages import Done
 from pytest_megatron.gang.spec import RankResult, Reason, RunEnd
+from pytest_megatron.runs.headline import make_headline, where_ranks_were
 
 Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
 JsonObject: TypeAlias = Mapping[str, JsonValue]
@@ -53,6 +55,11 @@ class PhaseReport:
             return None
         kind = self.message.partition(":")[0]
         return f"{crash.get('path')}:{crash.get('lineno')}", "" if " " in kind else kind
+
+    @property
+    def where(self) -> str:
+        """The line that raised, `test_moe.py:14`; empty where it is not known."""
+        return "" if self.place is None else PurePath(self.place[0]).name
 
     @property
     def message(self) -> str:
@@ -180,6 +187,12 @@ CONSEQUENCE = re.compile(
 )
 
 
+def is_consequence(rank: RankResult) -> bool:
+    """Return whether a rank failed only because a peer of it had died or was stopped."""
+    phase = reported(rank, rank.failed_phase) if rank.failed_phase else None
+    return phase is not None and CONSEQUENCE.search(phase.text) is not None
+
+
 def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
     if failure is not None:
         consequence = CONSEQUENCE.search(failure.text)
@@ -217,11 +230,11 @@ def _end_word(end: RunEnd, rank: RankResult) -> str:
     if rank.problem:
         problem = rank.problem.strip().splitlines()[-1]
         return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
-    if rank.exit_code is not None:
-        where = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
-        return f"{describe_exit(rank.exit_code)}{where}"
     frame = innermost_frame(rank.stack)
     where = f" at {frame}" if frame else ""
+    if rank.exit_code is not None:
+        phase = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{phase}{where}"
     if end.reason is Reason.NOT_COLLECTED:
         return "did not run it"
     if end.reason is Reason.NOT_STARTED:
@@ -270,7 +283,8 @@ class Merged:
         when: The phase.
         base: The report of the rank in the headline, as pytest serialised it; None where no rank
             has one.
-        message: One line for a summary, if it failed.
+        message: What failed, if it did, and on which rank.
+        where: Where that was, as far as it is known.
         blocks: Title and text of sections of the report beside `base`.
         sections: Captured output, by name.
         start: Earliest of all ranks, seconds since the epoch.
@@ -282,12 +296,18 @@ class Merged:
     outcome: Outcome
     base: JsonObject | None = None
     message: str = ""
+    where: str = ""
     blocks: tuple[tuple[str, str], ...] = ()
     sections: tuple[tuple[str, str], ...] = ()
     properties: tuple[tuple[str, JsonValue], ...] = ()
     start: float = 0.0
     stop: float = 0.0
     ranks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The line that every place shows of a failure."""
+        return make_headline("", self.message, where=self.where)
 
 
 def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
@@ -551,11 +571,13 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     first = _first(end, failed)
     words = {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
     blocks: list[tuple[str, str]] = []
-    base = None
+    base, where = None, ""
     if first is None:
         message = split_message(end, words)
+        if end.reason is Reason.HUNG:
+            where = where_ranks_were({r: innermost_frame(one.stack) for r, one in struck.items()})
     elif first in failed:
-        base = failed[first].full
+        base, where = failed[first].full, failed[first].where
         message = f"[rank {first}] {failed[first].message}"
     else:
         message = f"rank {first} of {world_size} {words[first]}"
@@ -572,6 +594,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
         outcome="failed",
         base=base,
         message=message,
+        where=where,
         blocks=tuple(blocks),
         sections=sections_of(shown),
         properties=properties_of(found),
@@ -683,7 +706,8 @@ def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
     chosen = [*failed.values(), *skipped][0]
     words = {p.rank: _phase_word(p) for p in found}
     message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
+    where = chosen.where if failed else ""
     blocks = [("ranks", describe_ranks(words, chosen.rank))]
     blocks += _other_failures(failed, chosen.rank if failed else None, words)
     merged = _merged("call", "failed", found, chosen.full)
-    return replace(merged, message=message, blocks=tuple(blocks))
+    return replace(merged, message=message, where=where, blocks=tuple(blocks))

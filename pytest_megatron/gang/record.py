@@ -5,12 +5,13 @@ Loaded whenever tests run on gangs, so it imports nothing of workloads.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, cut_middle, without_colours
 from pytest_megatron.gang.merge import Merged, longrepr_text, skip_reason
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
@@ -32,15 +33,13 @@ class Executed:
     Attributes:
         gang: Number of the gang it ran on, counted in the session.
         directory: Directory of that gang's logs.
-        signature: The cause of its rerun, or None.
-        is_crowded: Whether that is memory of GPUs that it shared: no failure of the test.
+        signature: The transient cause of its rerun, or None.
     """
 
     gang: int
     directory: str
     end: RunEnd
     signature: Signature | None = None
-    is_crowded: bool = False
 
 
 def test_record(
@@ -58,19 +57,35 @@ def test_record(
     reasons = [skip_reason(m.base) for m in skipped if "wasxfail" not in (m.base or {})]
     outcome: RecordedVerdict = "failed" if failed else "skipped" if skipped else "passed"
     verdict: RecordedVerdict = "passed" if outcome == "skipped" and not reasons else outcome
-    causes = [e for e in executions if e.signature is not None and not e.is_crowded]
+    causes = [e.signature for e in executions if e.signature is not None]
     return RecordedTest(
         verdict="flaky" if causes and verdict == "passed" else verdict,
         outcome=outcome,
-        problem=next(iter([*(m.message for m in failed), *reasons]), None),
+        problem=next(iter([*(m.headline for m in failed), *reasons]), None),
         duration_s=round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
         world_size=spec.world_size,
         device=spec.device,
         is_isolated=spec.is_isolated,
         fingerprint=_fingerprint(failed, executions) if failed else None,
         ranks=dict(failed[0].ranks) if failed else {},
+        report=tuple(itertools.islice(_report_of(failed), _MOST_SECTIONS)),
         attempts=tuple(_execution_record(execution) for execution in executions),
     )
+
+
+_MOST_SECTIONS, _MOST_CHARS = 20, 8_000  # of a failure, and of each section
+_ELSEWHERE = ("ranks", "logs")  # sections that have keys of their own
+
+
+def _report_of(failed: Iterable[Merged]) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts of tracebacks, stacks and captured output."""
+    for merged in failed:
+        longrepr = None if merged.base is None else merged.base.get("longrepr")
+        shown = [("traceback", longrepr_text(longrepr)), *merged.blocks, *merged.sections]
+        phase = "" if merged.when == "call" else f", in {merged.when}"
+        for title, text in shown:
+            if title not in _ELSEWHERE and text.strip():
+                yield f"{title}{phase}", cut_middle(without_colours(text), _MOST_CHARS)
 
 
 def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> str:
@@ -88,7 +103,7 @@ def _execution_record(executed: Executed) -> RecordedExecution:
         end=executed.end.reason.name.lower(),
         is_gang_kept=executed.end.is_kept,
         signature=None if signature is None else signature.id,
-        is_transient=signature is not None and not executed.is_crowded,
+        is_transient=signature is not None,
     )
 
 
@@ -126,16 +141,6 @@ def transient_cause(
     return signature if beside is None or beside.is_transient else None
 
 
-def memory_cause(
-    merged: Sequence[Merged], last_stderr_lines: Iterable[str] = (), table: Table | None = None
-) -> Signature | None:
-    """Return the signature of a failure for lack of GPU memory on any rank, or None."""
-    failed = [m for m in merged if m.outcome == "failed"]
-    texts = [*_own_texts(failed), *_texts_of_others(failed), *_raised(last_stderr_lines, table)]
-    found = (match_signature([text], table) for text in texts)
-    return next((s for s in found if s is not None and s.family == "cuda_oom"), None)
-
-
 def _raised(lines: Iterable[str], table: Table | None) -> list[str]:
     return [line for line in lines if is_raised(line, table)]
 
@@ -158,7 +163,7 @@ def _texts_of_others(failed: Iterable[Merged]) -> Iterable[str]:
 _BACKENDS = {"cuda": "NCCL", "cpu": "gloo"}
 _REPLACED = {
     Reason.DONE: "a test that left ranks out of step",
-    Reason.FAILED: "a failure after which ranks did not end",
+    Reason.FAILED: "a failure after which ranks died or did not end",
     Reason.DIED: "a death",
     Reason.HUNG: "a hang",
     Reason.NOT_STARTED: "a start that failed",

@@ -7,7 +7,7 @@ long as others have work, so that module fixtures are set up once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN
@@ -23,114 +23,17 @@ class _Chunk:
     owner: int | None = None
 
 
-_MIB = 1 << 20
-_LEAST_MIB = 512  # CUDA's context alone takes about as much
-_CONTEXT_MIB = 768  # beside torch's allocator, where NVML does not know the process
-_SPARE = 1.1  # of what a test used before
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLoad:
-    """One GPU of the session, and its gangs.
-
-    Attributes:
-        room_mib: Memory for all gangs.
-        gangs: Memory of each; 0 is all of it.
-    """
-
-    room_mib: int
-    gangs: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Rules by which gangs share GPUs.
-
-    Attributes:
-        most: Gangs on one GPU at the same time; 1 if they do not share any.
-        memory_mib: Of the smallest GPU.
-    """
-
-    most: int = 1
-    memory_mib: int = 0
-
-    @property
-    def is_on(self) -> bool:
-        """True if gangs may share GPUs."""
-        return self.most > 1
-
-    def num_on_gpu(self, spec: GangSpec) -> int:
-        """Return the number of gangs of a spec that one GPU has room for."""
-        if not self.is_on or not spec.memory_mib:
-            return 1
-        return max(1, min(self.most, self.memory_mib // spec.memory_mib))
-
-    def fitting(self, loads: Mapping[str, GpuLoad], memory_mib: int) -> list[str]:
-        """Return the GPUs that have room for one more gang, those with fewest gangs first."""
-        found = [
-            gpu
-            for gpu, load in loads.items()
-            if memory_mib
-            and 0 not in load.gangs
-            and len(load.gangs) < self.most
-            and sum(load.gangs) + memory_mib <= load.room_mib
-        ]
-        return sorted(found, key=lambda gpu: len(loads[gpu].gangs))
-
-    def memory_for(self, declared_mib: int, used_mib: int | None) -> int:
-        """Return the memory to set aside for a test; 0 if it needs a GPU for itself.
-
-        Args:
-            declared_mib: By its mark; 0 without one.
-            used_mib: Most that it has used before; None if that is not known.
-        """
-        needed = declared_mib
-        if used_mib is not None and (not declared_mib or used_mib > declared_mib):
-            needed = _round_up(int(max(used_mib, _LEAST_MIB) * _SPARE))
-        return needed if needed <= self.memory_mib else 0
-
-
-def _round_up(mib: int) -> int:
-    """Return one of few sizes, at most a quarter more, so that tests can share gangs."""
-    step = max(256, (1 << mib.bit_length()) // 8)
-    return -(-mib // step) * step
-
-
-def used_mib(ranks: Sequence[Sequence[int]], of_processes: Sequence[int | None]) -> int:
-    """Return the memory that the rank used which used most.
-
-    Args:
-        ranks: Of each rank, bytes that torch's allocator has reserved, now and at most during the
-            test; empty without CUDA in use.
-        of_processes: Bytes that the process of each has now, None if NVML does not know.
-    """
-    found = []
-    for words, in_process in zip(ranks, of_processes, strict=True):
-        reserved, peak = words or (0, 0)
-        beside = _CONTEXT_MIB * _MIB if words else 0
-        found.append(peak + (beside if in_process is None else max(0, in_process - reserved)))
-    return -(-max(found) // _MIB)
-
-
 class Schedule:
     """Tests that have not run yet; gangs are identified by number."""
 
-    def __init__(
-        self,
-        tests: Sequence[tuple[int, GangSpec, str]],
-        *,
-        num_slots: int,
-        packing: Packing = Packing(),
-    ) -> None:
+    def __init__(self, tests: Sequence[tuple[int, GangSpec, str]], *, num_slots: int) -> None:
         """Group the tests by spec and file.
 
         Args:
             tests: Index, spec and file of each, in the order of collection.
-            num_slots: Ranks that may run at the same time, but for those that share GPUs.
-            packing: By which gangs share GPUs.
+            num_slots: Ranks that may run at the same time.
         """
         self._num_slots = num_slots
-        self._packing = packing
         self._tests = {index: (spec, file) for index, spec, file in tests}
         self._waiting = set(self._tests)
         self._chunks: dict[GangSpec, list[_Chunk]] = {}
@@ -148,11 +51,9 @@ class Schedule:
 
     def is_serial(self) -> bool:
         """Return whether at most one gang can run at any time."""
-        return all(self.most_gangs(spec) == 1 for spec, chunks in self._chunks.items() if chunks)
-
-    def most_gangs(self, spec: GangSpec) -> int:
-        """Return the number of gangs of a spec that can run at the same time."""
-        return max(1, self._num_slots * self._packing.num_on_gpu(spec) // spec.world_size)
+        return all(
+            spec.world_size * 2 > self._num_slots for spec, chunks in self._chunks.items() if chunks
+        )
 
     def holds(self, index: int) -> bool:
         """Return whether a test was not assigned yet."""
@@ -212,18 +113,17 @@ class Schedule:
         if planned is not None:
             self.give_back(planned)
 
-    def wanted(
-        self, has_room: Callable[[GangSpec], bool], gangs: Mapping[GangSpec, int]
-    ) -> GangSpec | None:
+    def wanted(self, num_free: int, gangs: Mapping[GangSpec, int]) -> GangSpec | None:
         """Return the spec of the gang to start now, or None.
 
         Args:
-            has_room: Returns whether a gang of a spec can run beside those that are there.
+            num_free: Ranks that may be started.
             gangs: Number of gangs of each spec.
         """
         waiting = [spec for spec, chunks in self._chunks.items() if chunks]
-        for spec in sorted(waiting, key=lambda s: (-s.world_size, s.memory_mib > 0, -s.memory_mib)):
-            if has_room(spec):
+        for spec in sorted(waiting, key=lambda s: -s.world_size):
+            is_alone = num_free >= self._num_slots  # wider than all slots: it may run by itself
+            if spec.world_size <= num_free or is_alone:
                 return spec
             if not gangs.get(spec, 0):
                 return None  # narrower ones would keep it waiting
@@ -237,7 +137,7 @@ class Schedule:
         """Plan the test after the one that a gang was just assigned."""
         if spec.is_isolated:
             return NOTHING
-        num_rivals = self.most_gangs(spec)
+        num_rivals = max(1, self._num_slots // spec.world_size)
         num_waiting = self._num_waiting(spec)
         if num_rivals == 1 or num_waiting > num_rivals:
             following = self._pick(gang, spec)

@@ -18,20 +18,18 @@ class GangSpec:
         world_size: Ranks over all nodes.
         device: `cuda` or `cpu`.
         is_isolated: Whether the gang runs this one test only.
-        memory_mib: Memory of each of its GPUs that it needs; 0 is all of it.
     """
 
     world_size: int
     device: str
     is_isolated: bool = False
-    memory_mib: int = 0
 
 
 class Reason(Enum):
     """Reason why an execution ended."""
 
     DONE = "every rank ended it"
-    FAILED = "a rank failed, and others did not end in time"
+    FAILED = "a rank failed, and others died or did not end in time"
     DIED = "a rank died"
     HUNG = "the time limit passed"
     NOT_STARTED = "the gang did not start"
@@ -39,21 +37,21 @@ class Reason(Enum):
     DESYNCHRONISED = "ranks took part in different collectives"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankResult:
     """Result of one execution on one rank.
 
     Attributes:
-        done: Its message at the end of the test, or None.
+        done: The rank's message at the end of the test, or None.
         early: Reports of phases that did not pass, sent before the end of the test.
-        exit_code: Of its process if that died by itself, as `Popen.returncode`.
+        exit_code: `Popen.returncode` of its process if that died by itself.
         at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
             None if it did neither.
         failed_phase: The phase that it reported as failed or skipped, or "".
         outcome: `passed`, `failed` or `skipped` if it was reported, else "".
         phase: The phase in which it died or was stopped, or "".
         problem: A traceback of pytest itself, or the reason why the rank lacks the test, or "".
-        stack: Text of faulthandler if it had to be stopped, or "".
+        stack: Text of faulthandler if it crashed or had to be stopped, or "".
         flight: JSON of NCCL's flight recorder, or "".
         log_dir: Directory of its logs.
     """

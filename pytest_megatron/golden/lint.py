@@ -67,7 +67,7 @@ class GoldenFile:
     """One golden file that could be read.
 
     Attributes:
-        value: Its JSON object.
+        value: The JSON object of the file.
         text: The text of that, for the lines of findings.
         is_ours: True if it lies in `golden_values/`.
         is_read: True if a row of the recipes reads it; problems of an unread file are no errors.
@@ -108,9 +108,9 @@ class GoldenFile:
 class FindingGroup:
     """Findings of one file, in which metrics with the same problem share one."""
 
-    def __init__(self, sheet: GoldenFile) -> None:
+    def __init__(self, golden: GoldenFile) -> None:
         """Begin without findings."""
-        self.sheet = sheet
+        self.golden = golden
         self._names: dict[tuple[str, str], list[str]] = {}
 
     def add(self, rule: str, name: str, message: str) -> None:
@@ -121,48 +121,48 @@ class FindingGroup:
         """Yield the findings."""
         for (rule, message), names in self._names.items():
             is_error = rule in ("golden-empty", "golden-truncated")
-            line = self.sheet.line_of(names[0])
-            yield self.sheet.finding(
+            line = self.golden.line_of(names[0])
+            yield self.golden.finding(
                 rule, f"{', '.join(names)}: {message}", line=line, is_error=is_error
             )
 
 
-def check_content(sheet: GoldenFile) -> Iterator[Finding]:
+def check_content(golden: GoldenFile) -> Iterator[Finding]:
     """Yield the problems of the file itself."""
-    yield from _check_provenance(sheet)
-    generation = sheet.document.generation
+    yield from _check_provenance(golden)
+    generation = golden.document.generation
     if generation is not None and (problem := find_not_finite(generation)):
         message = f"{problem}; record it again"
-        yield sheet.finding("golden-not-finite", message, is_error=True)
-    together = FindingGroup(sheet)
-    for name, series in sheet.document.metrics.items():
+        yield golden.finding("golden-not-finite", message, is_error=True)
+    together = FindingGroup(golden)
+    for name, series in golden.document.metrics.items():
         if not len(series):
             together.add("golden-empty", name, "no value; record it again")
             continue
-        yield from _check_finite(sheet, name, series)
+        yield from _check_finite(golden, name, series)
         _check_steps(together, name, series)
         _check_precision(together, name, series)
     yield from together.findings()
 
 
-def check_against_case(sheet: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
+def check_against_case(golden: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
     """Yield where the file does not fit the test case that it belongs to."""
-    is_generation = sheet.document.generation is not None
+    is_generation = golden.document.generation is not None
     mode = case.value.get("MODE", "pretraining")
     if is_generation != (mode == "inference"):
         kind = "the output of an inference program" if is_generation else "series of a training"
         message = f"holds {kind}, MODE of {case.file} is {mode!r}; record it again"
-        yield sheet.finding("golden-kind", message, is_error=True)
+        yield golden.finding("golden-kind", message, is_error=True)
         return
     for name in compared_metrics(case):
-        if not _has_metric(sheet.document, name):
+        if not _has_metric(golden.document, name):
             message = f"{case.file} compares {name!r}, which is not here; record it again"
-            yield sheet.finding("golden-metric", message, is_error=True)
+            yield golden.finding("golden-metric", message, is_error=True)
     last = last_step(case)
     if last is None:
         return
-    together = FindingGroup(sheet)
-    for name, series in sheet.document.metrics.items():
+    together = FindingGroup(golden)
+    for name, series in golden.document.metrics.items():
         is_open = name in _MAY_BE_UNMEASURED or case.value.get("TEST_TYPE") == _ENDED_BY_TIME
         steps = (series if is_open else without_unmeasured_end(series)).steps
         if steps and steps[-1] + step_interval(series.steps) <= last:
@@ -177,19 +177,19 @@ def _has_metric(document: GoldenDocument, name: str) -> bool:
     return name in document.metrics or name.replace("-", " ") in document.metrics
 
 
-def _check_provenance(sheet: GoldenFile) -> Iterator[Finding]:
-    line = sheet.line_of("_provenance")
+def _check_provenance(golden: GoldenFile) -> Iterator[Finding]:
+    line = golden.line_of("_provenance")
     try:
-        provenance = sheet.provenance
+        provenance = golden.provenance
     except GoldenError as error:
-        yield sheet.finding("golden-provenance", error.problem, line=line, is_error=True)
+        yield golden.finding("golden-provenance", error.problem, line=line, is_error=True)
         return
     if provenance is not None:
         for message in _doubts(provenance):
-            yield sheet.finding("golden-provenance", f"{message}; record it again", line=line)
-    elif sheet.is_ours:
+            yield golden.finding("golden-provenance", f"{message}; record it again", line=line)
+    elif golden.is_ours:
         message = "has no _provenance, so nobody knows what it was measured with; record it again"
-        yield sheet.finding("golden-provenance", message)
+        yield golden.finding("golden-provenance", message)
 
 
 def _doubts(provenance: Provenance) -> Iterator[str]:
@@ -201,7 +201,7 @@ def _doubts(provenance: Provenance) -> Iterator[str]:
         yield f"was made from {provenance.repeats} run, so nobody knows how far runs differ"
 
 
-def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[Finding]:
+def _check_finite(golden: GoldenFile, name: str, series: Series) -> Iterator[Finding]:
     numbers = [value for value in series.values if not isinstance(value, str)]
     if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
         return
@@ -212,10 +212,10 @@ def _check_finite(sheet: GoldenFile, name: str, series: Series) -> Iterator[Find
     is_ended = not any(isinstance(v, str) for v in without_unmeasured_end(series).values)
     is_known = (name in _MAY_BE_UNMEASURED or is_ended) and all(isinstance(v, str) for _, v in bad)
     ending = "not compared there" if is_known and numbers else "record it again"
-    yield sheet.finding(
+    yield golden.finding(
         "golden-not-finite",
         f"{message} at step {step}; {ending}",
-        line=sheet.line_of(name, step),
+        line=golden.line_of(name, step),
         is_error=not is_known,
     )
 
@@ -229,7 +229,7 @@ def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
         message = f"{len(missing)} of the steps {first} to {last} are missing, the first is "
         together.add("golden-steps", name, f"{message}{missing[0]}; record it again")
         return
-    block = together.sheet.value[name]
+    block = together.golden.value[name]
     assert isinstance(block, dict)
     said = (block.get("start_step"), block.get("end_step"), block.get("step_interval"))
     is_single = len(spaced) < 2  # noqa: PLR2004 - then no distance is wrong
@@ -241,7 +241,7 @@ def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
 
 def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
     if not series.is_full_precision:
-        if together.sheet.document.provenance is not None:
+        if together.golden.document.provenance is not None:
             together.add("golden-precision", name, "five decimals; record it again for all of them")
         return
     broken = [v for v in series.values if isinstance(v, float) and 0 < abs(v % 1) < 1]
@@ -282,27 +282,27 @@ class Commits:
 
 
 def check_origin(
-    sheet: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
+    golden: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], commits: Commits
 ) -> Iterator[Finding]:
     """Yield signs that a golden is of another case, row or history than the project's.
 
     Args:
-        sheet: The golden.
-        case: Its test case as it is now; None where there is none.
+        golden: The golden.
+        case: The test case as it is now; None where there is none.
         rows: Those that read the golden.
-        commits: Of the project.
+        commits: Commits of the project.
     """
     try:
-        provenance = sheet.provenance
+        provenance = golden.provenance
     except GoldenError:
         return  # reported with the content of the file
     if provenance is None:
         return
-    line = sheet.line_of("_provenance")
+    line = golden.line_of("_provenance")
     commit = provenance.commit
     if commit is not None and commits.lacks(commit):
         message = f"was made at commit {commit}, which the repository does not have; "
-        yield sheet.finding("golden-commit", f"{message}record it again", line=line)
+        yield golden.finding("golden-commit", f"{message}record it again", line=line)
     if not rows:
         return
     now = [fingerprint(row, None if case is None else case.value) for row in rows]
@@ -310,29 +310,29 @@ def check_origin(
         if provenance.config_hash not in now:
             message = f"was made of another case or row: its config_hash is not {now[0]}, that of "
             message += f"{rows[0].where}; record it again"
-            yield sheet.finding("golden-stale", message, line=line)
+            yield golden.finding("golden-stale", message, line=line)
     elif commit is not None and case is not None:
         then = commits.case_at(commit, case.file)
         if then is not None and fingerprint(rows[0], then) != now[0]:
             message = f"was made at commit {commit}, {case.file} has changed since; record it again"
-            yield sheet.finding("golden-stale", message, line=line)
+            yield golden.finding("golden-stale", message, line=line)
 
 
 def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[Finding]:
     """Yield the goldens that are equal to an earlier one, times included: those never repeat."""
     first: dict[int, GoldenFile] = {}
-    for sheet in sheets:
-        metrics, generation = sheet.document.metrics, sheet.document.generation
+    for golden in sheets:
+        metrics, generation = golden.document.metrics, golden.document.generation
         if generation is not None and not generation.throughput:
             continue
         if generation is None and "iteration-time" not in metrics:
             continue
         content = [(name, series.steps, series.values) for name, series in metrics.items()]
-        other = first.setdefault(hash((tuple(content), repr(generation))), sheet)
+        other = first.setdefault(hash((tuple(content), repr(generation))), golden)
         is_equal = (other.document.metrics, other.document.generation) == (metrics, generation)
-        if other is not sheet and is_equal:
+        if other is not golden and is_equal:
             message = f"holds the same values as {other.path}, times included: one of them was "
-            yield sheet.finding("golden-copy", f"{message}copied, not measured; record it again")
+            yield golden.finding("golden-copy", f"{message}copied, not measured; record it again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +341,7 @@ class Project:
 
     Attributes:
         recipes: Recipes and directories of recipes; without any, unread goldens are not reported.
-        other_names: Of platforms, in the names of goldens.
+        other_names: Other names of platforms, in the names of goldens.
     """
 
     root: Path
@@ -454,14 +454,14 @@ class _Linter:
         problem = self._misplaced(path) if place is None else self._unread(path, place)
         if problem is not None:
             self._add(path, *problem)
-        sheet = self._read(path)
-        if sheet is None:
+        golden = self._read(path)
+        if golden is None:
             return
-        self._sheets.append((sheet, place))
-        self.findings += check_content(sheet)
+        self._sheets.append((golden, place))
+        self.findings += check_content(golden)
         case = None if place is None else self._case_of(place)
         if case is not None:
-            self.findings += check_against_case(sheet, case)
+            self.findings += check_against_case(golden, case)
 
     def look_at_rows(self) -> None:
         """Check the recipes for goldens that are missing."""
@@ -474,12 +474,12 @@ class _Linter:
 
     def compare(self) -> None:
         """Check the files against one another and against the repository's history."""
-        self.findings += find_copies(sheet for sheet, _ in self._sheets)
+        self.findings += find_copies(golden for golden, _ in self._sheets)
         commits = Commits(self._project.root)
-        for sheet, place in self._sheets:
+        for golden, place in self._sheets:
             if place is not None:
-                rows = self.readers.get(sheet.path.absolute(), ())
-                self.findings += check_origin(sheet, self._case_of(place), rows, commits)
+                rows = self.readers.get(golden.path.absolute(), ())
+                self.findings += check_origin(golden, self._case_of(place), rows, commits)
 
     def _add(self, path: Path, rule: str, message: str) -> None:
         self.findings.append(_finding(path, None, rule, message))

@@ -405,7 +405,7 @@ class Provenance:
 
     Attributes:
         command: (num_arguments,) the command line.
-        commit: Of the repository that holds the golden.
+        commit: Commit of the repository that holds the golden.
         config_hash: The `fingerprint` of case and recipe row.
         is_dirty: True if there were uncommitted changes.
         image: The container image with its digest.

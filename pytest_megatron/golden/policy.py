@@ -97,19 +97,19 @@ class LossLimits:
 
     Attributes:
         exact: When every bit counts.
-        step_1: Of the first step, which has seen no update.
+        step_1: Limit of the first step, which has seen no update.
         early_steps: How many steps are the early window, where no step may be outside.
         early_band: There, of a golden without a band of its own.
-        band: Of every step of a golden without a band of its own.
+        band: Limit of every step of a golden without a band of its own.
         floor: The narrowest band that is learned; by precision where it is None.
         learned_floor: The same where the repeats were on the run's own platform, whose noise they
             know.
         absolute: Added to every band, in the metric's own unit.
-        outside_fraction: Of the steps, how many may be outside the band.
+        outside_fraction: Part of the steps that may be outside the band.
         outside_factor: How many bands such a step may be off.
-        mean: Of all steps.
-        tail_mean: Of the last quarter.
-        window_mean: Of each of the windows that the steps are cut into; None for no windows.
+        mean: Limit of the mean of all steps.
+        tail_mean: Limit of the mean of the last quarter.
+        window_mean: Limit of each of the windows that the steps are cut into; None for no windows.
         frozen_steps: From how many steps without a change on a curve is frozen.
         frozen_fraction: The same as a part of all steps; the larger counts.
     """
@@ -151,8 +151,8 @@ class CountLimits:
     """Limits of a count, such as num-zeros; single steps are not compared.
 
     Attributes:
-        exact: As for a loss.
-        mean: Of the mean without the steps that differ most, either way (`TRIMMED_FRACTION`).
+        exact: When every bit counts.
+        mean: Limit of the mean without the steps that differ most, either way (`TRIMMED_FRACTION`).
         tail_mean: The same of the last quarter.
         absolute: In counts; less than this is no difference.
     """
@@ -169,8 +169,8 @@ class CostLimits:
     """Limits of a time or a rate, compared on the golden's class of host only.
 
     Attributes:
-        median: Of the steps after the warm-up.
-        quartile: Of their slowest quarter's border, so that slow steps do not hide.
+        median: Limit of the median of the steps after the warm-up.
+        quartile: Limit of the border of the slowest quarter, so that slow steps do not hide.
         warm_up: Part of the steps that is left out at the start.
         worse: The side that fails.
     """
@@ -384,7 +384,7 @@ class ComparisonPolicy:
 
     Attributes:
         base: The policy that it inherits from.
-        name: Its name in verdicts: the base's, or its file's.
+        name: Name of the policy in verdicts: the base's, or its file's.
         metrics: Metric, or a pattern of metrics, to its changes; a later one wins.
         overrides: The same for some workloads; a later one wins.
         digest: SHA-256 of its file; None for a policy of the package.
@@ -482,7 +482,7 @@ class ComparisonPolicy:
         """Return the limits of a metric under `strict`, after the policy's changes.
 
         Args:
-            metric: Its name.
+            metric: Name of the metric.
             is_long: Whether its golden is long, and has no band of its own.
         """
         settings = dict(self.settings(metric))

@@ -183,7 +183,7 @@ def parse_golden(text: str, where: str) -> Golden:
     """Return the golden in a text, wherever that is from: a file, a commit.
 
     Raises:
-        GoldenError: As from `read_golden`; `where` names the place.
+        GoldenError: The text is refused, as `read_golden` does; `where` names the place.
     """
     document = parse_document(text, where)
     provenance = document.provenance
@@ -238,7 +238,7 @@ def write_golden(
 
     Raises:
         GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
-        OSError: As from `write_text_atomically`; the old file is as it was.
+        OSError: The file cannot be written; the old one is as it was.
     """
     golden = Golden(path=str(path), metrics=metrics, provenance=provenance)
     write_text_atomically(path, golden_text(golden, form))
@@ -301,7 +301,7 @@ class GoldenOwner:
 
     Attributes:
         tree: `golden_values`, or the directory of the test cases.
-        platform: As the file calls it; empty in a file that names none.
+        platform: Platform in the file's name; empty in a file that names none.
         is_second_run: True if the name ends in `_2nd`.
     """
 
@@ -477,12 +477,12 @@ def document_of(
     """Return the metrics in the JSON object of a golden or a metric-map file.
 
     Args:
-        value: As `load_object` returns it.
+        value: Value from `load_object`.
         where: The file, for messages.
         notes: Earlier notes on the file.
 
     Raises:
-        GoldenError: As from `parse_document`.
+        GoldenError: The value is refused, see `parse_document`.
     """
     notes = list(notes)
     provenance = value.get(PROVENANCE_KEY)

@@ -114,9 +114,9 @@ class Xid:
 
     Attributes:
         gpu: UUID, or None where the report names none of ours.
-        xid: Its number.
+        xid: Number of the Xid.
         source: `nvml`, or `kernel` for the kernel's log.
-        text: As the kernel has it; empty from NVML.
+        text: Text of the kernel; empty from NVML.
     """
 
     gpu: str | None
@@ -277,32 +277,63 @@ class _MonitorAnswer:
     problem: str | None = None
 
 
-class _Probe:
-    """The process that asks NVML, and its answers."""
+class HealthWatch:
+    """Watches GPUs from `with` to `finish`; without GPUs it does nothing.
 
-    def __init__(self) -> None:
+    Attributes:
+        health: What is known so far.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self.health: Health | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
+        if not gpus:
+            return
+        self.health = Health()
+        command = [sys.executable, "-m", "pytest_megatron.gpu.nvml_probe", *(g.uuid for g in gpus)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the training; stdin tells this one
+            )
+        except OSError as error:
+            self.health = Health(problem=f"{command[0]}: {error.strerror}")
+            return
+        answer = self._answer("before")
+        self.health = Health(before=answer.gpus, problem=answer.problem)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._end()
 
-    def _start(self, words: Iterable[str]) -> None:
-        """Start it.
+    def finish(self) -> Health | None:
+        """Return what changed since the start; None without GPUs."""
+        if self._process is None or self.health is None:
+            return self.health
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its answer says why
+            self._process.stdin.close()
+        answer = self._answer("after")
+        problem = self.health.problem or answer.problem
+        self.health = replace(self.health, after=answer.gpus, xids=answer.xids, problem=problem)
+        self._end()
+        return self.health
 
-        Raises:
-            OSError: It cannot be started.
-        """
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest_megatron.gpu.nvml_probe", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the training; stdin tells this one
-        )
+    def _answer(self, when: str) -> _MonitorAnswer:
+        """Return the content of the next line."""
+        line = self._read_line()
+        if line is None:
+            return _MonitorAnswer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")
+        try:
+            return trusted(_MonitorAnswer, json.loads(line))
+        except (KeyError, TypeError, ValueError, AssertionError):
+            return _MonitorAnswer(problem=f"no answer {when} the attempt, NVML may have crashed")
 
     def _read_line(self) -> bytes | None:
         """Return the next line, empty where the process ended; None where it takes too long."""
@@ -323,7 +354,7 @@ class _Probe:
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def close(self) -> None:
+    def _end(self) -> None:
         """Leave no process behind, unless the driver itself holds on to it."""
         process, self._process = self._process, None
         if process is None:
@@ -335,74 +366,3 @@ class _Probe:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-class MemoryWatch(_Probe):
-    """Reads the memory of GPUs and of their processes, as often as it is asked."""
-
-    def __init__(self, gpus: Sequence[Gpu]) -> None:
-        super().__init__()
-        with contextlib.suppress(OSError):
-            self._start(["memory", *(gpu.uuid for gpu in gpus)])
-
-    def read(self) -> dict[str, GpuState]:
-        """Return GPU -> its state, with memory and processes; empty where NVML does not answer.
-
-        A driver that hangs is not asked again.
-        """
-        if self._process is None or self._process.stdin is None:
-            return {}
-        try:
-            self._process.stdin.write(b"\n")
-            self._process.stdin.flush()
-            line = self._read_line()
-            found = trusted(_MonitorAnswer, json.loads(line or b""))
-        except (OSError, KeyError, TypeError, ValueError, AssertionError):
-            self.close()
-            return {}
-        return {state.uuid: state for state in found.gpus}
-
-
-class HealthWatch(_Probe):
-    """Watches GPUs from `with` to `finish`; without GPUs it does nothing.
-
-    Attributes:
-        health: What is known so far.
-    """
-
-    def __init__(self, gpus: Sequence[Gpu]) -> None:
-        super().__init__()
-        self.health: Health | None = None
-        if not gpus:
-            return
-        self.health = Health()
-        try:
-            self._start(gpu.uuid for gpu in gpus)
-        except OSError as error:
-            self.health = Health(problem=f"{sys.executable}: {error.strerror}")
-            return
-        answer = self._answer("before")
-        self.health = Health(before=answer.gpus, problem=answer.problem)
-
-    def finish(self) -> Health | None:
-        """Return what changed since the start; None without GPUs."""
-        if self._process is None or self.health is None:
-            return self.health
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its answer says why
-            self._process.stdin.close()
-        answer = self._answer("after")
-        problem = self.health.problem or answer.problem
-        self.health = replace(self.health, after=answer.gpus, xids=answer.xids, problem=problem)
-        self.close()
-        return self.health
-
-    def _answer(self, when: str) -> _MonitorAnswer:
-        """Return the content of the next line."""
-        line = self._read_line()
-        if line is None:
-            return _MonitorAnswer(problem=f"no answer {when} the attempt within {_LIMIT_S:g} s")
-        try:
-            return trusted(_MonitorAnswer, json.loads(line))
-        except (KeyError, TypeError, ValueError, AssertionError):
-            return _MonitorAnswer(problem=f"no answer {when} the attempt, NVML may have crashed")

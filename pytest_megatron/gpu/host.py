@@ -39,7 +39,7 @@ class GpuModel:
 
     Attributes:
         architecture: Major compute capability: 8 Ampere, 9 Hopper, 10 Blackwell.
-        memory_gib: Of the largest of its name, as NVML gives it, in GiB, rounded up.
+        memory_gib: Memory of the largest of its name, from NVML, in GiB, rounded up.
     """
 
     architecture: int
@@ -207,13 +207,10 @@ class Lease:
     Attributes:
         gpus: In the order of the host; may be empty.
         descriptors: Open lock files, for a child process to inherit.
-        memory_mib: Memory of each that it is for, where others of this process have the rest; 0 is
-            all of it.
     """
 
     gpus: tuple[Gpu, ...]
     descriptors: tuple[int, ...]
-    memory_mib: int = 0
 
     def close(self) -> None:
         """Let go of the devices, unless a child process still holds them."""

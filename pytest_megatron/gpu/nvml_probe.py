@@ -2,10 +2,8 @@
 
 `python -m pytest_megatron.gpu.nvml_probe UUID...` prints a line of JSON with the state of each GPU,
 waits until its stdin ends, and prints another with the states and what the driver reported
-meanwhile. With `memory` before the UUIDs it prints a line for each that it reads, with the memory
-of the GPUs and of their processes. It is a process of its own because NVML can hang or crash with a
-GPU that is lost, and the session must not. Must import nothing of ours but the plain data that it
-prints.
+meanwhile. It is a process of its own because NVML can hang or crash with a GPU that is lost, and
+the session must not. Must import nothing of ours but the plain data that it prints.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import ModuleType
 from typing import TypeVar
 
@@ -25,7 +23,6 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gpu.health import THROTTLES, GpuProcess, GpuState, Xid
 
 _Value = TypeVar("_Value")
-MEMORY = "memory"
 _POLL_MS = 200
 _MOST_LATE = 100  # events; a GPU that fails can report without end
 _KERNEL_LOG = "/dev/kmsg"
@@ -35,7 +32,7 @@ _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)(?
 
 
 def main() -> None:
-    """Watch the GPUs of the command line, or only their memory."""
+    """Watch the GPUs of the command line."""
     import pynvml  # noqa: PLC0415 - only here, and only in this process
 
     uuids = sys.argv[1:]
@@ -43,10 +40,6 @@ def main() -> None:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         _say({"gpus": [], "problem": f"NVML: {error}"})
-        return
-    if uuids[:1] == [MEMORY]:
-        for _ in sys.stdin:
-            _say({"gpus": [asdict(state) for state in _states(pynvml, uuids[1:], read_memory)]})
         return
     with _kernel_log() as kernel:
         events = _register(pynvml, uuids)
@@ -58,37 +51,19 @@ def main() -> None:
         _say({"gpus": list[JsonValue](after), "xids": [asdict(xid) for xid in xids]})
 
 
-def _ask(nvml: ModuleType, read: Callable[[], _Value]) -> _Value | None:
-    """Return an answer, None where this GPU or driver has none."""
-    try:
-        return read()
-    except (nvml.NVMLError, AttributeError):  # or these bindings
-        return None
-
-
-def read_memory(nvml: ModuleType, uuid: str) -> GpuState | None:
-    """Return the memory of a GPU and its processes; None where it does not answer at all."""
-    handle = _ask(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
-    if handle is None:
-        return None
-    memory = _ask(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    return GpuState(
-        uuid=uuid,
-        memory_used_bytes=None if memory is None else int(memory.used),
-        memory_total_bytes=None if memory is None else int(memory.total),
-        processes=_ask(nvml, lambda: _processes(nvml, handle)) or (),
-    )
-
-
 def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
     """Return the state of a GPU; None where it does not answer at all."""
-    state = read_memory(nvml, uuid)
-    if state is None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
         return None
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def ask(read: Callable[[], _Value]) -> _Value | None:
-        return _ask(nvml, read)
+        """Return an answer, None where this GPU or driver has none."""
+        try:
+            return read()
+        except (nvml.NVMLError, AttributeError):  # or these bindings
+            return None
 
     def ecc(kind: int, counter: int) -> int | None:
         return ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter)))
@@ -96,9 +71,10 @@ def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
     def retired(cause: int) -> int | None:
         return ask(lambda: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)))
 
+    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle)) or (None,) * 4
-    return replace(
-        state,
+    return GpuState(
+        uuid=uuid,
         index=ask(lambda: int(nvml.nvmlDeviceGetIndex(handle))),
         name=ask(lambda: _text(nvml.nvmlDeviceGetName(handle))),
         bus_id=ask(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
@@ -116,15 +92,14 @@ def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
         remapped_uncorrectable=rows[1],
         is_remap_pending=None if rows[2] is None else bool(rows[2]),
         has_remap_failed=None if rows[3] is None else bool(rows[3]),
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        processes=ask(lambda: _processes(nvml, handle)) or (),
     )
 
 
-def _states(
-    nvml: ModuleType,
-    uuids: Sequence[str],
-    read: Callable[[ModuleType, str], GpuState | None] = read_state,
-) -> list[GpuState]:
-    return [state for uuid in uuids if (state := read(nvml, uuid)) is not None]
+def _states(nvml: ModuleType, uuids: Sequence[str]) -> list[GpuState]:
+    return [state for uuid in uuids if (state := read_state(nvml, uuid)) is not None]
 
 
 def _processes(nvml: ModuleType, handle: object) -> tuple[GpuProcess, ...]:

@@ -6,8 +6,11 @@ ranks. The controller alone joins what all of them noted.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import posixpath
+import secrets
 import shutil
 import sys
 import tempfile
@@ -22,7 +25,17 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from pytest_megatron.base.project import ask_git
+from pytest_megatron.base.text import counted, listed
 from pytest_megatron.changed import watch
+from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
+from pytest_megatron.changed.drawn import (
+    DrawnRun,
+    append_drawn,
+    draw,
+    open_failures,
+    read_drawn,
+)
 from pytest_megatron.changed.record import (
     COLLECT,
     FILE_NAME,
@@ -38,7 +51,14 @@ from pytest_megatron.changed.record import (
     write_record,
 )
 from pytest_megatron.changed.select import Changes, blocks_at, summary
-from pytest_megatron.changed.sources import ParsedFiles, Sources, environment, files_of
+from pytest_megatron.changed.sources import (
+    ParsedFiles,
+    Sources,
+    checkout_of,
+    digest,
+    environment,
+    files_of,
+)
 from pytest_megatron.hooks.deselected import REASON
 from pytest_megatron.hooks.options import (
     COLLECTING_PLUGIN,
@@ -48,6 +68,7 @@ from pytest_megatron.hooks.options import (
     dest,
     usage_errors,
 )
+from pytest_megatron.runs.environment import utc_now
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 
 if TYPE_CHECKING:
@@ -70,9 +91,9 @@ class ChangedRecorder:
     def __init__(self, config: pytest.Config, directory: str) -> None:
         """Start recording; functions that ran before are known by the files that are loaded."""
         self._config = config
-        self._root = config.rootpath
+        top, self._start = _checkout_of(config)
         self.directory = directory
-        self.watch = watch.Watch(str(self._root), directory, has_windows=True)
+        self.watch = watch.Watch(str(top), directory, has_windows=True)
         self.watch.note_loaded(
             str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())
         )
@@ -87,7 +108,7 @@ class ChangedRecorder:
         """Record the collection of a file; all of its tests depend on it."""
         if not collector.path.is_file():
             return (yield)
-        with self.watch.window(f"{COLLECT}{file_of(collector)}"):
+        with self.watch.window(f"{COLLECT}{self._place(collector)}"):
             report = yield
         if isinstance(collector, pytest.Module) and report.passed:
             self.watch.find_caches(collector.obj)
@@ -107,7 +128,7 @@ class ChangedRecorder:
             finally:
                 keys = [self._keys.get(definition, ()) for definition in _fixtures_of(item)]
                 add({"uses": sorted({key for some in keys for key in some})})
-                add({"file": file_of(item), **_place_of(item)})
+                add({"file": self._place(item), **_place_of(item)})
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_fixture_setup(
@@ -122,6 +143,10 @@ class ChangedRecorder:
         with self.watch.window(key):
             return (yield)
 
+    def _place(self, node: pytest.Item | pytest.Collector) -> str:
+        """Return the file of a test, relative to the checkout."""
+        return posixpath.normpath(posixpath.join(self._start, file_of(node)))
+
     def count(self, items: list[pytest.Item]) -> None:
         """Note how many tests the files have, before any is left out."""
         self.watch.note({"key": _COUNTS, "counts": Counter(map(file_of, items))})
@@ -131,6 +156,11 @@ class ChangedRecorder:
         """Write what a worker of pytest-xdist did outside of tests."""
         if hasattr(self._config, "workerinput"):
             self.watch.end()
+
+
+def _checkout_of(config: pytest.Config) -> tuple[Path, str]:
+    with usage_errors():
+        return checkout_of(config.rootpath)
 
 
 def _fixtures_of(item: pytest.Item) -> list[object]:
@@ -183,8 +213,14 @@ class Selector:
         self._config = config
         self._options = options
         self._root = config.rootpath
+        self._top, self._start = _checkout_of(config)
         self._file = options.changed_file or OWN_DIR / FILE_NAME
         self._started = time.time()
+        self._drawn_path = self._path.with_name(DRAWN)
+        self._drawn: list[str] = []
+        self._seed = 0
+        self._bad: set[str] = set()
+        self._skipped: set[str] = set()
         self._parsed = ParsedFiles(self._root / OWN_DIR / _PARSED_FILE)
         self._state: ProjectState | None = None
         self._record = TestRecord()
@@ -202,14 +238,23 @@ class Selector:
     @property
     def _sources(self) -> Sources:
         """The project as it is now."""
-        return Sources(self._root, _import_paths(), parse=self._parsed.parse)
+        return Sources(self._top, _import_paths(), parse=self._parsed.parse)
+
+    @functools.cached_property
+    def _earlier(self) -> set[str]:
+        """The tests that failed when they were drawn, and have not passed since."""
+        with usage_errors():
+            return open_failures(read_drawn(self._drawn_path))
 
     def _prepare(self) -> ProjectState:
         if self._state is None:
             with usage_errors():
                 self._record = read_record(self._path)
-                files = files_of(self._root, self._path)
-                self._state = ProjectState(environment=environment(self._root), files=files)
+                self._state = ProjectState(
+                    environment=environment(self._top),
+                    files=files_of(self._top, self._path, self._drawn_path),
+                    root=self._start,
+                )
         return self._state
 
     def select(self, items: list[pytest.Item]) -> None:
@@ -219,31 +264,84 @@ class Selector:
             return
         with usage_errors():
             base = self._options.changed
-            blocks = blocks_at(self._root, base) if base else {}
+            blocks = blocks_at(self._top, base) if base else {}
         changes = Changes(self._record, self._sources, state, blocks)
         reasons: dict[str, str] = {}
         for item in items:
             reason = changes.reason(item.nodeid, mode_of(item))
+            if reason is None and item.nodeid in self._earlier:
+                reason = "it failed when it was drawn"
             if reason is not None:
                 reasons[item.nodeid] = reason
-        dropped = [item for item in items if item.nodeid not in reasons]
-        self._left_out = [item.nodeid for item in dropped]
+        unchanged = [item for item in items if item.nodeid not in reasons]
         self._lines = [f"--changed: {line}" for line in summary(reasons, len(items))]
+        self._draw(unchanged)
+        kept = reasons.keys() | set(self._drawn)
+        dropped = [item for item in unchanged if item.nodeid not in kept]
+        self._left_out = [item.nodeid for item in dropped]
         if dropped:
             self._config.stash[LEFT_OUT] = len(dropped)
             for item in dropped:
                 item.stash[REASON] = "deselected by --changed"
             self._config.hook.pytest_deselected(items=dropped)
-            items[:] = [item for item in items if item.nodeid in reasons]
+            items[:] = [item for item in items if item.nodeid in kept]
             gangs = self._config.pluginmanager.get_plugin("megatron-gangs")
             if gangs is not None:
                 gangs.leave_out(dropped)
         output = getattr(self._config, "workeroutput", None)
         if output is not None:
-            output[_OUTPUT] = {"lines": self._lines, "left_out": self._left_out}
+            output[_OUTPUT] = {
+                "lines": self._lines,
+                "left_out": self._left_out,
+                "drawn": self._drawn,
+                "seed": self._seed,
+            }
         if _LEFT_OUT_FILE in os.environ:  # not where the plugin was loaded late
             text = json.dumps(self._left_out)
             Path(os.environ[_LEFT_OUT_FILE]).write_text(text, encoding="utf-8")
+
+    def _draw(self, unchanged: list[pytest.Item]) -> None:
+        """Draw the tests that run although nothing changed for them."""
+        chosen = self._options.changed_draw
+        if chosen == "off" or not unchanged:
+            return
+        if chosen:
+            self._seed = int(chosen)
+        else:  # the same in all workers of pytest-xdist
+            worker: dict[str, str] = getattr(self._config, "workerinput", {})
+            text = worker.get("testrunuid") or secrets.token_hex(4)
+            self._seed = int(digest(text.encode())[:8], 16)
+        durations = {i.nodeid: self._record.tests[i.nodeid].duration_s for i in unchanged}
+        costly = [i.nodeid for i in unchanged if mode_of(i).startswith(_WORKLOAD)]
+        self._drawn = draw(durations, self._seed, is_costly=costly)
+        if self._drawn:
+            number = f"{len(self._drawn)} of the {len(unchanged)} others"
+            verb = "runs" if len(self._drawn) == 1 else "run"
+            self._lines.append(
+                f"--changed: {number} {verb} as well, drawn by --changed-draw {self._seed}"
+            )
+
+    def _note_drawn(self) -> None:
+        """Note how the drawn tests ended, and those that failed when they were drawn before."""
+        ran = {node_id for node_id in self._durations if node_id not in self._skipped}
+        drawn = [node_id for node_id in self._drawn if node_id in ran]
+        followed = self._earlier & ran
+        if not drawn and not followed:
+            return
+        run = DrawnRun(
+            time=utc_now(),
+            commit=ask_git(self._root, "rev-parse", "HEAD"),
+            seed=self._seed,
+            num_left_out=len(self._left_out) + len(self._drawn),
+            drawn=tuple(drawn),
+            failed=tuple(sorted(self._bad & {*drawn, *followed})),
+            passed=tuple(sorted(followed - self._bad)),
+        )
+        try:
+            make_own_dir(self._root)
+            append_drawn(self._drawn_path, run)
+        except OSError as error:
+            self._problem = f"{self._drawn_path}: {error.strerror}; drawn tests are not noted"
 
     def pytest_report_collectionfinish(self) -> list[str]:
         """Print how many tests run, and why."""
@@ -255,18 +353,31 @@ class Selector:
         found = getattr(node, "workeroutput", {}).get(_OUTPUT)
         if found is not None:
             self._left_out, self._output = found["left_out"], found
+            self._drawn, self._seed = found["drawn"], found["seed"]
             self._config.stash[LEFT_OUT] = len(self._left_out)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print what workers of pytest-xdist left out."""
         for line in self._output.get("lines", ()):
             terminalreporter.write_line(line)
+        missed = [node_id for node_id in self._drawn if node_id in self._bad]
+        if missed:
+            terminalreporter.write_line(
+                f"--changed: {len(missed)} of {counted(len(self._drawn), 'drawn test')} failed, "
+                f"for which nothing changed: {listed(missed, 3)}; it is flaky, or uses what no "
+                f"record shows: run all tests",
+                red=True,
+            )
         if self._problem:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how a test ended."""
         self._durations[report.nodeid] += int(report.duration * 1000)
+        if report.outcome == "failed":
+            self._bad.add(report.nodeid)
+        elif report.outcome == "skipped":
+            self._skipped.add(report.nodeid)
         if report.outcome != "passed":
             self._failed.setdefault(report.nodeid, f"it {report.outcome} last time")
 
@@ -278,6 +389,9 @@ class Selector:
             self._config.stash.get(LEFT_OUT, 0)
         ):
             session.exitstatus = pytest.ExitCode.OK
+        if not hasattr(self._config, "workerinput"):
+            with _unrecorded():
+                self._note_drawn()
         recorder = self._config.pluginmanager.get_plugin(RECORDER)
         if recorder is not None and not hasattr(self._config, "workerinput"):
             recorder.watch.end()

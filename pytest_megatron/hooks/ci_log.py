@@ -50,7 +50,7 @@ class CiLog(Protocol):
 
 
 class GitHubLog:
-    """Of GitHub Actions."""
+    """Log groups of GitHub Actions."""
 
     commands = re.compile(GITHUB_COMMANDS)
     has_annotations = True

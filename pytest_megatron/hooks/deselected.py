@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Generator, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,11 +35,15 @@ _OPTIONS = {
 _WORDS = {"deselect_by_keyword": ("-k", "keyword"), "deselect_by_mark": ("-m", "markexpr")}
 
 
-def note_deselected(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Note tests that were left out after they were collected; called by a hook of pytest."""
+def note_deselected(config: pytest.Config, items: Sequence[object]) -> None:
+    """Note tests that were left out after they were collected; called by a hook of pytest.
+
+    pytest-testmon passes objects without a name, which are counted by pytest alone.
+    """
     by = f"deselected by {_caller(config)}"
+    found = [item for item in items if isinstance(item, pytest.Item)]
     noted = config.stash.setdefault(_TESTS, [])
-    noted += [(item.nodeid, item.stash.get(REASON, by)) for item in items]
+    noted += [(item.nodeid, item.stash.get(REASON, by)) for item in found]
 
 
 def note_ignored(config: pytest.Config, path: Path, reason: str) -> None:
@@ -104,10 +109,9 @@ class LeftOutFiles:
         """Return why a path is ignored, or "" for a folder that pytest never enters."""
         option = self._config.option
         typed = {"--ignore": option.ignore, "--ignore-glob": option.ignore_glob}
-        found = {by: map(os.path.abspath, paths or ()) for by, paths in typed.items()}
-        find = self._config._getconftest_pathlist  # pytest has no other way
+        found = {by: [*map(os.path.abspath, paths or ())] for by, paths in typed.items()}
         for name in ("collect_ignore", "collect_ignore_glob"):
-            found[name] = map(str, find(name, path.parent) or ())
+            found[name] = self._listed(name, path.parent)
         for by, paths in found.items():
             if any(
                 str(path) == one or (by.endswith("glob") and fnmatch(str(path), one))
@@ -115,6 +119,15 @@ class LeftOutFiles:
             ):
                 return f"ignored by {by}"
         return "" if self._is_never_entered(path) else "ignored by a conftest.py or a plugin"
+
+    def _listed(self, name: str, folder: Path) -> list[str]:
+        """Return the paths of such a list, of the nearest conftest.py that has one."""
+        modules = (p for p in self._config.pluginmanager.get_plugins() if isinstance(p, ModuleType))
+        lists = {Path(m.__file__ or ""): vars(m)[name] for m in modules if name in vars(m)}
+        for parent in (folder, *folder.parents):
+            if (file := parent / "conftest.py") in lists:
+                return [str(parent / path) for path in lists[file]]
+        return []
 
     def _is_never_entered(self, path: Path) -> bool:
         """Return true for a folder such as `.git`, a cache or a virtual environment."""

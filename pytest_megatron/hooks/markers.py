@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from _pytest.doctest import DoctestItem
 
-from pytest_megatron.hooks.options import Options, foreign_ini, seconds_of
+from pytest_megatron.hooks.options import Options, chosen_ini, seconds_of
 
 if TYPE_CHECKING:
     from pytest_megatron.gang.spec import GangSpec
@@ -21,14 +21,12 @@ _LINES = (
     "controller: run in the pytest process that was started, on no gang",
     "isolated: run on a gang of fresh processes that runs nothing else",
     "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
-    "gpu_memory_gib(n): memory that each rank needs of its GPU, which --pack-gpus then shares",
     "audit(allow): what a test may leave behind in its ranks, such as ['threads'], or ['all']",
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
     "owner(name, ...): who looks after a test, for `pytest-megatron cost --by owner`",
 )
 _NO_LABELS = ("controller", "isolated", "rerun_transient", "skip", "xfail")
 
-_MOST_GIB = 1 << 20
 _NO_LIMIT = " (0 is no limit)"
 _TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
 _TIMEOUT_LINE = (
@@ -112,7 +110,6 @@ def spec_of(
         return None
     allowed_leaks(item)
     num_reruns_of(item, 0)  # a wrong mark is an error before anything runs
-    gpu_memory_mib(item)
     mark = item.get_closest_marker("world_size")
     is_isolated = item.get_closest_marker("isolated") is not None
     size = default_size
@@ -144,25 +141,6 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
             f"expected one number of reruns from 0 on"
         )
     return number
-
-
-def gpu_memory_mib(item: pytest.Item) -> int:
-    """Return the memory that a test declares to need of each of its GPUs; 0 without a mark.
-
-    Raises:
-        pytest.UsageError: The mark is wrong.
-    """
-    mark = item.get_closest_marker("gpu_memory_gib")
-    if mark is None:
-        return 0
-    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else 0
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if not is_number or not 0 < number < _MOST_GIB:
-        raise pytest.UsageError(
-            f"{item.nodeid}: mark gpu_memory_gib: {_arguments_of(mark)} is given, expected one "
-            f"number of GiB above 0"
-        )
-    return -int(-number * 1024 // 1)
 
 
 def allowed_leaks(item: pytest.Item) -> frozenset[str]:
@@ -210,7 +188,7 @@ class PhaseLimits:
     """Time limits of the phases of a test, in seconds; 0 is no limit.
 
     Attributes:
-        call_s: Of the call; None where all phases have the same.
+        call_s: Limit of the call; None where all phases have the same.
     """
 
     phase_s: float
@@ -263,7 +241,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
         settings: dict[str, object] = {
             "--timeout": config.getoption("timeout", None),
             "PYTEST_TIMEOUT": os.environ.get("PYTEST_TIMEOUT"),
-            "timeout in the ini file": foreign_ini(config, "timeout"),
+            "timeout in the ini file": chosen_ini(config, "timeout"),
         }
         for source, value in settings.items():
             if value not in (None, ""):
@@ -273,7 +251,7 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
 
 def _is_of_call(config: pytest.Config) -> bool:
     """Return true if pytest-timeout is set to limit calls alone."""
-    return _has_timeout_plugin(config) and foreign_ini(config, "timeout_func_only") is True
+    return _has_timeout_plugin(config) and chosen_ini(config, "timeout_func_only") is True
 
 
 def _has_timeout_plugin(config: pytest.Config) -> bool:
@@ -316,7 +294,7 @@ def device_of(options: Options, size: int, room: int) -> str:
 
     Args:
         options: Options of the session.
-        size: Its world size.
+        size: World size of the test.
         room: Ranks of one gang that the GPUs of this host can take.
     """
     if options.num_gpus is not None:

@@ -7,6 +7,7 @@ imports nothing heavy.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import itertools
@@ -16,15 +17,16 @@ import shlex
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeVar, cast
 
 import pytest
+from typing_extensions import override
 
-from pytest_megatron.errors import MegatronError
+from pytest_megatron.base.text import one_of as one_word_of
+from pytest_megatron.errors import REMOVED, MegatronError
+from pytest_megatron.hooks.short_names import PREFIX, ShortNames
 
 if TYPE_CHECKING:
-    import argparse
-
     from pytest_megatron.ci.decide import Decision
     from pytest_megatron.gang.topology import SlurmStep
 
@@ -110,7 +112,7 @@ def typed(config: pytest.Config, name: str) -> object:
 def given(config: pytest.Config, name: str) -> object:
     """Return the value on the command line, else the one in the ini file, else None."""
     value = typed(config, name)
-    return config.getini(dest(name)) if value is None else value
+    return chosen_ini(config, dest(name)) if value is None else value
 
 
 def dest(name: str) -> str:
@@ -118,10 +120,11 @@ def dest(name: str) -> str:
     return f"megatron_{name.replace('-', '_')}"
 
 
-def foreign_ini(config: pytest.Config, name: str) -> object:
-    """Return an ini value of another plugin where the user set it, else None.
+def chosen_ini(config: pytest.Config, name: str) -> object:
+    """Return an ini value where the user set it, else None.
 
-    Its default is not the user's choice, and differs between releases: "", 0.0, None.
+    A default is not the user's choice, and differs between releases of pytest and of the plugin
+    that declares it: "", 0.0, None.
     """
     try:
         value: object = config.getini(name)
@@ -170,6 +173,12 @@ def _index(name: str, value: object) -> int:
     if not str(value).isdecimal():
         raise pytest.UsageError(f"--{name}: {value!r} is not a number, expected one from 0 on")
     return int(str(value))
+
+
+def _seed(name: str, value: object) -> str:
+    if str(value) not in ("", "off") and not str(value).isdecimal():
+        raise pytest.UsageError(f"--{name}: {value!r} is no seed, expected a number or off")
+    return str(value)
 
 
 def _seconds(name: str, value: object) -> float:
@@ -234,13 +243,14 @@ def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]
         for choice in choices:
             if choice == value:
                 return choice
-        expected = ", ".join(sorted(choices))
-        raise pytest.UsageError(f"--{name}: {str(value)!r} {problem}, expected one of {expected}")
+        expected = one_word_of(str(value), choices)
+        raise pytest.UsageError(f"--{name}: {str(value)!r} {problem}, expected {expected}")
 
     return ValueKind(parse, "|".join(choices))
 
 
 TEXT = ValueKind(lambda _, value: str(value), "TEXT")
+SEED = ValueKind(_seed, "SEED")
 PATH = ValueKind(lambda _, value: Path(str(value)) if value else None, "PATH")
 FLAG = ValueKind(_flag)
 COUNT = ValueKind(_count, "N")
@@ -278,7 +288,8 @@ AuditMode = Literal["off", "report", "fail"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
-WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that runs them
+WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and selects them
+TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
 LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
@@ -315,14 +326,32 @@ class Options:
         rdzv_step: Name of the step of Slurm that has the endpoint, or "".
     """
 
-    scope: tuple[str, ...] = WORDS(
-        "scope", "only workloads of this cost tier (L0, L1, nightly, mr, ...)", ()
+    num_ranks: int | None = COUNT(
+        "ranks",
+        "run python tests on a gang of N ranks, on any device",
+        None,
+        "python tests run in pytest's own process",
     )
-    cadence: tuple[str, ...] = WORDS(
-        "cadence", "only workloads of this trigger (pr, nightly, mergegroup, weekly)", ()
+    num_gpus: int | None = GPUS(
+        "gpus",
+        "run python tests on a gang of N ranks, one for each CUDA device, with NCCL",
+        None,
+        "as above",
     )
-    environment: tuple[str, ...] = WORDS(
-        "environment", "only workloads of this software stack (dev, lts)", ()
+    device: Device = _DEVICE(
+        "device",
+        "device of the ranks",
+        "auto",
+        "auto: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
+    )
+    rank_timeout_s: float = SECONDS(
+        "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0
+    )
+    golden: GoldenMode = _GOLDEN(
+        "golden",
+        "what to do with goldens: check compares, record writes missing ones, refresh replaces "
+        "them after a clean run, off does neither",
+        "check",
     )
     platform: tuple[str, ...] = WORDS(
         "platform",
@@ -330,10 +359,26 @@ class Options:
         (),
         "no filter; rows for hardware that is not here are skipped",
     )
+    scope: tuple[str, ...] = WORDS(
+        "scope", "only workloads of this cost tier (L0, L1, nightly, mr, ...)", ()
+    )
     model: tuple[str, ...] = WORDS(
         "model", "only workloads of this model family, the folder above a test case", ()
     )
     test_case: tuple[str, ...] = WORDS("test-case", "only workloads of this test case", ())
+    is_plan: bool = FLAG("plan", "print what would run and run nothing", default=False)
+    executor: str = TEXT(
+        "executor",
+        "where workloads run: local, docker, slurm or an engine that another package brings",
+        LOCAL,
+        metavar="NAME",
+    )
+    cadence: tuple[str, ...] = WORDS(
+        "cadence", "only workloads of this trigger (pr, nightly, mergegroup, weekly)", ()
+    )
+    environment: tuple[str, ...] = WORDS(
+        "environment", "only workloads of this software stack (dev, lts)", ()
+    )
     tag: tuple[str, ...] = WORDS("tag", "only rows with this tag", ())
     labels: str = TEXT(
         "labels", "CI labels of a pull request, with commas or as a JSON array", "", metavar="LIST"
@@ -368,6 +413,13 @@ class Options:
         None,
         ".pytest_megatron/changed.z below the project's root",
         metavar="FILE",
+    )
+    changed_draw: str = SEED(
+        "changed-draw",
+        "draws tests that --changed runs although nothing changed for them, or off",
+        "",
+        "another in each session",
+        metavar="SEED|off",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
@@ -415,12 +467,6 @@ class Options:
     is_lightweight: bool = FLAG(
         "lightweight", "4 iterations, one repeat, not compared with a golden", default=False
     )
-    executor: str = TEXT(
-        "executor",
-        "where workloads run: local, docker, slurm or an engine that another package brings",
-        LOCAL,
-        metavar="NAME",
-    )
     executor_config: Path | None = PATH(
         "executor-config", "settings of the executor", None, metavar="FILE"
     )
@@ -444,12 +490,6 @@ class Options:
         "none; the ini option is not read",
         metavar="RUN",
     )
-    golden: GoldenMode = _GOLDEN(
-        "golden",
-        "what to do with goldens: check compares, record writes missing ones, refresh replaces "
-        "them after a clean run, off does neither",
-        "check",
-    )
     golden_policy: str = TEXT(
         "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
     )
@@ -459,7 +499,6 @@ class Options:
     golden_reason: str | None = REASON(
         "golden-reason", "why goldens change, which they record", None
     )
-    is_plan: bool = FLAG("plan", "print what would run and run nothing", default=False)
     is_audited: bool = FLAG(
         "audit-determinism",
         "train the first steps of each workload twice, and find the first tensor whose bits differ",
@@ -476,32 +515,10 @@ class Options:
         "ranks whose output is copied live to the terminal: numbers with commas, all or none",
         (0, 3),
     )
-    num_gpus: int | None = GPUS(
-        "gpus",
-        "run python tests on a gang of N ranks, one for each CUDA device, with NCCL",
-        None,
-        "python tests run in pytest's own process",
-    )
-    num_ranks: int | None = COUNT(
-        "ranks", "run python tests on a gang of N ranks, on any device", None, "as above"
-    )
     ranks_per_gpu: int = COUNT(
         "ranks-per-gpu",
         "how many ranks of a gang share a GPU, on a host with fewer GPUs than ranks",
         1,
-    )
-    num_packed: int = COUNT(
-        "pack-gpus",
-        "how many gangs share a GPU at the same time, at most, as far as the memory suffices that "
-        "their tests need",
-        1,
-        "1: each has its GPUs for itself",
-    )
-    device: Device = _DEVICE(
-        "device",
-        "device of the ranks",
-        "auto",
-        "auto: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
     )
     num_nodes: int = COUNT(
         "nnodes", "nodes that a gang spans, each with --gpus or --ranks ranks", 1, "1, or Slurm's"
@@ -518,9 +535,6 @@ class Options:
         "audit",
         "what distributed tests leave behind in their ranks: report names it, fail fails the test",
         "report",
-    )
-    rank_timeout_s: float = SECONDS(
-        "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0
     )
     rank_grace_s: float = SECONDS(
         "rank-grace", "after a rank failed, skipped or died, how long the others may take", 10.0
@@ -559,12 +573,6 @@ class Options:
         f"used for MINUTES; without a number, {DEFAULT_MINUTES}",
         0.0,
         "0: none is kept",
-    )
-    is_keeping_contexts: bool = FLAG(
-        "keep-contexts",
-        "with --keep-gangs, also keep ranks for the next session that have a CUDA context, which "
-        "takes memory of each GPU",
-        default=False,
     )
     is_empty_allowed: bool = FLAG(
         "allow-empty", "a selection that matches no workload is no error", default=False
@@ -633,22 +641,36 @@ class Options:
         return any(self.selection.values())
 
 
-# By field, in the order of `--help` and of the reference.
+# By field, in the order of `--help` and of the reference: what most sessions need comes first.
 OPTION_ROWS: dict[str, OptionRow] = {
     f.name: f.metadata["row"] for f in fields(Options) if f.metadata
 }
 
 
-def add_options(parser: pytest.Parser) -> None:
+class _Removed(argparse.Action):
+    """Refuses an option of earlier versions, with what to do instead."""
+
+    @override
+    def __call__(self, *args: object, **_: object) -> NoReturn:
+        option = args[-1]
+        raise pytest.UsageError(f"{option}: {REMOVED[str(option)]}")
+
+
+def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> ShortNames:
     """Declare every option, each also as the ini option `megatron_<name>`."""
-    group = parser.getgroup("megatron", "training workloads and distributed tests")
+    names = ShortNames(parser, manager)
     for row in OPTION_ROWS.values():
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
-        name = dest(row.name)
-        group.addoption(f"--{row.name}", dest=name, default=None, help=row.help, **settings)
-        parser.addini(name, help=f"default of --{row.name}", default=None)
+        names.declare(row.name, dest(row.name), row.help, settings)
+        parser.addini(dest(row.name), help=f"default of --{row.name}", default=None)
+    group = parser.getgroup("pytest-megatron")
+    for option in (word for word in REMOVED if word.startswith("--")):
+        group.addoption(
+            option, action=_Removed, nargs="?", dest="megatron_removed", help=argparse.SUPPRESS
+        )
+    return names
 
 
 def read_options(config: pytest.Config) -> Options:
@@ -717,7 +739,7 @@ def asks_early_for_changes(early_config: pytest.Config) -> bool:
     """Return the same before conftest files are loaded."""
     given = vars(early_config.known_args_namespace)
     names = [dest(name) for name in ("changed", "record-changed")]
-    return any(given.get(n) is not None or early_config.getini(n) is not None for n in names)
+    return any(given.get(n) is not None or chosen_ini(early_config, n) is not None for n in names)
 
 
 def may_ask_for_units(config: pytest.Config) -> bool:
@@ -781,13 +803,18 @@ def _slurm_step() -> SlurmStep | None:
         return find_slurm_step(os.environ)
 
 
+def early_given(early_config: pytest.Config, name: str) -> object:
+    """Return what is given for an option before conftest files are loaded; typed words win."""
+    value: object = vars(early_config.known_args_namespace).get(dest(name))
+    return value or chosen_ini(early_config, dest(name))
+
+
 def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     """Return the words of an option before conftest files are loaded.
 
     Wrong words are passed on: `read_options` reports them.
     """
-    key = dest(name)
-    lists = vars(early_config.known_args_namespace).get(key) or early_config.getini(key) or ()
+    lists = cast("Sequence[str]", early_given(early_config, name) or ())
     lines = [lists] if isinstance(lists, str) else lists
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
 
@@ -799,8 +826,9 @@ def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments:
     conftest files are loaded.
     """
     for index, (option, value) in enumerate(itertools.pairwise(map(str, arguments))):
-        is_path = option == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
-        if is_path or (option == "--changed" and _is_only_path(value)):
+        name = option.replace(f"--{PREFIX}", "--")
+        is_path = name == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
+        if is_path or (name == "--changed" and _is_only_path(value)):
             arguments[index] = f"{option}={DEFAULT_MINUTES if is_path else ''}"
             early_config.known_args_namespace = parser.parse_known_args(
                 arguments, namespace=copy.copy(early_config.option)
@@ -817,21 +845,9 @@ def _is_only_path(text: str) -> bool:
 
 def early_minutes(early_config: pytest.Config) -> float:
     """Return the minutes of --keep-gangs before conftest files are loaded; 0 if they are wrong."""
-    key = dest("keep-gangs")
-    value = vars(early_config.known_args_namespace).get(key) or early_config.getini(key)
     with contextlib.suppress(pytest.UsageError):
-        return _minutes("keep-gangs", value or 0)
+        return _minutes("keep-gangs", early_given(early_config, "keep-gangs") or 0)
     return 0.0
-
-
-def early_flag(early_config: pytest.Config, name: str) -> bool:
-    """Return whether an option is set, before conftest files are loaded; False if it is wrong."""
-    value = vars(early_config.known_args_namespace).get(dest(name)) or early_config.getini(
-        dest(name)
-    )
-    with contextlib.suppress(pytest.UsageError):
-        return _flag(name, value or "")
-    return False
 
 
 @contextlib.contextmanager
@@ -850,7 +866,7 @@ def parsed_early(config: pytest.Config, parser: pytest.Parser) -> Generator[floa
         *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
         *map(str, config.invocation_params.args),
     ]
-    is_typed = any(word.startswith("--keep-gangs") for word in words)
+    is_typed = any(word.startswith(("--keep-gangs", f"--{PREFIX}keep-gangs")) for word in words)
     minutes = 0.0
     if is_typed or config.getini(dest("keep-gangs")):
         with contextlib.suppress(pytest.UsageError):  # pytest reports it
@@ -871,9 +887,8 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
 
     A wrong value gives None: `read_options` reports it.
     """
-    given = vars(early_config.known_args_namespace)
     texts = {
-        name: given.get(dest(name)) or early_config.getini(dest(name))
+        name: early_given(early_config, name)
         for name in ("ranks", "gpus", "nnodes", "ranks-per-gpu")
     }
     num_ranks = texts["ranks"] or texts["gpus"]
@@ -901,12 +916,6 @@ def _refuse_contradictions(options: Options) -> None:
         raise pytest.UsageError(
             f"--ranks-per-gpu: {options.ranks_per_gpu} ranks share a GPU on one node only, "
             f"--nnodes is {options.num_nodes}; drop one of them"
-        )
-    if options.num_packed > 1 and (options.num_nodes > 1 or options.ranks_per_gpu > 1):
-        other = "nnodes" if options.num_nodes > 1 else "ranks-per-gpu"
-        raise pytest.UsageError(
-            f"--pack-gpus: gangs share GPUs on one node, with a GPU for each rank, and --{other} "
-            f"is given; drop one of them"
         )
     if options.node_rank >= options.num_nodes:
         raise pytest.UsageError(

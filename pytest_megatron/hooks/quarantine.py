@@ -1,9 +1,10 @@
 """The role for quarantine: failures of items that are known to fail do not fail the session.
 
 The item runs as ever. Where pytest reports, in the controller or in a worker of pytest-xdist, its
-failure becomes what an expected failure is, with a word of its own; the controller sums up. Must
-not touch what was found: the records say `failed`, and a session that writes goldens has no
-quarantine of workloads.
+failure becomes what an expected failure is, with a word of its own; the controller sums up. An item
+that has failed more often in a row than one that is as flaky as it was fails the session: that may
+be a regression. Must not touch what was found: the records say `failed`, and a session that writes
+goldens has no quarantine of workloads.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted
 from pytest_megatron.hooks.markers import QUARANTINE, is_quarantined_by_us
 from pytest_megatron.hooks.options import usage_errors
 from pytest_megatron.hooks.run_file import put_record, record_on
+from pytest_megatron.hooks.session import session_of
 from pytest_megatron.recipe.quarantine import (
+    TABLE,
     Quarantine,
     QuarantineError,
     matches,
@@ -27,10 +31,12 @@ from pytest_megatron.recipe.quarantine import (
     project_quarantines,
     today,
 )
+from pytest_megatron.runs.history import FailureStreak, failure_streak, read
 from pytest_megatron.runs.record import RecordedQuarantine
 
 NAME = "megatron-quarantine"
 _STATE = "megatron_quarantine"  # attribute of a report, which crosses from a worker
+_UNKNOWN = FailureStreak(num_failed=0, num_needed=2, since="", num_bad_before=0, num_before=0)
 _NOTE = "goldens are written, so it counts"
 
 
@@ -40,11 +46,14 @@ class QuarantinePlugin:
     Attributes:
         found: Node id -> quarantine; of what this process runs itself.
         suspended: Node ids whose quarantine does not hold in this session.
+        streaks: Node id -> its failures in a row before this session.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Quarantine] = {}
         self.suspended: set[str] = set()
+        self.streaks: dict[str, FailureStreak] = {}
+        self._broken: dict[str, str] = {}  # node id -> why it counts: it may be a regression
         self._day: dt.date = today()
         self._seen: dict[str, dict[str, JsonValue]] = {}
 
@@ -77,10 +86,21 @@ class QuarantinePlugin:
             terminalreporter.section("quarantine", sep="-")
         for node_id, state in self._seen.items():
             terminalreporter.line(_line(node_id, state))
+        unknown = [state for state in self._seen.values() if state["holds"] and not state["known"]]
+        if unknown:
+            terminalreporter.line(
+                f"no earlier run of {counted(len(unknown), 'item')} is in the history, so that a "
+                f"regression would not be noticed before quarantine is over; keep --history"
+            )
 
     def _mark(self, report: pytest.TestReport, quarantine: Quarantine) -> None:
         is_suspended = report.nodeid in self.suspended
         holds = quarantine.holds_on(self._day) and not is_suspended
+        streak = self.streaks.get(report.nodeid, _UNKNOWN)
+        if holds and report.failed and streak.num_failed + 1 >= streak.num_needed:
+            self._broken[report.nodeid] = _regression(streak)
+        problem = self._broken.get(report.nodeid, "")
+        holds = holds and not problem
         failure = _headline(report) if report.failed else ""
         state = RecordedQuarantine(
             reason=quarantine.reason,
@@ -88,10 +108,14 @@ class QuarantinePlugin:
             is_expired=not quarantine.holds_on(self._day),
             holds=holds,
         )
-        report.__dict__[_STATE] = {**asdict(state), "failure": failure}
+        more = {"failure": failure, "problem": problem, "known": streak.num_known > 0}
+        report.__dict__[_STATE] = {**asdict(state), **more}
         record = record_on(report)
         if record is not None:
-            put_record(report, replace(record, quarantine=state))
+            advice = problem or record.advice
+            put_record(report, replace(record, quarantine=state, advice=advice))
+        if problem and report.failed:
+            report.sections.append((TABLE, problem))
         text = f"until {quarantine.until}: {quarantine.reason}"
         if holds:
             report.user_properties.append(("megatron.quarantine", text))
@@ -132,6 +156,50 @@ def quarantine_items(
     if found:
         plugin = register_quarantine(config)
         plugin.found, plugin.suspended = found, suspended
+        plugin.streaks = _streaks(config, [item for item in items if item.nodeid in found])
+
+
+def _streaks(config: pytest.Config, items: Sequence[pytest.Item]) -> dict[str, FailureStreak]:
+    """Return the failures in a row of items, by the history of this session.
+
+    Raises:
+        pytest.UsageError: It cannot be read.
+    """
+    session = session_of(config)
+    if session.options.history == "off":
+        return {}
+    names = {item.nodeid: session.redactor.text(item.nodeid) for item in items}
+    try:
+        entries = read(session.history_file, frozenset(names.values())).entries
+    except OSError as error:
+        where = session.shorten(str(session.history_file))
+        raise pytest.UsageError(f"{where}: cannot be read: {error.strerror}") from None
+    earlier = [entry for entry in entries if entry.run != session.run_dir.name]
+    return {
+        item.nodeid: failure_streak(earlier, names[item.nodeid], _platform_of(item))
+        for item in items
+    }
+
+
+def _platform_of(item: pytest.Item) -> str:
+    """Return the platform under which the history has an item."""
+    if hasattr(item, "workload"):
+        return str(item.workload.platform)
+    gangs = item.config.pluginmanager.get_plugin("megatron-gangs")
+    spec = None if gangs is None else gangs.spec_of(item)
+    return "" if spec is None else f"{spec.device} x{spec.world_size}"
+
+
+def _regression(streak: FailureStreak) -> str:
+    """Return why a failure counts, and what to do."""
+    number, since = streak.num_failed + 1, streak.since[:12]
+    before = f"before, {streak.num_bad_before} of {streak.num_before} runs failed"
+    if streak.num_before == streak.num_bad_before:
+        before = "no run is known that passed"
+    return (
+        f"may be a regression: failed {number} times in a row, since {since}; {before}; mend it, "
+        f"or find its commit with pytest-megatron culprit"
+    )
 
 
 def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
@@ -165,13 +233,15 @@ def _headline(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = report.longreprtext if crash is None else str(crash.message)
     line = (text.strip() or "failed").splitlines()[0]
-    return line.removeprefix("Failed: ").removeprefix(f"{report.nodeid}: ")
+    return line.removeprefix("Failed: ")
 
 
 def _line(node_id: str, state: Mapping[str, JsonValue]) -> str:
     until, reason, failure = state["until"], state["reason"], state["failure"]
     if state["is_expired"]:
         return f"expired     {node_id}  was in quarantine until {until}, and counts again: {reason}"
+    if state["problem"]:
+        return f"counts      {node_id}  in quarantine until {until}: {reason}; {state['problem']}"
     if not state["holds"]:
         return f"suspended   {node_id}  in quarantine until {until}, but {_NOTE}: {reason}"
     what = f"failed: {failure}" if failure else "passed; if that lasts, end its quarantine"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import write_json_atomically, write_text_atomically
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.hooks.deselected import deselected_of
@@ -38,7 +38,7 @@ from pytest_megatron.runs.record import (
     is_variable,
     item_to_json,
     read_if_whole,
-    to_json,
+    run_text,
 )
 
 _ATTRIBUTES: dict[str, type[RecordedWorkload | RecordedTest]] = {
@@ -285,7 +285,7 @@ class RunFile(RecordCarrier):
             deselected=self._deselected(),
             items=self._records,
         )
-        write_json_atomically(run_dir / RUN_FILE, to_json(run))
+        write_text_atomically(run_dir / RUN_FILE, run_text(run))
         if self._session.options.run_dir is None:
             link_latest(run_dir)
 
@@ -327,6 +327,7 @@ class PagesPlugin:
     def __init__(self, session: RunSession) -> None:
         self._session = session
         self._has_workloads = False
+        self._has_trained = False
         self._has_failures = False
         self._line: str | None = None
 
@@ -334,6 +335,7 @@ class PagesPlugin:
         """Note whether there is anything to show."""
         record = record_on(report)
         self._has_workloads |= isinstance(record, RecordedWorkload)
+        self._has_trained |= isinstance(record, RecordedWorkload) and bool(record.attempts)
         self._has_failures |= record is not None and record.verdict not in _GOOD
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
@@ -353,7 +355,8 @@ class PagesPlugin:
             self._line = f"the pages of this run are not complete: {error}"
             return
         if self._has_failures:
-            self._line = f"curves and logs of this run: {index}"
+            what = "curves and logs" if self._has_trained else "failures and logs"
+            self._line = f"{what} of this run: {index}"
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

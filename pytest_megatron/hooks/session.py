@@ -140,7 +140,7 @@ class RunSession:
             return load_table((*self.project.signature_files, *typed))
 
     @functools.cached_property
-    def retry_budget(self) -> RunLedger:
+    def ledger(self) -> RunLedger:
         """Further attempts of this run so far; the run directory must exist."""
         return RunLedger(
             run_dir=self.run_dir,

@@ -178,7 +178,7 @@ def chart_svg(chart: Chart, title: str) -> str:
 
     Args:
         chart: With its curves.
-        title: Its subject; the metric's name stands beneath it.
+        title: Subject of the chart; the metric's name stands beneath it.
     """
     steps = [step for curve in chart.curves for step in curve.series.steps]
     across = scale_of(map(float, steps), start=_LEFT, end=WIDTH - _RIGHT, pad=0.0)

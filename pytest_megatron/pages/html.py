@@ -22,9 +22,9 @@ def document(template: str, script: str, **values: object) -> str:
     """Return a whole page from a template that extends `page.html`.
 
     Args:
-        template: Its name.
+        template: Name of the template.
         script: Name of one of our scripts.
-        values: Of the template; `title` is the page's.
+        values: Values of the template; `title` is the page's.
     """
     style, code = _asset("page.css"), _asset(script)
     policy = (

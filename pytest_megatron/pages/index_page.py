@@ -1,4 +1,4 @@
-"""The page of a run, or of several: every workload, failures first, and tests that failed. Pure."""
+"""The page of a run, or of several: every workload and test, failures first. Pure."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / span if 0 < span < math.inf else 0.5
 
 
-_MOST_TEXT = 220
+_MOST_TEXT = 600
 _MOST_TESTS = 2000
 
 
@@ -103,12 +103,12 @@ class IndexRow:
 
     @property
     def order(self) -> int:
-        """Its place by its verdict."""
+        """Place in the table, by the verdict."""
         return _order(self.verdict)
 
     @property
     def amount(self) -> str:
-        """Its largest deviation as text."""
+        """The largest deviation as text."""
         return "" if self.largest is None else "0" if self.largest == 0 else f"{self.largest:.1e}"
 
 
@@ -159,7 +159,7 @@ def index_row(item: PageItem, page: str | None, run: str | None = None) -> Index
     return IndexRow(
         node_id=item.node_id,
         verdict=item.verdict,
-        headline=_with_quarantine(item, _headline(item)),
+        headline=_with_quarantine(item, shorten(item.headline, _MOST_TEXT)),
         duration_s=item.duration_s,
         num_attempts=len(item.attempts),
         largest=max(measured, default=None),
@@ -206,19 +206,6 @@ def index_page(runs: Sequence[IndexRun]) -> str:
 
 def _with_quarantine(item: PageItem, headline: str) -> str:
     return f"in quarantine, {item.quarantine}: {headline}" if item.quarantine else headline
-
-
-def _headline(item: PageItem) -> str:
-    failed = [f for f in item.findings if not f.passed]
-    if item.verdict == "failed" and failed:
-        number = len({f.metric for f in failed})
-        more = f" (and {number - 1} more)" if number > 1 else ""
-        found = failed[0].text.split("; ")[0]
-        return shorten(found, _MOST_TEXT - len(more)) + more
-    if item.verdict in ("failed", "broken") and item.problem is not None:
-        first = item.problem.removeprefix(f"{item.node_id}: ").split("\n")[0]
-        return shorten(first.partition("; see ")[0], _MOST_TEXT)
-    return shorten(item.summary, _MOST_TEXT)
 
 
 def _is_worst(finding: MetricFinding, item: PageItem) -> bool:

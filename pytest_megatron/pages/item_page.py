@@ -232,7 +232,7 @@ class ModuleRow:
     """A module, or several of which each has but the next, with what differs in it.
 
     Attributes:
-        depth: Of the row in the tree.
+        depth: Depth of the row in the tree.
     """
 
     depth: int

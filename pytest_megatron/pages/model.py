@@ -16,6 +16,7 @@ from pytest_megatron.trace.divergences import TraceComparison
 
 # In the order in which an index lists them.
 VERDICTS = ("broken", "failed", "flaky", "skipped", "passed")
+GOOD = ("passed", "skipped")
 _MOST_RANKS = 16
 _MOST_DIGITS = 7  # of a rank
 
@@ -33,7 +34,7 @@ class Curve:
     """One metric of one source.
 
     Attributes:
-        name: As in a legend: `golden`, `repeat 1`, `repeat 1, attempt 2, phase 2`.
+        name: Name in the legend: `golden`, `repeat 1`, `repeat 1, attempt 2, phase 2`.
         is_resumed: Whether it may start later than others.
     """
 
@@ -81,7 +82,7 @@ class Chart:
     Attributes:
         curves: The golden first, if there is one.
         allowed: (num_steps of the golden,) how far from it a value may be; None without a band.
-        findings: Of this metric, in the order of repeats.
+        findings: Findings about this metric, in the order of repeats.
     """
 
     metric: str
@@ -122,7 +123,7 @@ class AttemptRow:
     name: str
     cause: str | None
     signature: str | None
-    is_transient: bool
+    is_run_again: bool
     root_rank: int | None
     duration_s: float
     links: tuple[FileLink, ...] = ()
@@ -133,7 +134,8 @@ class PageItem:
     """One workload of a run.
 
     Attributes:
-        directory: Its name in the run's directory.
+        directory: Name of the directory in the run's directory.
+        headline: The first line of `problem` of one that failed, else the summary.
         summary: One line.
         quarantine: Why its failure did not count; empty if it did.
         triage: Why attempts failed, in words.
@@ -154,6 +156,7 @@ class PageItem:
     attempts: tuple[AttemptRow, ...] = ()
     charts: tuple[Chart, ...] = ()
     others: tuple[MetricFinding, ...] = ()
+    headline: str = ""
     triage: tuple[str, ...] = ()
     links: tuple[FileLink, ...] = ()
     notes: tuple[str, ...] = ()
@@ -169,10 +172,11 @@ class PageItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRow:
-    """One distributed test that did not simply pass.
+    """One distributed test.
 
     Attributes:
         ranks: (rank, its outcome).
+        report: (title, text) of tracebacks, stacks and captured output of one that failed.
         links: Logs of its gangs, below the run's directory.
     """
 
@@ -183,7 +187,13 @@ class TestRow:
     duration_s: float
     num_attempts: int
     ranks: tuple[tuple[str, str], ...]
+    report: tuple[tuple[str, str], ...] = ()
     links: tuple[FileLink, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """True if there is nothing to look at."""
+        return self.verdict in GOOD
 
     @property
     def rank_lines(self) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from pytest_megatron.golden.model import Golden, MetricMap
 from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.pages.model import (
+    GOOD,
     AttemptRow,
     Chart,
     Curve,
@@ -47,8 +49,8 @@ from pytest_megatron.trace.divergences import TraceComparison, read_comparison
 _MOST_PHASES = 100
 _LOSS = "lm loss"
 _GANG_DIRECTORY = re.compile(r"(ranks(?:-[\w.-]+)?/attempt_\d+)/?$")
-_SEE = re.compile(r"; see \S+$")
-_GOOD = ("passed", "skipped")
+_BAD = ("failed", "broken")
+_MOST_LOGS = 16  # linked, of one test or attempt
 _File = TypeVar("_File")
 
 
@@ -73,7 +75,7 @@ def open_runs(
             where = run.name if run.is_unpacked else run.directory
             damaged.append(RunError(f"{where}/{RUN_FILE}", error.problem))
     if not readers:
-        raise damaged[0]
+        raise damaged[0] if damaged else RunError("RUN", "there is none, expected a run directory")
     return readers, damaged
 
 
@@ -121,15 +123,15 @@ class RunReader:
                 yield self._item(node_id, record)
 
     def tests(self) -> tuple[dict[str, int], tuple[TestRow, ...]]:
-        """Return how many distributed tests have which verdict, and those that did not pass."""
+        """Return how many distributed tests have which verdict, and all of them."""
         tests = {n: r for n, r in self._run.items.items() if isinstance(r, RecordedTest)}
         counts = Counter[str](record.verdict for record in tests.values())
-        rows = [self._test(n, r) for n, r in tests.items() if r.verdict not in _GOOD]
-        return dict(counts), tuple(rows)
+        return dict(counts), tuple(self._test(n, r) for n, r in tests.items())
 
     def _test(self, node_id: str, record: RecordedTest) -> TestRow:
         found = [_GANG_DIRECTORY.search(attempt.directory) for attempt in record.attempts]
-        logs = dict.fromkeys(match[1] for match in found if match is not None)
+        gangs = [] if record.verdict in GOOD else [match[1] for match in found if match is not None]
+        logs = (link for gang in dict.fromkeys(gangs) for link in _rank_logs(self.directory, gang))
         return TestRow(
             node_id=node_id,
             verdict=record.verdict,
@@ -138,11 +140,8 @@ class RunReader:
             duration_s=record.duration_s or 0.0,
             num_attempts=len(record.attempts),
             ranks=tuple(record.ranks.items()),
-            links=tuple(
-                FileLink(text=path, path=f"{path}/")
-                for path in logs
-                if (self.directory / path).is_dir()
-            ),
+            report=record.report,
+            links=tuple(islice(logs, _MOST_LOGS)),
         )
 
     def _item(self, node_id: str, record: RecordedWorkload) -> PageItem:
@@ -152,7 +151,10 @@ class RunReader:
         triage = _record(dirs.triage, RecordedTriage, notes) or RecordedTriage()
         trace = _trace(dirs, notes)
         findings = tuple(_findings(comparison))
-        attempts = tuple(_attempt(dirs, row) for row in record.attempts)
+        attempts = tuple(
+            _attempt(dirs, row, is_last=following is None or following.repeat != row.repeat)
+            for row, following in zip_longest(record.attempts, record.attempts[1:])
+        )
         charts = _charts(dirs, record, comparison, notes)
         shown = {chart.metric for chart in charts}
         held = record.quarantine
@@ -162,6 +164,7 @@ class RunReader:
             verdict=record.verdict,
             platform=record.platform or "",
             problem=record.problem,
+            headline=record.headline if record.verdict in _BAD else record.summary,
             summary=record.summary,
             duration_s=record.duration_s,
             attempts=attempts,
@@ -334,14 +337,14 @@ def _charts(
     return tuple(sorted(charts, key=lambda c: (order[c.passed], c.metric != _LOSS, c.metric)))
 
 
-def _attempt(dirs: ItemDirs, row: RecordedAttempt) -> AttemptRow:
+def _attempt(dirs: ItemDirs, row: RecordedAttempt, *, is_last: bool) -> AttemptRow:
     repeat, number = row.repeat or 1, row.attempt or 1
     root = dirs.attempt(repeat=repeat, attempt=number).root
     return AttemptRow(
         name=f"repeat {repeat}, attempt {number}",
-        cause=_SEE.sub("", row.cause or "") or None,
+        cause=row.cause,
         signature=row.signature,
-        is_transient=row.is_transient,
+        is_run_again=not is_last,
         root_rank=row.root_rank,
         duration_s=row.duration_s,
         links=tuple(_logs(dirs.root, root, row.root_rank or 0)),
@@ -359,13 +362,28 @@ def _logs(item: Path, attempt: Path, rank: int) -> Iterator[FileLink]:
             (f"rank {rank} stderr", f"{phase}/logs/{rank}/stderr.log"),
             ("stdout", f"{phase}/logs/{rank}/stdout.log"),
             ("launcher", f"{phase}/launcher.log"),
-            ("all ranks", f"{phase}/logs/"),
         ):
             if (attempt / path).exists():
                 yield FileLink(text=f"{start}{text}", path=f"{prefix}/{path}")
                 start = ""
+        others = (
+            link
+            for link in _rank_logs(item, f"{prefix}/{phase}/logs")
+            if not link.path.endswith(f"/logs/{rank}/stderr.log")
+        )
+        yield from islice(others, _MOST_LOGS)
     if (attempt / "plan.json").is_file():
         yield FileLink(text="plan", path=f"{prefix}/plan.json")
+
+
+def _rank_logs(root: Path, directory: str) -> Iterator[FileLink]:
+    """Yield the logs of ranks in a directory that hold anything, errors before other output."""
+    ranks = sorted(int(p.name) for p in (root / directory).glob("[0-9]*") if p.name.isdecimal())
+    for name in ("stderr", "stdout"):
+        for rank in ranks:
+            path = f"{directory}/{rank}/{name}.log"
+            if (root / path).is_file() and (root / path).stat().st_size:
+                yield FileLink(text=f"rank {rank} {name}", path=path)
 
 
 def _links(directory: Path, names: tuple[str, ...]) -> tuple[FileLink, ...]:

@@ -99,7 +99,7 @@ def _write_items(
     """Write the page of every workload; return the rows of an index.
 
     Args:
-        reader: Of the run.
+        reader: Reader of the run.
         target: Where its items get a directory each.
         files: Path from such a directory to the run's; "" where they are the same.
         page: Path from the index to `target`.

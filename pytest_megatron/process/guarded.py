@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, Self, TypeAlias
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.process.tree import Activity, activity_below
 
 _GUARD = Path(__file__).with_name("guard.py")
 
@@ -24,7 +25,7 @@ class CommandEnd:
     """End of a guarded command.
 
     Attributes:
-        returncode: As `Popen.returncode`: negative means killed by that signal.
+        returncode: `Popen.returncode`: negative means killed by that signal.
         num_left: Processes of it that outlived it and were killed.
         duration_s: From start to end, by the monotonic clock.
         pid: The command's, while it lived.
@@ -57,6 +58,10 @@ class RunningCommand(Protocol):
     def dump_stacks(self) -> None:
         """Abort every rank; with faulthandler on, each prints its stacks."""
 
+    def activity(self) -> Activity | None:
+        """Return what its processes have used; None where some of them are on other machines."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStart:
@@ -64,7 +69,7 @@ class GuardStart:
 
     Attributes:
         words: Arguments of `guard.py`: its own, and the command.
-        env: Its whole environment, likewise the command's.
+        env: Whole environment of the guard and of the command.
         cwd: Working directory.
         output: Descriptors of stdout and stderr.
         pipes: Descriptors that `words` begins with.
@@ -82,7 +87,7 @@ class Guard(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id of the guard."""
 
     def wait(self) -> object:
         """Wait for its end."""
@@ -95,7 +100,7 @@ def execute_guard(start: GuardStart, kept_open: Sequence[int] = ()) -> Guard:
     """Start the guard as a fresh interpreter.
 
     Args:
-        start: Its start.
+        start: The command, with all that the guard has to know.
         kept_open: Descriptors that the guard, not the command, holds until all is over.
 
     Raises:
@@ -131,7 +136,7 @@ class GuardedProcess:
         Args:
             command: Program and arguments, no shell.
             env: The whole environment of the command.
-            cwd: Its working directory.
+            cwd: Working directory of the command.
             output: One file for stdout and stderr, or one for each; created, or emptied.
             grace_s: How long it may take to end after the order.
             start_guard: Starts the guard.
@@ -214,6 +219,10 @@ class GuardedProcess:
     def kill(self) -> None:
         """Kill the command and everything below it."""
         self._order(b"k")
+
+    def activity(self) -> Activity:
+        """Return what the processes below its guard have used."""
+        return activity_below(self._guard.pid)
 
     def dump_stacks(self, *, of_all: bool = False) -> None:
         """Abort every process below the command; with faulthandler on, each prints its stacks.

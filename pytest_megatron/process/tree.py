@@ -9,6 +9,7 @@ import gc
 import io
 import os
 import posix
+import re
 import select
 import signal
 import subprocess
@@ -33,6 +34,7 @@ _FIELDS_AFTER_NAME = 4
 _DEAD = (b"Z", b"X")
 # After the name: state parent group session terminal its-group flags; see include/linux/sched.h.
 _FLAGS, _EXITING = 6, 0x4
+_USER_TICKS = 11  # the system's follow
 _MOST_BYTES = 1 << 16
 _HAS_CHILDREN = Path("/proc/thread-self/children").exists()  # the kernel was built with them
 
@@ -103,8 +105,8 @@ def begin_child(parent: int) -> None:
 def run_guarded(serve: Callable[[], None]) -> None:
     """Run something in a child process, and kill what it leaves should it be killed.
 
-    It has to end once the parent of this process is gone; it is killed if it does not, as it was
-    stopped.
+    It has to end once the parent of this process is gone; it is continued then, and killed if it
+    does not.
     """
     parent = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -148,8 +150,10 @@ def _wait_for_either(child: int, parent: int) -> None:
     with contextlib.suppress(OSError):  # an older kernel: only the end of the child is seen
         ends = [os.pidfd_open(pid) for pid in (child, parent)]
         readable, _, _ = select.select(ends, [], [])
-        if ends[0] not in readable and not select.select(ends[:1], [], [], _OUTLIVES_S)[0]:
-            os.kill(child, signal.SIGKILL)
+        if ends[0] not in readable:
+            os.kill(child, signal.SIGCONT)  # should it be stopped: it has to clean up
+            if not select.select(ends[:1], [], [], _OUTLIVES_S)[0]:
+                os.kill(child, signal.SIGKILL)
 
 
 def python_command(code: str) -> list[str]:
@@ -165,7 +169,7 @@ def end_process(exit_code: int, loaded: Collection[str]) -> NoReturn:
     end.
 
     Args:
-        exit_code: Of this process.
+        exit_code: Exit code of this process.
         loaded: Modules that are left as they are.
     """
     with contextlib.suppress(Exception):
@@ -212,16 +216,63 @@ def end_if_forked(owner: int, error: BaseException | None = None) -> None:
     posix._exit(code & 0xFF)  # a test may have replaced `os._exit`
 
 
-def descendants(*, is_exact: bool = True) -> Iterator[Descendant]:
-    """Yield living processes below this one, parents first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """Use of the machine by the processes below one, since each of them began.
+
+    Attributes:
+        pids: Processes, in the order of their numbers.
+        cpu_s: CPU time of all of them.
+        written_bytes: Passed to `write`, to files, pipes and sockets alike.
+        is_busy: Whether one of them waits for a disk or for a core.
+        ranks: Values of RANK in their environments, in order.
+    """
+
+    pids: tuple[int, ...]
+    cpu_s: float
+    written_bytes: int
+    is_busy: bool
+    ranks: tuple[int, ...]
+
+
+def activity_below(pid: int) -> Activity:
+    """Return what the living processes below one have used; files that cannot be read count as 0.
 
     Args:
+        pid: Process whose descendants are looked at, not itself.
+    """
+    pids = sorted(process.pid for process in descendants(pid, is_exact=False))
+    ticks, written, is_busy = 0, 0, False
+    ranks = set()
+    for number in pids:
+        fields = _content(f"/proc/{number}/stat").rpartition(b")")[2].split()
+        if fields:
+            ticks += sum(map(int, fields[_USER_TICKS : _USER_TICKS + 2]))
+            is_busy = is_busy or fields[0] in (b"D", b"R")
+        found = re.search(rb"^wchar: (\d+)$", _content(f"/proc/{number}/io"), re.MULTILINE)
+        written += int(found[1]) if found else 0
+        rank = re.search(rb"(?:^|\0)RANK=(\d+)(?:\0|$)", _content(f"/proc/{number}/environ"))
+        ranks |= {int(rank[1])} if rank else set()
+    return Activity(
+        pids=tuple(pids),
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        written_bytes=written,
+        is_busy=is_busy,
+        ranks=tuple(sorted(ranks)),
+    )
+
+
+def descendants(root: int | None = None, *, is_exact: bool = True) -> Iterator[Descendant]:
+    """Yield living processes below one, parents first.
+
+    Args:
+        root: The one; None for this process.
         is_exact: Whether to look at every process of the host. Else the kernel's lists of children
             are followed, which costs little on a host with thousands of processes; one whose
             sibling ends at that moment may be missing.
     """
     children = _children_by_parent() if is_exact or not _HAS_CHILDREN else None
-    todo = [os.getpid()]
+    todo = [os.getpid() if root is None else root]
     while todo:
         parent = todo.pop()
         found = _children_of(parent) if children is None else children.get(parent, [])

@@ -97,16 +97,20 @@ _ENCODERS = ("--encoder-tensor-model-parallel-size", "--encoder-pipeline-model-p
 class ParallelSizes:
     """Tensor, pipeline, context, expert and expert-tensor parallel sizes."""
 
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def least_ranks(self) -> int:
-        """The fewest ranks that hold one copy of the model."""
+        """The fewest ranks that hold one copy of the model; world sizes are multiples of it."""
         return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
+
+    def data_parallel(self, world_size: int) -> int:
+        """Return the number of replicas that train side by side."""
+        return world_size // (self.tp * self.pp * self.cp)
 
 
 def sizes_of(arguments: ModelArgs) -> ParallelSizes | None:
@@ -177,6 +181,14 @@ class Launcher(Enum):
     FT_LAUNCHER = "ft_launcher"
 
 
+class ExitPolicy(Enum):
+    """EXIT_POLICY: the outcome of a program that has done its work and does not exit."""
+
+    FAIL = "fail"
+    PASS = "pass"  # noqa: S105 - not a password
+    WAIT = "wait"  # until the time limit
+
+
 _Mapping: TypeAlias = dict[str, object]
 
 
@@ -203,7 +215,8 @@ class CaseFile:
     THROUGHPUT_TEST_PARAMS: _Mapping | None = None
     BEFORE_SCRIPT: str | None = None
     AFTER_SCRIPT: str | None = None
-    EXPECTED_FAILURE: Pattern | None = None  # ours, as is the next
+    EXPECTED_FAILURE: Pattern | None = None  # ours, as are the next
+    EXIT_POLICY: ExitPolicy | None = None
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
 
 
@@ -376,6 +389,7 @@ class WorkloadCase:
         before_script: Shell to run before the training, or None; likewise `after_script`.
         expected_failure: Regular expression that the cause of a case with `xpass` must match, or
             None for any failure.
+        exit_policy: EXIT_POLICY, `fail` by default.
         gradient_tolerance: GRADIENT_TOLERANCE, or None for that of the precision.
         env_lines: Where the names of `env` stand in the file, from 1.
     """
@@ -392,6 +406,7 @@ class WorkloadCase:
     after_script: str | None
     expected_failure: str | None
     gradient_tolerance: float | None
+    exit_policy: ExitPolicy = ExitPolicy.FAIL
     env_lines: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -504,6 +519,7 @@ def read_case(path: Path) -> WorkloadCase:
         after_script=file.AFTER_SCRIPT,
         expected_failure=file.EXPECTED_FAILURE,
         gradient_tolerance=file.GRADIENT_TOLERANCE,
+        exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
     )
 

@@ -45,7 +45,7 @@ def lint_recipes(
         paths: Recipes, and directories of recipes.
         root: The project's, which has the test cases and goldens.
         vocabulary: The words that the recipes may use.
-        other_names: Of platforms, in the names of goldens.
+        other_names: Other names of platforms, in the names of goldens.
         row_checks: Further checks of the rows, from layers above this one.
 
     Raises:

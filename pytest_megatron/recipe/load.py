@@ -29,10 +29,11 @@ from pytest_megatron.base.schema import (
     Text,
     Texts,
     closed,
+    dotted,
     open_to_others,
 )
 from pytest_megatron.base.text import one_of
-from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
+from pytest_megatron.base.yaml import YamlDocument, YamlError, YamlPath, read_document
 from pytest_megatron.errors import ConfigError, RecipeError
 from pytest_megatron.recipe.expand import (
     Expansion,
@@ -168,7 +169,9 @@ class BuildRecipe(TypedDict):
     spec: BuildSpec
 
 
-_SIMILAR = 0.8
+_SIMILAR, _SIMILAR_TO_LACKING = 0.8, 0.7
+# Keys that every row needs, from its product or from spec.
+_NEEDED = ("environment", "gpus", "model", "platforms", "scope")
 _TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
     "basic": BasicRecipe,
     "build": BuildRecipe,
@@ -199,15 +202,54 @@ def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> Finding:
     return finding_at(document, path, rule, problem.message)
 
 
-def _similar_keys(document: YamlDocument) -> Iterator[Finding]:
-    """Yield the extra keys of `spec` that look like known ones; they may be meant so."""
-    spec = document.value.get("spec")
-    known = RecipeSpec.__annotations__
-    for key in spec if isinstance(spec, dict) and document.value.get("type") == "basic" else ():
-        close = difflib.get_close_matches(key, known, 1, _SIMILAR)
-        if close and key not in known:
-            message = f"spec.{key}: is a placeholder of its own; did you mean {close[0]!r}?"
-            yield finding_at(document, ("spec", key), "similar-key", message, Severity.WARNING)
+@dataclass(frozen=True, slots=True)
+class _SimilarKey:
+    """An extra key of `spec` or of a product that looks like a known one.
+
+    Attributes:
+        meant: The known key.
+        is_lacking: Whether rows need that one and do not have it; else the extra one may be meant.
+    """
+
+    path: YamlPath
+    meant: str
+    is_lacking: bool
+
+    @property
+    def problem(self) -> SchemaProblem:
+        """The error of a key that rows lack."""
+        text = f"unknown key, and rows have no {self.meant}; did you mean {self.meant!r}?"
+        return SchemaProblem(path=self.path, kind="misspelt", text=text)
+
+
+def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
+    spec = value.get("spec")
+    if value.get("type") != "basic" or not isinstance(spec, dict):
+        return
+    products = dict(_products_of(value.get("products")))
+    known = {*RecipeSpec.__annotations__, *RecipeProduct.__annotations__}
+    for path, mapping in {("spec",): spec, **products}.items():
+        users = products.values() if mapping is spec else (mapping,)
+        lacking = [n for n in _NEEDED if n not in spec and any(n not in user for user in users)]
+        for key in (key for key in mapping if key not in known):
+            if close := difflib.get_close_matches(key, lacking, 1, _SIMILAR_TO_LACKING):
+                yield _SimilarKey((*path, key), close[0], is_lacking=True)
+            elif close := difflib.get_close_matches(key, known, 1, _SIMILAR):
+                yield _SimilarKey((*path, key), close[0], is_lacking=False)
+
+
+def _products_of(entries: JsonValue) -> Iterator[tuple[YamlPath, dict[str, JsonValue]]]:
+    """Yield the inner products with their places, whatever else is wrong."""
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        products = entry.get("products") if isinstance(entry, dict) else None
+        for number, product in enumerate(products if isinstance(products, list) else ()):
+            if isinstance(product, dict):
+                yield ("products", index, "products", number), product
+
+
+def _similar_finding(document: YamlDocument, key: _SimilarKey) -> Finding:
+    text = f"{dotted(key.path)}: is a placeholder of its own; did you mean {key.meant!r}?"
+    return finding_at(document, key.path, "similar-key", text, Severity.WARNING)
 
 
 def json_schema() -> dict[str, JsonValue]:
@@ -325,12 +367,18 @@ def expand(
     """Expand a document by a profile, with the findings of everything up to its rows."""
     if profile is Profile.COMPAT:
         return expand_compat(document)
-    problems = _schema_problems(document.value)
+    similar = list(_similar_keys(document.value))
+    misspelt = [one for one in similar if one.is_lacking]
+    meant = {(*one.path[:-1], one.meant) for one in misspelt}
+    problems = [
+        problem for problem in _schema_problems(document.value) if problem.path not in meant
+    ]
+    problems += [one.problem for one in misspelt]
     expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
     findings = [
         *_duplicate_keys(document),
         *(_schema_finding(document, problem) for problem in problems),
-        *_similar_keys(document),
+        *(_similar_finding(document, one) for one in similar if not one.is_lacking),
         *expansion.findings,
         *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
     ]

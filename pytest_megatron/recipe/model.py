@@ -105,7 +105,7 @@ class Equivalence:
 
     Attributes:
         arguments: MODEL_ARGS of the reference that differ from the case's; None leaves one out.
-        num_ranks: Of the reference, over all nodes; None takes the fewest that its sizes allow.
+        num_ranks: Ranks of the reference, on all nodes; None takes the fewest that its sizes allow.
         num_steps: Steps that are traced and compared.
     """
 
@@ -130,7 +130,7 @@ class Workload:
 
     Attributes:
         file: The recipe, as given by the caller.
-        line: Of the inner product that the row comes from, from 1.
+        line: Line of the inner product that the row comes from, from 1.
         spec: Every key of the row, as Megatron-LM's parser holds it: the file's `spec` without
             the keys that the row overrides, then the row's, then `test_case` and `cadence`.
         scope: After the alias table (`mr-github` is `L1`).
@@ -150,7 +150,7 @@ class Workload:
         never_transient: Ids of signatures that do not.
         quarantine: Why its failure does not count for now, or None.
         equivalence: What it is compared with in place of a golden, or None.
-        maintainers: Of its recipe.
+        maintainers: Maintainers of the recipe.
     """
 
     file: Path
@@ -216,8 +216,8 @@ class Row:
     """A row before it is parsed, as expansion yields it.
 
     Attributes:
-        line: Of the inner product.
-        spec: As `Workload.spec`.
+        line: Line of the inner product.
+        spec: The spec, for `Workload.spec`.
         axes: Keys of the product in file order; they may distinguish rows.
     """
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
 
 _KEYS = ("reason", "until")
@@ -57,7 +58,7 @@ def parse_quarantine(given: object) -> Quarantine:
         )
     for key in given:
         if key not in _KEYS:
-            raise QuarantineError(f"unknown key {key!r}, expected one of {', '.join(_KEYS)}")
+            raise QuarantineError(f"unknown key {key!r}, expected {one_of(key, _KEYS)}")
     reason = given.get("reason")
     if not isinstance(reason, str) or not reason.strip():
         raise QuarantineError(

@@ -77,7 +77,7 @@ def failing(workload: Workload, filters: dict[str, tuple[str, ...]]) -> tuple[st
 
     Args:
         workload: Any.
-        filters: As `Selection.words`, scopes without aliases.
+        filters: Words of `Selection.words`, scopes without aliases.
     """
     return tuple(
         name for name, words in filters.items() if not set(words) & set(values(workload, name))

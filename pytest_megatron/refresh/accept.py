@@ -64,7 +64,7 @@ class AcceptOutcome:
 
     Attributes:
         refused: Which golden, and why; nothing is written if there is any.
-        differences: Of all that were, or would be, written.
+        differences: Differences of all that were, or would be, written.
     """
 
     differences: tuple[FileDifference, ...]

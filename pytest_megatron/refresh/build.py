@@ -71,7 +71,7 @@ def make_prospect(
     Args:
         checked: The training.
         target: The golden that it may become.
-        facts: Of this machine.
+        facts: Facts of this machine.
         is_here: True if this machine trains, so that its GPUs are known.
     """
     job = checked.job

@@ -15,7 +15,7 @@ class Ran:
     """One attempt, as the run's record has it.
 
     Attributes:
-        exit_codes: Of the launcher, one for each phase; negative for a signal.
+        exit_codes: Exit codes of the launcher, one for each phase; negative for a signal.
         cause: Why it is no good, or None.
         faults: Failures of the hardware meanwhile.
         repeated_steps: Metric to a step that its files hold more than once.
@@ -36,7 +36,7 @@ class Candidate:
 
     Attributes:
         target: Where the golden belongs, relative to the project.
-        directory: Of the workload, in the run or in an unpacked artifact of it.
+        directory: Directory of the workload, in the run or in an unpacked artifact of it.
         verdict: The run's word: `passed`, `failed`, `flaky` or `broken`.
         problem: Why it did not pass, as the run printed it.
         golden: Values and provenance, None where the run left none.
@@ -44,12 +44,12 @@ class Candidate:
         first_step: The iteration that the training begins with; None where that is not known.
         last_step: The iteration that the plan trains to; None where it names none.
         has_cross_entropy: Whether a loss of it is one: not negative, and falling with training.
-        num_ranks: Of the plan.
-        platform: Of the row.
+        num_ranks: Ranks in the plan.
+        platform: Platform of the row.
         spread: Differences between repeats that the policy does not allow, a line each.
         disagreements: Comparisons that failed, but for the golden's: a resumed training, gradients.
         is_expected_to_fail: `TEST_EVALUATION: xpass`, and it did.
-        is_quarantined: Its failure did not count.
+        is_quarantined: True if a failure of it does not count.
         damage: Missing or wrong parts of the run's files.
     """
 
@@ -92,7 +92,7 @@ class GateRule(Enum):
     REPEATS = "repeats"
     SPREAD = "spread"
     NOT_FINITE = "not-finite"
-    MISSING = "missing-steps"
+    UNEQUAL = "unequal-steps"
     DUPLICATE = "duplicate-steps"
     TRUNCATED = "truncated"
     FROZEN = "frozen"
@@ -105,8 +105,11 @@ class GateRule(Enum):
     WORLD_SIZE = "world-size"
     # Only with a reason; `_SOFT` holds all from here on.
     LATE_START = "late-start"
+    MISSING = "missing-steps"
+    CONSTANT = "constant"
     NOT_FALLING = "not-falling"
     IMPLAUSIBLE = "implausible"
+    ROUNDED = "rounded"
     CONFIG = "config-changed"
     FEWER_STEPS = "fewer-steps"
     STEP_1 = "step-1"

@@ -44,7 +44,7 @@ class ChangeKind:
 
     Attributes:
         is_outside: The policy would refuse the new values against the old golden.
-        direction: Of the loss, or of the metric that changes most where no loss does.
+        direction: Direction of the loss, or of the metric that changes most where no loss does.
         size: Index in `BUCKETS` of the median relative deviation of that metric.
         start: Place of its first difference.
         metric: "loss", or the name of that metric; "" if none has values to compare.

@@ -26,7 +26,7 @@ from pytest_megatron.golden.model import (
     is_loss,
 )
 
-# Relative deviations of single steps, as Megatron-LM's refresh skill sorts them (FORMATS 7).
+# Relative deviations of single steps, as Megatron-LM's refresh skill sorts them.
 EDGES = (0.0, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, math.inf)
 BUCKETS = ("0", "< 1e-6", "< 1e-4", "< 1e-3", "< 1e-2", "< 1e-1", ">= 1e-1")
 NOISE = 1e-4  # of a signed mean; below it a loss counts as the same
@@ -139,9 +139,9 @@ class FileDifference:
     """The difference of one golden.
 
     Attributes:
-        path: As the project names it.
+        path: Path in the project.
         metrics: Those that differ; all of a file that is new.
-        num_metrics: Of the new file, or of the old one where that is gone.
+        num_metrics: Metrics of the new file, or of the old one where that is gone.
         causes: Changes of the provenance, as in `image a -> b`.
         old: The golden before, None where there was none; likewise `new`.
     """
@@ -177,7 +177,7 @@ def differ(
     """Return how a golden differs; at least one of the two is there.
 
     Args:
-        path: Its name in messages.
+        path: Name in messages.
         old: None where there was none, or it cannot be read.
         new: None where it is gone.
         broken: Why the old one cannot be read.

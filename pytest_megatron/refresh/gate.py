@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from pytest_megatron.golden.build import series_in
+from pytest_megatron.golden.build import KEPT_METRICS, series_in
 from pytest_megatron.golden.compare.compare import compare
 from pytest_megatron.golden.compare.layers import tail_length
 from pytest_megatron.golden.compare.result import Point, find_frozen, mean_signed, shared_points
@@ -27,9 +28,9 @@ from pytest_megatron.golden.model import (
     is_finite,
     is_loss,
     series_of,
-    step_interval,
 )
 from pytest_megatron.golden.policy import (
+    FULL_PRECISION,
     NORMS,
     ComparisonPolicy,
     CountLimits,
@@ -50,6 +51,8 @@ MEMORY = 0.01  # of the peak
 TIME = 0.05  # of the median
 # Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
 MOST_LOSS = 100.0
+ROUNDED = 1e-4  # of the median; five decimals, which Megatron-LM's goldens have, are sound
+_DECIMALS, _LEAST_ROUNDED = 5, 8
 _TIME_METRIC = "iteration-time"
 _MEMORY_METRIC = "mem-max-allocated-bytes"
 _WARM_UP = 0.1
@@ -98,7 +101,7 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, 
         finite = series.finite()
         if not finite:
             continue
-        steps, values = list(finite), list(finite.values())
+        values = list(finite.values())
         is_guess = candidate.has_cross_entropy and is_loss(name) and not _IS_AUXILIARY(name)
         if (range_ := _range_of(name, is_guess=is_guess)) is not None:
             least, most = range_
@@ -108,10 +111,11 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, 
                 yield GateRule.IMPLAUSIBLE, name, text
         if golden.generation is not None:
             continue
-        begin = candidate.first_step
-        if is_loss(name) and begin is not None and steps[0] - begin >= step_interval(steps):
-            text = f"begins at step {steps[0]}, the training at {begin}"
-            yield GateRule.LATE_START, name, text
+        if is_loss(name):
+            yield from ((rule, name, text) for rule, text in _odd_steps(candidate, series))
+        if is_guess and (lost := _rounded(values)) is not None:
+            text = f"has {lost[0]} decimals, which hide changes below {lost[1]:.1e}"
+            yield GateRule.ROUNDED, name, f"{text}; have the program log all digits"
         if is_guess and len(values) > 1:
             first, last = values[: tail_length(len(values))], values[-tail_length(len(values)) :]
             noise = min(statistics.pvariance(first), _noise_of(values)) + statistics.pvariance(last)
@@ -120,6 +124,29 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, 
             if start - end <= FALLS * math.sqrt(noise / len(first)):
                 text = f"does not fall: {start:.6g} in the first quarter, {end:.6g} in the last"
                 yield GateRule.NOT_FALLING, name, text
+
+
+def _odd_steps(candidate: Candidate, series: Series) -> Iterator[tuple[GateRule, str]]:
+    """Yield what is odd about the steps at which a loss was logged, or about those it rests in."""
+    steps, begin = list(series.finite()), candidate.first_step
+    interval = _usual_distance(steps)
+    if begin is not None and steps[0] - begin >= (interval or 1):
+        yield GateRule.LATE_START, f"begins at step {steps[0]}, the training at {begin}"
+    if (hole := _hole(steps, interval)) is not None:
+        text = f"has step {hole[0]} and then {hole[1]}, most are {interval} apart"
+        yield GateRule.MISSING, text
+    if (stretch := _constant(series)) is not None:
+        yield GateRule.CONSTANT, f"is the same from step {stretch[0]} to {stretch[1]}"
+
+
+def _rounded(values: Sequence[float]) -> tuple[int, float] | None:
+    """Return decimals and the relative error of values that were rounded; None of sound ones."""
+    broken = [value for value in values if not value.is_integer()]
+    decimals = next((d for d in range(1, _DECIMALS) if all(round(v, d) == v for v in broken)), None)
+    if decimals is None or len(broken) < _LEAST_ROUNDED:
+        return None
+    error = 0.5 * 10.0**-decimals / statistics.median(map(abs, values))
+    return (decimals, error) if error > ROUNDED else None
 
 
 def _noise_of(values: Sequence[float]) -> float:
@@ -204,6 +231,9 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
     # Values that change a little with a container are within the band; bits count where the
     # commit, the image, the versions and the host are those of the old golden.
     exact = Exact.AUTO if is_same_commit and is_clean else Exact.NEVER
+    if exact is Exact.NEVER and before.deterministic and before.precision != FULL_PRECISION:
+        # Repeats that are equal say nothing about the order in which another commit adds.
+        old = replace(old, provenance=replace(before, deterministic=None, repeats=1))
     band = {**(_LOSS_BAND if is_loss(name) else _BAND), "exact": exact}
     (comparison,) = compare(
         replace(old, metrics=_cut(old.metrics, name, steps)),
@@ -329,23 +359,33 @@ def _of_training(candidate: Candidate) -> Iterator[Refusal]:
         yield Refusal(GateRule.DAMAGED, candidate.damage[0])
         return
     if candidate.is_lightweight:
-        yield Refusal(GateRule.LIGHTWEIGHT, "a lightweight run measures nothing to keep")
+        yield Refusal(
+            GateRule.LIGHTWEIGHT,
+            "a lightweight run measures nothing to keep; run it without --lightweight",
+        )
         return
     if candidate.is_expected_to_fail:
-        yield Refusal(GateRule.EXPECTED_FAILURE, "the case is expected to fail, and did")
+        text = "the case is expected to fail, and did; mend it and take TEST_EVALUATION out of it"
+        yield Refusal(GateRule.EXPECTED_FAILURE, text)
         return
     if candidate.is_quarantined:
-        yield Refusal(GateRule.QUARANTINE, "its failure did not count, so nothing says it is right")
+        text = (
+            "its failure did not count, so nothing says it is right; mend it and end its "
+            "quarantine, then run it again"
+        )
+        yield Refusal(GateRule.QUARANTINE, text)
         return
     failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
     retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
     for attempt in failed[:1]:
-        rule = GateRule.RETRY if attempt in retried else _rule_of(attempt)
-        what = "needed another attempt, so it is no golden: " if attempt in retried else ""
+        is_retried = attempt in retried
+        rule = GateRule.RETRY if is_retried else _rule_of(attempt)
+        what = "needed another attempt, so it is no golden; run it again: " if is_retried else ""
         yield Refusal(rule, f"{what}{attempt.cause}")
     if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
         rule = GateRule.SIGNAL if bad[0] < 0 else GateRule.EXIT_CODE
-        yield Refusal(rule, f"a phase ended with exit code {bad[0]}")
+        text = f"a phase ended with exit code {bad[0]}; mend the training, then run it again"
+        yield Refusal(rule, text)
     faults = [fault for attempt in candidate.attempts for fault in attempt.faults]
     if faults:
         yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
@@ -387,10 +427,12 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
         yield from _of_repeat(candidate, repeat, where)
     yield from _unequal_steps(candidate.repeats)
     for attempt in candidate.attempts:
-        for text in attempt.repeated_steps[:1]:
-            yield Refusal(GateRule.DUPLICATE, f"repeat {attempt.repeat}, {text}")
+        for repeated in attempt.repeated_steps[:1]:
+            text = f"repeat {attempt.repeat}, {repeated}; let the program log each step once"
+            yield Refusal(GateRule.DUPLICATE, text)
     for line in candidate.disagreements[:1]:
-        yield Refusal(GateRule.DISAGREES, line)
+        text = f"{line}; there is a new golden once they agree"
+        yield Refusal(GateRule.DISAGREES, text)
     if candidate.spread:
         more = f" (and {len(candidate.spread) - 1} more)" if len(candidate.spread) > 1 else ""
         yield Refusal(
@@ -401,11 +443,11 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
         )
     if old is not None:
         yield from _against_old(candidate.golden, old)
-    yield from _frozen(candidate.golden, old)
+        yield from _frozen(candidate.golden, old)
 
 
 def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[Refusal]:
-    """Find holes in one repeat."""
+    """Find values that are missing at the end of one repeat, or are no numbers."""
     assert candidate.golden is not None
     if candidate.golden.generation is not None:
         return
@@ -413,21 +455,23 @@ def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[
         series = repeat[name]
         bad = next(((s, v) for s, v in series.items() if not is_finite(v)), None)
         if bad is not None:
-            text = f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number"
+            text = (
+                f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number; mend the "
+                "training"
+            )
+            if name not in KEPT_METRICS:
+                text += ", or take the metric out of METRICS of the case"
             yield Refusal(GateRule.NOT_FINITE, text)
         if not is_loss(name) or not len(series):
             continue
-        interval = min((b - a for a, b in pairwise(series.steps)), default=1)
+        interval = _usual_distance(series.steps) or max(series.steps[-1], 1)
         if candidate.last_step is not None and series.steps[-1] + interval <= candidate.last_step:
             text = (
                 f"{where}{name} ends at step {series.steps[-1]}, expected it to go on to "
-                f"{candidate.last_step}"
+                f"{candidate.last_step}; let the program log it to the end, or set the iterations "
+                "of the case to those that it trains"
             )
             yield Refusal(GateRule.TRUNCATED, text)
-        hole = _hole(series.steps, interval)
-        if hole is not None:
-            text = f"{where}{name} has step {hole[0]} and then {hole[1]}, the others are {interval}"
-            yield Refusal(GateRule.MISSING, f"{text} apart")
 
 
 def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
@@ -435,8 +479,11 @@ def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
         for name in sorted(repeats[0].keys() & repeat.keys()):
             different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
             if different and is_loss(name):
-                text = f"{name}: repeats 1 and {number} do not both have step {min(different)}"
-                yield Refusal(GateRule.MISSING, text)
+                text = (
+                    f"{name}: repeats 1 and {number} do not both have step {min(different)}; let "
+                    "the program log it at the same steps in each run, then run it again"
+                )
+                yield Refusal(GateRule.UNEQUAL, text)
 
 
 def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
@@ -456,17 +503,23 @@ def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
         )
 
 
-def _frozen(new: Golden, old: Golden | None) -> Iterator[Refusal]:
-    """Find a loss that stands still where the old one moves, or that never moved."""
+def _frozen(new: Golden, old: Golden) -> Iterator[Refusal]:
+    """Find a loss that stands still where the old one moves."""
     for name, series in new.metrics.items():
-        if not is_loss(name):
-            continue
-        least = max(_FROZEN_STEPS, int(_FROZEN_FRACTION * len(series)))
-        before = None if old is None else old.metrics.get(name)
-        found = find_frozen(before, series, least_steps=least)
-        if found is not None:
-            text = f"{name} is the same from step {found[0]} to {found[1]}"
+        before = old.metrics.get(name)
+        if is_loss(name) and before is not None and (found := _constant(series, before)):
+            text = (
+                f"{name} is the same from step {found[0]} to {found[1]}, where the old golden "
+                "moves; mend the training, or, if that is meant, delete the old golden, then "
+                "record it"
+            )
             yield Refusal(GateRule.FROZEN, text)
+
+
+def _constant(series: Series, before: Series | None = None) -> tuple[int, int] | None:
+    """Return first and last step of a stretch in which a loss stands still, but not `before`."""
+    least = max(_FROZEN_STEPS, int(_FROZEN_FRACTION * len(series)))
+    return find_frozen(before, series, least_steps=least)
 
 
 def _of_origin(
@@ -491,10 +544,17 @@ def _of_origin(
     wanted = PLATFORM_GPUS.get(platform or "")
     gpu = None if origin is None else origin.gpu
     if platform is not None and not candidate.target.stem.endswith(f"_{platform}"):
-        text = f"the run was on {platform}, the golden is {candidate.target.name}"
+        text = (
+            f"the run was on {platform}, the golden is {candidate.target.name}; record the one of "
+            f"{platform} with --platform {platform}"
+        )
         yield Refusal(GateRule.PLATFORM, text)
     elif wanted is not None and platform != CPU_PLATFORM and wanted not in (gpu or ""):
-        yield Refusal(GateRule.GPU, f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}")
+        text = (
+            f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}; run it on {wanted}, or "
+            "give the platform of this machine with --platform"
+        )
+        yield Refusal(GateRule.GPU, text)
     before = None if old is None else old.provenance
     if before is None or origin is None:
         return
@@ -508,10 +568,16 @@ def _of_origin(
         yield Refusal(GateRule.WORLD_SIZE, f"{text}; if that is meant, delete the old golden")
 
 
-def _hole(steps: Sequence[int], interval: int) -> tuple[int, int] | None:
-    """Return the steps on both sides of a hole; from step 1 to the first interval is none."""
-    for left, right in pairwise(steps):
-        is_first = left == 1 and right % interval == 0 and right <= interval
-        if right - left != interval and not is_first:
-            return left, right
-    return None
+def _usual_distance(steps: Sequence[int]) -> int | None:
+    """Return the commonest distance of logged steps, the smaller of two; None of a single step.
+
+    That from step 1 counts where there is no other: programs log it beside every Nth.
+    """
+    spaced = [step for step in steps if step != 1]
+    counts = Counter(b - a for a, b in pairwise(spaced if len(spaced) > 1 else steps))
+    return max(counts, key=lambda distance: (counts[distance], -distance), default=None)
+
+
+def _hole(steps: Sequence[int], interval: int | None) -> tuple[int, int] | None:
+    """Return the steps on both sides of the first hole."""
+    return next((pair for pair in pairwise(steps) if pair[1] - pair[0] > (interval or 0)), None)

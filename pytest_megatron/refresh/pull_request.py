@@ -241,8 +241,8 @@ def plot(old: Series | None, new: Series | None, *, width: int = 60, height: int
     Args:
         old: Drawn as a dot.
         new: Drawn as a plus; a bullet where both are.
-        width: Of the whole plot, in characters.
-        height: Of the curves, in lines; two more show the deviation.
+        width: Width of the whole plot, in characters.
+        height: Height of the curves, in lines; two more show the deviation.
     """
     sides = tuple({} if side is None else side.finite() for side in (old, new))
     everything = sides[0] | sides[1]

@@ -73,9 +73,9 @@ def read_candidate(
     """Return one workload of a run; faults of its files go into `damage`.
 
     Args:
-        node_id: Of the workload.
+        node_id: Node id of the workload.
         record: From `run.json`.
-        directory: Of the workload.
+        directory: Directory of the workload.
         root: The project.
         policy: Under which repeats must agree.
 
@@ -237,7 +237,7 @@ def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
     ran = Ran(
         repeat=attempt.repeat or 0,
         number=attempt.attempt or 0,
-        exit_codes=attempt.exit_codes,
+        exit_codes=attempt.exit_codes if attempt.note is None else (),
         cause=attempt.cause,
         signature=attempt.signature,
         faults=() if attempt.health is None else attempt.health.faults,

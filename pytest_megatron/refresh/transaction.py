@@ -121,7 +121,7 @@ def recover_above(directory: Path) -> None:
     """Do so for the project that a directory lies in, wherever its root is.
 
     Raises:
-        GoldenError: As from `recover`.
+        GoldenError: The files cannot be put back, see `recover`.
     """
     for root in (directory.absolute(), *directory.absolute().parents):
         recover(root)

@@ -58,15 +58,9 @@ class Chosen:
 
     @property
     def problem(self) -> str:
-        """The first line of why it failed."""
+        """The headline of the failure."""
         cause = self.attempt.cause if isinstance(self.attempt, RecordedAttempt) else None
-        return headline(self.node_id, self.item.problem or cause)
-
-
-def headline(node_id: str, problem: str | None) -> str:
-    """Return the first line of a failure, without what its reader knows: item and log file."""
-    first = (problem or "").partition("\n")[0].removeprefix(f"{node_id}: ")
-    return first.partition("; see ")[0]
+        return self.item.headline or cause or ""
 
 
 def read_own_run(run_dir: Path) -> RecordedRun:
@@ -128,7 +122,7 @@ def choose(
             the only item that failed.
         where: What the user gave, for errors.
         attempt: Counted from 1; None takes the last.
-        repeat: Of a workload, likewise.
+        repeat: Repeat of a workload, counted from 1; None takes the last.
 
     Raises:
         ReproError: Nothing or several fit; the text lists them.

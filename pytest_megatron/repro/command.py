@@ -70,7 +70,7 @@ class Wishes:
 
     Attributes:
         num_ranks: None leaves the number that it ran on.
-        phase: Of a workload; None runs all.
+        phase: Phase of a workload; None runs all.
         checkpoints: What earlier phases of it saved, as a path, or "".
         is_traced: Whether a trace of its tensors is recorded, of a workload.
         is_trusted: Whether every variable and option of the run may be used.
@@ -139,27 +139,36 @@ def command_for(
 
 def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
     """Return the command that runs pytest once, with the plugin and without a history."""
-    own = ("--rootdir", ".", "--run-dir", run_dir, "--history", "off", "--maxfail", "0")
+    own = (
+        "--rootdir",
+        ".",
+        "--megatron-run-dir",
+        run_dir,
+        "--megatron-history",
+        "off",
+        "--maxfail",
+        "0",
+    )
     return (python, "-m", "pytest", "-p", "megatron", *own, *words)
 
 
 def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> list[str]:
     options = chosen.run.options
-    words = ["--n-repeat", "1", "--max-attempts", "1"]
-    words += ["--platform", item.platform] if item.platform else []
+    words = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1"]
+    words += [f"--megatron-platform={item.platform}"] if item.platform else []
     if options.golden == "off" or wishes.phase is not None:
-        words += ["--golden", "off"]
+        words += ["--megatron-golden", "off"]
     policy = options.golden_policy or _DEFAULT_POLICY
     if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
-        words.append(f"--golden-policy={policy}")
-    words += ["--lightweight"] if options.lightweight else []
-    words += ["--audit-determinism"] if options.audit_determinism else []
-    words += ["--tensor-trace", "hash"] if wishes.is_traced else []
-    words += ["--stop-early", "off"] if options.stop_early == "off" else []
+        words.append(f"--megatron-golden-policy={policy}")
+    words += ["--megatron-lightweight"] if options.lightweight else []
+    words += ["--megatron-audit-determinism"] if options.audit_determinism else []
+    words += ["--megatron-tensor-trace", "hash"] if wishes.is_traced else []
+    words += ["--megatron-stop-early", "off"] if options.stop_early == "off" else []
     if options.workload_start in ("fork", "fresh"):
-        words += ["--workload-start", options.workload_start]
+        words += ["--megatron-workload-start", options.workload_start]
     return words + [
-        f"--signatures={path}" for path in options.signatures if _may_name(path, wishes)
+        f"--megatron-signatures={path}" for path in options.signatures if _may_name(path, wishes)
     ]
 
 
@@ -184,19 +193,24 @@ def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
 
 def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]:
     options = chosen.run.options
-    words = ["--ranks", str(wishes.num_ranks or item.world_size)]
-    words += ["--device", item.device] if item.device else []
+    words = ["--megatron-ranks", str(wishes.num_ranks or item.world_size)]
+    words += ["--megatron-device", item.device] if item.device else []
     for name, value, default in (
-        ("--rank-timeout", options.rank_timeout, 300.0),
-        ("--rank-grace", options.rank_grace, 10.0),
-        ("--ranks-per-gpu", options.ranks_per_gpu, 1),
+        ("--megatron-rank-timeout", options.rank_timeout, 300.0),
+        ("--megatron-rank-grace", options.rank_grace, 10.0),
+        ("--megatron-ranks-per-gpu", options.ranks_per_gpu, 1),
     ):
         if value is not None and value != default:
             words += [name, f"{value:g}"]
     if options.stress is not None:
-        words += ["--stress", str(options.stress), "--stress-seed", str(options.stress_seed or 0)]
+        words += [
+            "--megatron-stress",
+            str(options.stress),
+            "--megatron-stress-seed",
+            str(options.stress_seed or 0),
+        ]
     if options.gang_start == "fresh":
-        words += ["--gang-start", "fresh"]
+        words += ["--megatron-gang-start", "fresh"]
     if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:
         words.append("-n0")  # it ran in a worker of pytest-xdist, which `addopts` may ask for
     return words

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.base.project import ask_git
 from pytest_megatron.errors import ReproError
+from pytest_megatron.recipe.case import ParallelSizes
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.environment import NAME, SessionFacts, make_patch
 from pytest_megatron.runs.record import RecordedPlan, RecordedTest
@@ -24,7 +23,7 @@ def differences(
 
     Args:
         chosen: The item and its run.
-        plan: Of a workload.
+        plan: Plan of a workload.
         here: This host and this checkout.
         root: The project here.
         num_ranks: That it will run on.
@@ -148,32 +147,8 @@ _FLAGS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSizes:
-    """How a training splits its model.
-
-    Attributes:
-        etp: Of experts; as `tp` where it is not said.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def least(self) -> int:
-        """The fewest ranks; every world size is a multiple of it."""
-        return math.lcm(self.tp * self.pp * self.cp, self.etp * self.ep * self.pp)
-
-    def data_parallel(self, world_size: int) -> int:
-        """Return how many replicas train side by side."""
-        return world_size // (self.tp * self.pp * self.cp)
-
-
-def sizes_of(words: Sequence[str]) -> TrainingSizes:
-    """Read them from the arguments of a training: `--flag 2`, `--flag=2` and `flag=2`."""
+def typed_sizes(words: Sequence[str]) -> ParallelSizes:
+    """Return the sizes in the arguments of a training: `--flag 2`, `--flag=2` and `flag=2`."""
     found: dict[str, int] = {}
     for index, word in enumerate(words):
         name, equals, value = word.lstrip("-+").partition("=")
@@ -186,21 +161,21 @@ def sizes_of(words: Sequence[str]) -> TrainingSizes:
             if plain in flags and re.fullmatch(r"[1-9]\d{0,5}", value):
                 found[size] = int(value)
     found.setdefault("etp", found.get("tp", 1))
-    return TrainingSizes(**found)
+    return ParallelSizes(**found)
 
 
-def say_fewer_ranks(sizes: TrainingSizes, *, there: int, here: int) -> list[str]:
+def say_fewer_ranks(sizes: ParallelSizes, *, there: int, here: int) -> list[str]:
     """Return what changes on another number of ranks.
 
     Raises:
         ReproError: The model cannot be split over so many.
     """
-    if here % sizes.least:
+    if here % sizes.least_ranks:
         raise ReproError(
             "--ranks",
-            f"{here} is no multiple of {sizes.least}, which the training needs (TP "
+            f"{here} is no multiple of {sizes.least_ranks}, which the training needs (TP "
             f"{sizes.tp}, PP {sizes.pp}, CP {sizes.cp}, EP {sizes.ep}, expert TP {sizes.etp}); "
-            f"give a multiple of {sizes.least}",
+            f"give a multiple of {sizes.least_ranks}",
         )
     if here == there:
         return []

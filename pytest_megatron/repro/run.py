@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.repro.choose import Chosen, headline, read_own_run
+from pytest_megatron.repro.choose import Chosen, read_own_run
 from pytest_megatron.repro.command import SEEDED, Again, Wishes, command_for
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedAttempt, RecordedItem
@@ -54,7 +54,7 @@ def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> 
     Args:
         chosen: What it was.
         again: The record of it now; None where it did not run.
-        returncode: Of pytest.
+        returncode: Return code of pytest.
     """
     if again is None or again.verdict == "skipped":
         did_not = PYTEST_EXITS.get(returncode, "it did not run")
@@ -64,7 +64,7 @@ def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> 
         )
     if again.verdict in ("passed", "flaky"):
         return ReproOutcome(exit=ReproExit.PASSED, text="passes here")
-    told = headline(chosen.node_id, again.problem)
+    told = again.headline
     if not chosen.has_failed:
         return ReproOutcome(exit=ReproExit.OTHER, text=f"fails here, and did not there: {told}")
     if is_same_failure(chosen, again):
@@ -85,7 +85,7 @@ def is_same_failure(chosen: Chosen, again: RecordedItem) -> bool:
         return chosen.fingerprint == again.fingerprint
     there, here = chosen.attempt, again.attempts[-1] if again.attempts else None
     if there is None or here is None:
-        return chosen.problem == headline(chosen.node_id, again.problem)
+        return chosen.problem == again.headline
     if isinstance(there, RecordedAttempt) and isinstance(here, RecordedAttempt):
         known = there.fingerprint, here.fingerprint
         if None not in known:
@@ -131,7 +131,7 @@ class Stage:
         Args:
             chosen: The item.
             again: From `command`, with the same `name`.
-            name: Of the directory for results.
+            name: Name of the directory for results.
             is_quiet: Whether what pytest prints goes into a file beside that directory.
 
         Raises:

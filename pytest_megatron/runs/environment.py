@@ -53,7 +53,7 @@ class SessionFacts:
     """The surroundings of a run.
 
     Attributes:
-        commit: Of the project's checkout; None outside of git.
+        commit: Commit of the project's checkout; None outside of git.
         is_dirty: Whether files differ from that commit or new ones are not ignored; goldens do not
             count, since they come of the run.
         image: The container image, where the environment names one.
@@ -87,10 +87,14 @@ class SessionFacts:
         }
 
 
+# Goldens, and what Python itself writes where nobody told git to ignore it.
+_NO_CHANGES = (":(exclude)golden_values", ":(exclude,glob)**/__pycache__/**")
+
+
 @functools.cache
 def gather_facts(root: Path) -> SessionFacts:
     """Ask git, the packages and the host; once per process."""
-    status = ask_git(root, "status", "--porcelain", "--", ".", ":(exclude)golden_values")
+    status = ask_git(root, "status", "--porcelain", "--", ".", *_NO_CHANGES)
     return SessionFacts(
         commit=ask_git(root, "rev-parse", "HEAD"),
         is_dirty=bool(status),
@@ -152,7 +156,7 @@ class Patch:
     """Changes of a tree beside its commit.
 
     Attributes:
-        text: Of the patch; empty where it was left out.
+        text: Text of the patch; empty where it was left out.
         problem: Why something was left out, or None.
     """
 

@@ -193,7 +193,7 @@ def _named_by(summary: Path) -> list[Path]:
 
 def _above(path: Path) -> Path | None:
     """Return the run that a path is the directory of, or lies in."""
-    for directory in (path, *path.absolute().parents)[:_DEEPEST]:
+    for directory in (path, *path.resolve().parents)[:_DEEPEST]:
         if (directory / RUN_FILE).is_file():
             return directory
     return None

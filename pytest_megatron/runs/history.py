@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import itertools
 import json
 import math
 import os
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -46,8 +47,8 @@ class HistoryEntry(RecordedFile):
         run: Name of the run directory.
         kind: `workload`, `test`, or `tests` for those of a file that passed, together; its node
             id is the file.
-        verdict: As in `run.json`.
-        num_attempts: Of all repeats together.
+        verdict: Verdict in `run.json`.
+        num_attempts: Attempts of all repeats together.
         causes: Signature of each attempt that failed, "unknown" where it matched none.
         platform: A workload's platform, a test's device and world size.
         is_quarantined: Whether its failure did not count.
@@ -57,7 +58,7 @@ class HistoryEntry(RecordedFile):
         attempts_s: Wall time of all attempts and repeats; None as well.
         num_repeats: How often it was to be trained, as far as it came.
         is_lightweight: Whether it ran shortened.
-        scope, labels, owners: As in `run.json`.
+        scope, labels, owners: Values of `run.json`.
     """
 
     time: str
@@ -137,7 +138,7 @@ class HistoryRecord:
 
     Attributes:
         num_runs: In which it ran and was noted.
-        num_flaky: Of them, in which it passed only when it was run again.
+        num_flaky: Number of them in which it passed only when it was run again.
         num_bad: In which it failed or was broken.
         causes: Signature -> how many attempts failed of it, the most frequent first.
         num_contradictory: Runs in which it failed at a commit at which it also passed.
@@ -185,8 +186,12 @@ def append(path: Path, entries: Iterable[HistoryEntry]) -> None:
             _drop_oldest(path)
 
 
-def read(path: Path) -> History:
+def read(path: Path, node_ids: Collection[str] | None = None) -> History:
     """Read a file; none is an empty history.
+
+    Args:
+        path: The file.
+        node_ids: Only the entries of these items are read; None for all.
 
     Raises:
         OSError: It is there and cannot be read.
@@ -198,6 +203,10 @@ def read(path: Path) -> History:
     except FileNotFoundError:
         return History()
     for number, line in enumerate(text.splitlines(), 1):
+        if node_ids is not None:
+            found = _NODE_ID.search(line)
+            if found is not None and parse_json(found[1]) not in node_ids:
+                continue
         try:
             entries.append(_entry(line))
         except (ValueError, SchemaError):
@@ -251,7 +260,7 @@ def flaky_records(
     """Return the items that were flaky or contradicted themselves, the worst first.
 
     Args:
-        entries: Of any order.
+        entries: Entries in any order.
         since: Entries before this time are left out.
         min_runs: Items with fewer runs are left out.
     """
@@ -328,7 +337,7 @@ class CostRow:
     Attributes:
         device: The unit, `GPU` or `rank`; a word with items of both kinds has two rows.
         device_s: Devices times seconds, of the runs of which that is known.
-        wall_s: Of all runs, one after the other.
+        wall_s: Seconds of all runs, one after the other.
         num_runs: Lines of the history; `num_unknown` of them have no number of devices.
         before_s, num_before: `device_s` and number of its runs in the period before.
     """
@@ -377,7 +386,7 @@ def cost_rows(
     """Return the cost by a key of `COST_KEYS`, the dearest first; GPUs come before processes.
 
     Args:
-        entries: Of any order.
+        entries: Entries in any order.
         by: An entry with several labels or owners counts for each of them.
         since: Entries before this time are of the period before.
         before: Entries before this time are left out.
@@ -431,7 +440,7 @@ class FlakinessCase:
         num_runs: All runs at revisions at which it passed.
         num_only_bad: Runs at revisions at which it never passed, which may be of other causes.
         causes: Signature of a failed attempt, or "unknown" -> how often, at mixed revisions.
-        clean: Its last runs, all of which passed; of those since it was put into quarantine.
+        clean: The last runs, all of which passed; of those since it was put into quarantine.
         num_needed: So many clean runs an item that is as flaky as before has with 5 % at most.
         failing_since: The commit since which it failed, if it may be a regression; else empty.
         until: Last day of its quarantine by its last run; empty if it has none.
@@ -461,7 +470,7 @@ def flakiness_cases(
     """Return the case of each item that was in quarantine or passed and failed at one revision.
 
     Args:
-        entries: Of any order; lines that are there twice count once.
+        entries: Entries in any order; lines that are there twice count once.
         since: Entries before this time are left out.
         num_needed: Clean runs after which an item is no longer flaky; None decides by its rate.
     """
@@ -534,6 +543,57 @@ def _failing_since(runs: Sequence[HistoryEntry], passed: set[tuple[str, str]]) -
     return "" if is_by_chance else str(streak[-1].commit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureStreak:
+    """The last runs of an item, all of which failed, and what it did before.
+
+    Attributes:
+        num_failed: Number of these runs.
+        num_needed: So many failures in a row an item that is as flaky as before has with 5 % at
+            most, over its whole stay in quarantine.
+        since: The commit of the first of them; empty without one.
+        num_bad_before, num_before: Runs before them that failed, and all.
+    """
+
+    num_failed: int
+    num_needed: int
+    since: str
+    num_bad_before: int
+    num_before: int
+
+    @property
+    def num_known(self) -> int:
+        """Number of runs that are known."""
+        return self.num_before + self.num_failed
+
+
+def failure_streak(entries: Iterable[HistoryEntry], node_id: str, platform: str) -> FailureStreak:
+    """Return how often an item failed in a row, by the runs that are known.
+
+    Where no run is known that passed, one counts as if it
+    had: an item that fails ever since it is known is broken, and not flaky.
+    """
+    own = (e for e in dict.fromkeys(entries) if e.node_id == node_id and e.platform == platform)
+    runs = sorted((run for run in own if run.is_counted), key=lambda run: run.time)
+    last = list(takewhile(lambda run: not run.is_good, reversed(runs)))
+    before = runs[: len(runs) - len(last)]
+    num_bad = sum(not run.is_good for run in before)
+    pairs = itertools.pairwise(before)
+    ended = [bad for bad, good in pairs if good.is_good and not bad.is_good]
+    more = clean_runs_needed(  # with the parts of failures and passes exchanged
+        max(1, len(before) - num_bad),
+        num_bad,
+        num_restarts=sum(run.is_in_quarantine for run in ended),
+    )
+    return FailureStreak(
+        num_failed=len(last),
+        num_needed=1 + more,  # each failure after a pass begins another try
+        since=str(last[-1].commit) if last else "",
+        num_bad_before=num_bad,
+        num_before=len(before),
+    )
+
+
 def clean_runs_needed(num_bad: int, num_good: int, *, num_restarts: int = 0) -> int:
     """Return after how many passes in a row an item is unlikely to be as flaky as before.
 
@@ -561,8 +621,8 @@ def wilson_interval(num_failed: int, number: int) -> tuple[float, float]:
     """Return the interval that holds a rate with 95 %, by Wilson's score.
 
     Args:
-        num_failed: Of the runs.
-        number: Of runs, at least 1.
+        num_failed: Number of the runs that failed.
+        number: Number of runs, at least 1.
     """
     rate, square = num_failed / number, _Z * _Z / number
     middle = rate + square / 2

@@ -81,8 +81,8 @@ def ran_nowhere(
 
     Args:
         tests: Node id, of any world size, and the reason why it was skipped, None if it ran.
-        deselected: Of each run. Of a file that another run collected, only what that one skipped
-            or deselected counts.
+        deselected: Tests that each run left out. Of a file that another run collected, only what
+            that one skipped or deselected counts.
     """
     reasons: dict[str, tuple[str, int]] = {}
     divided: set[str] = set()  # node ids with known parts

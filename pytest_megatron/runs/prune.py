@@ -22,7 +22,7 @@ class KeptRun:
     """A run in our own directory.
 
     Attributes:
-        exit_code: Of pytest; None of a run that has not ended, or that was killed.
+        exit_code: Exit code of pytest; None of a run that has not ended, or that was killed.
     """
 
     directory: Path

@@ -9,6 +9,8 @@ An artifact is untrusted: its texts are data. Nothing here follows a path that t
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -40,6 +42,7 @@ _VERSION_KEY = "format_version"
 _Record = TypeVar("_Record")
 
 Real: TypeAlias = Annotated[float, FINITE]
+_Seconds: TypeAlias = Annotated[float, FINITE, Ge(0)]
 _Count: TypeAlias = Annotated[int, Ge(0), Le(1 << 53)]
 _Number: TypeAlias = Annotated[int, Ge(1), Le(1_000_000)]
 _Measured: TypeAlias = "Real | str | None"  # a number that is not finite is a text
@@ -84,7 +87,11 @@ class RecordedStop:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedAttempt:
-    """An attempt of a workload."""
+    """An attempt of a workload.
+
+    Attributes:
+        note: What is odd about one that trained as it should: its exit code does not count.
+    """
 
     repeat: _Number | None = None
     attempt: _Number | None = None
@@ -99,6 +106,7 @@ class RecordedAttempt:
     health: RecordedHealth | None = None
     fingerprint: str | None = None
     stopped: RecordedStop | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +177,16 @@ class _RecordedItem:
     """The keys of workloads and tests alike.
 
     Attributes:
+        problem: Why it did not pass: the headline, then lines that show it.
+        advice: What to do about it, in one line.
         num_devices: GPUs that it held, on the CPU its processes; None in records of before this
             key.
-        scope, labels, owners: Its scope, tag or marks, and maintainers or mark `owner`.
+        scope, labels, owners: The row's scope, its tag or marks, and maintainers or mark `owner`.
     """
 
     verdict: RecordedVerdict
     problem: str | None = None
+    advice: str | None = None
     fingerprint: str | None = None
     duration_s: Real | None = None
     quarantine: RecordedQuarantine | None = None
@@ -183,6 +194,11 @@ class _RecordedItem:
     scope: str | None = None
     labels: tuple[str, ...] = ()
     owners: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The line that every place shows of why it did not pass; empty if it did."""
+        return (self.problem or "").partition("\n")[0]
 
     @property
     def is_held(self) -> bool:
@@ -226,13 +242,18 @@ class RecordedWorkload(_RecordedItem):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedTest(_RecordedItem):
-    """A test that ran on a gang."""
+    """A test that ran on a gang.
+
+    Attributes:
+        report: (title, text) of what the terminal shows of a failure: tracebacks, stacks, output.
+    """
 
     world_size: _Number
     outcome: str | None = None
     device: Annotated[str, matches(r"^(cpu|cuda)$")] | None = None
     is_isolated: bool = False
     ranks: dict[str, str] = field(default_factory=dict)
+    report: tuple[tuple[str, str], ...] = ()
     attempts: tuple[RecordedExecution, ...] = ()
 
     @property
@@ -257,7 +278,7 @@ RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind
 _ABSENT = frozenset(
     (
         *("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine"),
-        *("num_devices", "scope", "labels", "owners"),
+        *("num_devices", "scope", "labels", "owners", "advice", "report"),
     )
 )
 
@@ -279,8 +300,8 @@ class RecordedOptions:
     stop_early: str | None = None
     lightweight: bool = False
     audit_determinism: bool = False
-    rank_timeout: Real | None = None
-    rank_grace: Real | None = None
+    rank_timeout: _Seconds | None = None
+    rank_grace: _Seconds | None = None
     gang_start: str | None = None
     workload_start: str | None = None
     ranks_per_gpu: _Number | None = None
@@ -309,7 +330,7 @@ class RecordedRun(_RecordedFacts):
     """`run.json`.
 
     Attributes:
-        deselected: As `runs.nowhere` folds them.
+        deselected: Tests that were left out, folded by `runs.nowhere`.
     """
 
     started: str | None = None
@@ -441,7 +462,7 @@ class RecordedEvidence:
     """A line that shows a cause.
 
     Attributes:
-        file: As the user gave its path; `artifact.zip!name` in an archive.
+        file: Path that the user gave; `artifact.zip!name` in an archive.
         line: Counted from 1.
     """
 
@@ -458,7 +479,8 @@ class RecordedDiagnosis:
     Attributes:
         root_rank: The rank to look at, the first of `root_ranks`; None where it was none or is not
             known.
-        text: One paragraph for a person.
+        headline: Who did what, where and when, in one line.
+        text: One paragraph for a person, which begins with the headline.
         reason: Why it is transient, or not.
         next: What to type next.
         again: What runs it again, or None.
@@ -474,6 +496,7 @@ class RecordedDiagnosis:
     root_rank: _Count | None = None
     signature: str | None = None
     evidence: tuple[RecordedEvidence, ...] = ()
+    headline: str = ""
     text: str = ""
     reason: str | None = None
     policy: str | None = None
@@ -496,7 +519,7 @@ class RecordedDiagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEnd:
-    """End of the last phase of an attempt that failed; `problem` is its cause as it is printed."""
+    """End of the last phase of an attempt that failed; `problem` is its headline."""
 
     attempt: str = ""
     phase_number: _Number = 1
@@ -591,6 +614,23 @@ def to_json(record: RecordedFile) -> dict[str, JsonValue]:
     return found
 
 
+def run_text(run: RecordedRun) -> str:
+    """Return the text of `run.json`: indented, with one line for each item.
+
+    Python indents at a tenth of the speed, which counts with thousands of items.
+    """
+    found = to_json(run)
+    items = found.pop("items")
+    assert isinstance(items, dict)
+    lines = [f"    {_line(name)}: {_line(item)}" for name, item in items.items()]
+    head = json.dumps(found, indent=2, allow_nan=False).removesuffix("\n}")
+    return head + ',\n  "items": {\n' + ",\n".join(lines) + "\n  }\n}\n"
+
+
+def _line(value: JsonValue) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
 def item_to_json(item: RecordedWorkload | RecordedTest) -> dict[str, JsonValue]:
     """Return an item as a report carries it from process to process; every text is UTF-8."""
     found = encodable(_present(_dumped(item)))
@@ -609,11 +649,18 @@ def _present(item: JsonValue) -> JsonValue:
 
 
 def _dumped(record: DataclassInstance) -> dict[str, JsonValue]:
-    return {one.name: _plain(getattr(record, one.name)) for one in fields(record)}
+    return {name: _plain(getattr(record, name)) for name in _names_of(type(record))}
+
+
+@functools.cache
+def _names_of(cls: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(cls))
 
 
 def _plain(value: object) -> JsonValue:
     """Return a value of a record as JSON; by hand, as each session writes and few read."""
+    if value is None or type(value) in (str, int, float, bool):
+        return cast("JsonValue", value)
     if is_dataclass(value) and not isinstance(value, type):
         return _dumped(value)
     if isinstance(value, Mapping):

@@ -81,7 +81,7 @@ class Redactor:
         Args:
             env: Variables; those with a secret name hold secrets, and any may hold a URL.
             words: `--wandb-key VALUE` and `--wandb-key=VALUE` hold one.
-            names: As in `Redactor`.
+            names: Patterns of names, for `Redactor`.
         """
         found = [value for name, value in env.items() if is_secret_name(name, names)]
         found += [value for _, value in _options(words, names)]
@@ -143,7 +143,7 @@ def is_secret_name(name: str, own: Sequence[str] = ()) -> bool:
     """Return true for the name of a secret (`HF_TOKEN`, `--wandb-api-key`).
 
     Args:
-        name: Of a variable or an option.
+        name: Name of a variable or an option.
         own: Patterns of names beside the usual ones, `MY_*`.
     """
     plain = name.lstrip("-").replace("-", "_").replace(".", "_")

@@ -20,7 +20,7 @@ def reproduce_line(where: str, node_id: str) -> str:
 
     Args:
         where: The run directory, as the user would type it.
-        node_id: Of the item.
+        node_id: Node id of the item.
     """
     return f"reproduce: pytest-megatron repro {shlex.quote(where)} {shlex.quote(node_id)}"
 

@@ -43,12 +43,16 @@ def start() -> Recorder | None:
     return _recorder
 
 
-def attach(model: torch.nn.Module, optimizer: object = None) -> None:
+def attach(
+    model: torch.nn.Module, optimizer: object = None, *, batch_first: bool | None = None
+) -> None:
     """Record a model and its optimizer from now on.
 
     Args:
         model: With or without wrappers; its weights are final.
         optimizer: Only needed if it is neither torch's nor megatron-core's.
+        batch_first: Whether the batch comes before the sequence in the model's tensors, also where
+            both are one axis; only needed where their sizes do not tell.
 
     Raises:
         TraceError: The variable's value means nothing, or the weights that it names do not fit.
@@ -57,7 +61,7 @@ def attach(model: torch.nn.Module, optimizer: object = None) -> None:
     recorder = start()
     if recorder is None:
         return
-    recorder.attach(model, optimizer)
+    recorder.attach(model, optimizer, batch_first=batch_first)
     if is_new:
         atexit.register(lambda: recorder.stop(is_whole=getattr(sys, "last_value", None) is None))
 

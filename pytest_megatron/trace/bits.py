@@ -23,11 +23,10 @@ from pytest_megatron.trace.divergences import (
     MOST_DIVERGENCES,
     PHASES,
     DivergenceKind,
-    Phase,
     TensorDivergence,
     TraceComparison,
 )
-from pytest_megatron.trace.files import TraceLayout, rank_files, read_end, read_header
+from pytest_megatron.trace.files import Phase, TraceLayout, rank_files, read_end, read_header
 
 _MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
 _STEP = re.compile(rb'"step": ?(\d+)')

@@ -28,17 +28,18 @@ from pytest_megatron.trace.divergences import (
     PHASES,
     DivergenceKind,
     NotCompared,
-    Phase,
     TensorDivergence,
     TraceComparison,
     as_text,
     hint_of,
     write_comparison,
 )
+from pytest_megatron.trace.files import Phase
 from pytest_megatron.trace.merge import (
     HeldPart,
     Merge,
     NotMergedError,
+    as_rows,
     is_expert,
     is_same_layout,
     sorted_rows,
@@ -131,8 +132,7 @@ class _Sums:
         rows = max(1, _CHUNK_VALUES // max(1, math.prod(expected.shape[1:])))
         for start in range(0, len(expected) if expected.ndim else 1, rows):
             part = ... if not expected.ndim else slice(start, start + rows)
-            a = np.asarray(expected[part], np.float64)
-            b = np.asarray(actual[part], np.float64)
+            a, b = _doubles(expected[part]), _doubles(actual[part])
             if scale != 1:
                 b = b / scale
             with np.errstate(invalid="ignore", over="ignore"):
@@ -140,6 +140,13 @@ class _Sums:
                 self.other_squares += float(np.square(b).sum())
                 self.error += float(np.square(b - a).sum())
             self.num_values += a.size
+
+
+def _doubles(values: Values) -> Values:
+    """Return values in double precision, complex ones as both of their parts."""
+    if np.iscomplexobj(values):
+        values = np.ascontiguousarray(values, np.complex128).view(np.float64)
+    return np.asarray(values, np.float64)
 
 
 class Comparer:
@@ -164,6 +171,7 @@ class Comparer:
         # Norms of what rounding may change: gradients of this step, parameters by the last one.
         self._of_gradients: dict[TensorName, float] = {}
         self._of_parameters: dict[TensorName, float] = {}
+        self._is_sharded = False  # the candidate's optimizer has a part of each parameter
         self._drift = 0.0  # of all parameters by the last step, relative to their norm
         self.largest: dict[str, float] = {}  # error by limit, of each phase; for experiments
 
@@ -190,6 +198,8 @@ class Comparer:
             self._reference.each_step(), self._candidate.each_step(), strict=False
         ):
             _, noise = next(noises, (number, None))
+            if not number:
+                self._compare_initial(candidate)
             if number <= num_steps:
                 self._compare_step(number, reference, candidate, noise)
                 self._end_step(reference)
@@ -201,7 +211,7 @@ class Comparer:
             steps=num_steps,
             num_compared=self._num_compared,
             not_compared=tuple(self._not_compared.values()),
-            hint=hint_of(divergences, *layouts),
+            hint=hint_of(divergences, *layouts, is_sharded=self._is_sharded),
             divergences=tuple(divergences[:MOST_DIVERGENCES]),
             num_divergences=len(divergences),
         )
@@ -246,6 +256,9 @@ class Comparer:
                 continue
             if any(piece.record.not_finite for piece in pieces) and pieces[0].is_float:
                 record = pieces[0].record
+                if name.phase == "forward" and name.tensor.startswith("input"):
+                    self._leave_out(pieces, "it is not finite in the reference, as masks are")
+                    continue
                 raise TraceError(
                     str(self._reference.directory),
                     f"{record.module}, {record.tensor} of step {record.step} has values that are"
@@ -261,9 +274,32 @@ class Comparer:
                 self._miss_microbatches(name, pieces, units)
             self._num_gradients += name.phase == "gradient" and bool(pieces[0].record.parameter)
             noises = noise.tensors.get(name) if noise else None
-            self._judge(name, pieces, others, units, (noises, usual[name.phase]))
+            self._judge(name, pieces, others, units, (noises, usual[_group(pieces[0])]))
         for name in candidate.tensors.keys() - reference.tensors.keys():
             self._leave_out(candidate.tensors[name], "the reference has no such tensor")
+        self._is_sharded = self._is_sharded or any(
+            piece.record.parameter is not None and piece.record.parameter.flat is not None
+            for pieces in candidate.tensors.values()
+            for piece in pieces
+        )
+
+    def _compare_initial(self, candidate: TracedStep) -> None:
+        """Compare what ranks of the candidate began with before the reference's weights came.
+
+        Another layout may draw other numbers, so only ranks that hold the same are compared.
+        """
+        for name, pieces in candidate.initial.items():
+            places: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+            for piece in pieces:
+                shard = piece.record.parameter
+                assert shard is not None
+                places[shard.global_offset, piece.record.shape].append(piece)
+            for found in places.values():
+                self._num_compared += len(found) > 1
+                if len({piece.record.hash for piece in found}) > 1:
+                    ranks = tuple(sorted({piece.rank for piece in found}))
+                    one = _divergence(found[0], kind="replicas", ranks=ranks)
+                    self._found.append((self._position(name, 0, one.order), one))
 
     def _end_step(self, reference: TracedStep) -> None:
         """Remember the parameters for the next step."""
@@ -271,7 +307,7 @@ class Comparer:
         squares = sum(
             (piece.record.norm or 0.0) ** 2
             for name, pieces in reference.tensors.items()
-            if name.phase == "update"
+            if name.phase == "update" and _group(pieces[0]) == "update"
             for piece in pieces
         )
         drift = math.fsum(one**2 for one in self._of_parameters.values())
@@ -313,7 +349,10 @@ class Comparer:
         is_there = any(
             other.module == name.module and other.phase == name.phase for other in candidate.tensors
         )
-        if record.parameter is None and (name.phase == "backward" or is_there or name.call):
+        is_needed = record.parameter is not None and _group(pieces[0]) == name.phase
+        if not is_needed and (
+            record.parameter is not None or name.phase == "backward" or is_there or name.call
+        ):
             self._leave_out(pieces, "the candidate has no such tensor")
             return
         one = _divergence(pieces[0], kind="missing")
@@ -411,10 +450,14 @@ class Comparer:
                 norm_ratio=math.sqrt(unit.other_squares / unit.squares)
                 if unit.squares > least**2
                 else None,
-                error=error,
-                noise=noise,
-                limit=limit,
+                **_amounts(kind, error, noise, limit),
             )
+            if kind == "replicas":
+                one = dataclasses.replace(
+                    one,
+                    error=math.sqrt(unit.disagreement),
+                    limit=self._replica_limit(others[0]),
+                )
             position = self._position(name, one.step, unit.order)
             self._found.append((position, one))
         self._level = max(self._level, level)
@@ -462,10 +505,13 @@ class Comparer:
         # The noise is of the reference's precision; that of a coarser one is larger by as much.
         coarser = max(1.0, of_candidate / of_reference)
         learned = _FACTOR * coarser * (noise or 0.0)
-        if name.phase == "update":
+        group = _group(reference)
+        if group == "update":
             return max(learned, _ROUNDED * own, self._update_limit(name, both[0]))
         least = max(_LEAST_LIMIT * max(self._epsilons), _DRIFT * self._drift)
         limit = max(learned, least, _LEVEL_EFFECT * math.sqrt(2 * self._level))
+        if name.phase == "update":  # a moment may be of squares, which are twice as far off
+            return 2 * limit
         if name.phase == "gradient":
             root = _root_mean_square(both[0])
             self._of_gradients[name] = limit * max(root, _LEAST_PART * usual)
@@ -491,7 +537,7 @@ class Comparer:
             shares = [
                 _undetermined(values, error)
                 for piece in self._current.tensors[of_gradient]
-                if (values := np.asarray(piece.values(), np.float64)).size
+                if (values := _doubles(piece.values())).size
             ]
         num_values = sum(one.num_values for one in pieces)
         norm = math.sqrt(math.fsum((one.record.norm or 0.0) ** 2 for one in pieces))
@@ -533,10 +579,29 @@ def _divergence(piece: Piece, *, kind: DivergenceKind, **values: object) -> Tens
             "parameter": f"{record.module}.{record.tensor}".lstrip(".")
             if record.parameter
             else None,
+            "is_buffer": _group(piece) == "buffer",
             **values,
         },  # type: ignore[arg-type]
         kind=kind,
     )
+
+
+def _amounts(
+    kind: DivergenceKind, error: float, noise: float | None, limit: float
+) -> dict[str, float | None]:
+    """Return the numbers that say why a tensor counts as different."""
+    if kind in {"missing", "not_finite", "replicas"}:
+        return {}
+    return {"error": error, "noise": noise, "limit": limit}
+
+
+def _group(piece: Piece) -> str:
+    """Return what a tensor is like: its phase, or the name of an optimizer's state, or a buffer."""
+    shard = piece.record.parameter
+    if shard is None or not ({"state", "buffer"} & shard.attributes.keys()):
+        return piece.record.phase
+    is_state = "state" in shard.attributes
+    return piece.record.tensor.rpartition(".")[2] if is_state else "buffer"
 
 
 def _size(part: HeldPart) -> int:
@@ -569,7 +634,7 @@ def _largest_change(before: Piece | None, after: Piece) -> float:
     """Return the largest change of a value of a parameter in a step."""
     if before is None or before.record.shape != after.record.shape or not after.num_values:
         return 0.0
-    change = np.asarray(after.values(), np.float64) - np.asarray(before.values(), np.float64)
+    change = _doubles(after.values()) - _doubles(before.values())
     return float(np.abs(change).max())
 
 
@@ -583,7 +648,7 @@ def _noise(pieces: Sequence[Piece], noises: Sequence[Piece], usual: float) -> fl
             continue
         a, b = piece.values(), other.values()
         if is_expert(piece.record.module) and piece.record.parameter is None and a.ndim:
-            a, b = sorted_rows(a.reshape(len(a), -1), b.reshape(len(b), -1))
+            a, b = sorted_rows(as_rows(a), as_rows(b))
         if a.shape != b.shape:
             continue
         sums = _Sums()
@@ -599,13 +664,13 @@ def _rank_key(piece: Piece) -> tuple[object, ...]:
 
 
 def _usual(step: TracedStep) -> dict[str, float]:
-    """Return the median of the tensors' root mean squares, of each phase."""
+    """Return the median of the tensors' root mean squares, of each group."""
     found: dict[str, list[float]] = defaultdict(list)
-    for name, pieces in step.tensors.items():
+    for pieces in step.tensors.values():
         for piece in pieces:
             norm = piece.record.norm
             if piece.is_float and norm and piece.num_values > 1:
-                found[name.phase].append(norm / math.sqrt(piece.num_values))
+                found[_group(piece)].append(norm / math.sqrt(piece.num_values))
     return defaultdict(float, {phase: statistics.median(all_) for phase, all_ in found.items()})
 
 
@@ -637,6 +702,11 @@ def compare(reference: Path, candidate: Path, noise: Path | None) -> TraceCompar
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: cannot be read: {error.strerror}"
+    except Exception as error:  # noqa: BLE001 - exit code 1 would say that they differ
+        problem = (
+            f"{candidate}: {type(error).__name__} while it was compared: {error}; record both"
+            " again, and report it to pytest-megatron if it stays"
+        )
     return TraceComparison(verdict="unusable", problem=problem)
 
 

@@ -13,7 +13,7 @@ from pytest_megatron.base.files import JsonValue, read_bytes, write_json_atomica
 from pytest_megatron.base.schema import Count, FormatVersion, SchemaError, parse
 from pytest_megatron.base.text import counted, name_ranks, shorten, visible
 from pytest_megatron.errors import TraceError
-from pytest_megatron.trace.files import TraceLayout
+from pytest_megatron.trace.files import Phase, TraceLayout
 
 MOST_DIVERGENCES = 50
 _MOST_NEXT = 5  # divergences after the first one that the text has
@@ -33,13 +33,12 @@ _AXES = (
     ("pp", "pipeline-parallel"),
 )
 
-Phase: TypeAlias = Literal["forward", "backward", "gradient", "update"]
 DivergenceKind: TypeAlias = Literal[
     "value", "replicas", "missing", "extra", "shape", "not_finite", "bits"
 ]
 TraceVerdict: TypeAlias = Literal["equal", "different", "unusable"]
 
-PHASES: tuple[Phase, ...] = ("forward", "backward", "gradient", "update")
+PHASES: tuple[Phase, ...] = ("initial", "forward", "backward", "gradient", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +46,11 @@ class TensorDivergence:
     """A tensor that differs from the reference's.
 
     Attributes:
-        order: Its place in the execution of the reference, from 0.
-        parameter: Name of the parameter in phases `gradient` and `update`.
-        ranks: Of the candidate, those that hold the part that differs.
+        order: Number in the execution of the reference, from 0.
+        parameter: Name of the parameter, or of the buffer, in phases `initial`, `gradient` and
+            `update`.
+        is_buffer: It is a buffer.
+        ranks: Ranks of the candidate that hold the part that differs.
         norm_ratio: Norm of the candidate's tensor, by the reference's.
         error: Norm of the difference, by the norm of the reference's tensor.
         noise: The error that rounding alone makes of this tensor; None where not measured.
@@ -65,6 +66,7 @@ class TensorDivergence:
     parameter: str | None = None
     ranks: tuple[int, ...] = ()
     kind: DivergenceKind = "value"
+    is_buffer: bool = False
     norm_ratio: float | None = None
     error: float | None = None
     noise: float | None = None
@@ -107,7 +109,7 @@ def write_comparison(path: Path, comparison: TraceComparison) -> None:
     """Write `equivalence.json`; numbers that are not finite become null.
 
     Raises:
-        OSError: As from `write_json_atomically`.
+        OSError: The file cannot be written.
     """
     write_json_atomically(path, comparison_to_json(comparison))
 
@@ -161,12 +163,13 @@ def _lines(comparison: TraceComparison) -> Iterator[str]:
 def _subject(one: TensorDivergence) -> str:
     if one.parameter is not None:
         what = "gradient" if one.phase == "gradient" else "value after the step"
+        what = what if one.step else "initial value"
         return f"{one.parameter}, {what}"
     return f"{one.module or 'the model'}, {one.phase}, {one.tensor}"
 
 
 def _place(one: TensorDivergence) -> str:
-    is_parameter = one.phase in {"gradient", "update"}
+    is_parameter = one.phase not in {"forward", "backward"}
     return f"step {one.step}" if is_parameter else f"step {one.step}, micro-batch {one.microbatch}"
 
 
@@ -213,7 +216,11 @@ def _plain(value: object) -> JsonValue:
 
 
 def hint_of(
-    divergences: Sequence[TensorDivergence], reference: TraceLayout, candidate: TraceLayout
+    divergences: Sequence[TensorDivergence],
+    reference: TraceLayout,
+    candidate: TraceLayout,
+    *,
+    is_sharded: bool = False,
 ) -> str | None:
     """Return the likely cause of the first divergence in a sentence; None without a pattern.
 
@@ -221,6 +228,7 @@ def hint_of(
         divergences: All of them, in the reference's order of execution.
         reference: Layout of the reference; only sizes count.
         candidate: Layout of the candidate.
+        is_sharded: Each rank of the candidate has a part of the optimizer.
     """
     if not divergences:
         return None
@@ -236,7 +244,12 @@ def hint_of(
         case "gradient":
             found = _of_gradients(same, reference, candidate)
         case "update":
-            found = _of_update(same)
+            found = _of_update(same, is_sharded=is_sharded)
+        case "initial":
+            found = (
+                f"{name_ranks(first.ranks)} begin with other values of what they share: seeds,"
+                " a checkpoint, or weights that are not broadcast; the reference's replaced them"
+            )
     return found
 
 
@@ -251,10 +264,15 @@ def _of_forward(
         return (
             f"samples of {name_ranks(numbers, 'micro-batch')} of the reference are not trained on"
         )
-    if not first.module:
+    if not first.module and first.tensor.startswith("input"):
         return "the inputs of the model differ: data, labels or position ids"
     if "dropout" in first.module and first.tensor.startswith("output"):
         return "ranks draw other dropout masks than the reference: seeds or the random state"
+    if first.tensor.startswith("input") and first.module:
+        return (
+            _of_ratio(first, reference, candidate)
+            or "what this module gets is computed between modules, or in one that is not compared"
+        )
     return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
 
 
@@ -285,16 +303,23 @@ def _of_gradients(
     return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
 
 
-def _of_update(same: Sequence[TensorDivergence]) -> str:
+def _of_update(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
     first = same[0]
+    if first.is_buffer:
+        return "the buffer is updated otherwise, or ranks do not add what each of them counts"
     if first.step == 0:
         return "the initial weights differ already: they were not loaded, or cut otherwise"
     if first.kind == "replicas":
+        cause = (
+            "the optimizer's parts were not gathered"
+            if is_sharded
+            else "their optimizers differ, by the learning rate, the clipping or the state"
+        )
         return (
             f"gradients agree and {name_ranks(first.ranks)} have other parameters after the step:"
-            " the optimizer's parts were not gathered"
+            f" {cause}"
         )
-    if first.kind == "missing":
+    if first.kind == "missing" and is_sharded:
         return "no rank of the distributed optimizer has a part of the parameter"
     return "gradients agree and parameters do not: the optimizer, its state or its share of ranks"
 

@@ -21,7 +21,7 @@ from pytest_megatron.errors import TraceError
 
 Line = dict[str, object]
 FORMAT_VERSION = 1
-Phase = Literal["forward", "backward", "gradient", "update"]
+Phase = Literal["initial", "forward", "backward", "gradient", "update"]
 _RANK = re.compile(r"rank_(\d+)\.jsonl").fullmatch
 
 
@@ -54,7 +54,11 @@ class TraceLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """First line of a rank's trace."""
+    """First line of a rank's trace.
+
+    Attributes:
+        batch_first: Whether the batch comes before the sequence, as declared; None where not.
+    """
 
     rank: int
     world_size: int
@@ -63,6 +67,7 @@ class TraceHeader:
     megatron_core: str | None
     layout: TraceLayout
     values: Literal["hash", "full"]
+    batch_first: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,8 @@ class ParameterShard:
         global_offset: Where this part begins in it.
         flat: Elements of the flattened part that this rank owns, from and to; the record holds
             these alone, one after the other. None: all of them, in their shape.
-        attributes: megatron-core's attributes of the parameter.
+        attributes: megatron-core's attributes of the parameter; `buffer` of a buffer, `state` of
+            what an optimizer keeps of a parameter.
     """
 
     key: str | None
@@ -98,7 +104,7 @@ class TraceRecord:
         module: Global name, without wrappers; "" is the model itself.
         kind: Class of the module.
         tensor: `input.0`, `output.0`, `grad_input.0`, `grad_output.0`, or a parameter's name.
-        shape: Of the local tensor (with `parameter.flat`: of the part that it is taken from).
+        shape: Shape of the local tensor (with `parameter.flat`: of the part that it is taken from).
         norm: In double precision; None where a value is not finite.
         mean: As `norm`.
         hash: 16 hex digits, a function of the bits.

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from pytest_megatron.trace.files import TraceHeader, TraceLayout
 
 
 def header(
-    model: torch.nn.Module | None, device: torch.device, values: Literal["hash", "full"]
+    model: torch.nn.Module | None,
+    device: torch.device,
+    values: Literal["hash", "full"],
+    *,
+    batch_first: bool | None,
 ) -> TraceHeader:
     """Return the first line of this rank's trace."""
     rank, world_size = rank_and_size()
@@ -25,6 +32,7 @@ def header(
         megatron_core=None if megatron is None else str(megatron.__version__),
         layout=layout(model),
         values=values,
+        batch_first=batch_first,
     )
 
 
@@ -35,11 +43,52 @@ def rank_and_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_IS_TENSOR_PARALLEL = re.compile(r"tp|tensor|model").search
+
+
+def _of_torch(model: torch.nn.Module | None) -> TraceLayout:
+    """Return the place of this rank by the meshes of the model's parameters."""
+    rank, world_size = rank_and_size()
+    mesh = None if model is None else _widest_mesh(model)
+    if mesh is None:
+        return TraceLayout(dp=(rank, world_size), edp=(rank, world_size))
+    names = mesh.mesh_dim_names or ()
+    # FSDP shards parameters over the first dimension of a mesh, and over all of one without names.
+    is_sharded = any(type(one).__name__.startswith("FSDP") for one in model.modules())  # type: ignore[union-attr]
+    dimensions = [
+        number
+        for number in range(mesh.ndim)
+        if (_IS_TENSOR_PARALLEL(names[number]) if is_sharded and names else not is_sharded)
+    ]
+    index, size = 0, 1
+    for dimension in dimensions:
+        index = index * mesh.size(dimension) + mesh.get_local_rank(dimension)
+        size *= mesh.size(dimension)
+    if size == 1:
+        return TraceLayout(dp=(rank, world_size), edp=(rank, world_size))
+    num_replicas = world_size // size
+    ranks = mesh.mesh.flatten().tolist()
+    # Neighbours share tensors, as in every mesh whose last dimension they are.
+    is_last = len(ranks) > size or ranks == list(range(ranks[0], ranks[0] + size))
+    dp = (rank // size if is_last else rank % num_replicas, num_replicas)
+    tp = (index, size)
+    return TraceLayout(tp=tp, dp=dp, etp=tp, edp=dp, sequence_parallel=True)
+
+
+def _widest_mesh(model: torch.nn.Module) -> DeviceMesh | None:
+    """Return the mesh with the most dimensions that a parameter is placed on."""
+    meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.ndim, default=None)
+
+
 def layout(model: torch.nn.Module | None) -> TraceLayout:
-    """Return the place of this rank; data parallel alone where megatron-core is not in use."""
+    """Return the place of this rank.
+
+    Where megatron-core is not in use: data parallel, beside the tensor parallelism of `DTensor`s.
+    """
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
-        return TraceLayout(dp=rank_and_size(), edp=rank_and_size())
+        return _of_torch(model)
     config = getattr(model, "config", None)
     return TraceLayout(
         tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),

@@ -8,16 +8,19 @@ docs/reference/traces.md has the rules.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
 
 from pytest_megatron.trace.files import TraceLayout
 from pytest_megatron.trace.pieces import (
+    DTYPES,
     Microbatch,
     Piece,
     Range,
@@ -36,6 +39,23 @@ _PADDED = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)(?:\.weight)?$").
 # Modules whose batch comes before the sequence; with equal sizes nothing else tells them apart.
 _BATCH_FIRST = frozenset({"Embedding", "VocabParallelEmbedding", "GPTModel", "Float16Module"})
 _BOTH = (True, True)
+
+
+class Reading(Enum):
+    """A way to read the sizes of an activation; the value is the word for its first axes."""
+
+    SEQUENCE_BATCH = "sequence, batch"
+    BATCH_SEQUENCE = "batch, sequence"
+    SCORES = "batch, heads, sequence"
+    SEQUENCE_OUTSIDE = "sequence times batch"
+    BATCH_OUTSIDE = "batch times sequence"
+    BATCH = "batch"
+    SEQUENCE = "sequence"
+    NEITHER = "neither"
+
+
+_ORDERS = (Reading.SEQUENCE_BATCH, Reading.BATCH_SEQUENCE)
+_FLATTENED = (Reading.SEQUENCE_OUTSIDE, Reading.BATCH_OUTSIDE)
 _COUNTS = "numbers of tokens are not compared, the rows of the experts are"
 
 
@@ -76,38 +96,45 @@ class Axes:
         return values.transpose(self.order)
 
 
-def axes_of(
-    shape: Sequence[int], kind: str, length: int, num_samples: int, layout: TraceLayout
-) -> Axes:
-    """Return the axes of an activation by the sizes of its shape.
+def readings_of(
+    shape: Sequence[int], length: int, num_samples: int, layout: TraceLayout
+) -> dict[Reading, Axes]:
+    """Return the ways in which the sizes of an activation can be read.
 
     Args:
-        shape: Of the local tensor.
-        kind: Class of its module.
-        length: Of a whole sequence.
-        num_samples: Of the micro-batch.
-        layout: Of its rank.
+        shape: Shape of the local tensor.
+        length: Length of a whole sequence.
+        num_samples: Number of samples of the micro-batch.
+        layout: Layout of the rank.
     """
-    rest = tuple(range(2, len(shape)))
+    plain = tuple(range(len(shape)))
+    if len(shape) < 2:  # noqa: PLR2004 - neither has a second axis
+        return {Reading.NEITHER: Axes(plain)}
+    found: dict[Reading, Axes] = {}
     parts = [layout.cp[1], *([layout.cp[1] * layout.tp[1]] if layout.sequence_parallel else ())]
     sizes = {length // one: one for one in reversed(parts)}
-    first, second = (*shape, 0, 0)[:2]
-    orders = [(0, 1), (1, 0)] if kind not in _BATCH_FIRST else [(1, 0), (0, 1)]
-    for sequence, batch in orders:
-        if len(shape) > 1 and shape[sequence] in sizes and shape[batch] == num_samples:
-            order = (sequence, batch, *rest)
-            return Axes(order, _BOTH, None, sizes[shape[sequence]])
+    first, second = shape[:2]
+    if first in sizes and second == num_samples:
+        found[Reading.SEQUENCE_BATCH] = Axes(plain, _BOTH, None, sizes[first])
+    if first == num_samples and second in sizes:
+        order = (1, 0, *plain[2:])
+        found[Reading.BATCH_SEQUENCE] = Axes(order, _BOTH, None, sizes[second])
     if len(shape) == 4 and first == num_samples and shape[2] in sizes:  # noqa: PLR2004 - scores
-        return Axes((2, 0, 1, 3), _BOTH, None, sizes[shape[2]])
-    if len(shape) > 1 and first % num_samples == 0 and first // num_samples in sizes:
-        local = first // num_samples
-        order = tuple(range(len(shape) + 1))
-        return Axes(order, _BOTH, (local, num_samples), sizes[local])
-    if len(shape) > 1 and first == num_samples:
-        return Axes(tuple(range(len(shape))), (False, True))
-    if len(shape) > 1 and first in sizes and second == 1:
-        return Axes(tuple(range(len(shape))), (True, False), None, sizes[first])
-    return Axes(tuple(range(len(shape))))
+        found[Reading.SCORES] = Axes((2, 0, 1, 3), _BOTH, None, sizes[shape[2]])
+    local, rest = divmod(first, num_samples)
+    if not rest and local in sizes:
+        after = tuple(range(2, len(shape) + 1))
+        found[Reading.SEQUENCE_OUTSIDE] = Axes(
+            (0, 1, *after), _BOTH, (local, num_samples), sizes[local]
+        )
+        found[Reading.BATCH_OUTSIDE] = Axes(
+            (1, 0, *after), _BOTH, (num_samples, local), sizes[local]
+        )
+    if first == num_samples:
+        found[Reading.BATCH] = Axes(plain, (False, True))
+    if first in sizes and second == 1:
+        found[Reading.SEQUENCE] = Axes(plain, (True, False), None, sizes[first])
+    return found or {Reading.NEITHER: Axes(plain)}
 
 
 def is_expert(module: str) -> bool:
@@ -188,13 +215,13 @@ class HeldPart:
 
     Attributes:
         unit: The whole tensor: all that has one norm.
-        microbatch: Of the reference.
+        microbatch: Micro-batch of the reference.
         order: The reference's.
-        ranks: Of the candidate.
+        ranks: Ranks of the candidate.
         region: Place in the whole; equal for ranks that hold the same.
         pairs: Blocks of equal shapes, the reference's and the candidate's.
         num_whole: Number of values of the whole tensor that the candidate must hold.
-        digest: Of the candidate's values.
+        digest: Digest of the candidate's values.
     """
 
     unit: tuple[object, ...]
@@ -218,11 +245,17 @@ class Merge:
         self, reference: TracedStep, candidate: TracedStep, samples: tuple[Samples, Samples] | None
     ) -> None:
         self._layouts = (reference.trace.layout, candidate.trace.layout)
+        self._is_batch_first = reference.trace.is_batch_first
+        self._is_megatron = reference.trace.is_megatron
         self._samples = samples
         self._gated = _gated_modules(reference)
         self.is_same_layout = is_same_layout(*self._layouts) and (
             samples is None or samples[0].rows == samples[1].rows
         )
+        # The orders of sequence and batch in the tensors of a module that can be read in one alone.
+        self._orders: dict[str, set[Reading]] = defaultdict(set)
+        if samples is not None and self._is_batch_first is None and not self._is_megatron:
+            self._find_orders(reference, candidate)
 
     def parts(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
@@ -232,7 +265,13 @@ class Merge:
         Raises:
             NotMergedError: No rule maps it.
         """
-        if reference[0].record.parameter is not None:
+        shard = reference[0].record.parameter
+        for piece in (*reference, *candidate):
+            if piece.record.dtype not in DTYPES:
+                raise NotMergedError(f"values of {piece.record.dtype} are not read")
+        if shard is not None:
+            if "buffer" in shard.attributes and name.phase == "update":
+                self._require_comparable_buffer(reference)
             return self._parameter(reference, candidate)
         if name.phase in {"gradient", "update"}:
             return _of_all_ranks(reference, candidate)
@@ -243,6 +282,17 @@ class Merge:
         return self._activation(name, reference, candidate)
 
     # Parameters
+
+    def _require_comparable_buffer(self, reference: Sequence[Piece]) -> None:
+        """Raise for a buffer of which each rank of the reference has its own, or that counts."""
+        by_place = defaultdict(set)
+        for piece in reference:
+            assert piece.record.parameter is not None
+            by_place[piece.record.parameter.global_offset].add(piece.record.hash)
+        if any(len(digests) > 1 for digests in by_place.values()):
+            raise NotMergedError("it is a buffer of which each rank of the reference has its own")
+        if not reference[0].is_float and not self.is_same_layout and reference[0].record.step:
+            raise NotMergedError("it is a buffer of integers, which may count calls of a module")
 
     def _parameter(
         self, reference: Sequence[Piece], candidate: Sequence[Piece]
@@ -285,7 +335,7 @@ class Merge:
         if shape == first.record.shape and shard.flat is None:
             return first.values(), order
         is_there = np.zeros(shape, bool)
-        whole = np.zeros(shape, np.float32 if first.is_float else np.int64)
+        whole = np.zeros(shape, first.wide_type)
         parts: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
         for piece in pieces:
             parts[_key(tuple(of for chunk in self._parameter_chunks(piece) for of, _ in chunk))
@@ -324,21 +374,119 @@ class Merge:
     ) -> Iterator[HeldPart]:
         if self._samples is None:
             raise NotMergedError("the model has no input whose samples could be matched")
-        wholes = _Wholes(self._samples[0], name, reference, self._gated)
+        reading = self._reading(name, reference, candidate)
+        wholes = _Wholes(self._samples[0], name, reference, self._gated, reading)
         rows = self._samples[1].rows
         for piece in candidate:
             record, layout = piece.record, piece.layout
             own = rows.get((layout.dp[0], record.microbatch))
             if own is None:
                 raise NotMergedError("a micro-batch has no input of the model")
-            axes = axes_of(record.shape, record.kind, self._samples[1].length, len(own), layout)
+            axes = readings_of(record.shape, self._samples[1].length, len(own), layout)[reading]
             if axes.has_batch:
                 units = self._units(own)
             else:
+                if name.phase == "backward":
+                    self._require_equal_sizes(own)
                 units = self._units_without_batch(own, reference, candidate)
             view = axes.view(piece.values())
             for unit, runs in units.items():
                 yield from self._blocks(wholes, piece, axes, view, (unit, runs))
+
+    def _require_equal_sizes(self, own: Sequence[tuple[str, int]]) -> None:
+        """Raise for a gradient of a micro-batch of another size: it is a mean over its samples."""
+        assert self._samples is not None
+        if any(len(rows) != len(own) for rows in self._samples[0].rows.values()):
+            raise NotMergedError("it is of a micro-batch, and these have other numbers of samples")
+
+    def _find_orders(self, reference: TracedStep, candidate: TracedStep) -> None:
+        for name, pieces in reference.tensors.items():
+            others = candidate.tensors.get(name)
+            if others is None or pieces[0].record.parameter is not None:
+                continue
+            found = set(self._common_readings(pieces, others)).intersection(_ORDERS)
+            if len(found) == 1:
+                self._orders[name.module] |= found
+
+    def _common_readings(
+        self, reference: Sequence[Piece], candidate: Sequence[Piece]
+    ) -> list[Reading]:
+        """Return the readings that fit all pieces of a tensor, in both traces."""
+        assert self._samples is not None
+        common = list(Reading)
+        for samples, pieces in zip(self._samples, (reference, candidate), strict=True):
+            for piece in pieces:
+                rows = samples.rows.get((piece.layout.dp[0], piece.record.microbatch))
+                if rows is None:
+                    return []
+                own = readings_of(piece.record.shape, samples.length, len(rows), piece.layout)
+                common = [one for one in common if one in own]
+        return common
+
+    def _reading(
+        self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
+    ) -> Reading:
+        """Return the reading of a tensor in both traces.
+
+        Raises:
+            NotMergedError: None fits both, or two do and nothing tells which is meant.
+        """
+        assert self._samples is not None
+        common = self._common_readings(reference, candidate)
+        if not common:
+            shapes = [list(pieces[0].record.shape) for pieces in (reference, candidate)]
+            raise NotMergedError(
+                f"no reading of sequence and batch fits {shapes[0]} and {shapes[1]} alike"
+            )
+        first = common[0]
+        pair = next((pair for pair in (_ORDERS, _FLATTENED) if first in pair), ())
+        if not pair or not set(pair) <= set(common):
+            return first
+        is_batch_first = self._order(name, reference[0].record.kind)
+        if is_batch_first is not None:
+            return pair[is_batch_first]
+        if self._is_read_alike(reference, candidate, pair):
+            return first
+        raise NotMergedError(
+            f"{list(candidate[0].record.shape)} may be {pair[0].value} or {pair[1].value}: give "
+            "batch_first, or compare sequences that are not as long as a micro-batch is large"
+        )
+
+    def _order(self, name: TensorName, kind: str) -> bool | None:
+        """Return whether the batch comes first; None where nothing tells."""
+        if self._is_batch_first is not None:
+            return self._is_batch_first
+        if self._is_megatron:
+            return kind in _BATCH_FIRST
+        module = name.module
+        while True:
+            inside = [
+                orders
+                for other, orders in self._orders.items()
+                if not module or other == module or other.startswith(f"{module}.")
+            ]
+            found = set[Reading]().union(*inside)
+            if found or not module:
+                return found == {Reading.BATCH_SEQUENCE} if len(found) == 1 else None
+            module = module.rpartition(".")[0]
+
+    def _is_read_alike(
+        self, reference: Sequence[Piece], candidate: Sequence[Piece], pair: Sequence[Reading]
+    ) -> bool:
+        """Return True if both readings compare the same values: no axis is cut differently."""
+        assert self._samples is not None
+        batches = [set(samples.rows.values()) for samples in self._samples]
+        if not batches[1] <= batches[0]:
+            return False
+        return all(
+            readings_of(one.record.shape, samples.length, len(rows), one.layout)[
+                pair[0]
+            ].sequence_parts
+            == 1
+            for samples, pieces in zip(self._samples, (reference, candidate), strict=True)
+            for one in pieces
+            for rows in [samples.rows[one.layout.dp[0], one.record.microbatch]]
+        )
 
     def _units(self, own: Sequence[tuple[str, int]]) -> dict[Microbatch, list[tuple[int, int]]]:
         """Return the rows of the reference's micro-batches that a micro-batch has, and its own."""
@@ -425,6 +573,8 @@ class Merge:
             raise NotMergedError(_COUNTS)
         if not reference[0].is_float:
             raise NotMergedError(_COUNTS)
+        if reference[0].wide_type == "complex128":
+            raise NotMergedError("rows of complex numbers cannot be sorted")
         if name.tensor.endswith(".1") and reference[0].record.kind.endswith("Linear"):
             raise NotMergedError("it is a parameter, which is compared as such")
         etp = (self._layouts[0].etp[1], self._layouts[1].etp[1])
@@ -486,9 +636,15 @@ class _Wholes:
     """The whole tensors of the reference's micro-batches, of one name."""
 
     def __init__(
-        self, samples: Samples, name: TensorName, pieces: Sequence[Piece], gated: frozenset[str]
+        self,
+        samples: Samples,
+        name: TensorName,
+        pieces: Sequence[Piece],
+        gated: frozenset[str],
+        reading: Reading,
     ) -> None:
         self._samples = samples
+        self._reading = reading
         self.is_gated = name.module in gated and name.tensor in {"output.0", "grad_output.0"}
         self._may_be_padded = is_padded(name.module)
         self._is_sum = name.phase == "backward"
@@ -507,11 +663,7 @@ class _Wholes:
         first = pieces[0]
         layout, record = first.layout, first.record
         num_samples = len(self._samples.rows[unit])
-        axes = axes_of(record.shape, record.kind, self._samples.length, num_samples, layout)
-        if axes.leading != other_axes.leading:
-            raise NotMergedError(
-                f"the axes of {list(record.shape)} and {list(other.record.shape)} do not correspond"
-            )
+        axes = readings_of(record.shape, self._samples.length, num_samples, layout)[self._reading]
         if not axes.has_sequence and self._is_sum and (
             _sequence_parts(layout) != _sequence_parts(other.layout)
         ):  # fmt: skip
@@ -560,7 +712,7 @@ class _Wholes:
         if axes.has_sequence:
             shape[0] = self._samples.length
         shape = [size * tp if cut else size for size, cut in zip(shape, split, strict=True)]
-        whole: Values = np.zeros(shape, np.float64 if first.is_float else np.int64)
+        whole: Values = np.zeros(shape, first.wide_type)
         num_values = 0
         for piece in pieces:
             chunks: list[_Chunks] = []
@@ -610,7 +762,7 @@ def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[He
                 raise NotMergedError(
                     f"shapes {list(expected.shape)} and {list(actual.shape)} differ"
                 )
-            expected, actual = sorted_rows(_as_rows(expected), _as_rows(actual))
+            expected, actual = sorted_rows(as_rows(expected), as_rows(actual))
         yield HeldPart(
             unit=(piece.rank, piece.record.microbatch),
             microbatch=piece.record.microbatch,
@@ -644,8 +796,9 @@ def sorted_rows(reference: Values, candidate: Values) -> tuple[Values, Values]:
     return a, b[low] * (1 - share) + b[high] * share
 
 
-def _as_rows(values: Values) -> Values:
-    return values.reshape(len(values), -1) if values.ndim else values.reshape(1, 1)
+def as_rows(values: Values) -> Values:
+    """Return values as one row for each entry of the first axis, which may have none."""
+    return values.reshape(len(values) if values.ndim else 1, math.prod(values.shape[1:]))
 
 
 def _expert_rows(
@@ -654,10 +807,10 @@ def _expert_rows(
     """Return the rows that all ranks have of an expert's tensor.
 
     Args:
-        pieces: Of all ranks and micro-batches.
+        pieces: Pieces of all ranks and micro-batches.
         is_split: Tensor-parallel ranks of an expert have a part of each row.
         is_sum: They have a part of the sum.
-        is_gated: As in `axis_chunks`.
+        is_gated: Whether the layer is gated, see `axis_chunks`.
     """
     groups: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
     for piece in pieces:
@@ -667,7 +820,7 @@ def _expert_rows(
     rows = []
     for found in groups.values():
         found.sort(key=lambda piece: piece.layout.etp[0])
-        values = [_as_rows(piece.values()) for piece in found]
+        values = [as_rows(piece.values()) for piece in found]
         if len(found) == 1:
             rows.append(values[0])
         elif is_split:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.trace.divergences import Phase
 from pytest_megatron.trace.files import (
+    Phase,
     TraceHeader,
     TraceLayout,
     TraceRecord,
@@ -33,7 +33,9 @@ from pytest_megatron.trace.files import (
 Range: TypeAlias = "slice[int, int, None]"
 Values: TypeAlias = NDArray[np.float64]  # as they are computed with; read as they were recorded
 
-_DTYPES = {
+DTYPES = {
+    "complex128": "<c16",
+    "complex64": "<c8",
     "float64": "<f8",
     "float32": "<f4",
     "float16": "<f2",
@@ -45,7 +47,14 @@ _DTYPES = {
     "uint8": "u1",
     "bool": "u1",
 }
-EPSILONS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+EPSILONS = {
+    "complex128": 2.0**-52,
+    "complex64": 2.0**-23,
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +89,13 @@ class Piece:
     def is_float(self) -> bool:
         """Whether it has numbers that rounding can change."""
         return self.record.dtype in EPSILONS
+
+    @property
+    def wide_type(self) -> str:
+        """The type of numpy that can hold its values and sums of them."""
+        if self.record.dtype.startswith("complex"):
+            return "complex128"
+        return "float64" if self.is_float else "int64"
 
     @property
     def num_values(self) -> int:
@@ -139,6 +155,16 @@ class Trace:
         """The layout; its indices are those of the first rank."""
         return self.headers[min(self.headers)].layout
 
+    @property
+    def is_batch_first(self) -> bool | None:
+        """Whether the program's tensors have the batch first, as it was declared."""
+        return self.headers[min(self.headers)].batch_first
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether the model is one of megatron-core, whose sequences come first."""
+        return self.headers[min(self.headers)].megatron_core is not None
+
     def each_step(self) -> Iterator[tuple[int, TracedStep]]:
         """Yield the steps in their order; step 0 has the parameters before the first."""
         # A model chunk records its parameters at its first call, within step 1.
@@ -172,7 +198,7 @@ class Trace:
 
     def read(self, rank: int, record: TraceRecord, shape: tuple[int, ...]) -> Values:
         """Return the values of a record, bfloat16 as float32."""
-        file, kind = self._files[rank].with_suffix(".bin"), _DTYPES.get(record.dtype)
+        file, kind = self._files[rank].with_suffix(".bin"), DTYPES.get(record.dtype)
         size = np.dtype(kind).itemsize * math.prod(shape) if kind else 0
         if kind is None or record.at is None or record.at[1] != size:
             raise TraceError(
@@ -214,11 +240,17 @@ def _header(path: Path) -> TraceHeader:
 
 
 class TracedStep:
-    """What all ranks recorded in one step."""
+    """What all ranks recorded in one step.
+
+    Attributes:
+        tensors: By name, of all ranks.
+        initial: What the program made itself before another run's weights replaced it.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.tensors: dict[TensorName, list[Piece]] = defaultdict(list)
+        self.initial: dict[TensorName, list[Piece]] = defaultdict(list)
         self._calls: dict[tuple[object, ...], int] = defaultdict(int)
 
     def add(self, piece: Piece) -> None:
@@ -239,7 +271,7 @@ class TracedStep:
                     str(list(one.parameter.global_offset[:num_stacked])),
                 )
             name = TensorName(phase=one.phase, module=module, tensor=tensor)
-        self.tensors[name].append(piece)
+        (self.initial if one.phase == "initial" else self.tensors)[name].append(piece)
 
 
 Microbatch: TypeAlias = tuple[int, int]  # data-parallel rank, number in the step
@@ -251,7 +283,7 @@ class Samples:
 
     Attributes:
         length: Length of a whole sequence.
-        rows: Of each micro-batch, an identity of each sample: its hash and its number among equals.
+        rows: An identity of each sample of each micro-batch: its hash and its number among equals.
         is_zigzag: Context-parallel ranks hold a part of the beginning and one of the end.
     """
 
@@ -269,7 +301,7 @@ def read_samples(step: TracedStep, known: Samples | None = None) -> Samples | No
     """Return the samples of a step by the first integer input of the model, or its first input.
 
     Args:
-        step: Of any layout.
+        step: A step of any layout.
         known: The reference's; context-parallel ranks may cut a sequence in two ways, and only
             one of them makes samples that the reference has.
     """
@@ -323,10 +355,10 @@ def sequence_chunks(
     """Return the parts of a sequence that a rank has: where in the whole, where in its own.
 
     Args:
-        length: Of the whole sequence.
+        length: Length of the whole sequence.
         cp: Context-parallel rank and size.
         tp: Tensor-parallel rank and size, if these cut the sequence of a context-parallel rank.
-        is_zigzag: As in `Samples`.
+        is_zigzag: Whether ranks hold zigzag parts of it, see `Samples`.
     """
     chunks = (cp[0], 2 * cp[1] - 1 - cp[0]) if is_zigzag and cp[1] > 1 else (cp[0],)
     size = length // (cp[1] * len(chunks))

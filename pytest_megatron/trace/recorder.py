@@ -18,12 +18,13 @@ import hashlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from pytest_megatron.trace import layout
 from pytest_megatron.trace.files import ParameterShard, Phase, TraceEnd, TraceRecord, TraceWriter
@@ -41,10 +42,13 @@ from pytest_megatron.trace.measure import (
 from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.trace.shards import (
     NamedParameter,
+    is_partial,
     local_tensors,
     local_values,
+    named_buffers,
     named_modules,
     named_parameters,
+    reduced,
     unwrap,
 )
 from pytest_megatron.trace.weights import read_weights, write_weights
@@ -70,6 +74,12 @@ class Noise:
 
     def disturb(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor disturbed, in its type; the gradient is disturbed alike."""
+        if isinstance(tensor, DTensor):
+            local = self.disturb(tensor.to_local(), name)
+            return DTensor.from_local(
+                local, tensor.device_mesh, tensor.placements, run_check=False,
+                shape=tensor.shape, stride=tensor.stride(),
+            )  # fmt: skip
         return (tensor * self._factors(name, tensor)).to(tensor.dtype)
 
     def _factors(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,6 +137,7 @@ class _Model:
     name: str
     module: torch.nn.Module
     parameters: list[NamedParameter]
+    buffers: list[NamedParameter]
     num_calls: int = 0
 
 
@@ -196,8 +207,12 @@ class Recorder:
         self._watched.clear()
         self._measured.clear()
 
-    def attach(self, model: torch.nn.Module, optimizer: object) -> None:
+    def attach(
+        self, model: torch.nn.Module, optimizer: object, *, batch_first: bool | None = None
+    ) -> None:
         """Adopt a model before its first call, and an optimizer of a kind that is not known."""
+        if batch_first is not None:
+            self._settings = replace(self._settings, batch_first=batch_first)
         if not self._is_over and id(model) not in self._known:
             self._adopt(model)
         kind = type(optimizer)
@@ -228,7 +243,7 @@ class Recorder:
 
     def _open(self, model: torch.nn.Module | None, device: torch.device) -> TraceWriter:
         values = self._settings.values
-        header = layout.header(model, device, values)
+        header = layout.header(model, device, values, batch_first=self._settings.batch_first)
         writer = TraceWriter(self._settings.directory, header.rank, has_values=values == "full")
         writer.write_header(header)
         return writer
@@ -289,12 +304,13 @@ class Recorder:
             self._wrap_megatron_optimizers()
         with torch.no_grad(), _PLAIN():
             if self._settings.weights_from is not None:
+                self._record_initial(inner, name)
                 read_weights(inner, name, self._settings.weights_from)
             if self._settings.weights_to is not None:
                 write_weights(inner, name, self._settings.weights_to, is_first=not self._models)
             if self._noise is not None:
                 self._noise.disturb_parameters(inner, name)
-        model = _Model(name, inner, named_parameters(inner, name))
+        model = _Model(name, inner, named_parameters(inner, name), named_buffers(inner, name))
         self._known.update(id(one) for one in module.modules())
         self._models.append(model)
         for module_name, one, _ in named_modules(inner, name):
@@ -310,9 +326,14 @@ class Recorder:
         leave = inner.register_forward_hook(self._leave, always_call=True)
         self._undo.callback(leave.remove)
         with _PLAIN():
-            for named in model.parameters:
-                self._record_parameter("update", named, named.parameter, None, step=0)
+            for named in (*model.parameters, *model.buffers):
+                self._record_parameter("update", named, named.values, None, step=0)
         return model
+
+    def _record_initial(self, model: torch.nn.Module, name: str) -> None:
+        """Record what the program made itself, which another run's weights replace."""
+        for named in (*named_parameters(model, name), *named_buffers(model, name)):
+            self._record_parameter("initial", named, named.values, None, step=0)
 
     def _name_of(self, model: torch.nn.Module) -> str:
         """Return "" for the model and its chunks; a loss or a second model has its class's name."""
@@ -396,10 +417,15 @@ class Recorder:
 
     def _see(self, place: _Place, tensor: torch.Tensor) -> None:
         """Record a tensor that a module gets or returns, and have its gradient recorded."""
+        if is_partial(tensor):
+            return
         microbatch = self._current_microbatch()
         if not _is_in_backward():
             self._record("forward", place, tensor, microbatch)
-        if tensor.requires_grad and torch.is_grad_enabled():
+        # torch's tensor parallelism hands a module a `DTensor` of its own of what others use too,
+        # so its gradient is not that of the whole tensor.
+        is_own = isinstance(tensor, DTensor) and place.tensor.startswith("input")
+        if tensor.requires_grad and torch.is_grad_enabled() and not is_own:
             self._watch(place, tensor, microbatch)
 
     def _watch(self, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
@@ -421,10 +447,13 @@ class Recorder:
         if self._is_over:
             return
         self._backward_microbatch = microbatch
+        if is_partial(gradient):
+            return
         with _PLAIN():
-            measured, at = self._measure(gradient)
+            values = local_values(gradient)
+            measured, at = self._measure(values)
             for place in reversed(places):  # who got the tensor last computes its gradient first
-                self._append("backward", place, gradient, measured, at, microbatch=microbatch)
+                self._append("backward", place, values, measured, at, microbatch=microbatch)
 
     # Optimizers
 
@@ -467,6 +496,7 @@ class Recorder:
                 gradient = one.parameter.grad if gradient is None else gradient
                 flat = owned.get(id(one.parameter))
                 if gradient is not None and flat != (0, 0):
+                    gradient = reduced(gradient, one.parameter)
                     self._record_parameter("gradient", one, gradient, flat)
 
     def after_optimizer(self, optimizer: object, result: object) -> None:
@@ -484,6 +514,11 @@ class Recorder:
                 if flat != (0, 0):
                     self._record_parameter("update", one, one.parameter, flat)
                 self._updated.add(id(one.parameter))
+            for one in self._parameters_of(optimizer):
+                self._record_states(optimizer, one)
+            for model in self._models:
+                for one in model.buffers:
+                    self._record_parameter("update", one, one.values, None)
         if all(
             id(one.parameter) in self._updated
             for model in self._models
@@ -491,6 +526,15 @@ class Recorder:
             if one.parameter.requires_grad
         ):
             self._end_step()
+
+    def _record_states(self, optimizer: object, one: NamedParameter) -> None:
+        """Record what an optimizer keeps of each element of a parameter, such as its moments."""
+        for held, flat, state in _states_of(optimizer, one.parameter):
+            for name, found in sorted(state.items()):
+                if not isinstance(found, torch.Tensor) or found.shape != held.shape:
+                    continue
+                tensor = local_values(found) if flat is None else _spread(found, one, flat)
+                self._record_parameter("update", one, tensor, flat, state=str(name))
 
     def _parameters_of(self, optimizer: object) -> list[NamedParameter]:
         """Return the parameters that an optimizer changes; all where it has copies of its own."""
@@ -508,19 +552,22 @@ class Recorder:
         one: NamedParameter,
         tensor: torch.Tensor,
         flat: tuple[int, int] | None,
+        *,
         step: int | None = None,
+        state: str = "",
     ) -> None:
-        place = _Place(one.module, one.kind, one.name)
-        for shard, shape, values in one.parts(tensor, flat):
+        place = _Place(one.module, one.kind, f"{one.name}.{state}" if state else one.name)
+        for shard, shape, values in one.parts(tensor, flat, state):
             measured, at = self._measure(values)
             self._append(phase, place, values, measured, at, shard=shard, shape=shape, step=step)
 
     def _record(self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
-        measured, at = self._measure(tensor)
-        self._append(phase, place, tensor, measured, at, microbatch=microbatch)
-
-    def _measure(self, tensor: torch.Tensor) -> tuple[TensorMeasurement | Pending, At]:
         values = local_values(tensor)
+        measured, at = self._measure(values)
+        self._append(phase, place, values, measured, at, microbatch=microbatch)
+
+    def _measure(self, values: torch.Tensor) -> tuple[TensorMeasurement | Pending, At]:
+        """Measure what this rank holds of a tensor, and store it."""
         if values.device.type != "cpu":
             with torch.no_grad():
                 values = flat_values(values)
@@ -621,6 +668,39 @@ def _owned(optimizer: object) -> dict[int, tuple[int, int]]:
             held = getattr(part, _RANGES)(parameter)["param"]
             found[id(parameter)] = (held.start, held.end)
     return found
+
+
+def _states_of(
+    optimizer: object, parameter: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, tuple[int, int] | None, Mapping[str, object]]]:
+    """Yield what optimizers of torch, alone or inside megatron-core's, keep of a parameter.
+
+    Each is the tensor that is updated, the elements of the parameter that it has (None for all),
+    and the state by name.
+    """
+    for part in _parts(optimizer):
+        inner = getattr(part, "optimizer", part)
+        if not isinstance(inner, torch.optim.Optimizer):
+            continue
+        ranges = getattr(part, "model_param_gbuf_map", None)
+        if ranges is None:
+            held, flat = getattr(parameter, "main_param", parameter), None
+        elif parameter in ranges:
+            group, order = part.model_param_group_index_map[parameter]  # type: ignore[attr-defined]
+            held = inner.param_groups[group]["params"][order]
+            found = getattr(part, _RANGES)(parameter)["param"]
+            flat = (found.start, found.end)
+        else:
+            continue
+        if isinstance(held, torch.Tensor) and held in inner.state:
+            yield held, flat, inner.state[held]
+
+
+def _spread(part: torch.Tensor, one: NamedParameter, flat: tuple[int, int]) -> torch.Tensor:
+    """Return a tensor of a parameter's shape that has these elements."""
+    whole = torch.zeros(one.parameter.shape, dtype=part.dtype, device=part.device)
+    whole.view(-1)[slice(*flat)] = part.reshape(-1)
+    return whole
 
 
 def _gathers_late(optimizer: object) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -40,7 +40,7 @@ class TensorShard:
     """A part of a tensor of a checkpoint.
 
     Attributes:
-        tensor: Its values; may share them with the local tensor or not.
+        tensor: The values; may share them with the local tensor or not.
         is_main: No other rank has to write it.
         is_padded: The first axis of the whole tensor may be longer in another layout.
     """
@@ -69,48 +69,66 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """A parameter with its global name."""
+    """A parameter with its global name.
+
+    Attributes:
+        owner: The module, and its name there; None of a parameter. A buffer may be replaced.
+    """
 
     module: str
     kind: str
     name: str
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     attributes: Mapping[str, bool | int]
     local: LocalTensor
+    owner: tuple[torch.nn.Module, str] | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What it holds now."""
+        if self.owner is None:
+            return self.parameter
+        module, name = self.owner
+        return cast("torch.Tensor", getattr(module, name))
 
     def parts(
-        self, tensor: torch.Tensor, flat: tuple[int, int] | None
+        self, tensor: torch.Tensor, flat: tuple[int, int] | None, state: str = ""
     ) -> Iterator[tuple[ParameterShard, tuple[int, ...], torch.Tensor]]:
         """Yield the parts of a tensor of this shape: place, shape, values.
 
         Args:
-            tensor: The parameter or its gradient.
+            tensor: The parameter, its gradient or a state that an optimizer has of it.
             flat: Elements of it that are valid, from and to; None for all.
+            state: Name of the state.
         """
         shards = self.local.cut(local_values(tensor))
         if flat is None or flat == (0, tensor.numel()):
             for shard in shards:
-                yield self._place(shard, None), tuple(shard.tensor.shape), shard.tensor
+                yield self._place(shard, None, state), tuple(shard.tensor.shape), shard.tensor
             return
         flattened = tensor.reshape(-1)
         places = torch.arange(tensor.numel()).view(tensor.shape)
         for shard in self.local.cut(places):
             held = shard.tensor.reshape(-1)
+            if not len(held):
+                continue
             first, after = int(held[0]), int(held[-1]) + 1
             if after - first != len(held):
                 continue  # not one range of the parameter: cut along another axis than the first
             start, stop = max(flat[0], first), min(flat[1], after)
             if start < stop:
-                place = self._place(shard, (start - first, stop - first))
+                place = self._place(shard, (start - first, stop - first), state)
                 yield place, tuple(shard.tensor.shape), flattened[start:stop]
 
-    def _place(self, shard: TensorShard, flat: tuple[int, int] | None) -> ParameterShard:
+    def _place(
+        self, shard: TensorShard, flat: tuple[int, int] | None, state: str
+    ) -> ParameterShard:
         return ParameterShard(
-            key=shard.key,
+            key=f"{shard.key}.{state}" if state else shard.key,
             global_shape=shard.global_shape,
             global_offset=shard.global_offset,
             flat=flat,
-            attributes=self.attributes,
+            attributes={**self.attributes, "state": True} if state else self.attributes,
         )
 
 
@@ -139,6 +157,25 @@ def named_parameters(model: torch.nn.Module, prefix: str) -> list[NamedParameter
     return list(found.values())
 
 
+def named_buffers(model: torch.nn.Module, prefix: str) -> list[NamedParameter]:
+    """Return the buffers of a model that a checkpoint holds, in order."""
+    places = {_address(one.values): one for one in local_tensors(model, prefix)}
+    return [
+        NamedParameter(
+            module=module_name,
+            kind=type(module).__name__,
+            name=name,
+            parameter=buffer,
+            attributes={"buffer": True},
+            local=local,
+            owner=(module, name),
+        )
+        for module_name, module, _ in named_modules(model, prefix)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.numel() and (local := places.get(_address(buffer))) is not None
+    ]
+
+
 def local_tensors(model: torch.nn.Module, prefix: str) -> list[LocalTensor]:
     """Return what a checkpoint would hold of this model: parameters and persistent buffers."""
     inner = unwrap(model)
@@ -155,7 +192,25 @@ def local_tensors(model: torch.nn.Module, prefix: str) -> list[LocalTensor]:
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values that this rank holds, without gradients."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    # A functional collective returns a tensor that is not there yet.
+    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor of which each rank has a part of the sum."""
+    return isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements)
+
+
+def reduced(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a gradient placed as its parameter is; the optimizer's operations reduce it so too."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        detached = cast("DTensor", gradient.detach())
+        placed: torch.Tensor = detached.redistribute(placements=parameter.placements)
+        return placed
+    return gradient
 
 
 def _of_entries(entry: object) -> Iterator[LocalTensor]:

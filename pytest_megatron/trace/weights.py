@@ -28,7 +28,7 @@ def write_weights(model: torch.nn.Module, prefix: str, directory: Path, *, is_fi
 
     Args:
         model: The model, or a chunk of it.
-        prefix: Its name; "" is the only model.
+        prefix: Name of the model; "" is the only one.
         directory: Gets the files of this rank.
         is_first: The files begin with this model, else they go on with it.
     """

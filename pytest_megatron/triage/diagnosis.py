@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.base.text import name_ranks
+from pytest_megatron.runs.headline import make_headline
 from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
 from pytest_megatron.triage.logs.lines import parse_iteration
 from pytest_megatron.triage.logs.scan import line_number
@@ -75,7 +76,6 @@ def facts_of(root: Root) -> dict[str, str]:
     return facts
 
 
-_MOST_TEXT = 400  # characters of a message in a sentence
 _MOST_EVIDENCE_TEXT = 500
 _POLICIES = {
     RetryAdvice.NEVER: "running it again unchanged gives the same",
@@ -93,11 +93,9 @@ class Diagnosis:
 
     Attributes:
         row: The signature that it is known as.
-        what: What the root rank did, to go on after its name: `was killed by SIGKILL`.
     """
 
     row: Signature
-    what: str
     record: RecordedDiagnosis
 
 
@@ -112,14 +110,16 @@ def diagnose(story: RankLog, root: Root) -> Diagnosis:
     evidence = _evidence(story, root)
     exits = {str(rank): one.how for rank, one in story.ranks.items() if one.how}
     facts, row = facts_of(root), root.signature
+    headline = _headline(story, root, phase, iteration)
     record = RecordedDiagnosis(
         family=row.family,
         transient=row.is_transient,
         root_rank=root.ranks[0] if root.ranks else None,
         signature=row.id,
         evidence=evidence,
-        text=_paragraph(story, root, phase, iteration, facts),
-        reason=f"{'' if row.is_transient else 'not '}transient: {_POLICIES[row.policy]}",
+        headline=headline,
+        text=_paragraph(headline, story, root, facts),
+        reason=_reason(row),
         policy=row.policy.value,
         advice=row.advice,
         source=row.source,
@@ -137,19 +137,33 @@ def diagnose(story: RankLog, root: Root) -> Diagnosis:
         unit=story.unit.name,
         notes=story.notes,
     )
-    return Diagnosis(row=row, what=_shorten(root.what), record=record)
+    return Diagnosis(row=row, record=record)
 
 
-def _paragraph(
-    story: RankLog,
-    root: Root,
-    phase: str | None,
-    iteration: tuple[int, int] | None,
-    facts: Mapping[str, str],
+def _reason(row: Signature) -> str:
+    """Return whether a cause is transient and what that means, also of a row that says both.
+
+    A table, or a recipe's row, may have made a signature transient without a policy for it.
+    """
+    is_hopeless = row.policy in (RetryAdvice.NEVER, RetryAdvice.DIAGNOSE)
+    if row.is_transient:
+        return f"transient: {_POLICIES[RetryAdvice.FREE if is_hopeless else row.policy]}"
+    return f"not transient: {_POLICIES[row.policy if is_hopeless else RetryAdvice.NEVER]}"
+
+
+def _headline(
+    story: RankLog, root: Root, phase: str | None, iteration: tuple[int, int] | None
 ) -> str:
-    """Return who did what, where and when, what that means, and what the others did."""
-    sentences = [f"{_who(story, root)}{_where(root, phase)}{_when(story, iteration)}."]
-    sentences += [f"{text[0].upper()}{text[1:]}." for text in root.also]
+    """Return who did what, where and when."""
+    is_known = phase is not None and not (phase == "start-up" and iteration)  # a flat program
+    where = f"{root.where or root.frame or ''}{f', in {phase}' if is_known else ''}"
+    return make_headline(_who(story, root), root.what, where=where, when=_when(story, iteration))
+
+
+def _paragraph(headline: str, story: RankLog, root: Root, facts: Mapping[str, str]) -> str:
+    """Return the headline, what it means, and what the others did."""
+    also = (f"{text[0].upper()}{text[1:]}" for text in (headline, *root.also))
+    sentences = [f"{text.rstrip('.')}." for text in also]
     if "tried_to_allocate" in facts:
         sentences.append(_say_memory(facts))
     followed = [rank for rank in _failed(story) if rank not in root.ranks]
@@ -161,29 +175,20 @@ def _paragraph(
 
 
 def _who(story: RankLog, root: Root) -> str:
-    what = _shorten(root.what)
+    if root.who is not None:
+        return root.who
     if not root.ranks:
-        is_of_rank = root.what.startswith(("lost", "waited")) and bool(story.ranks)
-        subject = "A rank" if is_of_rank else "The launcher" if story.ranks else "The program"
-        return f"{subject} {what}" if what else f"The launch failed, {root.signature.family}"
+        return story.unit.known.program or ("the launcher" if story.ranks else "the program")
     if root.is_all:
-        return f"Every one of {story.world_size} ranks {what}"
-    ranks = name_ranks(root.ranks)
+        return f"every one of {story.world_size} ranks"
     of = f" of {story.world_size}" if story.world_size > 1 else ""
-    return f"{ranks[0].upper()}{ranks[1:]}{of} {what}"
-
-
-def _where(root: Root, phase: str | None) -> str:
-    where = f" at {root.frame}" if root.frame is not None else ""
-    return f"{where}{f', in {phase}' if phase is not None else ''}"
+    return f"{name_ranks(root.ranks)}{of}"
 
 
 def _when(story: RankLog, iteration: tuple[int, int] | None) -> str:
-    if not story.unit.logs:
-        return ""
-    if iteration is None:
-        return ", before the first iteration that was logged"
-    return f", after iteration {iteration[0]} of {iteration[1]}"
+    if iteration is not None:
+        return f"after iteration {iteration[0]} of {iteration[1]}"
+    return "before the first iteration that was logged" if story.unit.logs else ""
 
 
 def _say_memory(facts: Mapping[str, str]) -> str:
@@ -267,8 +272,3 @@ def _fingerprint(root: Root) -> str:
     plain = re.sub(r"0x[0-9a-f]+|/\S+/|\d+", "#", said)
     where = re.sub(r":\d+", "", root.frame or "")
     return "|".join((root.signature.id, where, plain[:160]))
-
-
-def _shorten(text: str) -> str:
-    line = text.partition("\n")[0].rstrip(" .")
-    return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}..."

@@ -51,6 +51,7 @@ _OWN = (HEADER, _WHAT, _ENQUEUED, _STACK, *EXIT_LITERALS, *NEEDED)
 _HEAD_BYTES = 1 << 13
 _TAIL_BYTES = 1 << 16
 _STACK_BYTES = 1 << 15
+_MOST_OVERCOME_BYTES = 1 << 14  # from a pull that broke off to the word that its step failed
 _LAST_WORDS = 8
 _NEARLY_LAST = 1  # lines after the exception of a rank that has a log of its own
 _MOST_EVENTS = 400  # of one log; a flood says no more than its beginning
@@ -100,7 +101,13 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     successes = _successes(unit.logs)
-    _forget_what_was_overcome(launcher_book, successes)
+    iteration = _furthest(unit) or unit.known.iteration
+    doubtful = {
+        e.place.log
+        for e in launcher_book.events
+        if e.signature.id == "tests_failed" and _is_of_tests(successes.get(e.place.log))
+    }
+    _forget_what_was_overcome(launcher_book, successes, has_trained=iteration is not None)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, labelled, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
@@ -116,7 +123,12 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         if fatal is None and by_file is None and rank == heir:
             logs = [log for log in unit.logs if log.rank is None]
             fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table)
-            fatal = fatal if _is_of_program(fatal) else None
+            traces = books[None].traces
+            fatal = (
+                fatal
+                if _is_of_program(fatal)
+                else find_fatal(traces, table, labelled, None, ends[rank], is_lone=True)
+            )
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
@@ -128,10 +140,10 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         unit=unit,
         ranks=ranks,
         launcher=_story(None, books[None], None, launcher, unit),
-        iteration=_furthest(unit),
+        iteration=iteration,
         collectives=() if is_clean else _collectives(unit, notes),
         is_presumed_clean=is_clean,
-        success=next(iter(successes.values()), None),
+        success=next((line for log, line in successes.items() if log not in doubtful), None),
         notes=tuple(notes),
     )
 
@@ -167,21 +179,41 @@ def _is_of_program(fatal: Fatal | None) -> bool:
     return not any(frame.startswith("run.py:") for frame in fatal.frames)
 
 
+def _is_of_tests(success: LogLine | None) -> bool:
+    """Return true if the last good end in a log is that of tests: others of it may have failed."""
+    return success is not None and re.search(r" passed|^OK\b", success.text) is not None
+
+
 def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     """Return the last line of each log that shows a good end."""
     lines = (line for log in logs for line in _tail_lines(log))
     return {line.log: line for line in lines if says_success(line.text)}
 
 
-def _forget_what_was_overcome(book: _LogCollector, successes: Mapping[LogFile, LogLine]) -> None:
-    """Leave out lines of a launcher's log after which what wrote it came to a good end."""
-    book.events = [
-        event
-        for event in book.events
-        if event.place.log not in successes
-        or event.place.offset > successes[event.place.log].offset
-        or event.signature.family == "nonfinite_loss"
-    ]
+def _forget_what_was_overcome(
+    book: _LogCollector, successes: Mapping[LogFile, LogLine], *, has_trained: bool
+) -> None:
+    """Leave out lines of a launcher's log after which what wrote it came to a good end.
+
+    And pulls and clones that broke off long before the step that needed them failed: another
+    attempt helped.
+    """
+    outcomes = [e for e in book.events if e.signature.role is LineRole.OUTCOME]
+
+    def is_overcome(event: Event) -> bool:
+        row, place = event.signature, event.place
+        if place.log in successes and place.offset <= successes[place.log].offset:
+            return row.family != "nonfinite_loss"
+        if not row.is_transient or row.family not in ("container", "network"):
+            return False
+        later = [e for e in outcomes if e.place.log == place.log and e.place.offset > place.offset]
+        if has_trained or any(e.signature.id == "tests_failed" for e in later):
+            return True
+        tail, start = _tail(place.log)
+        end = min((e.place.offset for e in later), default=start + len(tail))
+        return end - place.offset > _MOST_OVERCOME_BYTES
+
+    book.events = [event for event in book.events if not is_overcome(event)]
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:

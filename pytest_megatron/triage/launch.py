@@ -46,13 +46,19 @@ class Known:
     """Facts about a launch beside its logs; everything may be missing.
 
     Attributes:
-        returncode: The launcher's, negative for a signal.
+        program: What was started, for a sentence: `the script`; None where that is not known.
+        returncode: Its exit code, negative for a signal.
+        limit_s: Its time limit.
+        iteration: How far it is known to have come: N of M.
         command: What runs it again, as typed in a shell.
         record: A failed comparison with a golden, or the health of GPUs, in our run directory.
     """
 
+    program: str | None = None
     returncode: int | None = None
     ended: LaunchEnd | None = None
+    limit_s: float | None = None
+    iteration: tuple[int, int] | None = None
     world_size: int | None = None
     command: str | None = None
     record: LogFile | None = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pytest_megatron.triage.collectives import CollectiveMismatch
 from pytest_megatron.triage.launch import LogFile, Unit
 from pytest_megatron.triage.logs.exits import ProcessExit
-from pytest_megatron.triage.signatures import Signature
+from pytest_megatron.triage.signatures import LineRole, Signature
+
+_OF_AGENT = re.compile(r"run\.py:|launch\.py:\d+ in (?:\w+_launcher|sigkill_handler)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,17 @@ class Fatal:
     def places(self) -> tuple[LogLine, ...]:
         """The line in a log; none where only the error file knows it."""
         return () if self.place is None else (self.place,)
+
+    @property
+    def is_of_agent(self) -> bool:
+        """True if a launcher raised it about its ranks: torch's, accelerate's or DeepSpeed's."""
+        return any(map(_OF_AGENT.match, self.frames))
+
+    @property
+    def is_lone(self) -> bool:
+        """True if a child or a pipe of a rank's own told it so, and no collective."""
+        is_of_others = self.signature.family.startswith(("nccl_", "store_"))
+        return self.signature.role is LineRole.CASCADE and not is_of_others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +172,12 @@ class Root:
         ranks: Those that failed by themselves in the same way, lowest first; empty if it was none,
             or it is not known.
         what: What that rank did, for a sentence: `raised ValueError: x`, `was killed by SIGKILL`.
+        who: Who did it, where the ranks do not say that; empty where `what` is a sentence.
         places: Lines that show it.
         frame: `file:line in name` where it happened, or None.
         frames: Of its traceback.
         message: What it raised, whole, or None.
+        where: The same in words, where it is not one frame.
         is_all: Whether every rank failed in this way.
         also: Sentences about what else is known, such as which collective a rank missed.
     """
@@ -175,3 +191,5 @@ class Root:
     message: str | None = None
     is_all: bool = False
     also: tuple[str, ...] = ()
+    who: str | None = None
+    where: str = ""

@@ -111,7 +111,9 @@ def known_of(unit: Unit) -> Known:
     plan = read_if_whole(plan_file, RecordedPlan)
     if plan is not None:
         command = f"pytest -p megatron {shlex.quote(plan.node_id)}"
-        known = replace(known, world_size=plan.world_size, command=command)
+        known = replace(
+            known, world_size=plan.world_size, command=command, limit_s=plan.time_limit_s
+        )
     health = attempt / HEALTH_FILE
     if health.is_file():
         known = replace(known, record=record_of(health, str(health)))
@@ -152,7 +154,7 @@ def _exit_code(run_file: Path, attempt: Path, number: int) -> int | None:
 
 def _above(start: Path, name: str) -> Path | None:
     """Return a file in a directory or above it: a part of a run directory may be what was given."""
-    directory = start.absolute()
+    directory = start.resolve()  # the parent of `..` is not what is before it
     for _ in range(_MOST_UP):
         if (directory / name).is_file():
             return directory / name

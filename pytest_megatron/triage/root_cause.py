@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from pytest_megatron.base.text import name_ranks
+from pytest_megatron.runs.headline import where_ranks_were
 from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.launch import LaunchEnd
 from pytest_megatron.triage.logs.exits import how_it_ended
@@ -65,7 +66,8 @@ def find_absent(story: RankLog, table: Table) -> Root | None:
     return Root(
         signature=signature,
         ranks=ranks,
-        what=_what_it_did(ranks, hurt, story, is_timeout=is_timeout),
+        who=None if ranks else f"{name_ranks(hurt)} of {story.world_size}",
+        what=_what_it_did(ranks, hurt, story, worst, is_timeout=is_timeout),
         places=worst.places,
         message=worst.message,
         frame=_stack_frame(story, ranks),
@@ -82,6 +84,7 @@ def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Roo
     return Root(
         signature=table["collective_differs" if is_other else "nccl_timeout"],
         ranks=ranks,
+        who=None if ranks else "a rank",
         what=_what_it_did_there(first.kind),
         places=() if shown is None else shown.places,
         message=None if shown is None else shown.message,
@@ -101,10 +104,16 @@ def _what_it_did_there(kind: Desync) -> str:
 
 
 def _what_it_did(
-    ranks: Sequence[int], hurt: dict[int, RankStory], story: RankLog, *, is_timeout: bool
+    ranks: Sequence[int],
+    hurt: dict[int, RankStory],
+    story: RankLog,
+    worst: Fatal,
+    *,
+    is_timeout: bool,
 ) -> str:
     if not ranks:
-        return "waited for a collective that did not finish" if is_timeout else "lost another rank"
+        what = "waited for a collective that did not finish"
+        return what if is_timeout else f"lost another rank: {worst.headline}"
     rank = story.ranks.get(ranks[0])
     if rank is not None and ranks[0] in hurt:
         call = _collective_call(rank)
@@ -267,7 +276,7 @@ def find_root(story: RankLog, table: Table) -> Root | None:
     launcher = _candidate(story.launcher, table)
     if launcher is not None and story.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
         return _of(launcher, ())
-    waiting = find_absent(story, table)
+    waiting = _lone_root(story) or find_absent(story, table)
     if waiting is not None:
         return waiting
     found = _line(story) or _outcome(story, table) or _raised(story, table) or _hint(story)
@@ -297,7 +306,7 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
         what = f"{fatal.verb} {fatal.headline}"
     elif native is not None and how != "exit code 0":
         kind, signature = _CauseKind.NATIVE, native.signature
-        what = what if how else f"wrote {native.place.text.strip()!r}"
+        what = f"{_quoted(native)} and {what}" if how else _quoted(native)
     elif (
         not how or how in _NOT_THE_CAUSE or fatal is not None or any(map(is_watchdog, rank.events))
     ):
@@ -312,6 +321,37 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
         what=what,
         places=places,
         fatal=fatal if kind is _CauseKind.RAISED else None,
+    )
+
+
+def _lone_root(story: RankLog) -> Root | None:
+    """Return the ranks whose own Python raised that a child or a pipe of theirs failed.
+
+    A pipe may have broken since a rank ended well: one that torch's agent, who reports all others,
+    does not list; without its reports, a silent one that others lost.
+    """
+    lone = [c for rank in story.ranks.values() if (c := _lone(rank)) is not None]
+    ranks = [story.ranks.get(rank) for rank in range(story.world_size)]
+    num_hurt = sum(rank is not None and cascade_of(rank) is not None for rank in ranks)
+    is_one_silent = len(lone) < num_hurt < story.world_size
+    if any(rank is not None and rank.exit is not None and rank.exit.pid for rank in ranks):
+        is_one_silent = any(rank is None or rank.exit is None for rank in ranks)
+    if is_one_silent:
+        lone = [candidate for candidate in lone if candidate.signature.family == "exit"]
+    return _first(lone, story)
+
+
+def _lone(rank: RankStory) -> _CauseCandidate | None:
+    fatal = rank.fatal
+    if fatal is None or not fatal.is_lone:
+        return None
+    return _CauseCandidate(
+        story=rank,
+        kind=_CauseKind.RAISED,
+        signature=fatal.signature,
+        what=f"{fatal.verb} {fatal.headline}",
+        places=fatal.places,
+        fatal=fatal,
     )
 
 
@@ -361,7 +401,7 @@ def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
     if one.signature.id != other.signature.id or one.kind is not other.kind:
         return False
     if one.fatal is None or other.fatal is None:
-        return one.what == other.what
+        return one.story.how == other.story.how
     return one.fatal.frame == other.fatal.frame
 
 
@@ -408,12 +448,14 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
     event = fitting[0]
     is_of_job = event.signature.family in ("time_limit", "preempt", "node_fail")
     ranks = () if root is None or is_of_job else root.ranks
+    said = f"its log says {event.place.text.strip()!r}"
     return Root(
         signature=event.signature,
         ranks=ranks if event.rank is None else (event.rank,),
-        what="" if root is None or not ranks else root.what,
+        what=f"failed: {said}" if root is None or not ranks else root.what,
+        who=None if ranks or event.rank is not None else "the launch",
         places=(event.place, *(() if root is None else root.places[:1])),
-        also=(f"its log says {event.place.text.strip()!r}",),
+        also=(said,) if root is not None and ranks else (),
     )
 
 
@@ -426,11 +468,14 @@ def _time_limit(story: RankLog, table: Table) -> Root:
     frames = {r: rank.stack_frame for r, rank in story.ranks.items() if rank.stack_frame}
     counts = Counter(frames.values())
     odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
+    limit_s = story.unit.known.limit_s
+    limit = "time limit" if limit_s is None else f"time limit of {limit_s:g} s"
     return Root(
         signature=table["time_limit"],
         ranks=odd if len(odd) == 1 else (),
-        what="was stopped at the time limit",
-        also=tuple(f"rank {rank} was at {frame}" for rank, frame in frames.items()),
+        who="",
+        what=f"{limit} reached",
+        where=where_ranks_were(frames),
     )
 
 
@@ -447,9 +492,13 @@ def _wrote(event: Event) -> Root:
     return Root(
         signature=event.signature,
         ranks=() if event.rank is None else (event.rank,),
-        what=f"wrote {event.place.text.strip()[:200]!r}",
+        what=_quoted(event),
         places=(event.place,),
     )
+
+
+def _quoted(event: Event) -> str:
+    return f"wrote {event.place.text.strip()[:200]!r}"
 
 
 def _outcome(story: RankLog, table: Table) -> Root | None:
@@ -501,16 +550,17 @@ def _raised(story: RankLog, table: Table) -> Root | None:
     if fatal is None:
         return None
     what = f"{fatal.verb} {fatal.headline}"
-    return Root(signature=fatal.signature, ranks=(), what=what, places=fatal.places)
+    root = Root(signature=fatal.signature, ranks=(), what=what, places=fatal.places)
+    if fatal.is_of_agent:
+        return root
+    return replace(root, frame=fatal.frame, frames=fatal.frames, message=fatal.message)
 
 
 def _root_in_silent(story: RankLog, table: Table) -> Root | None:
     """Return that something failed for an unknown reason, if it did."""
-    if not story.has_exits and story.unit.known.returncode in (None, 0):
+    code, words = story.unit.known.returncode, story.launcher.last_words[-3:]
+    if not story.has_exits and code in (None, 0):
         return None
-    return Root(
-        signature=table["unknown"],
-        ranks=(),
-        what="failed and says nothing",
-        places=story.launcher.last_words[-3:],
-    )
+    what = "failed" if code in (None, 0) else _describe_end(how_it_ended(code))
+    said = f"its last words: {words[-1].text.strip()[:200]!r}" if words else "it says nothing"
+    return Root(signature=table["unknown"], ranks=(), what=f"{what}; {said}", places=words)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.base.files import JsonValue, read_json, write_json_atomically
-from pytest_megatron.base.text import describe_exit, rough_time
+from pytest_megatron.base.text import describe_exit, name_ranks, rough_time
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.golden.build import series_of_generation
 from pytest_megatron.golden.compare.result import Comparison
@@ -32,22 +31,33 @@ from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.headline import make_headline, where_ranks_were
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
-from pytest_megatron.runs.record import RecordedEnd, RecordedFile, RecordedVerdict
+from pytest_megatron.runs.record import (
+    RecordedDiagnosis,
+    RecordedEnd,
+    RecordedEvidence,
+    RecordedFile,
+    RecordedVerdict,
+)
+from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.trace.divergences import TraceComparison
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
-from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_named, match_signature
+from pytest_megatron.triage.logs.lines import is_noise
+from pytest_megatron.triage.logs.traceback import frame_of
+from pytest_megatron.triage.signatures import (
+    Signature,
+    Table,
+    builtin_table,
+    is_named,
+    match_signature,
+)
 from pytest_megatron.verdict.equivalence import Audit
 from pytest_megatron.workload.plan.phases import PhaseRole, Target
-from pytest_megatron.workload.run.rank_failures import (
-    RankFailure,
-    first_failure,
-    read_failures,
-    tail,
-)
+from pytest_megatron.workload.run.last_words import tail, traceback_at
 from pytest_megatron.workload.run.runner import End, PhaseEnd
 
 _ENDED = {
@@ -58,51 +68,69 @@ _ENDED = {
 }
 
 
-def diagnose_phase(end: PhaseEnd, table: Table | None = None) -> Diagnosis | None:
+def diagnose_phase(
+    end: PhaseEnd, time_limit_s: float | None = None, table: Table | None = None
+) -> Diagnosis | None:
     """Return the failure of a phase from its files; None if they show none.
 
-    Reads nothing outside of the phase's own directory.
+    Reads nothing outside of the phase's own directory, and the logs that a script had its ranks
+    write.
     """
-    root = end.plan.dirs.root
-    try:
-        units, _ = find_units([root], root)  # holds no archive, so that nothing is unpacked
-    except TriageError:
-        return None
-    places = (root, end.plan.dirs.logs)  # the latter where the launcher left no log
-    mine = next((unit for unit in units if unit.root in places), None)
-    return None if mine is None else triage_unit(_with_known(mine, end), table)
-
-
-def _with_known(unit: Unit, end: PhaseEnd) -> Unit:
+    dirs, progress = end.plan.dirs, end.progress
+    places = (dirs.root, dirs.logs)  # the latter where the launcher left no log
+    own = next((unit for unit in _units(dirs.root) if unit.root in places), None)
     known = Known(
+        program=_program(end),
         returncode=end.returncode,
         ended=_ENDED.get(end.end),
+        limit_s=time_limit_s,
+        iteration=None if progress is None else (progress.iteration, progress.last),
         world_size=None if end.plan.is_script else end.plan.world_size,
-        command=unit.known.command,
     )
-    return replace(unit, known=known)
+    assets = AttemptDirs(root=dirs.root.parent).assets
+    started = [u for u in _units(assets) if u.ranks] if end.plan.is_script else []
+    started.sort(key=lambda unit: max(log.path.stat().st_mtime for log in unit.logs), reverse=True)
+    logs = () if own is None else own.logs
+    shown = {log.shown for log in logs}
+    for unit in started:
+        joined = replace(unit, logs=(*unit.logs, *logs), known=known)
+        found = triage_unit(joined, table)
+        if (
+            found is not None
+            and found.record.evidence[:1]
+            and found.record.evidence[0].file not in shown
+        ):
+            return found
+    if own is None:
+        return None
+    return triage_unit(replace(own, known=replace(known, command=own.known.command)), table)
 
 
-def note_triage(
-    dirs: ItemDirs, attempt: Path, end: PhaseEnd, found: Diagnosis | None, *, problem: str
-) -> None:
+def _units(directory: Path) -> tuple[Unit, ...]:
+    """Return the launches with logs below a directory that holds no archive."""
+    try:
+        return find_units([directory], directory)[0]
+    except TriageError:
+        return ()
+
+
+def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCause) -> None:
     """Add an attempt that failed to the item's `triage.json`; a full disk loses it, no more.
 
     Args:
-        dirs: Of the item.
+        dirs: Directories of the item.
         attempt: Directory of the attempt.
-        end: Its last phase.
-        found: By triage, or None.
-        problem: The cause as it is printed.
+        end: End of the last phase.
+        cause: Why it failed.
     """
     ended = RecordedEnd(
         attempt=attempt.relative_to(dirs.root).as_posix(),
         phase_number=end.plan.number,
         ended=end.end.value,
         returncode=end.returncode,
-        problem=problem,
+        problem=cause.text,
     )
-    row = {**asdict(ended), **({} if found is None else asdict(found.record))}
+    row = {**asdict(ended), **asdict(cause.record)}
     try:
         rows = [*_rows(dirs.triage), row]
         write_json_atomically(dirs.triage, {**_first_keys(row), "attempts": rows})
@@ -112,7 +140,7 @@ def note_triage(
 
 def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the keys of the file beside the attempts, some of them of the last that failed."""
-    keys = ("family", "transient", "root_rank", "signature", "evidence", "text")
+    keys = ("family", "transient", "root_rank", "signature", "evidence", "headline", "text")
     return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
 
 
@@ -126,6 +154,7 @@ def _rows(path: Path) -> list[JsonValue]:
 
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
+_OF_PYTEST = ("FAILED ", "ERROR ", "E   ")  # lines with what failed
 DEFAULT_METRICS = ("lm loss", "num-zeros")
 _LEAST_FREE_BYTES = 1 << 16
 
@@ -135,26 +164,47 @@ class FailureCause:
     """Cause of an attempt's failure.
 
     Attributes:
-        text: One line for a person: who, what, when, which file to read.
-        evidence: Last lines of the log that `text` names.
+        text: The headline, as `make_headline` words it.
+        see: File to read, with a line where one is known.
+        evidence: Lines that show it.
         rank: The rank that failed first, where one did.
         signature: The row of the table that it is known as, or None.
         diagnosis: All that triage found in the files of the phase that failed, or None.
         is_of_engine: Whether an engine ended the attempt, so that nothing is
             known about the code.
+        is_after_training: Whether the training is whole, and only what came after it failed.
     """
 
     text: str
+    see: str = ""
     evidence: tuple[str, ...] = ()
     rank: int | None = None
     signature: Signature | None = None
     diagnosis: Diagnosis | None = None
     is_of_engine: bool = False
+    is_after_training: bool = False
 
     @property
     def is_transient(self) -> bool:
         """True if an unchanged run is expected to pass."""
         return self.signature is not None and self.signature.is_transient
+
+    @property
+    def record(self) -> RecordedDiagnosis:
+        """What `triage.json` has of it."""
+        row, found = self.signature, self.diagnosis
+        if found is not None:
+            return replace(found.record, headline=self.text)
+        return RecordedDiagnosis(
+            family=None if row is None else row.family,
+            transient=self.is_transient,
+            root_rank=self.rank,
+            signature=None if row is None else row.id,
+            headline=self.text,
+            text=f"{self.text[:1].upper()}{self.text[1:]}.",
+            advice=None if row is None else row.advice,
+            fingerprint=headline_fingerprint(self.text),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,20 +243,21 @@ class Attempt:
 
     Attributes:
         repeat: Counted from 1, as `number` is.
-        ends: Of the phases, without those of an audit.
+        ends: Ends of the phases, without those of an audit.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
-        health: Of its GPUs before and after; None without GPUs.
+        health: State of the GPUs before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
         equivalence: How its traces compare with those of the layout that the row names, or None.
         audit: Result of its determinism audit, or None.
-        audit_ends: Of the phases of the audit.
+        audit_ends: Ends of the phases of the audit.
         facts: Where and with what it ran; None where that is the controller's machine.
         suspects: The machines that failed under it, where it was theirs.
-        stopped: Of one that was stopped since it could only fail; it has a cause as well.
+        stopped: Why it was stopped, if it could only fail; it has a cause as well.
+        note: What is odd about one that trained as it should, or None.
     """
 
     repeat: int
@@ -225,6 +276,12 @@ class Attempt:
     facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
     stopped: StoppedEarly | None = None
+    note: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it trained as it should, whatever came after."""
+        return self.cause is None or self.cause.is_after_training
 
     @property
     def series(self) -> MetricMap:
@@ -286,8 +343,8 @@ def judge_attempt(
         if not has_metrics(end.plan.dirs):
             return tuple(measured), FailureCause(
                 text="the training ended with exit code 0, but wrote no metrics: neither JSON "
-                "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; "
-                f"looked in {end.plan.dirs.root}"
+                "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH",
+                see=str(end.plan.dirs.root),
             )
         try:
             metrics = measured_in(end.plan.dirs, is_rl=is_rl)
@@ -304,10 +361,18 @@ def judge_attempt(
         )
         resumes_after = end.saved
         if problem:
-            return tuple(measured), FailureCause(
-                text=f"{_phase(end)}{problem}; see {end.plan.dirs.launcher_log}"
+            return tuple(measured), cause_of_measured(
+                problem, str(end.plan.dirs.launcher_log), table, when=_phase(end)
             )
     return tuple(measured), None
+
+
+def cause_of_measured(
+    problem: str, see: str, table: Table | None, *, when: str = ""
+) -> FailureCause:
+    """Return the cause of an attempt that ended well and measured something wrong."""
+    text = make_headline("", problem, when=when)
+    return FailureCause(text=text, see=see, signature=_known(problem, table))
 
 
 def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
@@ -389,46 +454,93 @@ def _interval(series: Series) -> int:
 
 
 def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> FailureCause:
-    """Explain a phase that is not clean."""
+    """Explain a phase that is not clean: what triage finds in its files, where it is of those."""
     dirs = end.plan.dirs
-    when = _phase(end) + _when(end)
+    when = ", ".join(filter(None, (_when(end), _phase(end))))
     match end.end:
         case End.NO_CHECKPOINT | End.NOT_DONE:
-            text = f"{_phase(end)}the training ended with exit code 0, but {end.problem}"
-            return FailureCause(text=text)
+            what = f"ended with exit code 0, but {end.problem}"
+            return FailureCause(text=make_headline("the training", what, when=_phase(end)))
         case End.STOPPED:
-            when = "early" if end.progress is None else when
-            return FailureCause(text=f"stopped {when}: {end.problem}; see {dirs.launcher_log}")
+            how = "stopped early" if end.progress is None else f"stopped {when}"
+            text = f"{how}: {end.problem}"
+            known = _known(text, table)
+            return FailureCause(text=text, see=str(dirs.launcher_log), signature=known)
         case End.SCRIPT:
             return _why_a_script_failed(end)
         case End.TIME_LIMIT:
-            where = _where_ranks_were(read_failures(dirs))
-            text = f"time limit of {time_limit_s:g} s reached {when}{where}; see {dirs.logs}"
-            found = diagnose_phase(end, table)
-            return FailureCause(text=text, signature=signature_of(found), diagnosis=found)
+            ended = f"time limit of {time_limit_s:g} s reached"
         case End.HUNG_COLLECTIVE:
-            where = _where_ranks_were(read_failures(dirs))
-            return _why_it_hung(end, where, when, diagnose_phase(end, table))
+            ended = f"a collective did not finish: rank {end.hung_rank} reported it"
+        case End.NOT_EXITED:
+            return _why_it_stayed(end, table)
         case End.EXITED:
-            return _why_it_exited(end, when, diagnose_phase(end, table))
-    assert_never(end.end)
-
-
-def _why_it_hung(end: PhaseEnd, where: str, when: str, found: Diagnosis | None) -> FailureCause:
-    """Explain a collective that did not finish, by the rank that is missing if it is known."""
-    logs = end.plan.dirs.logs
-    rank = end.hung_rank
-    guilty = ""
-    if found is not None and found.record.root_rank not in (None, rank):
-        rank = found.record.root_rank
-        guilty = f", rank {rank} {found.what}"
-    text = f"rank {end.hung_rank} reported it{guilty}{where}; see {logs}"
+            ended = f"{_program(end)} {_ended(end.returncode)}"
+        case _:
+            assert_never(end.end)
+    found = diagnose_phase(end, time_limit_s, table)
+    if found is None:
+        text = make_headline("", ended, when=when)
+        return FailureCause(text=text, see=str(dirs.logs), rank=end.hung_rank)
+    root = found.record
+    text = ", ".join(filter(None, (root.headline, _phase(end))))
+    if end.end is End.TIME_LIMIT and root.family != "time_limit":
+        text = f"{text}; {ended}"
+    has_place = bool(root.evidence) and root.family != "time_limit"
+    place = root.evidence[0] if has_place else None
     return FailureCause(
-        text=f"a collective did not finish {when}: {text}",
-        rank=rank,
+        text=f"{text}{_full_disk(dirs.root)}",
+        see=str(dirs.logs) if place is None else f"{place.file}:{place.line}",
+        evidence=() if place is None else _shown(end, root, place),
+        rank=end.hung_rank if root.root_rank is None else root.root_rank,
         signature=signature_of(found),
         diagnosis=found,
     )
+
+
+def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
+    """Explain a program that had done its work, and did not exit."""
+    logs = {rank: end.plan.dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
+    stacks = {rank: tail(log) for rank, log in logs.items() if log.exists()}
+    where = where_ranks_were({rank: _innermost(stack) for rank, stack in stacks.items()})
+    what = f"trained to the end, and {name_ranks(end.waiting)} did not exit"
+    return FailureCause(
+        text=make_headline("", what, where=where, when=_phase(end)),
+        see=str(end.plan.dirs.logs),
+        evidence=next(iter(stacks.values()), tail(end.plan.dirs.launcher_log)),
+        rank=min(end.waiting),
+        signature=_known(what, table),
+        is_after_training=True,
+    )
+
+
+def _innermost(stack: Sequence[str]) -> str | None:
+    """Return where a stack that faulthandler printed was, outside of libraries if it was there."""
+    frames = [frame for frame in map(frame_of, stack) if frame is not None]
+    own = [text for text, is_library in frames if not is_library]
+    return next(iter([*own, *(text for text, _ in frames)]), None)
+
+
+def why_a_script_failed_late(end: PhaseEnd) -> FailureCause:
+    """Explain a recipe's script that failed after all of its trainings had ended well."""
+    log = end.plan.dirs.launcher_log
+    lines = tail(log, is_noise=lambda line: not line.startswith(_OF_PYTEST))
+    said = f": {lines[-1]}" if lines else ""
+    what = f"trained to the end, and then the script {_ended(end.returncode)}{said}"
+    return FailureCause(
+        text=make_headline("", what),
+        see=str(log),
+        evidence=tail(log, is_noise),
+        is_after_training=True,
+    )
+
+
+def _shown(end: PhaseEnd, root: RecordedDiagnosis, place: RecordedEvidence) -> tuple[str, ...]:
+    """Return the lines that show a cause: the traceback, or else what triage points to."""
+    if root.family == "unknown":
+        return tail(end.plan.dirs.launcher_log)
+    lines = traceback_at(Path(place.file), place.line)
+    return lines or tuple(dict.fromkeys(one.text for one in root.evidence))
 
 
 def signature_of(found: Diagnosis | None) -> Signature | None:
@@ -436,46 +548,10 @@ def signature_of(found: Diagnosis | None) -> Signature | None:
     return found.row if found is not None and is_named(found.row) else None
 
 
-def _first(failures: Sequence[RankFailure], found: Diagnosis | None) -> RankFailure | None:
-    """Return what the rank left that a failure began with, None if it was none."""
-    if found is None or (found.record.root_rank is None and not is_named(found.row)):
-        return first_failure(failures)
-    return next((f for f in failures if f.rank == found.record.root_rank), None)
-
-
-def _why_it_exited(end: PhaseEnd, when: str, found: Diagnosis | None) -> FailureCause:
-    """Explain an exit that was not a success."""
-    dirs = end.plan.dirs
-    first = _first(read_failures(dirs), found)
-    said = tail(dirs.launcher_log)
-    full = _full_disk(dirs.root)
-    if first is None:
-        who = "the script" if end.plan.is_script else "the launcher"
-        silence = "" if end.plan.is_script else f" {when} and no rank said why"
-        return FailureCause(
-            text=f"{who} {_ended(end.returncode)}{silence}{full}; see {dirs.launcher_log}",
-            evidence=said,
-            signature=signature_of(found),
-            diagnosis=found,
-        )
-    what = _what_it_did(first, found)
-    log = _readable(first, dirs.logs)
-    return FailureCause(
-        text=f"rank {first.rank} of {end.plan.world_size} {what} {when}{full}; see {log}",
-        evidence=first.tail if first.exit_code != -signal.SIGKILL else (),  # it had no last words
-        rank=first.rank,
-        signature=signature_of(found),
-        diagnosis=found,
-    )
-
-
-def _what_it_did(failure: RankFailure, found: Diagnosis | None) -> str:
-    """Return what a rank did, in its own words where it has any."""
-    if found is not None and failure.is_consequence and found.row.role is LineRole.CASCADE:
-        return found.what
-    if failure.message is None and failure.exit_code is None and found is not None:
-        return found.what
-    return f"raised {failure.message}" if failure.message else _ended(failure.exit_code)
+def _known(problem: str, table: Table | None) -> Signature | None:
+    """Return the row that a problem with what was measured is known as."""
+    row = (table or builtin_table()).raised(problem)
+    return row if row is not None and is_named(row) else None
 
 
 def _why_a_script_failed(end: PhaseEnd) -> FailureCause:
@@ -485,8 +561,11 @@ def _why_a_script_failed(end: PhaseEnd) -> FailureCause:
     how = "reached the time limit" if script.returncode is None else _ended(script.returncode)
     which = "before the training" if script.key == "BEFORE_SCRIPT" else "after a clean training"
     said = tail(script.log)
+    words = [line for line in said if not is_noise(line)]
+    last = f"; its last words: {words[-1]!r}" if words else ""
     return FailureCause(
-        text=f"{_phase(end)}{script.key} {how} {which}; see {script.log}",
+        text=make_headline(script.key, f"{how} {which}{last}", when=_phase(end)),
+        see=str(script.log),
         evidence=said,
         signature=match_signature(said),
     )
@@ -497,18 +576,6 @@ def _full_disk(directory: Path) -> str:
     return "; the disk is full" if shutil.disk_usage(directory).free < _LEAST_FREE_BYTES else ""
 
 
-def _readable(failure: RankFailure, logs: Path) -> Path:
-    """Return the log to read: stderr.log, or stdout.log where that is empty."""
-    stdout = logs / str(failure.rank) / "stdout.log"
-    return failure.log if failure.tail or not tail(stdout) else stdout
-
-
-def _where_ranks_were(failures: Sequence[RankFailure]) -> str:
-    """Return where each rank's Python was when it was stopped."""
-    frames = [f"rank {f.rank} was at {f.frame}" for f in failures if f.frame is not None]
-    return f"; {', '.join(frames)}" if frames else ""
-
-
 def _when(end: PhaseEnd) -> str:
     if end.progress is None:
         return "before the first iteration"
@@ -517,16 +584,16 @@ def _when(end: PhaseEnd) -> str:
 
 def _phase(end: PhaseEnd) -> str:
     if end.plan.role is not PhaseRole.TRAINING:
-        return f"in phase {end.plan.name} "
-    return f"in {end.plan.name} " if end.plan.number > 1 else ""
+        return f"in phase {end.plan.name}"
+    return f"in {end.plan.name}" if end.plan.number > 1 else ""
 
 
-def _ended(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "failed"
-    if exit_code < 0:
-        return describe_exit(exit_code)
-    return f"ended with exit code {exit_code}"
+def _program(end: PhaseEnd) -> str:
+    return "the script" if end.plan.is_script else "the launcher"
+
+
+def _ended(exit_code: int) -> str:
+    return describe_exit(exit_code) if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def judge_generation(
@@ -539,7 +606,7 @@ def judge_generation(
     """Return what an inference program generated and what is wrong with it, if anything.
 
     Args:
-        ends: Its phases; there is one.
+        ends: Ends of the phases; there is one.
         metric_names: What must be there, for the run or for every request.
         time_limit_s: For the text.
         table: The signatures; None takes those of the package.
@@ -551,9 +618,9 @@ def judge_generation(
     if not path.exists():
         text = (
             f"the program ended with exit code 0, but wrote no {path}, expected its requests "
-            f"there; give it the path ${{INFERENCE_OUTPUT_PATH}}; see {end.plan.dirs.launcher_log}"
+            "there; give it the path ${INFERENCE_OUTPUT_PATH}"
         )
-        return None, FailureCause(text=text)
+        return None, FailureCause(text=text, see=str(end.plan.dirs.launcher_log))
     try:
         generation = read_metrics(path).generation
     except (GoldenError, MetricsError) as error:
@@ -562,15 +629,16 @@ def judge_generation(
         return None, FailureCause(text=f"{path}: holds series of a training, expected requests")
     for name in metric_names:
         if not generation.has(name):
-            return generation, FailureCause(text=missing_metric(generation, name, str(path)))
+            text = missing_metric(generation, name)
+            return generation, FailureCause(text=text, see=str(path))
     return generation, None
 
 
-def missing_metric(generation: Generation, name: str, path: str) -> str:
+def missing_metric(generation: Generation, name: str) -> str:
     """Say which metric is not there, and what is."""
     keys = {key for request in generation.requests.values() for key in request.content}
     found = ", ".join(sorted({*keys, *generation.content} - {"input_prompt"}))
-    return f"the program wrote no {name!r} for every request, only {found}; see {path}"
+    return f"the program wrote no {name!r} for every request, only {found}"
 
 
 class Verdict(Enum):
@@ -611,19 +679,18 @@ class Evaluated:
     is_expected: bool = False
 
 
-def evaluate(case: WorkloadCase | None, node_id: str, problem: str | None) -> Evaluated:
+def evaluate(case: WorkloadCase | None, problem: str | None) -> Evaluated:
     """Return what a judged workload comes to; a broken one must not be brought here.
 
     Args:
         case: None for a row with a script.
-        node_id: Begins the text of a new problem.
         problem: Why it failed, evidence included; None if it passed.
     """
     if case is None or case.evaluation is Evaluation.PASS:
         return Evaluated(problem=problem)
     if problem is None:
         text = (
-            f"{node_id}: passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
+            "passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
             f"if that is mended, remove TEST_EVALUATION from {case.path}"
         )
         return Evaluated(problem=text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,12 @@ from pytest_megatron.base.schema import trusted
 from pytest_megatron.errors import CaseError, GoldenError
 from pytest_megatron.golden.compare.compare import compare, compare_resume
 from pytest_megatron.golden.compare.inference import Pair, compare_generation
-from pytest_megatron.golden.compare.result import Comparison, ComparisonRule, comparison_to_json
+from pytest_megatron.golden.compare.result import (
+    Comparison,
+    ComparisonRule,
+    comparison_to_json,
+    relative,
+)
 from pytest_megatron.golden.compare.rl import RlRules, compare_rl
 from pytest_megatron.golden.model import (
     Generation,
@@ -20,7 +26,14 @@ from pytest_megatron.golden.model import (
     RunEnvironment,
     why_not_timed,
 )
-from pytest_megatron.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
+from pytest_megatron.golden.policy import (
+    NORMS,
+    ComparedWorkload,
+    ComparisonPolicy,
+    CostLimits,
+    MemoryLimits,
+    limits_of,
+)
 from pytest_megatron.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedComparison
@@ -60,11 +73,11 @@ def compare_in_mode(
 
     Args:
         case: Whose MODE it is.
-        golden: Of the kind that `check_golden_kind` lets through.
+        golden: A golden of the kind that `check_golden_kind` lets through.
         observed: Series of a training, or what an inference program generated.
         metrics: As `metric_names_of` returns them; of a training norms are looked at beside them.
         policy: How close is close enough for this workload.
-        surroundings: Of the run.
+        surroundings: Surroundings of the run.
     """
     not_timed = why_not_timed(golden, surroundings.host_class) if policy.is_strict else None
     if isinstance(observed, Generation):
@@ -145,6 +158,23 @@ def _unjudged(comparison: Comparison) -> Comparison:
     return replace(comparison, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
 
 
+def _strength(failed: Comparison) -> float:
+    """Return how many times its limit a failure measured, at most; inf where values are missing.
+
+    A time that is missing says less than any value that is wrong.
+    """
+    layers = [layer for layer in failed.layers if not layer.passed]
+    if not layers or any(layer.rule is ComparisonRule.PRESENCE for layer in layers):
+        is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
+        return 1.0 if is_cost else math.inf
+    found = [(layer.measured, layer.limit) for layer in layers]
+    if (first := failed.first) is not None:
+        observed, expected = first.observed, first.golden
+        if isinstance(observed, float) and isinstance(expected, float):
+            found.append((relative(observed, expected), first.tolerance))
+    return max((abs(part) / most for part, most in found if part is not None and most), default=1.0)
+
+
 GOLDEN = "golden"  # what a repeat was compared with
 
 
@@ -172,8 +202,9 @@ class RepeatComparison:
 
     @property
     def failed(self) -> tuple[Comparison, ...]:
-        """The metrics that disagree."""
-        return tuple(c for c in self.comparisons if not c.passed)
+        """The metrics that disagree, the one that is off furthest for its limit first."""
+        failed = (c for c in self.comparisons if not c.passed)
+        return tuple(sorted(failed, key=lambda one: -_strength(one)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +232,9 @@ class Judgement:
     @property
     def in_short(self) -> str:
         """The metric that disagrees and where, for a line that ends at the terminal's width."""
-        first, *others = [c for repeat in self.failed for c in repeat.failed]
-        num_more = len({comparison.metric for comparison in others} - {first.metric})
+        failed = [c for repeat in self.failed for c in repeat.failed]
+        first = max(failed, key=_strength)
+        num_more = len({comparison.metric for comparison in failed} - {first.metric})
         where = (
             "" if first.first is None or first.summary is not None else f" at {first.first.where}"
         )
@@ -225,18 +257,18 @@ class Judgement:
 def judge(
     training: Training, golden: Golden | None, policy: ComparisonPolicy, facts: SessionFacts
 ) -> Judgement:
-    """Compare every clean repeat of a training; of one that was stopped, take what it showed.
+    """Compare every whole repeat of a training; of one that was stopped, take what it showed.
 
     Args:
         training: With a case; a script judges itself.
         golden: None leaves only the comparison of a resumed training with the first phase.
         policy: How close is close enough.
-        facts: Of this host: time and memory are judged only on the kind of host that made the
+        facts: Facts of this host: time and memory are judged only on the kind of host that made the
             golden.
     """
     policy = policy.at(ComparedWorkload.of(training.job.workload))
     found: list[RepeatComparison] = []
-    for attempt in training.clean:
+    for attempt in training.whole:
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
@@ -276,12 +308,12 @@ def _within(
         if len(attempt.metrics) == 1:  # it is not over yet
             return []
         return [_with_first_phase(training, attempt, policy)]
-    names = [end.plan.name for end in attempt.ends]
+    phases = {end.plan.name: end.plan.dirs.root for end in attempt.ends}
     return [
         RepeatComparison(
             repeat=attempt.repeat,
-            against=f"gradients of {names[0]}",
-            measured=attempt.dirs.phase(names.index(name) + 1).root,
+            against=f"gradients of {case.variants[0].key}",
+            measured=phases.get(name, attempt.dirs.root),  # a script has them all
             comparisons=comparisons,
         )
         for name, comparisons in attempt.gradients

@@ -13,9 +13,11 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.base.text import name_ranks
 from pytest_megatron.engines.api import Engine, Planned, Submission, SubmissionOutcome, TroubleKind
 from pytest_megatron.errors import MetricsError, TraceError
 from pytest_megatron.golden.compare.result import Comparison
@@ -31,9 +33,11 @@ from pytest_megatron.verdict.attempt import (
     Attempt,
     FailureCause,
     decide_training,
+    diagnose_phase,
     judge_attempt,
     judge_generation,
     note_triage,
+    why_a_script_failed_late,
     why_it_failed,
 )
 from pytest_megatron.verdict.early_stop import EarlyStop
@@ -41,7 +45,7 @@ from pytest_megatron.verdict.equivalence import compare_traces, judge_audit
 from pytest_megatron.verdict.gradients import compare_gradients, measure_gradients
 from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import StopRetrying, next_step, with_policy
-from pytest_megatron.verdict.script import judge_script
+from pytest_megatron.verdict.script import find_saved, judge_script
 from pytest_megatron.workload.plan.phases import PhaseRole, iteration_name
 from pytest_megatron.workload.plan.plan import AttemptPlan
 from pytest_megatron.workload.run.runner import AttemptListener, End, ForwardingListener
@@ -85,7 +89,7 @@ def train(
 
     Args:
         checked: What to run.
-        facts: Of this machine; go into every `plan.json`.
+        facts: Facts of this machine; go into every `plan.json`.
         listener: Sees lines and progress.
         retries: Asked before every further attempt.
         engine: Where it runs.
@@ -264,6 +268,9 @@ def _judged(
         is_in_windows=plan.target is not None,
         facts=outcome.facts,
         suspects=outcome.suspects,
+        note=next(
+            (f"{name_ranks(e.waiting)} did not exit" for e in outcome.ends if e.waiting), None
+        ),
     )
     if outcome.trouble is not None:
         return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))
@@ -271,7 +278,7 @@ def _judged(
     cause = with_policy(with_health(judged.cause, health), job.retry)
     if cause is not None and outcome.ends:
         last = outcome.ends[-1]
-        note_triage(job.dirs, plan.dirs.root, last, cause.diagnosis, problem=cause.text)
+        note_triage(job.dirs, plan.dirs.root, last, cause)
     return replace(judged, cause=cause)
 
 
@@ -286,6 +293,12 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
 
 def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
     """Read the files of an attempt, and judge them."""
+    late = _why_only_late(job, plan, attempt)
+    if late is not None:
+        *earlier, last = attempt.ends
+        whole = replace(last, end=End.EXITED, returncode=0)
+        judged = judge_files(job, plan, replace(attempt, ends=(*earlier, whole)))
+        return _with_late(job, replace(judged, ends=attempt.ends), late)
     if attempt.audit_ends:
         attempt = _with_audit(attempt, plan, job.table)
         if attempt.cause is not None:
@@ -319,6 +332,36 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
     return _with_equivalence(job, attempt) if job.is_equivalence else _with_gradients(job, attempt)
 
 
+def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> FailureCause | None:
+    """Return the failure of an attempt that came after its last training, None for another."""
+    last = attempt.ends[-1] if attempt.ends else None
+    if last is None or last.is_clean or job.case is None:
+        return None
+    if last.end is End.NOT_EXITED:
+        is_last = last.plan.number == max(phase.number for phase in plan.trainings)
+        return why_it_failed(last, plan.time_limit_s, job.table) if is_last else None
+    if not last.plan.is_script or last.end is not End.EXITED or last.returncode < 0:
+        return None
+    found = diagnose_phase(last, plan.time_limit_s, job.table)
+    has_failed_rank = found is not None and found.record.root_rank is not None
+    return None if has_failed_rank else why_a_script_failed_late(last)
+
+
+def _with_late(job: WorkloadJob, attempt: Attempt, late: FailureCause) -> Attempt:
+    """Return an attempt that was judged without its late failure, with that as well.
+
+    A script that compares with a golden cannot end well while that golden is written.
+    """
+    if attempt.cause is not None:
+        is_script = attempt.ends[-1].end is End.EXITED
+        first, second = (attempt.cause, late) if is_script else (late, attempt.cause)
+        cause = replace(first, text=f"{first.text}; {second.text}", is_after_training=False)
+        return replace(attempt, cause=cause)
+    if job.is_writing_goldens and attempt.ends[-1].plan.is_script:
+        return replace(attempt, note=late.text)
+    return replace(attempt, cause=late)
+
+
 def _judged_script(
     job: WorkloadJob, case: WorkloadCase, plan: AttemptPlan, attempt: Attempt
 ) -> Attempt:
@@ -340,9 +383,10 @@ def _judged_script(
         write_json_atomically(
             attempt.dirs.phase(1).generated, generation_to_json(result.generation)
         )
-    return replace(
+    attempt = replace(
         attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
     )
+    return attempt if attempt.cause is not None else _with_gradients(job, attempt)
 
 
 def _with_audit(attempt: Attempt, plan: AttemptPlan, table: Table) -> Attempt:
@@ -362,22 +406,36 @@ def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
     tolerance = job.gradient_tolerance
     if tolerance is None:
         return attempt
-    saved = []
+    try:
+        (name, first), *others = _checkpoints(job, attempt)
+        measured = measure_gradients(
+            sys.executable, first, [path for _, path in others], job.setting.env
+        )
+    except MetricsError as error:
+        return replace(attempt, cause=FailureCause(text=str(error)))
+    compared: list[tuple[str, tuple[Comparison, ...]]] = [
+        (other, compare_gradients(found, tolerance, name=name, where=str(first)))
+        for (other, _), found in zip(others, measured, strict=True)
+    ]
+    return replace(attempt, gradients=tuple(compared))
+
+
+def _checkpoints(job: WorkloadJob, attempt: Attempt) -> list[tuple[str, Path]]:
+    """Return the checkpoints of each start of a checkpoint-consistency, with its name.
+
+    Raises:
+        MetricsError: The driver of a script left none of a start.
+    """
+    if job.case is not None and attempt.ends[0].plan.is_script:
+        keys = [variant.key for variant in job.case.variants]
+        return [(key, find_saved(attempt.dirs, key)) for key in keys]
+    found = []
     for end in attempt.ends:
         assert end.plan.saves is not None
         assert end.plan.last_iteration is not None
-        saved.append(end.plan.saves / iteration_name(end.plan.last_iteration))
-    first, *others = saved
-    try:
-        measured = measure_gradients(sys.executable, first, others, job.setting.env)
-    except MetricsError as error:
-        return replace(attempt, cause=FailureCause(text=str(error)))
-    name = attempt.ends[0].plan.name
-    compared: list[tuple[str, tuple[Comparison, ...]]] = [
-        (end.plan.name, compare_gradients(found, tolerance, name=name, where=str(first)))
-        for end, found in zip(attempt.ends[1:], measured, strict=True)
-    ]
-    return replace(attempt, gradients=tuple(compared))
+        directory = end.plan.saves / iteration_name(end.plan.last_iteration)
+        found.append((end.plan.name, directory))
+    return found
 
 
 def _with_equivalence(job: WorkloadJob, attempt: Attempt) -> Attempt:
@@ -403,7 +461,7 @@ def with_health(cause: FailureCause | None, health: Health | None) -> FailureCau
 
     Args:
         cause: From the attempt's files; None for one that trained as it should.
-        health: Of the attempt's GPUs; None where it had none.
+        health: State of the attempt's GPUs; None where it had none.
     """
     if cause is None or health is None:
         return cause
@@ -444,6 +502,7 @@ def cause_of(outcome: SubmissionOutcome, table: Table) -> FailureCause:
         row = replace(row, is_transient=trouble.is_transient)
     return FailureCause(
         text=trouble.text,
+        see=trouble.see,
         evidence=trouble.evidence,
         signature=row,
         is_of_engine=trouble.kind is not TroubleKind.OUT_OF_MEMORY,

@@ -48,8 +48,8 @@ class EarlyStop:
 
     Attributes:
         golden: None leaves only losses that are not finite.
-        policy: As in `judge`.
-        facts: Of this machine.
+        policy: Rules of the comparison, see `judge`.
+        facts: Facts of this machine.
     """
 
     job: WorkloadJob
@@ -75,9 +75,9 @@ class EarlyStop:
         """Return why an attempt can only fail, None while it may pass, or fail for another cause.
 
         Args:
-            plan: Of the attempt.
-            ends: Its phases; the last is as if it were stopped now, if it runs.
-            facts: Of the job that it runs in; None where it runs on this machine.
+            plan: Plan of the attempt.
+            ends: Ends of the phases; the last is as if it were stopped now, if it runs.
+            facts: Facts of the job that it runs in; None where it runs on this machine.
         """
         if not all(has_metrics(end.plan.dirs) for end in ends):
             return None
@@ -166,7 +166,7 @@ class EarlyStop:
 
     def _is_transient(self, end: PhaseEnd) -> bool:
         """Return if the logs show a cause that another attempt may not have."""
-        found = diagnose_phase(replace(end, end=End.EXITED, returncode=1), self.job.table)
+        found = diagnose_phase(replace(end, end=End.EXITED, returncode=1), table=self.job.table)
         cause = with_policy(FailureCause(text="", signature=signature_of(found)), self.job.retry)
         return cause is not None and cause.is_transient
 

@@ -32,7 +32,7 @@ def compare_traces(python: str, dirs: AttemptDirs, env: Mapping[str, str]) -> Tr
 
     Raises:
         MetricsError: The program left no result; the text is the last line of its output.
-        TraceError: Its result cannot be read.
+        TraceError: The result cannot be read.
     """
     reference, noise, candidate = (str(dirs.phase(number).trace) for number in (1, 2, 3))
     command = [python, "-m", _PROGRAM, reference, candidate, "--noise", noise]
@@ -80,9 +80,9 @@ class Audit:
     """Result of an audit.
 
     Attributes:
-        comparison: Of the first training that differs from itself, else of the last one.
-        training: Its name; empty where there is one alone.
-        num_tensors: Of all trainings that were compared.
+        comparison: Comparison of the first training that differs from itself, else of the last one.
+        training: Name of the training; empty where there is one alone.
+        num_tensors: Number of tensors of all trainings that were compared.
     """
 
     comparison: TraceComparison

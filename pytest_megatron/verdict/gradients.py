@@ -97,7 +97,7 @@ def compare_gradients(
         measured: One object of `measure_gradients`.
         tolerance: As `tolerance_of`.
         name: What the reference is called, for the messages.
-        where: Its directory, named once.
+        where: Directory of the checkpoint, named once.
 
     Returns:
         `all gradients`, which fails where there is none or all are zero, then each of them, the
@@ -128,7 +128,7 @@ def _apart(row: Mapping[str, JsonValue], typical: float) -> float | None:
     """Return the norm of the difference relative to that of the gradient; None without one.
 
     Args:
-        row: Of one gradient.
+        row: Row of one gradient.
         typical: Root mean square of all gradients.
     """
     difference = _number(row["norm_difference"])

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.text import nearest
 from pytest_megatron.engines.api import (
     Checking,
     Planned,
@@ -38,7 +39,6 @@ from pytest_megatron.verdict.retry import (
     RetryPolicy,
     policy_of,
 )
-from pytest_megatron.verdict.script import is_judged_by_us
 from pytest_megatron.workload.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workload.checks.rules import CheckFinding
 from pytest_megatron.workload.plan.phases import find_untraceable
@@ -64,6 +64,7 @@ class WorkloadJob:
         retry: When a repeat is started again.
         table: The signatures that a failure is looked up in.
         replay: What of it is done again, where this is about an earlier run.
+        is_writing_goldens: Whether what it measures is to become a golden.
     """
 
     node_id: str
@@ -75,6 +76,7 @@ class WorkloadJob:
     retry: RetryPolicy
     table: Table = field(default_factory=builtin_table)
     replay: Replay = field(default_factory=Replay)
+    is_writing_goldens: bool = False
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -167,6 +169,11 @@ class Training:
         return tuple(attempt for attempt in self.attempts if attempt.cause is None)
 
     @property
+    def whole(self) -> tuple[Attempt, ...]:
+        """The attempts that trained as they should, also where what came after failed."""
+        return tuple(attempt for attempt in self.attempts if attempt.is_whole)
+
+    @property
     def audit(self) -> Audit | None:
         """Result of the determinism audit: of the last attempt that had one."""
         return next((a.audit for a in reversed(self.attempts) if a.audit is not None), None)
@@ -182,7 +189,7 @@ class CheckedJob:
     """A job that was planned and checked; only such a job can be trained.
 
     Attributes:
-        plan: Of the first attempt of the first repeat, for GPUs that are not leased yet.
+        plan: Plan of the first attempt of the first repeat, for GPUs that are not leased yet.
         needed: By each attempt.
         own_findings: Problems of the job itself, errors first.
         engine_findings: Problems that its engine found.
@@ -207,11 +214,18 @@ class CheckedJob:
         """Refuse a job that cannot train, before it costs anything.
 
         Raises:
-            LaunchError: A check found an error, or a program or checkpoint is missing.
+            LaunchError: A check found an error, a script is to run on several nodes, or a program
+                or checkpoint is missing.
         """
         problem = problem_of(self.findings)
         if problem is not None:
             raise LaunchError(*problem)
+        if self.plan.script is not None and self.needed.num_nodes > 1:
+            raise LaunchError(
+                self.job.workload.where,
+                f"has a script and nodes: {self.needed.num_nodes}; a script is run on one node; "
+                f"name the program by training_script_path instead, whose ranks are started on all",
+            )
         require_inputs(self.plan)
 
     def plan_of(
@@ -241,9 +255,9 @@ class JobOptions:
     Attributes:
         env: The controller's environment, with the variables that labels of CI set.
         host: The machine whose GPUs run the jobs; None where it is not known.
-        tee_ranks: As in `Setting`.
-        trace: Likewise.
-        is_audited: Likewise.
+        tee_ranks: Ranks whose output is copied to the terminal, see `Setting`.
+        trace: Kind of trace of tensors, see `Setting`.
+        is_audited: Whether each training runs twice, see `Setting`.
         max_attempts: As typed; None leaves it to the row.
     """
 
@@ -260,6 +274,7 @@ class JobOptions:
     backoff_s: float = 0.0
     table: Table = field(default_factory=builtin_table)
     replay: Replay = field(default_factory=Replay)
+    is_writing_goldens: bool = False
 
 
 class JobPlace(Protocol):
@@ -307,6 +322,7 @@ def make_job(
         ),
         table=options.table,
         replay=options.replay,
+        is_writing_goldens=options.is_writing_goldens,
     )
     gpus = () if options.host is None else options.host.fitting(workload.platform)
     checked = check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
@@ -321,7 +337,7 @@ def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJo
 
     Args:
         job: The job.
-        memory_bytes: Of a GPU that it will run on, where one is known.
+        memory_bytes: Memory of a GPU that it will run on, where one is known.
 
     Raises:
         MegatronError: It cannot be planned.
@@ -433,16 +449,14 @@ def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
         if name not in GENERATION_METRICS:
             raise CaseError(
                 str(case.path),
-                f"METRICS: {name!r} is not compared in MODE inference, expected some of {known}",
+                f"METRICS: {name!r} is not compared in MODE inference, expected some of {known}"
+                f"{nearest(name, GENERATION_METRICS)}",
             )
     return case.metrics
 
 
 def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
-    """Return the test case of a row.
-
-    None for a row that brings its own script and either has no case or one that only the script
-    can judge.
+    """Return the test case of a row; None for one with a script and without a case.
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
@@ -451,7 +465,5 @@ def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
     if workload.script is not None and not path.is_file():
         return None
     case = read_case(path)
-    if workload.script is not None and not is_judged_by_us(case):
-        return None
     metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case

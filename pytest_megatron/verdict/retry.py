@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_megatron.base.files import JsonValue, json_objects
+from pytest_megatron.base.text import nearest
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.triage.signatures import SIGNATURES, RetryAdvice, Table, builtin_table
@@ -98,7 +99,7 @@ def policy_of(
     Args:
         workload: May have a limit and lists of its own.
         max_attempts: What the user asked for; it wins over the row.
-        backoff_s: As in `RetryPolicy`.
+        backoff_s: Seconds between attempts, see `RetryPolicy`.
         table: The signatures; None takes those of the package.
 
     Raises:
@@ -114,7 +115,7 @@ def policy_of(
                 raise RecipeError(
                     workload.where,
                     f"{key}: unknown signature {name!r}, expected some of "
-                    f"{', '.join(sorted(known))}",
+                    f"{', '.join(sorted(known))}{nearest(name, known)}",
                 )
     for name in workload.transient:
         if name in NEVER_TRANSIENT or name in workload.never_transient:
@@ -158,7 +159,7 @@ def next_step(
     """Decide what follows the last of a repeat's attempts.
 
     Args:
-        attempts: Of this repeat alone, at least one.
+        attempts: Attempts of this repeat alone, at least one.
         policy: The workload's.
         draw: From [0, 1): pauses differ by it, so that runs which failed together do not all
             come back together.
@@ -297,7 +298,7 @@ class _RetryCounts:
         num_bytes: That were counted.
         ended: Items that ended.
         retries_of: Item to the number of its further attempts.
-        descriptor: Of the file while it is locked.
+        descriptor: Descriptor of the file while it is locked.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class QueuedWorkload:
     """A workload that is to be run.
 
     Attributes:
-        name: Its node id.
+        name: Node id.
         begin: Plans it and returns its repeats; called once, shortly before it is submitted.
         expected_s: Duration of one attempt by its history; None if unknown.
         num_gpus: Over all nodes.
@@ -57,7 +57,7 @@ class WorkEnd:
     """End of a workload.
 
     Attributes:
-        ends: Of its repeats, in their order; where one was no good, others may be missing.
+        ends: Ends of the repeats, in their order; where one was no good, others may be missing.
         error: What kept it from being run or judged, or None.
     """
 
@@ -76,7 +76,7 @@ class QueueProgress:
         num_waiting: Orders that the engine has and does not run yet.
         num_held: What was not submitted yet: it has enough, or a further attempt pauses first.
         detail: From the engine, for the first order that waits, else the first that runs.
-        share_done: Of the GPU time that is expected, from 0 to 1; None where nothing is known.
+        share_done: Share of the expected GPU time, from 0 to 1; None where nothing is known.
     """
 
     num_works: int
@@ -95,7 +95,7 @@ class _Open:
     Attributes:
         repeats: By index, those that have not ended.
         ends: By index, those that have.
-        keys: Its orders that have not ended, by key, with the index of their repeat.
+        keys: Orders that have not ended, by key, with the index of their repeat.
     """
 
     work: QueuedWorkload
@@ -168,7 +168,7 @@ class WorkloadScheduler:
 
     @property
     def standing(self) -> QueueProgress:
-        """Its progress."""
+        """Progress of the queue."""
         phases = Counter(phase for phase, _ in self._phases.values())
         details = {phase: text for phase, text in reversed(self._phases.values()) if text}
         return QueueProgress(

@@ -13,13 +13,13 @@ from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.recipe.case import (
     LIGHTWEIGHT_ITERS,
     CaseMode,
-    Evaluation,
     TestType,
     WorkloadCase,
 )
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.verdict.attempt import (
     FailureCause,
+    cause_of_measured,
     find_problem,
     missing_metric,
     why_it_failed,
@@ -27,7 +27,6 @@ from pytest_megatron.verdict.attempt import (
 from pytest_megatron.workload.run.runner import PhaseEnd
 
 _RESUMES = (TestType.CKPT_RESUME, TestType.FROZEN_RESUME)
-_JUDGED = (TestType.REGULAR, TestType.FROZEN_START, *_RESUMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +34,14 @@ class ScriptResult:
     """Result of a script.
 
     Attributes:
-        metrics: Of each training that it ran: one, or two of a resume.
-        generation: Of an inference case.
+        metrics: Metrics of each training that it ran: one, or two of a resume.
+        generation: Result of an inference case.
         cause: None if it did what the case expects.
     """
 
     metrics: tuple[MetricMap, ...] = ()
     generation: Generation | None = None
     cause: FailureCause | None = None
-
-
-def is_judged_by_us(case: WorkloadCase) -> bool:
-    """Return if the files of a script can be judged; for other cases its exit code counts."""
-    return case.test_type in _JUDGED and case.evaluation is Evaluation.PASS
 
 
 def judge_script(
@@ -64,7 +58,7 @@ def judge_script(
     Args:
         end: How the script ended.
         case: Says what must have been measured.
-        dirs: Of the attempt; the script wrote below its `assets` and `artifacts`.
+        dirs: Directories of the attempt; the script wrote below its `assets` and `artifacts`.
         metric_names: As `metric_names_of` returns them.
         is_lightweight: Whether it was to train only a few iterations.
         time_limit_s: For the text.
@@ -73,7 +67,7 @@ def judge_script(
         return ScriptResult(cause=why_it_failed(end, time_limit_s))
     if (restarted := _find_restart(dirs)) is not None:
         text = "the script ended with exit code 0, but a rank failed and was started again"
-        return ScriptResult(cause=FailureCause(text=f"{text}; see {restarted}"))
+        return ScriptResult(cause=FailureCause(text=text, see=str(restarted)))
     try:
         if case.mode is CaseMode.INFERENCE:
             return _judge_generation(dirs, metric_names)
@@ -93,7 +87,7 @@ def _judge_generation(dirs: AttemptDirs, names: Sequence[str]) -> ScriptResult:
         cause = (
             None
             if absent is None
-            else FailureCause(text=missing_metric(generation, absent, str(path)))
+            else FailureCause(text=missing_metric(generation, absent), see=str(path))
         )
         return ScriptResult(generation=generation, cause=cause)
     raise MetricsError(str(dirs.assets), "holds no output of an inference program")
@@ -110,7 +104,7 @@ def _judge_training(
             str(dirs.assets), f"holds metrics of {found}, expected those of {wanted} training(s)"
         )
     last = case.train_iters
-    if case.mode is CaseMode.RL:
+    if case.mode is CaseMode.RL or case.test_type is TestType.RELEASE:
         last = case.exit_interval or last
     if is_lightweight:
         last = min(last, LIGHTWEIGHT_ITERS)
@@ -119,7 +113,7 @@ def _judge_training(
         metrics = read_metrics(place).metrics
         measured.append(with_one_loss_name(metrics) if case.mode is CaseMode.RL else metrics)
         if problem := find_problem(measured[-1], names, last):
-            cause = FailureCause(text=f"{problem}; see {place}")
+            cause = cause_of_measured(problem, str(place), None)
             return ScriptResult(metrics=tuple(measured), cause=cause)
     return ScriptResult(metrics=tuple(measured))
 
@@ -142,3 +136,20 @@ def _json_files(dirs: AttemptDirs) -> list[Path]:
 def _find_restart(dirs: AttemptDirs) -> Path | None:
     """Return logs of a second attempt of a launcher: its first one failed, whatever came after."""
     return next(iter(sorted(dirs.assets.rglob("attempt_[1-9]*"))), None)
+
+
+def find_saved(dirs: AttemptDirs, key: str) -> Path:
+    """Return the last checkpoint that Megatron-LM's driver had a start of a training save.
+
+    Args:
+        dirs: Directories of the attempt.
+        key: `MODEL_ARGS_<n>` of the start.
+
+    Raises:
+        MetricsError: There is none.
+    """
+    places = (dirs.artifacts, dirs.assets, dirs.checkpoints)
+    found = [path for place in places for path in place.rglob(f"repeat_*_key_{key}/iter_*")]
+    if not found:
+        raise MetricsError(str(dirs.artifacts), f"holds no checkpoint of {key}")
+    return max(found, key=lambda path: path.name)

@@ -34,7 +34,7 @@ class CiSummary:
 
     Attributes:
         jobs: The last try of each, those that the plan has and that left nothing as well.
-        problems: Of the whole, such as runs of two commits.
+        problems: Problems of the whole, such as runs of two commits.
         notes: Lines that fail nothing.
         headline: The plan, in a line.
         budget: The plan's, with the jobs that it has no room for.

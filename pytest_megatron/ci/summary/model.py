@@ -26,7 +26,7 @@ class ItemCause:
         rank: The rank that it began with.
         place: File in the artifact and line, or file and line of the project.
         line: The line that stands there.
-        signature: Id and advice of the known signature.
+        advice: What to do, in a line.
         fingerprint: The same for failures of one cause.
     """
 
@@ -34,7 +34,6 @@ class ItemCause:
     rank: int | None = None
     place: str | None = None
     line: str | None = None
-    signature: str | None = None
     advice: str | None = None
     is_transient: bool = False
     fingerprint: str = ""
@@ -56,7 +55,6 @@ class ItemCause:
             "root_rank": self.rank,
             "place": self.place,
             "line": self.line,
-            "signature": self.signature,
             "advice": self.advice,
             "transient": self.is_transient,
         }
@@ -144,7 +142,7 @@ class JobRun:
 
     Attributes:
         name: Id of the job in the plan, else the name of the directory.
-        artifact: Its source, as a user would type it; None if there is none.
+        artifact: Source of the job, as a user would type it; None if there is none.
         problems: Why the job counts as failed beside its items.
         commits: Those that its runs tested.
         has_run_file: Whether it left a `run.json`, and not JUnit XML alone.
@@ -177,7 +175,7 @@ class JobRun:
 
     @property
     def duration_s(self) -> float:
-        """Of all items together."""
+        """Seconds of all items together."""
         return sum(item.duration_s for item in self.items)
 
     @property

@@ -46,7 +46,6 @@ _RANK = re.compile(r"^(?:\[rank (\d+)\]|rank (\d+) of )")
 _TELLING = re.compile(r"^Fatal Python error|^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b|Traceback \(")
 _LINE = re.compile(r":([1-9]\d{0,8})$")
 _TAIL_BYTES = 1 << 16
-_MOST_LINES = 2  # of a headline
 
 
 def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> ItemCause | None:
@@ -57,21 +56,19 @@ def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> It
         run_dir: The run directory here.
         shown: How a user would name that directory.
     """
-    problem = record.problem
     bad = [attempt for attempt in record.attempts if attempt.cause]
-    if problem is None and not bad:
+    if record.problem is None and not bad:
         return None
     last = bad[-1] if bad else RecordedAttempt()
-    lines = (problem or "").partition("]: ")[2] or problem or ""  # without the item's own name
     triage = _triage(record, run_dir)
     evidence = triage.evidence[0] if triage.evidence else None
+    shows = (line.strip() for line in (record.problem or "").splitlines() if line[:1] == " ")
     return ItemCause(
-        text=last.cause or "\n".join(lines.splitlines()[:_MOST_LINES]),
+        text=record.headline or last.cause or "",
         rank=last.root_rank,
         place=_place(evidence, record, run_dir, shown),
-        line=None if evidence is None else evidence.text,
-        signature=last.signature or triage.signature,
-        advice=next((d.advice for d in (*triage.attempts[-1:], triage) if d.advice), None),
+        line=next(shows, None) if evidence is None else evidence.text,
+        advice=record.advice,
         is_transient=last.is_transient,
         fingerprint=last.fingerprint or "",
     )
@@ -222,7 +219,7 @@ def read_run(root: Path, shown: str) -> JobRun:
     """Read the files of one job.
 
     Args:
-        root: Its directory.
+        root: Directory of the artifact.
         shown: How a user would name it: a directory, or an archive that was unpacked to `root`.
     """
     book = _JobCollector(shown=shown, root=root)

@@ -157,10 +157,8 @@ def _text_group(group: Sequence[JobItem]) -> Iterator[str]:
             yield f"{_INDENT}{_started(cause.rank, cause.place or '')}"
         if cause.line:
             yield f"{_INDENT * 2}{cause.line}"
-        if cause.signature:
-            kind = "transient" if cause.is_transient else "not transient"
-            advice = f": {cause.advice}" if cause.advice else ""
-            yield f"{_INDENT}known as {cause.signature}, {kind}{advice}"
+        if cause.advice:
+            yield f"{_INDENT}{cause.advice}"
     if len(group) > 1:
         yield f"{_INDENT}{_also(group)}"
     if item.reproduce:
@@ -174,7 +172,7 @@ def as_markdown(
 
     Args:
         summary: The summary.
-        most_bytes: Of UTF-8. Blocks that do not fit are counted, the least interesting first.
+        most_bytes: Limit in bytes of UTF-8; what does not fit is counted, least interesting first.
         link: URL under which the files of the summary will be; None where it is not known.
     """
     budget = most_bytes - 200  # for the lines that count what was left out

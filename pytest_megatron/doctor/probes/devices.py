@@ -75,8 +75,8 @@ def look_at_torch(
 
     Args:
         places: Where to look.
-        package: As it is installed; None without metadata.
-        modules: Of extensions, to be imported after it.
+        package: The installed package; None without metadata.
+        modules: Extension modules to import after it.
     """
     directory = package.location / "torch" if package is not None else Path()
     on_disk = torch_version_file(directory)

@@ -58,8 +58,8 @@ def find_image(
     """Return an image by its name.
 
     Args:
-        client: Of the daemon.
-        name: As `docker run` takes it.
+        client: Client of the daemon.
+        name: Name of the image, as `docker run` takes it.
         pull: Whether to ask a registry for one that is missing.
         on_step: Called often while an image is fetched, with what is done.
 
@@ -129,7 +129,7 @@ def is_dead(label: str) -> bool:
     """Return if the process of a label has ended; False where this process cannot know.
 
     Args:
-        label: As `owner` returned it, maybe on another machine or in another container.
+        label: Label from `owner`, maybe of another machine or another container.
     """
     parts = label.split("/")
     if len(parts) != _PARTS or tuple(parts[:2]) != _machine() or not parts[2].isdigit():
@@ -173,7 +173,7 @@ class Container:
     """A container that was started; as a context manager it closes what it holds.
 
     Attributes:
-        entrypoint: Of its image.
+        entrypoint: Entrypoint of the image.
         was_let_go: Whether we ended it.
     """
 

@@ -83,7 +83,7 @@ class DriverLink:
     reason.
 
     Attributes:
-        ready: Its first answer, once it had reached the daemon.
+        ready: First answer of the process, once it had reached the daemon.
     """
 
     ready: DriverReady
@@ -199,7 +199,7 @@ class _Began:
 
 
 class DockerEngine(LeasingEngine):
-    """Runs orders within `poll`, each in a container of its own."""
+    """Runs submissions within `poll`, each in a container of its own."""
 
     name = "docker"
 
@@ -224,14 +224,14 @@ class DockerEngine(LeasingEngine):
         return replace(setting, python=self._config.python, env=env, has_ft_launcher=True)
 
     @override
-    def submit(self, orders: Sequence[Submission]) -> None:
-        """Keep orders until `poll`; see that there is a daemon.
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Keep submissions until `poll`; see that there is a daemon.
 
         Raises:
             LaunchError: nemo-run is not installed, or the daemon cannot be reached.
         """
         self._driver()
-        super().submit(orders)
+        super().submit(submissions)
 
     def close(self) -> None:
         """End the child process, and every container that it may have."""
@@ -248,33 +248,33 @@ class DockerEngine(LeasingEngine):
             self._link = DriverLink(self._directory, self._context.env)
         return self._link
 
-    def _contain(self, order: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
+    def _contain(self, submission: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
         """Run a container for a plan, in a directory that is gone afterwards."""
         self._directory.mkdir(parents=True, exist_ok=True)
         job_dir = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
         try:
-            self._write_job(job_dir, order, planned)
-            request = self._request(order, planned.plan, job_dir, lease)
-            live = LiveLog(planned.plan, order.listener)
+            self._write_job(job_dir, submission, planned)
+            request = self._request(submission, planned.plan, job_dir, lease)
+            live = LiveLog(planned.plan, submission.listener)
             try:
-                gone = self._follow(request, lease, order, live)
+                gone = self._follow(request, lease, submission, live)
             except DriverGoneError as error:
                 return SubmissionOutcome(trouble=self._lost(error))
             return self._outcome(gone, job_dir, planned)
         finally:
             shutil.rmtree(job_dir, ignore_errors=True)
 
-    def _write_job(self, job_dir: Path, order: Submission, planned: Planned) -> None:
+    def _write_job(self, job_dir: Path, submission: Submission, planned: Planned) -> None:
         """Write the files for the container; no word of them goes through a shell unquoted."""
         spec = JobSpec(
-            key=order.key,
+            key=submission.key,
             plan=planned.plan,
             outcome=Path(JOB_DIR) / _OUTCOME,
             root=self._context.root,
             description=json.dumps(planned.description),
             env=self._config.env,
             watches_gpus=False,  # this process does, which sees who else uses them
-            stops_early=order.stop_early is not None,
+            stops_early=submission.stop_early is not None,
             options={},
         )
         module = "pytest_megatron.engines.docker.inside"
@@ -283,13 +283,13 @@ class DockerEngine(LeasingEngine):
             write_spec(job_dir / "spec.json", spec)
             (job_dir / "start").write_text(start, encoding="utf-8")
             (job_dir / "code").mkdir()  # nemo-run's working directory; Docker would make it as root
-            self._give_to_user(job_dir, order)
+            self._give_to_user(job_dir, submission)
         except OSError as error:
             raise LaunchError(
                 str(error.filename or job_dir), f"{error.strerror}; nothing was run"
             ) from error
 
-    def _give_to_user(self, job_dir: Path, order: Submission) -> None:
+    def _give_to_user(self, job_dir: Path, submission: Submission) -> None:
         """Let a user of the container who is not this one read the job and write the attempt.
 
         Only root can, and need not take it back afterwards: it may read everything.
@@ -300,19 +300,19 @@ class DockerEngine(LeasingEngine):
         uid, _, gid = (self._config.user or "").partition(":")
         if os.getuid() != 0 or not uid.isdecimal() or uid == "0":
             return
-        item = order.dirs.root.parents[1]
+        item = submission.dirs.root.parents[1]
         item.mkdir(parents=True, exist_ok=True)
         for path in (item, *item.rglob("*"), job_dir, *job_dir.rglob("*")):
             os.chown(path, int(uid), int(gid) if gid.isdecimal() else -1, follow_symlinks=False)
 
     def _request(
-        self, order: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
+        self, submission: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
     ) -> RunContainer:
         config = self._config
         self._num_run += 1
         uid, gid = os.getuid(), os.getgid()
         return RunContainer(
-            key=order.key,
+            key=submission.key,
             run_dir=str(self._context.run_dir),
             name=f"pytest-megatron-{self._token}-{self._num_run}",
             image=config.image,
@@ -347,7 +347,7 @@ class DockerEngine(LeasingEngine):
         return tuple(mounts)
 
     def _follow(
-        self, request: RunContainer, lease: Lease, order: Submission, live: LiveLog
+        self, request: RunContainer, lease: Lease, submission: Submission, live: LiveLog
     ) -> Gone:
         """Run a container to its end; on any other way out it is gone as well.
 
@@ -358,7 +358,7 @@ class DockerEngine(LeasingEngine):
         link = self._driver()
         link.send(request, lease.descriptors)
         try:
-            return self._until_gone(link, order, live, Path(request.job_dir) / _OUTCOME)
+            return self._until_gone(link, submission, live, Path(request.job_dir) / _OUTCOME)
         except (DriverGoneError, LaunchError):
             raise
         except BaseException:  # Ctrl-C; the second one comes through the wait below
@@ -371,7 +371,7 @@ class DockerEngine(LeasingEngine):
             raise
 
     def _until_gone(
-        self, link: DriverLink, order: Submission, live: LiveLog, outcome: Path
+        self, link: DriverLink, submission: Submission, live: LiveLog, outcome: Path
     ) -> Gone:
         """Follow a container's logs until it is gone."""
         limit_s = _limit_s(live.plan)
@@ -384,13 +384,13 @@ class DockerEngine(LeasingEngine):
                 case StartRefused() as refused:
                     raise LaunchError(refused.where, refused.text)
                 case ContainerWaiting() as waiting:
-                    order.listener.on_lines([waiting.text])
+                    submission.listener.on_lines([waiting.text])
                     stop_at = time.monotonic() + limit_s
                 case ContainerStarted():
                     stop_at = time.monotonic() + limit_s
                 case _:
                     live.poll()
-                    self._running.judge([(order, outcome)])
+                    self._running.judge([(submission, outcome)])
             if time.monotonic() >= stop_at:
                 link.send(StopContainer())
                 stop_at = float("inf")

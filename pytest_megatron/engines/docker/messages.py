@@ -24,17 +24,17 @@ class RunContainer:
     """Start a container; the GPUs' lock files come as descriptors with it.
 
     Attributes:
-        key: The order's, for the container's label.
-        run_dir: Of the run, likewise.
-        name: Of the container; its host name as well.
-        image: As the user names it.
+        key: The submission's, for the container's label.
+        run_dir: Run directory, for the container's label.
+        name: Name of the container; its host name as well.
+        image: Name of the image that the user gave.
         pull: When to ask a registry for the image.
-        job_dir: Of the host; is `JOB_DIR` in the container.
+        job_dir: Directory on the host; is `JOB_DIR` in the container.
         user: `uid:gid`, or None for the image's own.
         groups: Further group ids.
         gpus: Exactly these, by UUID.
         ulimits: `name=soft` or `name=soft:hard`.
-        network: As Docker has it: `bridge`, `host`, `none` or the name of one.
+        network: Docker's word: `bridge`, `host`, `none` or the name of a network.
         env: What the container itself needs; all else is in the job's spec.
         memory: Limit, as Docker writes it, or None.
         runtime: Name of an OCI runtime that the daemon knows, or None for its own choice.
@@ -74,7 +74,7 @@ class DriverReady:
     """The child process reached the daemon.
 
     Attributes:
-        daemon: Its version.
+        daemon: Version of the daemon.
         num_removed: Containers of dead runs that it removed.
     """
 
@@ -117,7 +117,7 @@ class Gone:
         exit_code: None where the daemon did not report it.
         was_oom: Whether the kernel killed a process in it for want of memory.
         signal: Sent to it by others (`docker stop`, `docker kill`), or None.
-        entrypoint: Of the image.
+        entrypoint: Entrypoint of the image.
     """
 
     type: Literal["gone"] = "gone"

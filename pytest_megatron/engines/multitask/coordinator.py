@@ -51,7 +51,7 @@ class Peers:
     Attributes:
         members: By task, task 0 among them.
         lost: Task to what is known of its end, in the order in which that was noticed.
-        healths: Of the nodes' GPUs when the attempt was over.
+        healths: Health of the nodes' GPUs when the attempt was over.
     """
 
     def __init__(self, place: TaskPlace, own: Join) -> None:
@@ -170,7 +170,7 @@ class RankExit:
     """End of one rank that failed.
 
     Attributes:
-        returncode: As `Popen.returncode`.
+        returncode: Return code, in the form of `Popen.returncode`.
         time_s: When it was noticed, since the epoch.
     """
 
@@ -253,7 +253,7 @@ class TeamProcess(RunningCommand):
             team: The tasks.
             begins: What each of them runs.
             log: The phase's launcher.log.
-            env: Of task 0 itself.
+            env: Environment of task 0 itself.
             per_node: Ranks of a node.
 
         Raises:

@@ -23,7 +23,7 @@ class Join:
 
     Attributes:
         host: Slurm's name of its node.
-        devices: Its CUDA_VISIBLE_DEVICES, or None.
+        devices: CUDA_VISIBLE_DEVICES of the task, or None.
         given: Those of `PLACE_VARIABLES` that its job has set.
         seen_at: Address of node 0 that it came by; of task 0 itself "".
     """
@@ -43,7 +43,7 @@ class Begin:
     """Run a command, and report its output and its end.
 
     Attributes:
-        number: Of the phase: messages about another one are old.
+        number: Number of the phase: messages about another one are old.
         env: Variables over those of the task's own job; `unset` are not passed on.
         defaults: Variables for where its job has none of that name.
         output: File of its stdout; of stderr as well where there are no `errors`.
@@ -86,7 +86,7 @@ class Finished:
     """A command is over.
 
     Attributes:
-        returncode: As `Popen.returncode`; None where it could not be started, or its guard died.
+        returncode: `Popen.returncode`; None where it could not be started, or its guard died.
         pid: The command's.
         problem: Why, in that case.
         told: The signal by which the task was to end, or "".

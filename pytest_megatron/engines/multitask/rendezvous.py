@@ -137,8 +137,8 @@ def call(
 
     Args:
         host: Slurm's name of its node.
-        env: Of this task; srun sets in it its own host, mostly node 0.
-        key: Of the job.
+        env: Environment of this task; srun sets in it its own host, mostly node 0.
+        key: Key of the job.
         ports: Where task 0 may listen.
         limit_s: How long to try.
 

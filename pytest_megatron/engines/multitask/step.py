@@ -209,7 +209,7 @@ class Step:
     """The tasks of this step, with the settings of the spec.
 
     Attributes:
-        place: Of this task.
+        place: Place of this task.
         ports: Where tasks, and ranks, may meet.
         gather_s: How long the last task may start after the first.
     """
@@ -248,7 +248,7 @@ class Step:
         """Carry out the orders of task 0 until its end; return the exit code.
 
         Args:
-            env: Of this task.
+            env: Environment of this task.
             gpus: To be watched meanwhile.
         """
         place = self.place

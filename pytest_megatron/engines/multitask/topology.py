@@ -33,7 +33,7 @@ class TaskPlace:
         task: Over all nodes, from 0; `local` is the same on its node.
         on_nodes: How many tasks each node has.
         hosts: Slurm's names of the nodes, in order.
-        seed: Of the job and its step, for ports.
+        seed: Seed of the job and its step, for ports.
     """
 
     task: int
@@ -81,7 +81,7 @@ def find_ports(text: str, seed: int) -> tuple[int, ...]:
 
     Args:
         text: `FIRST-LAST`, those that may be taken.
-        seed: As `Place.seed`.
+        seed: Seed for ports, `Place.seed`.
     """
     first, _, last = text.partition("-")
     ports = range(int(first), int(last) + 1)
@@ -109,7 +109,7 @@ def gloo_network(address: str, env: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         address: By which this host and the others reach one another.
-        env: Of the job; what it has set stays.
+        env: Environment of the job; what it has set stays.
     """
     if GLOO_VARIABLE in env or is_loopback(address) or not _is_named_after_loopback():
         return {}

@@ -50,7 +50,7 @@ class Around:
     """Facts about this machine.
 
     Attributes:
-        hosts: Its names.
+        hosts: Names of nodes.
         ephemeral: Ports that the kernel gives to connections, first and last.
     """
 
@@ -69,7 +69,7 @@ class SlurmChecks:
 
         Args:
             config: The settings.
-            context: Of the run.
+            context: Context of the run.
             around: This machine.
             ask: Asks Slurm; called once, when the first workload is checked.
         """

@@ -159,7 +159,7 @@ _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
 @dataclass(slots=True)
 class _Tracked:
-    """An order that has not ended.
+    """A submission that has not ended.
 
     Attributes:
         batch: That it was submitted with; None while it waits to be.
@@ -168,10 +168,10 @@ class _Tracked:
         absent_since: Since when it is known to have ended, or to be unknown, without a record.
         note: To be shown beside Slurm's own words.
         is_cancelled: By us.
-        live: Its logs, while it runs and is one of those that are followed.
+        live: Logs of the job, while it runs and is one of those that are followed.
     """
 
-    order: Submission
+    submission: Submission
     batch: int | None = None
     index: int = 0
     told: tuple[SubmissionPhase, str] = (SubmissionPhase.WAITING, "")
@@ -199,10 +199,10 @@ class SlurmEngine:
         """Go on where the journal ends.
 
         Args:
-            context: Of the run.
+            context: Context of the run.
             commands: The cluster.
             scripts: Writes what is submitted.
-            settings: Of the run.
+            settings: Settings of the run.
             journal: Closed by `close`.
             clock: Seconds that only grow, and what waits for some of them.
         """
@@ -237,42 +237,44 @@ class SlurmEngine:
         checks = self._settings.checks
         return () if checks is None else checks.findings(workload, setting, needed)
 
-    def submit(self, orders: Sequence[Submission]) -> None:
-        """Submit orders, or take them up where an earlier controller left them.
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Submit attempts, or take them up where an earlier controller left them.
 
         Raises:
             LaunchError: No script can be written.
         """
-        for order in orders:
-            self._take(order)
+        for submission in submissions:
+            self._take(submission)
         try:
             self._submit_ready()
         except LaunchError:
-            for order in orders:
-                self._intake.drop(order.key)
-                self._tracked.pop(order.key, None)
+            for submission in submissions:
+                self._intake.drop(submission.key)
+                self._tracked.pop(submission.key, None)
             raise
 
-    def _take(self, order: Submission) -> None:
-        ended = self._journal.ends.get(order.key)
-        batch, index = self._journal.places.get(order.key, (None, 0))
+    def _take(self, submission: Submission) -> None:
+        ended = self._journal.ends.get(submission.key)
+        batch, index = self._journal.places.get(submission.key, (None, 0))
         if ended is not None:
             files = None if batch is None else JobFiles.of(self._context.engine_dir, batch, index)
-            outcome = taken_up(order, ended, files, self._context.facts)
-            self._news.append(Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome))
+            outcome = taken_up(submission, ended, files, self._context.facts)
+            self._news.append(
+                Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=outcome)
+            )
             return
         if batch is None:
-            order = self._away_from_bad(order)
-            self._intake.add(order)
-        self._tracked[order.key] = _Tracked(order, batch=batch, index=index)
+            submission = self._away_from_bad(submission)
+            self._intake.add(submission)
+        self._tracked[submission.key] = _Tracked(submission, batch=batch, index=index)
 
-    def _away_from_bad(self, order: Submission) -> Submission:
-        """Return an order that keeps away from nodes which failed under earlier runs."""
+    def _away_from_bad(self, submission: Submission) -> Submission:
+        """Return a submission that keeps away from nodes which failed under earlier runs."""
         said = self._bad_nodes.text()
         if said is not None and not self._has_said_bad:
             self._has_said_bad = True
-            order.listener.on_lines([said])
-        return replace(order, avoid_hosts=order.avoid_hosts | self._bad_nodes.hosts)
+            submission.listener.on_lines([said])
+        return replace(submission, avoid_hosts=submission.avoid_hosts | self._bad_nodes.hosts)
 
     def poll(self) -> Sequence[Update]:
         """Ask Slurm once for all jobs, and submit what was held back."""
@@ -285,7 +287,7 @@ class SlurmEngine:
                 self._tell(tracked, tracked.told[0], f"Slurm does not answer: {error}")
         except LaunchError as error:
             for tracked in [t for t in self._tracked.values() if t.batch is None]:
-                self._intake.drop(tracked.order.key)
+                self._intake.drop(tracked.submission.key)
                 self._refuse(tracked, str(error))
         news, self._news = self._news, []
         return news
@@ -298,7 +300,7 @@ class SlurmEngine:
         """
         wanted = [self._tracked[key] for key in keys if key in self._tracked]
         for tracked in wanted:
-            key, tracked.is_cancelled = tracked.order.key, True
+            key, tracked.is_cancelled = tracked.submission.key, True
             self._intake.drop(key)
             if key in self._journal.places:  # also where sbatch itself was interrupted
                 tracked.batch, tracked.index = self._journal.places[key]
@@ -311,7 +313,7 @@ class SlurmEngine:
         finally:
             if left := self._cancelled_ones():
                 said = f"jobs may be left in Slurm's queue; to end them: {self._how_to_end(left)}"
-                left[0].order.listener.on_lines([said])
+                left[0].submission.listener.on_lines([said])
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
@@ -322,13 +324,13 @@ class SlurmEngine:
                 if not labels and (found := self._labels(left)):
                     self._commands.cancel(found)
                     said = f"waiting for {counted(len(left), 'cancelled job')} to end"
-                    left[0].order.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
+                    left[0].submission.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
                     labels = found
                 self._look_at_all()
             except SlurmAwayError as error:
                 if not (labels or was_away):  # CI may kill this process before it answers
                     how = f"jobs go on until it is back; to end them then: {self._how_to_end(left)}"
-                    left[0].order.listener.on_lines([f"Slurm does not answer: {error}; {how}"])
+                    left[0].submission.listener.on_lines([f"Slurm does not answer: {error}; {how}"])
                 was_away = True
             if self._cancelled_ones():
                 self._pause(_CANCEL_POLL_S)
@@ -353,7 +355,7 @@ class SlurmEngine:
     def _submit_ready(self) -> None:
         num_live = sum(tracked.batch is not None for tracked in self._tracked.values())
         for done in self._intake.submit(num_live):
-            tracked = self._tracked[done.order.key]
+            tracked = self._tracked[done.submission.key]
             match done:
                 case RefusedSubmission(text=text):
                     self._refuse(tracked, text)
@@ -363,7 +365,7 @@ class SlurmEngine:
                     self._tell(tracked, SubmissionPhase.WAITING, what)
 
     def _look_at_all(self) -> None:
-        """Learn from one query what became of all orders that are in the queue.
+        """Learn from one query what became of all submissions that are in the queue.
 
         Raises:
             SlurmAwayError: Nobody answered.
@@ -387,7 +389,7 @@ class SlurmEngine:
                 self._look(tracked, job)
         self._look_for(missing)
         running = [t for t in self._tracked.values() if t.told[0] is SubmissionPhase.RUNNING]
-        self._running.judge((t.order, self._files_of(t).record) for t in running)
+        self._running.judge((t.submission, self._files_of(t).record) for t in running)
         if self._unwanted:
             self._commands.cancel(sorted(self._unwanted))
             self._unwanted.clear()
@@ -402,7 +404,7 @@ class SlurmEngine:
                     tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
                 )
             else:
-                self._intake.add(replace(tracked.order, delay_s=0.0))
+                self._intake.add(replace(tracked.submission, delay_s=0.0))
 
     def _with_who_cancelled(self, seen: dict[Place, SlurmJob]) -> dict[Place, SlurmJob]:
         """Ask the accounting, which alone knows who cancelled a job that we did not."""
@@ -416,7 +418,7 @@ class SlurmEngine:
         return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
 
     def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
-        """Update an order from the state of its job in Slurm."""
+        """Update a submission from the state of its job in Slurm."""
         never = why_never(job)
         if phase_of(job) is SubmissionPhase.ENDED:
             self._look_at_end(tracked, job)
@@ -437,11 +439,11 @@ class SlurmEngine:
         if tracked.live is None:
             if sum(t.live is not None for t in self._tracked.values()) >= _MOST_FOLLOWED:
                 return
-            order = tracked.order
+            submission = tracked.submission
             copies = self._context.copies_lines
-            only = ForwardingListener(on_progress=order.listener.on_progress)
-            listener: AttemptListener = order.listener if copies else only
-            tracked.live = LiveLog(order.planned(None).plan, listener)
+            only = ForwardingListener(on_progress=submission.listener.on_progress)
+            listener: AttemptListener = submission.listener if copies else only
+            tracked.live = LiveLog(submission.planned(None).plan, listener)
         tracked.live.poll()
 
     def _look_for(self, missing: Sequence[_Tracked]) -> None:
@@ -477,12 +479,12 @@ class SlurmEngine:
         return self._now() - tracked.absent_since < self._settings.timers_s / haste
 
     def _end(self, tracked: _Tracked, job: SlurmJob | None) -> None:
-        """End an order whose job is over."""
+        """End a submission whose job is over."""
         if tracked.live is not None:
             tracked.live.poll(is_ended=True)
         files = self._files_of(tracked)
         found = find_record(files)
-        outcome = outcome_with(tracked.order, found, job, self._context.facts, files.log)
+        outcome = outcome_with(tracked.submission, found, job, self._context.facts, files.log)
         trouble = outcome.trouble
         if trouble is not None and trouble.kind is TroubleKind.NODE_FAIL and len(outcome.hosts) > 1:
             bad: frozenset[str] = frozenset()
@@ -521,33 +523,33 @@ class SlurmEngine:
         return is_cancelled and is_own and not self._settings.retries_cancelled
 
     def _refuse(self, tracked: _Tracked, text: str) -> None:
-        """End an order that cannot run."""
+        """End a submission that cannot run."""
         trouble = EngineError(kind=TroubleKind.NOT_STARTED, text=text)
         self._finish(tracked, SubmissionOutcome(trouble=trouble))
 
     def _finish(self, tracked: _Tracked, outcome: SubmissionOutcome) -> None:
         """Note an outcome, and have the next poll return it."""
-        order = tracked.order
+        submission = tracked.submission
         with contextlib.suppress(OSError):  # a full disk; the record is there, or was never to be
-            if tracked.is_cancelled and not order.dirs.root.exists():
-                self._journal.dropped(order.key)
+            if tracked.is_cancelled and not submission.dirs.root.exists():
+                self._journal.dropped(submission.key)
             else:
-                end = JobEnd(key=order.key, trouble=outcome.trouble, hosts=outcome.hosts)
+                end = JobEnd(key=submission.key, trouble=outcome.trouble, hosts=outcome.hosts)
                 self._journal.ended(end)
         if tracked.batch is not None:
             remove_spec(self._files_of(tracked))
-        del self._tracked[order.key]
-        self._news.append(Update(key=order.key, phase=SubmissionPhase.ENDED, outcome=outcome))
+        del self._tracked[submission.key]
+        self._news.append(Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=outcome))
 
     def _tell(self, tracked: _Tracked, phase: SubmissionPhase, detail: str) -> None:
-        """Have the next poll return what is new of an order."""
+        """Have the next poll return what is new of a submission."""
         text = f"{detail} ({tracked.note})" if tracked.note else detail
         if tracked.told != (phase, text):
             tracked.told = (phase, text)
-            self._news.append(Update(key=tracked.order.key, phase=phase, detail=text))
+            self._news.append(Update(key=tracked.submission.key, phase=phase, detail=text))
 
     def _place(self, tracked: _Tracked) -> Place | None:
-        """Return which job of Slurm's an order is; None where that is not known."""
+        """Return which job of Slurm's a submission is; None where that is not known."""
         if tracked.batch is None:
             return None
         batch = self._journal.batches[tracked.batch]

@@ -59,11 +59,11 @@ class _Dropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """End of an order, beside the record of its job.
+    """End of a submission, beside the record of its job.
 
     Attributes:
-        key: The order's.
-        hosts: As `Outcome.hosts`.
+        key: The submission's.
+        hosts: Hosts, for `Outcome.hosts`.
     """
 
     key: str
@@ -82,7 +82,7 @@ class Batch:
 
     Attributes:
         number: Counted from 1 within a run; it is part of the job's name.
-        keys: Of the orders, by their index in the array.
+        keys: Keys of the submissions, by their index in the array.
         job_id: None as long as it is not known whether the job was submitted.
     """
 
@@ -98,9 +98,9 @@ class Journal:
     Attributes:
         run_id: Eight hexadecimal digits that no other run has.
         batches: Those that may be in Slurm's queue, or were, by number; without keys if not.
-        places: The batch that an order was submitted with last, and its index in that.
-        ends: How orders ended, by key.
-        descriptor: Of the locked file, for a process that shall hold the lock too.
+        places: The batch that a submission was submitted with last, and its index in that.
+        ends: How submissions ended, by key.
+        descriptor: Descriptor of the locked file, for a process that shall hold the lock too.
     """
 
     def __init__(self, descriptor: int, run_id: str) -> None:
@@ -149,7 +149,7 @@ class Journal:
         os.close(self.descriptor)
 
     def intend(self, keys: Sequence[str], *, is_array: bool) -> Batch:
-        """Note that these orders are about to be submitted together.
+        """Note that these submissions are about to be submitted together.
 
         Raises:
             OSError: It cannot be written; do not submit them.
@@ -177,7 +177,7 @@ class Journal:
         self._note(_Withdrawn(batch=number))
 
     def dropped(self, key: str) -> None:
-        """Note that an order's job was cancelled before it began, and may be submitted again.
+        """Note that a submission's job was cancelled before it began, and may be submitted again.
 
         Raises:
             OSError: It cannot be written.
@@ -185,7 +185,7 @@ class Journal:
         self._note(_Dropped(key=key))
 
     def ended(self, end: JobEnd) -> None:
-        """Note how an order ended.
+        """Note how a submission ended.
 
         Raises:
             OSError: It cannot be written.

@@ -73,7 +73,7 @@ class ScriptWriter:
         """Return the settings for a platform.
 
         Raises:
-            LaunchError: As from `place_of`.
+            LaunchError: The settings cannot be used there, see `place_of`.
         """
         return place_of(self._config, platform, self._paths.root)
 
@@ -126,7 +126,7 @@ def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
     is a digest of everything else that it depends on.
 
     Raises:
-        LaunchError: As from `make_scripts`.
+        LaunchError: The job cannot be written, see `make_scripts`.
     """
     pairs = ((str(paths.run_dir), _ANY_RUN_DIR), (str(paths.root), _ANY_ROOT))
     moves = [(path, mark) for path, mark in pairs if _PLAIN_PATH(path)]

@@ -1,4 +1,4 @@
-"""All that makes the text of a job's script, from what an order needs and the settings. Pure.
+"""All that makes the text of a job's script, from what a submission needs and the settings. Pure.
 
 Orders of one shape have one script, and can be elements of one array: what they differ in stands
 in their specs.
@@ -40,7 +40,7 @@ class ShapePaths:
 
     Attributes:
         root: The project.
-        run_dir: Of the run; a container sees both at the same paths.
+        run_dir: Directory of the run; a container sees both at the same paths.
         logs: Where the output of jobs goes.
         spec: What a script carries out that is submitted without an argument, or None.
         title: Name of its jobs, where they are of one workload; "" is the shape's.
@@ -58,12 +58,12 @@ class Shape:
     """One kind of job.
 
     Attributes:
-        flags: Of sbatch by name, with `-` and without the dashes in front; "" is a bare flag.
+        flags: sbatch's flags by name, with `-` and without the dashes in front; "" is a bare flag.
         container: Image, or None.
-        mounts: Of the container, `SOURCE:TARGET[:OPTIONS]`.
+        mounts: Mounts of the container, `SOURCE:TARGET[:OPTIONS]`.
         container_env: Variables whose outer value beats the image's.
         workdir: Where the tasks start.
-        step_flags: Of the srun that starts the tasks beside `STEP_FLAGS`, whole words.
+        step_flags: Flags of the srun that starts the tasks beside `STEP_FLAGS`, whole words.
         setup: Lines of bash before it.
         command: What each task runs, as bash reads it.
     """
@@ -83,9 +83,9 @@ def shape_of(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Shape:
     """Return the shape of jobs with these needs.
 
     Args:
-        needed: By an order.
+        needed: By a submission.
         place: The settings for its platform, as `place_of` gives them.
-        paths: Of the run.
+        paths: Paths of the run.
 
     Raises:
         LaunchError: A directory cannot be mounted into a container.

@@ -30,7 +30,7 @@ from pytest_megatron.engines.records import JobRecord, outcome_of, read_record, 
 from pytest_megatron.engines.slurm.journal import JobEnd
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.workload.run.rank_failures import tail
+from pytest_megatron.workload.run.last_words import tail
 
 Place: TypeAlias = tuple[int, "int | None"]  # a job, and which element of an array
 # Width of each field of `squeue -O`; the sign after it ends a field, whatever its width.
@@ -98,14 +98,14 @@ class SlurmJob:
     """State of one job in Slurm, or of one element of an array.
 
     Attributes:
-        job_id: As sbatch printed it; of the whole array.
+        job_id: Number that sbatch printed, of the whole array.
         element: The array's index, None for a job that is none.
         state: Slurm's word, in capitals.
         reason: Why it waits, or why it failed; "" where Slurm has none.
         num_restarts: How often it was put into the queue again after it had started.
-        exit_status: As `waitpid` has it.
+        exit_status: Exit status in the form of `waitpid`.
         start: When it started, or is expected to; None where that is unknown.
-        nodes: As Slurm writes lists of hosts: `node[1-2]`; "" where it never had any.
+        nodes: Slurm's list of hosts, such as `node[1-2]`; "" where it never had any.
         by_uid: The user who cancelled it, where Slurm knows.
     """
 
@@ -233,7 +233,7 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
     """Return what went wrong with a job that ended, or was started again.
 
     Args:
-        job: Its state in Slurm.
+        job: State of the job in Slurm.
         had_record: Whether it left a record of how its training ended.
 
     Returns:
@@ -353,19 +353,19 @@ def find_record(files: JobFiles) -> JobRecord | EngineError | None:
 
 
 def outcome_with(
-    order: Submission,
+    submission: Submission,
     found: JobRecord | EngineError | None,
     job: SlurmJob | None,
     facts: SessionFacts,
     log: Path,
 ) -> SubmissionOutcome:
-    """Return the outcome of an order whose job has ended.
+    """Return the outcome of a submission whose job has ended.
 
     Args:
-        order: The order.
-        found: As from `find_record`.
+        submission: The attempt that was submitted.
+        found: Record from `find_record`.
         job: In Slurm; None where it has forgotten the job, or never knew it.
-        facts: Of the controller.
+        facts: Facts of the controller.
         log: The job's output.
     """
     record = found if isinstance(found, JobRecord) else None
@@ -374,7 +374,7 @@ def outcome_with(
     if record is None:
         what = found if isinstance(found, EngineError) else said or _forgotten(job)
         return SubmissionOutcome(hosts=hosts, trouble=_with_evidence(what, log))
-    outcome = rebuilt(order, record, facts)
+    outcome = rebuilt(submission, record, facts)
     is_whole = bool(outcome.ends) and all(end.is_clean for end in outcome.ends)
     trouble = outcome.trouble
     if said is not None and (not is_whole or said.kind is TroubleKind.REQUEUED):
@@ -384,10 +384,10 @@ def outcome_with(
     return replace(outcome, trouble=trouble, hosts=hosts or outcome.hosts)
 
 
-def rebuilt(order: Submission, record: JobRecord, facts: SessionFacts) -> SubmissionOutcome:
+def rebuilt(submission: Submission, record: JobRecord, facts: SessionFacts) -> SubmissionOutcome:
     """Return the outcome that a record is."""
     try:
-        return outcome_of(record, order.planned(None), facts)
+        return outcome_of(record, submission.planned(None), facts)
     except (MegatronError, KeyError) as error:
         text = f"the job's record does not fit its plan: {error}"
         return SubmissionOutcome(
@@ -396,19 +396,19 @@ def rebuilt(order: Submission, record: JobRecord, facts: SessionFacts) -> Submis
 
 
 def taken_up(
-    order: Submission, end: JobEnd, files: JobFiles | None, facts: SessionFacts
+    submission: Submission, end: JobEnd, files: JobFiles | None, facts: SessionFacts
 ) -> SubmissionOutcome:
     """Return the outcome that an earlier controller saw.
 
     Args:
-        order: The order.
+        submission: The attempt that was submitted.
         end: What that wrote.
-        files: None where the order never became a job.
-        facts: Of this controller.
+        files: None where the submission never became a job.
+        facts: Facts of this controller.
     """
     found = None if files is None else find_record(files)
     if isinstance(found, JobRecord):
-        return replace(rebuilt(order, found, facts), trouble=end.trouble, hosts=end.hosts)
+        return replace(rebuilt(submission, found, facts), trouble=end.trouble, hosts=end.hosts)
     return SubmissionOutcome(trouble=end.trouble or _forgotten(None), hosts=end.hosts)
 
 
@@ -456,5 +456,5 @@ def _with_evidence(trouble: EngineError, log: Path) -> EngineError:
         return line in script_lines or line.startswith(_OF_BASH) or is_said
 
     lines = tail(log, is_noise)
-    text = f"{trouble.text}; see {log}" if log.exists() else trouble.text
-    return replace(trouble, text=text, evidence=(*trouble.evidence, *lines))
+    see = str(log) if log.exists() else ""
+    return replace(trouble, see=see, evidence=(*trouble.evidence, *lines))

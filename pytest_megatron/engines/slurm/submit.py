@@ -1,4 +1,4 @@
-"""Submits orders as jobs: what goes together, how much at a time, and what was not answered."""
+"""Submits attempts as jobs: what goes together, how much at a time, and what was not answered."""
 
 from __future__ import annotations
 
@@ -74,24 +74,24 @@ class Scripts(Protocol):
         """
 
 
-def cut(orders: Iterable[Submission], most: int) -> list[tuple[Submission, ...]]:
-    """Return the orders in batches of equal jobs, of at most `most` each.
+def cut(submissions: Iterable[Submission], most: int) -> list[tuple[Submission, ...]]:
+    """Return submissions in batches of equal jobs, of at most `most` each.
 
-    The batches are in the order in which the first order of each came, and so is each batch: Slurm
+    The batches are in the order in which the first of each came, and so is each batch: Slurm
     prefers the earlier of equal jobs.
     """
     kinds: dict[tuple[Resources, frozenset[str]], list[Submission]] = {}
-    for order in orders:
-        kinds.setdefault((order.resources, order.avoid_hosts), []).append(order)
+    for submission in submissions:
+        kinds.setdefault((submission.resources, submission.avoid_hosts), []).append(submission)
     found: list[tuple[Submission, ...]] = []
     for same in kinds.values():
         found += (tuple(same[first : first + most]) for first in range(0, len(same), most))
     return found
 
 
-def job_name(orders: Sequence[Submission], run_id: str, number: int) -> str:
+def job_name(submissions: Sequence[Submission], run_id: str, number: int) -> str:
     """Return a name for people that also has the run and the batch of a job."""
-    items = {order.key.split("/")[0] for order in orders}
+    items = {submission.key.split("/")[0] for submission in submissions}
     title = items.pop() if len(items) == 1 else f"{len(items)}_workloads"
     plain = _NOT_PLAIN.sub("_", title)[:_MOST_TITLE]
     return f"{plain}.{run_id}-{number}"
@@ -135,8 +135,8 @@ def sbatch_words(
 
     Args:
         script: For all of them.
-        name: As from `job_name`.
-        num_elements: Of the array; None for a job that is none.
+        name: Name from `job_name`.
+        num_elements: Size of the array; None for a job that is none.
         avoid: Hosts that failed.
         log: Where the job's output goes; `%a` in it is the array's index.
     """
@@ -157,14 +157,14 @@ class SlurmSettings:
     """Settings of the engine.
 
     Attributes:
-        max_jobs: Of this run in the queue at a time; None is all.
+        max_jobs: Most jobs of this run in the queue at a time; None is all.
         max_array: Elements of an array; None is what the cluster allows.
         timers_s: How long a record may come after the job ended well in Slurm: shared
             file systems are late.
         remembers_s: How long later runs keep away from a node that failed; 0 is none.
         retries_cancelled: Whether a job that its own user cancelled is worth another attempt.
         retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
-        checks: Of a workload before it is submitted, or None.
+        checks: Checks of a workload before it is submitted, or None.
     """
 
     interval_s: float = 10.0
@@ -179,15 +179,15 @@ class SlurmSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """An order that is, or may be, in the queue.
+    """A submission that is, or may be, in the queue.
 
     Attributes:
         batch: Number of it in the journal.
-        label: Of its job, or "" where that is not known yet.
+        label: Label of the job, or "" where that is not known yet.
         note: To be shown about it, or "".
     """
 
-    order: Submission
+    submission: Submission
     batch: int
     index: int
     label: str
@@ -196,15 +196,15 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedSubmission:
-    """An order that is refused."""
+    """A submission that is refused."""
 
-    order: Submission
+    submission: Submission
     text: str
 
 
 @dataclass(slots=True)
 class _WaitingSubmission:
-    order: Submission
+    submission: Submission
     not_before: float
 
 
@@ -241,12 +241,14 @@ class Submitter:
             if batch.job_id is None and batch.keys
         }
 
-    def add(self, order: Submission) -> None:
-        """Take an order; `submit` submits it when its pause is over."""
-        self._waiting[order.key] = _WaitingSubmission(order, self._now() + order.delay_s)
+    def add(self, submission: Submission) -> None:
+        """Take a submission; `submit` submits it when its pause is over."""
+        self._waiting[submission.key] = _WaitingSubmission(
+            submission, self._now() + submission.delay_s
+        )
 
     def drop(self, key: str) -> None:
-        """Forget an order that was not submitted."""
+        """Forget a submission that was not submitted."""
         self._waiting.pop(key, None)
 
     def submit(self, num_live: int) -> list[Submitted | RefusedSubmission]:
@@ -267,14 +269,18 @@ class Submitter:
         except SlurmAwayError:
             return []
         # A script may take long to write: not for what is refused without one.
-        first = [order for order in ready if order.resources not in self._known]
-        found += [one for order in first if (one := self._unplanned(order)) is not None]
-        ready = [order for order in ready if order.key in self._waiting]
-        unknown = {order.resources: None for order in ready if order.resources not in self._known}
+        first = [submission for submission in ready if submission.resources not in self._known]
+        found += [one for submission in first if (one := self._unplanned(submission)) is not None]
+        ready = [submission for submission in ready if submission.key in self._waiting]
+        unknown = {
+            submission.resources: None
+            for submission in ready
+            if submission.resources not in self._known
+        }
         if unknown:
             self._known |= self._scripts.write(list(unknown))
-        for orders in cut(ready, self._most or 1):
-            done = self._submit_together(orders, num_live + len(found))
+        for submissions in cut(ready, self._most or 1):
+            done = self._submit_together(submissions, num_live + len(found))
             if done is None:  # no room, or nobody there: the others wait with them
                 break
             found += done
@@ -283,21 +289,21 @@ class Submitter:
         return found
 
     def _ready(self, num_live: int) -> list[Submission]:
-        """Return the orders that may be submitted now, in the order in which they came."""
+        """Return the submissions that may be submitted now, in the order in which they came."""
         if self._full_at is not None and num_live >= self._full_at > 0:
             return []
         self._full_at = None
         most = self._settings.max_jobs
         room = None if most is None else max(0, most - num_live)
         now = self._now()
-        return [w.order for w in self._waiting.values() if w.not_before <= now][:room]
+        return [w.submission for w in self._waiting.values() if w.not_before <= now][:room]
 
-    def _unplanned(self, order: Submission) -> RefusedSubmission | None:
-        """Return the refusal of an order that cannot be planned, None if it can."""
+    def _unplanned(self, submission: Submission) -> RefusedSubmission | None:
+        """Return the refusal of a submission that cannot be planned, None if it can."""
         try:
-            order.planned(None)
+            submission.planned(None)
         except MegatronError as error:
-            return self._refused(order, str(error))
+            return self._refused(submission, str(error))
         return None
 
     def _learn_most(self) -> None:
@@ -309,40 +315,51 @@ class Submitter:
         self._is_most_known = True
 
     def _submit_together(
-        self, orders: Sequence[Submission], num_live: int
+        self, submissions: Sequence[Submission], num_live: int
     ) -> list[Submitted | RefusedSubmission] | None:
-        """Submit equal orders as one job or one array; None where there is no room for them."""
+        """Submit equal ones as one job or one array; None where there is no room for them."""
         found: list[Submitted | RefusedSubmission] = []
         planned: list[tuple[Submission, Planned]] = []
-        for order in orders:
+        for submission in submissions:
             try:
-                planned.append((order, order.planned(None)))
+                planned.append((submission, submission.planned(None)))
             except MegatronError as error:
-                found.append(self._refused(order, str(error)))
+                found.append(self._refused(submission, str(error)))
         if not planned:
             return found
-        good = [order for order, _ in planned]
+        good = [submission for submission, _ in planned]
         try:
             batch = self._journal.intend([o.key for o in good], is_array=len(good) > 1)
         except OSError as error:
-            return [*found, *(self._refused(order, _cannot_write(error)) for order in good)]
+            return [
+                *found,
+                *(self._refused(submission, _cannot_write(error)) for submission in good),
+            ]
         try:
             note = self._sbatch(batch, good, self._write_specs(batch, planned))
         except OSError as error:
             self._withdraw(batch)
-            return [*found, *(self._refused(order, _cannot_write(error)) for order in good)]
+            return [
+                *found,
+                *(self._refused(submission, _cannot_write(error)) for submission in good),
+            ]
         except SlurmRefusedError as error:
             self._withdraw(batch)
             if error.is_full and self._makes_room(len(good), num_live):
                 return found or None
-            return [*found, *(self._refused(order, f"Slurm refused it: {error}") for order in good)]
+            return [
+                *found,
+                *(self._refused(submission, f"Slurm refused it: {error}") for submission in good),
+            ]
         batch = self._journal.batches[batch.number]
-        for index, order in enumerate(good):
-            del self._waiting[order.key]
+        for index, submission in enumerate(good):
+            del self._waiting[submission.key]
             element = index if batch.is_array else None
             label = "" if batch.job_id is None else label_of(batch.job_id, element)
             found.append(
-                Submitted(order=order, batch=batch.number, index=index, label=label, note=note)
+                Submitted(
+                    submission=submission, batch=batch.number, index=index, label=label, note=note
+                )
             )
         return found
 
@@ -354,21 +371,21 @@ class Submitter:
         self._full_at = num_live
         return True
 
-    def _sbatch(self, batch: Batch, orders: Sequence[Submission], spec: Path) -> str:
+    def _sbatch(self, batch: Batch, submissions: Sequence[Submission], spec: Path) -> str:
         """Submit a batch; return a note about it.
 
         Raises:
             SlurmRefusedError: It is not there.
             OSError: The journal cannot be written before anything was submitted.
         """
-        number, avoid, note = batch.number, orders[0].avoid_hosts, ""
-        script = self._known[orders[0].resources]
+        number, avoid, note = batch.number, submissions[0].avoid_hosts, ""
+        script = self._known[submissions[0].resources]
         log = JobFiles.of(self._context.engine_dir, number, 0).log
         log.parent.mkdir(parents=True, exist_ok=True)
         if batch.is_array:
             log = log.with_name(f"{number}_%a.log")
-        name = job_name(orders, self._journal.run_id, number)
-        size = len(orders) if batch.is_array else None
+        name = job_name(submissions, self._journal.run_id, number)
+        size = len(submissions) if batch.is_array else None
 
         def words(hosts: frozenset[str]) -> list[str]:
             found = sbatch_words(script, name=name, num_elements=size, avoid=hosts, log=log)
@@ -439,19 +456,19 @@ class Submitter:
             OSError: They cannot be written.
         """
         directory, script = self._context.engine_dir, self._known[planned[0][0].resources]
-        for index, (order, found) in enumerate(planned):
+        for index, (submission, found) in enumerate(planned):
             files = JobFiles.of(directory, batch.number, index)
             files.spec.parent.mkdir(parents=True, exist_ok=True)
             files.record.parent.mkdir(parents=True, exist_ok=True)
             spec = JobSpec(
-                key=order.key,
+                key=submission.key,
                 plan=found.plan,
                 outcome=files.record,
                 root=self._context.root,
                 description=json.dumps(found.description),
                 env=dict(script.env),
-                watches_gpus=order.resources.gpus_per_node > 0,
-                stops_early=order.stop_early is not None,
+                watches_gpus=submission.resources.gpus_per_node > 0,
+                stops_early=submission.stop_early is not None,
                 secret=secrets.token_hex(32),
                 options=dict(script.options),
             )
@@ -463,9 +480,9 @@ class Submitter:
         with contextlib.suppress(OSError):
             self._journal.withdrawn(batch.number)
 
-    def _refused(self, order: Submission, text: str) -> RefusedSubmission:
-        self._waiting.pop(order.key, None)
-        return RefusedSubmission(order=order, text=text)
+    def _refused(self, submission: Submission, text: str) -> RefusedSubmission:
+        self._waiting.pop(submission.key, None)
+        return RefusedSubmission(submission=submission, text=text)
 
 
 def _cannot_write(error: OSError) -> str:

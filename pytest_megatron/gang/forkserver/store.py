@@ -60,7 +60,7 @@ class StoreKeeper:
     """Client of the process that holds the stores; forks it at the first store.
 
     Attributes:
-        pid: Its process, or None before the first store.
+        pid: Process of the stores, or None before the first one.
     """
 
     pid: int | None = None

@@ -56,7 +56,7 @@ class Mirrored:
 
     Attributes:
         hook: Name of pytest's hook.
-        data: Its arguments, in the form of `hooks.gangs.reports`.
+        data: Arguments of the hook, in the form of `hooks.gangs.reports`.
     """
 
     hook: str
@@ -84,9 +84,8 @@ class StartSession:
 
     Attributes:
         program: `pytest`, `python -m pytest`, `pytest.main` for an editor's program that calls it,
-            or `preload` for ranks that collect for themselves, `contexts` if CUDA contexts of them
-            were kept.
-        arguments: Of `pytest.main`.
+            or `preload` for ranks that collect for themselves.
+        arguments: Arguments of `pytest.main`.
         argv: `sys.argv`, and `orig_argv` likewise.
         path: `sys.path` of `preload` and `pytest.main`; empty for pytest, which gets that of a new
             process.
@@ -126,7 +125,7 @@ class SessionExited:
     """A session in a kept process ended, or has to be started elsewhere.
 
     Attributes:
-        exit_code: As of a subprocess; negative for a signal.
+        exit_code: Exit code, as a subprocess has it; negative for a signal.
         doubt: Reason why it has to be started anew without a kept process, or "".
     """
 
@@ -136,12 +135,12 @@ class SessionExited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BecomeRank:
-    """Start of a rank in a process that has a CUDA context.
+    """Start of a rank in a process that was started before its session.
 
-    The pipes that it shares with its fork server are attached, then stderr, then what it keeps.
+    Attached are the pipes that it shares with its fork server, and what it keeps.
 
     Attributes:
-        content: As a rank that is executed gets it on stdin.
+        content: Data that a rank that is executed gets on stdin.
     """
 
     content: str
@@ -225,7 +224,7 @@ class Collected:
 
     Attributes:
         is_same: Whether it collected the same tests as the controller.
-        node_ids: Its tests, if they differ.
+        node_ids: Tests that the rank collected, if they differ.
         problems: Node id of a collector -> reason why it could not be collected.
         obstacle: Reason why it cannot fork ranks and becomes one itself, or "".
     """
@@ -255,7 +254,7 @@ class PhaseEnded:
         run: Number of the execution.
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
-        report: As in `Done`, if it did not pass: the rank may never send `Done`.
+        report: A report of `Done`, if it did not pass: the rank may never send `Done`.
     """
 
     run: int
@@ -282,8 +281,6 @@ class Done:
         late: Report of a failed teardown of the fixtures of the test before, or None.
         is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
         left: `[kind, text]` of each thing that the test left behind.
-        gpu_memory: Where GPUs are packed, the process, then the bytes that torch's allocator has
-            reserved, now and at most during the test, if CUDA is in use.
     """
 
     run: int
@@ -299,7 +296,6 @@ class Done:
     late: JsonValue = None
     is_clean: bool = False
     left: tuple[JsonValue, ...] = ()
-    gpu_memory: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +337,7 @@ class Run:
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
         after: The execution that has to pass on all ranks first, else this one is dropped; 0
             for one that starts at once.
-        call_limit_s: Of the call, where it is another than that of setup and teardown; each phase
+        call_limit_s: Limit of the call, if it is not that of setup and teardown; each phase
             that ends is then reported. 0 is no limit.
     """
 
@@ -373,12 +369,11 @@ class RankConfig:
         base_temp: Directory of its `tmp_path`s.
         is_capturing: Whether the output of a test goes into its report.
         coverage: Settings of a running coverage.py, or empty.
-        coverage_file: Its data file.
+        coverage_file: Data file of coverage.
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
         is_audited: Whether it reports what tests leave behind.
-        is_packed: Whether it reports the GPU memory that tests use, and keeps none in its cache.
-        stress_seed: Of the delays of its tests; None for none.
+        stress_seed: Seed of the delays of its tests; None for none.
     """
 
     gang: int
@@ -395,7 +390,6 @@ class RankConfig:
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
     is_audited: bool = False
-    is_packed: bool = False
     stress_seed: int | None = None
 
 
@@ -427,7 +421,7 @@ class Died:
     """The process of a rank ended; sent by its fork server.
 
     Attributes:
-        exit_code: As `Popen.returncode`: negative means killed by that signal.
+        exit_code: `Popen.returncode`: negative means killed by that signal.
         phase: The phase of a test that it was in: setup, call, teardown, or "" between tests; of
             a rank that collects, the node id that it collected.
         run: The last execution that it began, 0 before the first.

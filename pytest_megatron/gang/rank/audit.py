@@ -25,7 +25,20 @@ from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gang.originals import os, threading, time
-from pytest_megatron.gang.rank.bootstrap import cuda_device, cuda_memory, free_cublas
+from pytest_megatron.gang.rank.bootstrap import (
+    cuda_device,
+    cuda_memory,
+    cuda_settings,
+    free_cublas,
+)
+from pytest_megatron.gang.rank.settings import (
+    Held,
+    Key,
+    PythonSettings,
+    TorchSettings,
+    do_versions_work,
+    version_of,
+)
 
 KINDS = (
     "groups",
@@ -38,16 +51,16 @@ KINDS = (
     "signals",
     "warnings",
     "torch",
+    "python",
     "megatron",
     "patches",
     "working-directory",
 )
-# Kind and name of something that the process holds, or of a setting.
-Key: TypeAlias = tuple[str, object]
-Held: TypeAlias = dict[Key, object]
-
 CURRENT_GPU: Key = ("torch", "current CUDA device")
+LIMIT_OF_FILES: Key = ("python", "limit of open files")
 _MOST_LISTED = 3
+_BEFORE_CUDA = {"cuda-memory": 0, "reserved": 0}  # until a test uses it
+_MOST_SHOWN = 60  # characters of a setting
 _MOST_CUDA_BYTES = 1 << 20
 _MOST_HOST_BYTES = 256 << 20  # the heap of libraries grows, too
 _MOST_HOST_BYTES_WITH_CUDA = 1 << 30  # NCCL's first communicator takes 360 MiB
@@ -62,8 +75,6 @@ _collect_garbage = gc.collect
 _open = open
 _SIGNALS = tuple((int(s), s.name) for s in signal.Signals if s < signal.SIGRTMIN)
 _DESCRIPTORS = "/proc/self/fd"
-_WITHOUT_VERSIONS = (3, 14)
-_VERSION_AT = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # in a dict
 # Libraries keep one thread, or process, from its first use on.
 _THREADS_OF_LIBRARIES = ("tqdm", "torch._inductor", "pytest_megatron", "pytest_timeout", "debugpy")
 _PROCESSES_OF_LIBRARIES = ("resource_tracker", "forkserver", "compile_worker", "debugpy")
@@ -76,32 +87,10 @@ _VARIABLES_OF_LIBRARIES = frozenset(
         *("TRITON_LIBDEVICE_PATH", "DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"),
         *("KMP_DUPLICATE_LIB_OK", "QT_QPA_FONTDIR", "TF2_BEHAVIOR", "TF_CPP_MIN_LOG_LEVEL"),
         *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),  # of the rank
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),  # put back
-        *("MASTER_ADDR", "MASTER_PORT"),
     )
 )
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - a prefix
 _PLACES_OF_LIBRARIES = ("/dev/", "/proc/", "/sys/", "/usr/", "/etc/", "/memfd:", "/opt/")
-_TORCH_GETTERS = {  # of torch._C
-    "default dtype": "get_default_dtype",
-    "deterministic algorithms": "_get_deterministic_algorithms",
-    "cudnn.deterministic": "_get_cudnn_deterministic",
-    "cudnn.benchmark": "_get_cudnn_benchmark",
-    "cudnn.enabled": "_get_cudnn_enabled",
-    "TF32 of cudnn": "_get_cudnn_allow_tf32",
-    "TF32 of cublas": "_get_cublas_allow_tf32",
-    "float32 matmul precision": "_get_float32_matmul_precision",
-    "reduced precision of fp16": "_get_cublas_allow_fp16_reduced_precision_reduction",
-    "reduced precision of bf16": "_get_cublas_allow_bf16_reduced_precision_reduction",
-    "flash attention": "_get_flash_sdp_enabled",
-    "attention by math": "_get_math_sdp_enabled",
-    "memory-efficient attention": "_get_mem_efficient_sdp_enabled",
-    "gradient mode": "is_grad_enabled",
-    "inference mode": "is_inference_mode_enabled",
-    "anomaly detection": "is_anomaly_enabled",
-    "dispatch modes": "_len_torch_dispatch_stack",
-    "threads of torch": "get_num_threads",
-}
 _STATE_MODULES = {
     "megatron.core.parallel_state": "parallel state of megatron-core",
     "megatron.core.num_microbatches_calculator": "number of microbatches of megatron-core",
@@ -115,12 +104,16 @@ _PATCHED_MODULES = (
     *("torch.nn", "torch.nn.init", "torch.nn.parallel", "torch.optim", "torch.utils.data"),
     *("torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.tensor"),
 )
-_PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": ("Module",), "torch.optim": ("Optimizer",)}
+# None is all of their classes.
+_PATCHED_CLASSES = {"torch": ("Tensor",), "torch.nn": None, "torch.optim": None}
 _MEGATRON = "megatron."
-_WRAPPER = "torch._compile"  # has `_disable_dynamo`
+_WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame")  # have `disable`
 # Modules of torch that replace something at their first use: the first `torch.compile` methods of
-# `Module`, the first loader with workers the handler of SIGCHLD.
-_REPLACERS = ("torch._dynamo.mutation_guard", "torch.utils.data._utils.signal_handling")
+# `Module`, the first loader with workers the handler of SIGCHLD, the first optimizer of a class its
+_REPLACERS = (
+    *("torch._dynamo.mutation_guard", "torch.utils.data._utils.signal_handling"),
+    "torch.optim.optimizer",  # `step` of each class, for the profiler
+)
 _OF_A_SETTING = ("torch.Storage",)  # which follows the default dtype
 
 
@@ -207,42 +200,13 @@ def _is_of_torch(value: object) -> bool:
 def _is_left_to_eager(value: object, original: object) -> bool:
     """Return true for an original that torch only keeps out of compiled code.
 
-    `torch._dynamo` wraps functions of torch when it is loaded, as the first optimizer does.
+    `torch._dynamo` wraps functions of torch when it is loaded, as the first optimizer does, and
+    methods of optimizers, also inherited ones, when it compiles for the first time.
     """
-    if not isinstance(value, FunctionType) or value.__globals__.get("__name__") != _WRAPPER:
+    if not isinstance(value, FunctionType) or value.__globals__.get("__name__") not in _WRAPPERS:
         return False
-    return vars(value).get("__wrapped__") is original
-
-
-def _version_of(attributes: Mapping[str, object]) -> ctypes.c_uint64:
-    """Return the version of a dict of attributes, which every change of it changes (PEP 509).
-
-    To read it touches none of the attributes: thousands of them are in no cache after a test.
-    """
-    if not isinstance(attributes, dict):  # of a class
-        (attributes,) = gc.get_referents(attributes)
-    return ctypes.c_uint64.from_address(id(attributes) + _VERSION_AT)
-
-
-def _do_versions_work() -> bool:
-    """Return whether each kind of change shows in the version of a dict of this interpreter."""
-    if sys.version_info >= _WITHOUT_VERSIONS:
-        return False
-
-    class Scratch:
-        attribute = 1
-
-    for owner in (Scratch, ModuleType("scratch")):
-        version, seen = _version_of(vars(owner)), list[int]()
-        for name in ("attribute", "other"):
-            for value in (2, 3):
-                setattr(owner, name, value)
-                seen.append(version.value)
-            delattr(owner, name)
-            seen.append(version.value)
-        if len({*seen}) < len(seen) or version.value != seen[-1]:
-            return False
-    return True
+    wrapped = vars(value).get("__wrapped__")
+    return original is None or wrapped is original or _is_of_torch(wrapped)
 
 
 class LeakAudit:
@@ -252,11 +216,17 @@ class LeakAudit:
         own_gpu: Index of the GPU that tests of this rank make the current one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, restored: Iterable[str] = ()) -> None:
+        """Look for the first time.
+
+        Args:
+            restored: Variables that are put back after each test.
+        """
+        self._left_out = {name.encode() for name in (*_VARIABLES_OF_LIBRARIES, *restored)}
         self._patched: dict[str, _Patched] = {}
         self._states: list[tuple[Mapping[str, object], tuple[str, ...]]] = []
         self._num_modules = 0
-        self._has_versions = _do_versions_work()
+        self._has_versions = do_versions_work()
         self._versions: list[ctypes.c_uint64] = []
         self._last_versions: list[int] = []
         self._in_modules: Held = {}
@@ -265,6 +235,8 @@ class LeakAudit:
         self._changed_ns = 0
         self._files: Held = {}
         self._environ = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])
+        self._last_environ: Mapping[bytes, bytes] = {}
+        self._variables: Held = {}
         self._descriptors: Held = {}
         self._descriptors_seen = (0, 0)
         self._groups: Held = {}
@@ -280,13 +252,14 @@ class LeakAudit:
             _filters,
             _children,
             self._look_at_modules,
-            self._look_at_torch,
+            TorchSettings().look,
+            PythonSettings().look,
+            self._look_at_cuda,
             self._look_at_groups,
             self._look_at_megatron,
             self.list_directory,
         )
         self._found: dict[Callable[[], Held], Held] = {}
-        self._getters: tuple[tuple[str, Callable[[], object]], ...] = ()
         self.look()
 
     def look(self) -> Held:
@@ -314,9 +287,10 @@ class LeakAudit:
                 resident = int(os.read(descriptor, 128).split()[1]) * _PAGE
             finally:
                 os.close(descriptor)
-            return {"host-memory": resident, **cuda_memory()}
+            cuda = cuda_memory() or _BEFORE_CUDA
         except Exception:  # noqa: BLE001
             return {}
+        return {"host-memory": resident, **cuda}
 
     def settle(self, kinds: set[str]) -> None:
         """Free what nothing refers to, and wait a moment for threads that end."""
@@ -333,7 +307,7 @@ class LeakAudit:
         """Return memory that the process has more of than before, beyond a limit."""
         grown = {kind: now[kind] - before.get(kind, now[kind]) for kind in now}
         leaks = []
-        most = _MOST_HOST_BYTES_WITH_CUDA if "cuda-memory" in now else _MOST_HOST_BYTES
+        most = _MOST_HOST_BYTES_WITH_CUDA if now.get("reserved") else _MOST_HOST_BYTES
         if grown.get("host-memory", 0) > most:
             leaks.append(
                 Leak(kind="host-memory", text=f"{_mib(grown['host-memory'])} of host memory")
@@ -363,17 +337,20 @@ class LeakAudit:
 
         Groups have some, and CUDA and NCCL open more of them at any time.
         """
-        world = _world()
+        world = group_registry()
         count = 0 if world is None else world.group_count
         last, self._num_groups = self._num_groups, count
         return count != last or bool(cuda_memory())
 
     def _look_at_variables(self) -> Held:
-        return {
-            ("environment", name): value
-            for name, value in self._environ.items()
-            if name not in _RAW_VARIABLES
-        }
+        if self._environ != self._last_environ:
+            self._last_environ = dict(self._environ)
+            self._variables = {
+                ("environment", name): value
+                for name, value in self._last_environ.items()
+                if name not in self._left_out
+            }
+        return self._variables
 
     def _look_at_descriptors(self) -> Held:
         """Return open descriptors, without the one by which they are listed.
@@ -418,25 +395,18 @@ class LeakAudit:
                 if name in _STATE_MODULES:
                     self._states.append((vars(module), _state_names(module)))
         for name, classes in _PATCHED_CLASSES.items():
-            for of_module in classes:
-                cls = _variable(name, of_module)
+            for of_module, cls in list(getattr(sys.modules.get(name), "__dict__", {}).items()):
+                if classes is not None and of_module not in classes:
+                    continue
                 path = f"{name}.{of_module}"
-                if path not in self._patched and isinstance(cls, type):
+                if isinstance(cls, type) and path not in self._patched:
                     self._patched[path] = _Patched(path, cls.__dict__)
         if self._has_versions:
-            self._versions = [_version_of(patched.attributes) for patched in self._patched.values()]
-        bindings = sys.modules.get("torch._C")
-        if bindings is not None and not self._getters:
-            found = {name: vars(bindings).get(getter) for name, getter in _TORCH_GETTERS.items()}
-            self._getters = tuple((name, get) for name, get in found.items() if get is not None)
+            self._versions = [version_of(patched.attributes) for patched in self._patched.values()]
 
-    def _look_at_torch(self) -> Held:
-        held: Held = {("torch", name): get() for name, get in self._getters}
-        context = _variable("torch", "_GLOBAL_DEVICE_CONTEXT")
-        device = getattr(context, "device_context", None)
-        if self._getters:
-            held["torch", "default device"] = "cpu" if device is None else str(device.device)
+    def _look_at_cuda(self) -> Held:
         device = cuda_device()
+        held: Held = {("torch", name): value for name, value in cuda_settings().items()}
         self._has_used_own_gpu = self._has_used_own_gpu or device == self.own_gpu
         if self._has_used_own_gpu:
             held[CURRENT_GPU] = device
@@ -444,7 +414,7 @@ class LeakAudit:
 
     def _look_at_groups(self) -> Held:
         """Return process groups but the default one; thousands stay where no test destroys any."""
-        world = _world()
+        world = group_registry()
         if world is None:
             return {}
         default = world.default_pg
@@ -494,7 +464,8 @@ class LeakAudit:
         return self._files
 
 
-def _world() -> _GroupRegistry | None:
+def group_registry() -> _GroupRegistry | None:
+    """Return the process groups that torch has; None before it is loaded."""
     world = _variable("torch.distributed.distributed_c10d", "_world")
     return cast("_GroupRegistry | None", world)
 
@@ -559,7 +530,6 @@ def _state_names(module: ModuleType) -> tuple[str, ...]:
 
 
 _Row: TypeAlias = tuple[object, object, object]
-_RAW_VARIABLES = frozenset(name.encode() for name in _VARIABLES_OF_LIBRARIES)
 
 
 def _mib(size: int) -> str:
@@ -582,9 +552,20 @@ def _threads(rows: Sequence[_Row]) -> list[str]:
         thread = threads.get(cast("int", ident))
         target = getattr(thread, "_target", None)
         places = (type(thread).__module__, str(getattr(target, "__module__", "")))
-        if not any(place.startswith(_THREADS_OF_LIBRARIES) for place in places):
+        is_of_library = any(place.startswith(_THREADS_OF_LIBRARIES) for place in places)
+        if not is_of_library and not _is_of_inductor(thread):
             names.append(str(value))
     return [f"{counted(len(names), 'thread')} ({listed(names, _MOST_LISTED)})"] if names else []
+
+
+def _is_of_inductor(thread: object) -> bool:
+    """Return whether a thread is of the pool that Inductor compiles in."""
+    compiler = _variable("torch._inductor.async_compile", "AsyncCompile")
+    pool = getattr(compiler, "pool", None)
+    if pool is None or not pool.cache_info().currsize:  # it has none
+        return False
+    executor, *_ = getattr(thread, "_args", None) or (None,)  # a weak reference
+    return callable(executor) and executor() is pool()
 
 
 def _open_files(rows: Sequence[_Row]) -> list[str]:
@@ -672,7 +653,25 @@ def _handler(value: object) -> str:
 
 
 def _settings(rows: Sequence[_Row]) -> list[str]:
-    return [f"{name} {value}, was {was}" for name, value, was in rows]
+    return [
+        f"{name} {value}, was {was}"
+        if _is_short(value) and _is_short(was)
+        else f"{name} changed{_differing(value, was)}"
+        for name, value, was in rows
+    ]
+
+
+def _differing(value: object, was: object) -> str:
+    """Return what only one of two collections has, in brackets, as far as that is text."""
+    if not (isinstance(value, tuple | dict) and isinstance(was, tuple | dict)):
+        return ""
+    names = [str(x) for x in value if x not in was] + [str(x) for x in was if x not in value]
+    shown = [name for name in dict.fromkeys(names) if not name.isdecimal()]
+    return f" ({listed(shown, _MOST_LISTED)})" if shown else ""
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, tuple | dict) and len(str(value)) < _MOST_SHOWN
 
 
 def _of_megatron(rows: Sequence[_Row]) -> list[str]:
@@ -703,9 +702,10 @@ _DESCRIBE: Mapping[str, Callable[[Sequence[_Row]], list[str]]] = {
     "signals": _handlers,
     "warnings": lambda _: ["other warnings filters"],
     "torch": _settings,
+    "python": _settings,
     "megatron": _of_megatron,
     "patches": lambda rows: [f"patched {listed([str(name) for name, _, _ in rows], _MOST_LISTED)}"],
     "working-directory": lambda rows: [str(name) for name, _, _ in rows],
 }
 # A setting counts in whatever way it changed; of the others only what is there and was not.
-SETTINGS = frozenset(("environment", "signals", "warnings", "torch"))
+SETTINGS = frozenset(("environment", "signals", "warnings", "torch", "python"))

@@ -138,7 +138,10 @@ def calm_gloo() -> None:
     """
     if "torch.distributed" not in sys.modules:
         return
-    found = set(os.listdir(THREADS))
+    try:
+        found = set(os.listdir(THREADS))
+    except OSError:  # there is no descriptor left
+        return
     new = found - _threads
     _threads.clear()
     _threads.update(found)
@@ -156,8 +159,8 @@ class _Cuda:
     """Functions of torch's CUDA, as they were before a test could patch them.
 
     Attributes:
-        variables: Of the module `torch.cuda`.
-        bindings: Of the module `torch._C`.
+        variables: Variables of the module `torch.cuda`.
+        bindings: Variables of the module `torch._C`.
         synchronize: Waits for the current device; `torch.cuda.synchronize` calls functions that
             tests patch.
         run_kernel: Runs a kernel and waits for its result.
@@ -207,32 +210,33 @@ def cuda_device() -> int | None:
     return _current_device(cuda) if cuda is not None and cuda.is_initialized else None
 
 
-def cuda_memory() -> dict[str, int]:
-    """Return the bytes of the current GPU that torch's allocator has given out and reserved.
+def cuda_settings() -> dict[str, object]:
+    """Return the current stream of torch, and the share of memory that it may take."""
+    cuda = _bind_cuda()
+    found: dict[str, object] = {"current CUDA stream": 0, "share of CUDA memory": 1.0}
+    if cuda is None or not cuda.is_initialized:
+        return found
+    device = _current_device(cuda)
+    stream, share = (
+        cast("Callable[[int], object] | None", cuda.bindings.get(name))
+        for name in ("_cuda_getCurrentRawStream", "_cuda_getMemoryFraction")
+    )
+    if stream is not None:
+        found["current CUDA stream"] = stream(device)
+    if share is not None:
+        found["share of CUDA memory"] = share(device)
+    return found
 
-    `peak` is what it had reserved at most since `forget_cuda_peak`.
-    """
+
+def cuda_memory() -> dict[str, int]:
+    """Return the bytes of the current GPU that torch's allocator has given out and reserved."""
     cuda = _bind_cuda()
     if cuda is None or not cuda.is_initialized:
         return {}
     stats_of = cast("Callable[[int], _MemoryStats]", cuda.bindings["_cuda_memoryStats"])
     stats = stats_of(_current_device(cuda))
     kinds = {"cuda-memory": "allocated_bytes", "reserved": "reserved_bytes"}
-    found = {kind: int(stats[name]["all"]["current"]) for kind, name in kinds.items()}
-    return {**found, "peak": int(stats["reserved_bytes"]["all"]["peak"])}
-
-
-def forget_cuda_peak() -> None:
-    """Return unused memory of torch's allocator to the GPU, and begin a new peak."""
-    cuda = _bind_cuda()
-    if cuda is not None and cuda.is_initialized:
-        for name, arguments in (
-            ("_cuda_emptyCache", ()),
-            ("_cuda_resetPeakMemoryStats", (_current_device(cuda),)),
-        ):
-            call = cuda.bindings.get(name)
-            if callable(call):
-                call(*arguments)
+    return {kind: int(stats[name]["all"]["current"]) for kind, name in kinds.items()}
 
 
 def free_cublas() -> None:

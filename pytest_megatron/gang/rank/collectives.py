@@ -76,7 +76,7 @@ class Counts:
     """Numbers of collectives and sends of this rank.
 
     Attributes:
-        num_collectives: Of the default group; -1 without a default group of all ranks, and for
+        num_collectives: Those of the default group; -1 without one of all ranks, and for
             backends without comparable sequence numbers.
         num_rendezvous: Default groups that were set up.
         num_unmatched: Sends within the default group less receives. The sum over all ranks is 0,
@@ -264,13 +264,26 @@ class _Counter:
 class _Finder(MetaPathFinder):
     """Import hook that finds no module, and waits for the import of torch.distributed."""
 
+    def __init__(self, install: Callable[[], bool]) -> None:
+        self._install = install
+
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.startswith("torch.") and _install():
+        if fullname.startswith("torch.") and self._install():
             sys.meta_path.remove(self)
         return None
+
+
+def install_from_import_on(install: Callable[[], bool]) -> None:
+    """Wrap torch.distributed in this process, now or when it is imported.
+
+    Args:
+        install: Returns False as long as it is not loaded.
+    """
+    if not install():
+        sys.meta_path.insert(0, _Finder(install))
 
 
 _counter: _Counter | None = None
@@ -278,15 +291,14 @@ _counter: _Counter | None = None
 
 def count_from_import_on() -> None:
     """Count in this process, from now on or from the import of torch.distributed on."""
-    if not _install():
-        sys.meta_path.insert(0, _Finder())
+    install_from_import_on(_install)
 
 
 def count_collectives(world_size: int) -> Counts:
     """Return the counts of this rank so far.
 
     Args:
-        world_size: Of the gang.
+        world_size: World size of the gang.
     """
     if _counter is None:
         return Counts(num_collectives=-1, num_rendezvous=0)

@@ -8,8 +8,11 @@ gang with another default group is replaced, and a warning names the test.
 from __future__ import annotations
 
 import builtins
+import errno
+import resource
+import signal
 import sys
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -17,45 +20,26 @@ from typing import TypeAlias, cast
 from pytest_megatron.gang.originals import os
 from pytest_megatron.gang.rank.audit import (
     CURRENT_GPU,
+    LIMIT_OF_FILES,
     SETTINGS,
-    Held,
-    Key,
     Leak,
     LeakAudit,
+    group_registry,
     is_connection,
 )
 from pytest_megatron.gang.rank.collectives import DefaultGroup, default_group
+from pytest_megatron.gang.rank.settings import Held, Key
 
-_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open", "group"
+_MOST_BYTES = 8192
+_STOPS = sum(1 << (n - 1) for n in (signal.SIGSTOP, signal.SIGTSTP))  # in a mask of /proc
+_MORE_DESCRIPTORS = 64
 _environ = os.environ
-_raw = {name: name.encode() for name in _VARIABLES}
-_environb = os.environb  # half as long to read
+_environb = os.environb
+_variables = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])  # a tenth as long to read
 # Name -> value; variables have their own names, and None if they are not set. Keys of the audit are
 # pairs.
 State: TypeAlias = dict[str | Key, object]
-
-
-def look() -> State:
-    """Return the state of this process; takes some microseconds."""
-    try:
-        directory = os.getcwd()
-    except OSError:  # it was removed
-        directory = None
-    state: State = {name: _environb.get(raw) for name, raw in _raw.items()}
-    state[_ENVIRON] = sys.modules["os"].environ
-    state[_DIRECTORY] = directory
-    state[_OPEN] = builtins.open
-    state[_GROUP] = default_group()
-    return state
 
 
 @dataclass(slots=True)
@@ -63,14 +47,20 @@ class StateKeeper:
     """Expected state after the running test.
 
     Attributes:
-        world_size: Of the gang.
+        world_size: World size of the gang.
         temp: Returns the directory in which tests make theirs.
         audit: Probes of what else tests leave, which is reported and not restored; None without.
+        variables: Names of those that this rank was given.
+        group_maker: Test in which the default group was made; "" if there is none.
     """
 
     world_size: int
     temp: Callable[[], Path | None]
     audit: LeakAudit | None = None
+    variables: Iterable[str] = ()
+    group_maker: str = ""
+    _last_group: object = None
+    _raw: dict[str, bytes] = field(default_factory=dict)
     _expected: State = field(default_factory=dict)
     _initial: State = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
@@ -79,6 +69,7 @@ class StateKeeper:
     _held: Held | None = None  # what is expected; None if that has changed since
 
     def __post_init__(self) -> None:
+        self._raw = {name: name.encode() for name in self.variables}
         self._expected, self._sizes = self.look()
         self._initial = dict(self._expected)
         if self.audit is not None:
@@ -86,11 +77,24 @@ class StateKeeper:
 
     def look(self) -> tuple[State, dict[str, int]]:
         """Return the state of this process, and bytes of memory that it has, by kind."""
+        state = self._look()
         if self.audit is None:
-            return look(), {}
-        state = look()
+            return state, {}
         state.update(self.audit.look())
         return state, self.audit.sizes()
+
+    def _look(self) -> State:
+        """Return what is restored; takes some microseconds."""
+        try:
+            directory = os.getcwd()
+        except OSError:  # it was removed
+            directory = None
+        state: State = {name: _variables.get(raw) for name, raw in self._raw.items()}
+        state[_ENVIRON] = sys.modules["os"].environ
+        state[_DIRECTORY] = directory
+        state[_OPEN] = builtins.open
+        state[_GROUP] = default_group()
+        return state
 
     def begin(self) -> None:
         """Expect files that other ranks made in the test before, after the look of this one."""
@@ -102,7 +106,7 @@ class StateKeeper:
 
         Args:
             fixture: The fixture, which was just set up.
-            name: Its name.
+            name: Name of the fixture.
             before: The state before its set-up.
         """
         state, sizes = self.look()
@@ -124,27 +128,51 @@ class StateKeeper:
             self._held = None
             _update(self._expected, replaced)
 
-    def restore(self) -> tuple[list[str], str]:
+    def restore(self, test: str) -> tuple[list[str], str]:
         """Restore the state that the test has changed.
 
         Any test may destroy the default group, and create one of all ranks if there is none.
 
+        Args:
+            test: Node id of the test.
+
         Returns:
             The changes, and a problem with the default group, or "".
         """
-        state, expected = look(), self._expected
+        state, expected = self._look(), self._expected
         wrong_group = self._judge_group(state, expected)
+        registry = group_registry()
+        group = None if registry is None else registry.default_pg
+        if group is not self._last_group:
+            self._last_group, self.group_maker = group, "" if group is None else test
         expected[_GROUP] = state[_GROUP]
         found = [
             _put_back(str(name), value, expected[name])
             for name, value in state.items()
-            if value != expected[name]
+            if value is not expected[name] and value != expected[name]  # os.environ compares slowly
         ]
         temp = self.temp()
         if temp is not None and not _exists(temp):
             os.makedirs(temp, mode=0o700, exist_ok=True)
             found.append("it removed the directory for temporary files, which was made again")
         return found, wrong_group
+
+    def find_lack_of_descriptors(self) -> str:
+        """Return what is wrong if the test has used up all descriptors, or "".
+
+        What is done after the test may have some more then.
+        """
+        try:
+            os.close(os.dup(2))
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                return ""
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            more = soft + _MORE_DESCRIPTORS if hard < 0 else min(soft + _MORE_DESCRIPTORS, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+            self._expected[LIMIT_OF_FILES] = more
+            return f"it left none of {soft} descriptors free"
+        return ""
 
     def find_leaks(self) -> list[Leak]:
         """Return what the test left behind beside the restored state, and expect it from now on.
@@ -189,7 +217,8 @@ class StateKeeper:
         expected, initial = self._expected, self._initial
         new = [key for key, value in held.items() if expected.get(key) != value]
         if new:  # a library that the test has loaded brings its settings
-            initial |= {k: held[k] for k in new if k[0] == "torch" and k not in initial}
+            kinds = ("torch", "python")
+            initial |= {k: held[k] for k in new if k[0] in kinds and k not in initial}
         lost = [
             key
             for key in expected.keys() - held.keys()
@@ -208,9 +237,32 @@ class StateKeeper:
         return f"it left a default process group of {group} in the place of {wanted}"
 
 
+def continue_parent() -> bool:
+    """Continue the process that starts ranks, and return true, if a test has stopped it."""
+    parent = os.getppid()
+    try:
+        descriptor = os.open(f"/proc/{parent}/status", os.O_RDONLY)
+    except OSError:  # it is gone, or there is no descriptor left
+        return False
+    try:
+        lines = os.read(descriptor, _MOST_BYTES).split(b"\n")
+    finally:
+        os.close(descriptor)
+    found = dict(line.split(b":\t", 1) for line in lines if line.startswith((b"State", b"ShdPnd")))
+    is_about_to = int(found.get(b"ShdPnd", b"0"), 16) & _STOPS
+    if is_about_to or found.get(b"State", b"").startswith(b"T "):
+        os.kill(parent, signal.SIGCONT)
+        return True
+    return False
+
+
 def _differences(state: State, before: State) -> State:
     """Return values that differ; None for those that are gone."""
-    changed = {key: value for key, value in state.items() if before.get(key) != value}
+    changed = {
+        key: value
+        for key, value in state.items()
+        if before.get(key) is not value and before.get(key) != value
+    }
     return changed | dict.fromkeys(before.keys() - state.keys())
 
 
@@ -238,7 +290,7 @@ def _put_back(name: str, value: object, wanted: object) -> str:
             _environ.pop(name, None)
         case _:
             assert isinstance(wanted, bytes)
-            _environb[_raw[name]] = wanted
+            _environb[name.encode()] = wanted
     return f"it left {name} {_shown(value)}, put back to {_shown(wanted)}"
 
 

@@ -64,7 +64,7 @@ class Loss:
     With many processes on a GPU the kernel takes seconds to clean up one that has died.
 
     Attributes:
-        pid: Its process, if it is on this host.
+        pid: Process of the rank, if it is on this host.
         since: When the connection ended, in seconds of the monotonic clock.
         next_look: When to check again, likewise.
     """
@@ -88,7 +88,7 @@ class Gang:
     Attributes:
         number: Counted from 1 in this session.
         configs: Configurations of its ranks, by rank.
-        descriptors: Of leased devices, for ranks to inherit.
+        descriptors: Descriptors of leased devices, for ranks to inherit.
         ends: Results of its tests, until the controller takes them.
         inboxes: Rank -> its messages that are not handled yet.
         fork_servers: Connections of fork servers that still have processes of it.

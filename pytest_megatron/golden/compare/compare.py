@@ -75,6 +75,7 @@ from pytest_megatron.golden.policy import (
 
 _TIME = "iteration-time"
 _ZEROS = "num-zeros"
+_LEAST_TIMED, _MOST_UNTIMED = 10, 0.02  # steps, and the part of them that may have no time
 _WITH_PLACEHOLDERS = (_TIME, _ZEROS, "grad-norm")
 
 
@@ -150,10 +151,10 @@ def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
         first: The values of the uninterrupted run.
         second: The values of the resumed run.
         train_iters: How many iterations the whole training has.
-        metrics: As for `compare`.
-        policy: As for `compare`.
-        nondeterministic: As for `compare`; if false, the strict policy allows what it allows
-            against a deterministic golden.
+        metrics: Names to compare, in the same form as for `compare`.
+        policy: The policy, in the same form as for `compare`.
+        nondeterministic: True for values that vary; if false, the strict policy allows what it
+            allows against a deterministic golden.
         where: Name of the first run in messages.
 
     Source: Megatron-LM tests/functional_tests/python_test_utils/
@@ -191,11 +192,7 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
         return replace(answer, rule=ComparisonRule.NO_METRIC)
     golden, observed = align(golden, observed)
     num_steps = len(golden)
-    golden = without_unmeasured_end(golden)
-    if metric in _WITH_PLACEHOLDERS:
-        golden = _without_placeholders(golden)
-    if metric == _TIME:
-        golden = _without_untimed_start(golden, observed)
+    golden = _measured_part(case, metric, golden, observed)
     points = shared_points(golden, observed)
     answer = _find_hole(replace(answer, passed=True), golden, observed, points)
     if answer.passed:
@@ -335,6 +332,17 @@ def _name_pass(
     return answer
 
 
+def _measured_part(case: _StrictCase, metric: str, golden: Series, observed: Series) -> Series:
+    """Return the golden without steps whose absence, of the golden or of the run, means nothing."""
+    golden = without_unmeasured_end(golden)
+    if metric in _WITH_PLACEHOLDERS:
+        golden = _without_placeholders(golden)
+    if metric == _TIME:
+        golden = _without_untimed_start(golden, observed)
+    is_cost = isinstance(case.policy.limits(metric), CostLimits)
+    return _without_untimed_steps(golden, observed) if is_cost else golden
+
+
 def _without_placeholders(golden: Series) -> Series:
     """Return the steps that the golden has a value for.
 
@@ -352,3 +360,16 @@ def _without_untimed_start(golden: Series, observed: Series) -> Series:
     if len(golden) > 1 and not is_finite(observed.at(golden.steps[0])):
         return golden.after(golden.steps[0])
     return golden
+
+
+def _without_untimed_steps(golden: Series, observed: Series) -> Series:
+    """Return the golden without single steps at which the run wrote that it has no number.
+
+    Times are judged by median and quartile, which those do not move. Steps that are not there at
+    all stay.
+    """
+    at = dict(observed.items())
+    untimed = {step for step in golden.steps if step in at and not is_finite(at[step])}
+    if len(golden) < _LEAST_TIMED or len(untimed) > max(1, _MOST_UNTIMED * len(golden)):
+        return golden
+    return golden.where(lambda step, _: step not in untimed)

@@ -551,9 +551,9 @@ def cost_layers(
     """Yield the layers of a time or a rate after the warm-up: its median and a quartile.
 
     Args:
-        points: Of the run and the golden.
+        points: Values of the run and the golden.
         limits: The limit of each.
-        spread: Of the golden's repeats; a limit that is narrower than `TIME_SPREADS` of it in the
+        spread: Spread of the repeats; a limit that is narrower than `TIME_SPREADS` of it in the
             median is widened to that, since so far apart are runs of the same training there.
     """
     steady = points[max(1, int(limits.warm_up * len(points))) :] or points

@@ -14,6 +14,7 @@ from enum import Enum
 from itertools import groupby
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
 from pytest_megatron.golden.model import (
     MetricMap,
     Series,
@@ -82,7 +83,7 @@ class StepDifference:
     Attributes:
         observed: None if the run has no value there.
         tolerance: The allowed deviation there, relative to the golden; None if it names no amount.
-        place: Its name where it is no step of a training, as in `request '0', token 7`.
+        place: Name of the place where it is no step of a training, as in `request '0', token 7`.
     """
 
     step: int
@@ -139,7 +140,7 @@ class Layer:
         rule: Which.
         measured: The value found; None where there was nothing to measure.
         limit: How much may be; more of it, in the layer's direction, fails.
-        unit: Of both: `relative`, a deviation as a part of the golden, or things.
+        unit: Unit of both: `relative`, a deviation as a part of the golden, or things.
         place: Where it was found, as in `step 19`; None for all steps.
     """
 
@@ -216,7 +217,7 @@ class Comparison:
         first: The first step outside the tolerance; if there is none, the first that differs.
         summary: The number that decided, where it was no single step.
         notes: Further facts, each a clause without a final period.
-        unit: Of the count in `deviation`.
+        unit: Unit of the count in `deviation`.
         allowed: Around each value of the golden; None where no step has a limit of its own.
         layers: Every test that was applied, in order; after one that failed the others are
             measured too, as far as there is something to measure.
@@ -351,8 +352,7 @@ def _headline(comparison: Comparison) -> str:
         s = comparison.summary
         return (
             f"{metric}, {s.name}: observed {s.observed:.6g}, golden {s.golden:.6g}, "
-            f"off by {relative(s.observed, s.golden):+.1e} relative, "
-            f"tolerance allows {s.tolerance:.1e}"
+            f"{_off(relative(s.observed, s.golden), s.tolerance, sign='+')}"
         )
     if comparison.first is not None:
         return f"{metric}, {comparison.first.where}: {_at_step(comparison.first, rule)}"
@@ -369,11 +369,18 @@ def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
     if isinstance(observed, str) or isinstance(golden, str) or first.place is not None:
         return f"observed {_number(observed)}, {expected}"
     off = relative(observed, golden)
-    amount = f", off by {abs(off):.1e} relative" if math.isfinite(off) else ""
-    allowed = ""
-    if first.tolerance is not None and math.isfinite(observed):
-        allowed = f", tolerance allows {first.tolerance:.1e}"
-    return f"observed {_number(observed)}, {expected}{amount}{allowed}"
+    tolerance = first.tolerance if math.isfinite(observed) else None
+    amount = f", {_off(abs(off), tolerance)}" if math.isfinite(off) else ""
+    return f"observed {_number(observed)}, {expected}{amount}"
+
+
+def _off(amount: float, tolerance: float | None, sign: str = "") -> str:
+    """Return how far a value is off, and how far it may be, in digits that tell them apart."""
+    if tolerance is None:
+        return f"off by {amount:{sign}.1e} relative"
+    same = [d for d in range(1, 7) if f"{abs(amount):.{d}e}" == f"{tolerance:.{d}e}"]
+    digits = 1 if amount == tolerance or not same else min(same[-1] + 1, 7)
+    return f"off by {amount:{sign}.{digits}e} relative, tolerance allows {tolerance:.{digits}e}"
 
 
 def _number(value: Value) -> str:
@@ -593,7 +600,10 @@ def find_absent(
     rules = [_rule_of(difference.observed) for difference in absent]
     rule = rules[0]
     counts = Counter(r.value for r in rules)
-    notes = [f"{n} of {len(golden)} golden steps {kind}" for kind, n in sorted(counts.items())]
+    notes = [
+        f"{n} of {len(golden)} steps {'is' if n == 1 else 'are'} {kind} in the run"
+        for kind, n in sorted(counts.items())
+    ]
     last = observed.steps[-1] if observed.steps else 0
     if set(rules) == {ComparisonRule.MISSING} and absent[0].step > last:
         rule = ComparisonRule.TRUNCATED
@@ -613,7 +623,7 @@ def describe_extra(golden: Series, observed: Series) -> tuple[str, ...]:
 
 def describe_skipped(num_steps: int) -> tuple[str, ...]:
     """Return a note on golden steps that were left out because nothing was measured there."""
-    return (f"{num_steps} steps not measured, not compared",) if num_steps else ()
+    return (f"{counted(num_steps, 'step')} not measured, not compared",) if num_steps else ()
 
 
 def find_frozen(

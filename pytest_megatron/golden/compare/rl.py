@@ -79,7 +79,7 @@ def compare_rl(
     Args:
         golden: The committed values.
         observed: The values of the run.
-        metrics: As `rl_metrics` returns them.
+        metrics: Metrics from `rl_metrics`.
         rules: How.
     """
     golden = replace(golden, metrics=with_one_loss_name(golden.metrics))

@@ -57,7 +57,7 @@ class Console:
     """Gives debuggers of ranks access to the terminal.
 
     Attributes:
-        config: Of the controller.
+        config: Configuration of the controller.
         pdb_rank: The only rank that may stop; None allows the first that fails, and rank 0 at
             breakpoints.
         is_refusing: Whether no rank may stop: there is no terminal, or the session ends.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gang.crash import crash_stack
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gang.merge import (
     Merged,
@@ -24,7 +25,7 @@ from pytest_megatron.gang.merge import (
 from pytest_megatron.gang.rank.logs import file_size, read_piece
 from pytest_megatron.gang.record import Executed
 from pytest_megatron.gang.schedule import Schedule
-from pytest_megatron.gang.spec import GangSpec, RunEnd
+from pytest_megatron.gang.spec import GangSpec, RankResult, RunEnd
 from pytest_megatron.gang.supervisor.supervisor import Gang
 from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gpu.host import is_awaited
@@ -35,6 +36,7 @@ from pytest_megatron.hooks.options import Options
 from pytest_megatron.triage.signatures import Signature
 
 _NUM_LAST_LINES = 40  # room for a traceback, or the stacks of an aborted process
+_STACK_BYTES = 1 << 14
 
 
 @dataclass(slots=True)
@@ -45,12 +47,9 @@ class Execution:
         index: Index of the item in the session.
         before: The item that the same gang ran before it, if any.
         log_starts: Size of stderr.log of each rank at its start, if it may be rerun.
-        end: Its result on the gang; None while it runs.
+        end: Result on the gang; None while it runs.
         merged: One report of all ranks for each phase and subtest.
         left: What it left behind in its ranks.
-        memory_mib: Memory of each GPU that was set aside for it where gangs share them; 0 if it
-            had them for itself.
-        used_mib: Most that one of its ranks used, or None.
     """
 
     index: int
@@ -60,12 +59,10 @@ class Execution:
     end: RunEnd | None = None
     merged: tuple[Merged, ...] = ()
     left: Sequence[str] = ()
-    memory_mib: int = 0
-    used_mib: int | None = None
 
     @property
     def ended(self) -> RunEnd:
-        """Its result, once it has ended."""
+        """The result of an execution that has ended."""
         assert self.end is not None
         return self.end
 
@@ -149,10 +146,10 @@ class Dispatcher:
 
         Args:
             session: One that has collected.
-            pool: Its gangs.
+            pool: Gangs of the session.
             specs: Items of gangs.
-            limits: Of the phases of each.
-            options: Of the session.
+            limits: Limits of the phases of each.
+            options: Options of the session.
             is_by_hand: Whether pytest-xdist or `--sw` chooses the next test, not the schedule.
         """
         self._pool = pool
@@ -165,11 +162,8 @@ class Dispatcher:
         self._is_leak_failure = options.audit == "fail"
         self._is_worker = hasattr(session.config, "workerinput")
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
-        self._schedule = Schedule(
-            [] if is_by_hand else tests, num_slots=pool.num_slots, packing=pool.leases.packing
-        )
-        is_one_by_one = len({*specs.values()}) == 1 and self._schedule.is_serial()
-        self.is_in_order = is_by_hand or is_one_by_one
+        self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
+        self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
         self.ended: dict[pytest.Item, Execution] = {}
         self.history: dict[pytest.Item, list[Executed]] = {}
         self.is_stopping = False
@@ -234,19 +228,8 @@ class Dispatcher:
     def rerun(self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None) -> None:
         """Run an item again, on a gang that nothing has run on."""
         self.history[item][-1] = replace(self.history[item][-1], signature=cause)
-        self._run_again(item, self._specs[item], nextitem)
-
-    def rerun_alone(
-        self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None
-    ) -> None:
-        """Run an item again on GPUs that nothing else uses, as it ran out of their memory."""
-        last = self.history[item][-1]
-        self.history[item][-1] = replace(last, signature=cause, is_crowded=True)
-        self._run_again(item, replace(self._specs[item], memory_mib=0), nextitem)
-
-    def _run_again(self, item: pytest.Item, spec: GangSpec, nextitem: pytest.Item | None) -> None:
         del self.ended[item]
-        gang = self._start_alone(spec)
+        gang = self._start_alone(self._specs[item])
         self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
 
     def dispatch(self) -> None:
@@ -265,7 +248,7 @@ class Dispatcher:
             elif has_left(gang):
                 schedule.forget(gang.number)
             self._send_ahead(gang)
-        while (spec := schedule.wanted(pool.has_room, pool.count())) is not None:
+        while (spec := schedule.wanted(pool.num_free(), pool.count())) is not None:
             started = pool.start(spec)
             if started is None:
                 return
@@ -346,7 +329,8 @@ class Dispatcher:
             while True:
                 for other in [gang for gang in pool.gangs.values() if self._is_free(gang)]:
                     pool.supervisor.close(other)
-                if pool.has_room(spec) and (gang := pool.start(spec)) is not None:
+                has_room = pool.num_free() >= min(spec.world_size, pool.num_slots)
+                if has_room and (gang := pool.start(spec)) is not None:
                     return gang
                 self.pump()
         finally:
@@ -407,7 +391,7 @@ class Dispatcher:
         item = self._items[index]
         maxfail = item.config.option.maxfail
         log_starts: list[int] = []
-        if num_reruns_of(item, self._num_reruns) or gang.spec.memory_mib:
+        if num_reruns_of(item, self._num_reruns):
             log_starts = [file_size(Path(c.log_dir, "stderr.log")) for c in gang.configs]
         execution = Execution(index, item, self._last.get(gang.number), log_starts)
         self._running[self._num_runs] = gang, execution
@@ -433,7 +417,7 @@ class Dispatcher:
     def _take_ends(self, gang: Gang) -> None:
         if gang.ends:
             self._pool.tee.catch_up(gang)
-        for end in gang.ends:
+        for end in [replace(e, ranks=tuple(map(_with_crash, e.ranks))) for e in gang.ends]:
             _, execution = self._running.pop(end.run)
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
@@ -441,10 +425,6 @@ class Dispatcher:
             if self._is_leak_failure and execution.left:
                 execution.merged = fail_for_left(execution.merged, execution.left)
             self.ended[execution.item] = execution
-            leases = self._pool.leases
-            if leases.packing.is_on and gang.number in leases.of_gangs:
-                execution.memory_mib = gang.spec.memory_mib
-                execution.used_mib = leases.used_memory(gang.number, end)
             directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
                 Executed(gang=gang.number, directory=directory, end=end)
@@ -500,3 +480,17 @@ class Dispatcher:
         self._keep_late(item, gang.lifecycle.late, gang)
         if item is not None:
             self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
+
+
+def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
+    """Return whether all tests run on one gang, in the order of collection."""
+    return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)
+
+
+def _with_crash(rank: RankResult) -> RankResult:
+    """Return a rank that a signal ended with the stack that it wrote."""
+    if rank.stack or rank.exit_code is None or rank.exit_code >= 0:
+        return rank
+    path = Path(rank.log_dir, "stderr.log")
+    size = file_size(path)
+    return replace(rank, stack=crash_stack(read_piece(path, max(0, size - _STACK_BYTES), size)))

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,17 +23,14 @@ from pytest_megatron.gang.lifecycle import Lifecycle
 from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.bootstrap import state_if_seeded
 from pytest_megatron.gang.rank.logs import open_standard_descriptors
-from pytest_megatron.gang.schedule import GpuLoad, Packing, used_mib
-from pytest_megatron.gang.spec import GangSpec, RunEnd
+from pytest_megatron.gang.spec import GangSpec
 from pytest_megatron.gang.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gang.timers import GangState
 from pytest_megatron.gang.topology import Nodes, count_gpus
-from pytest_megatron.gpu.health import GpuState, MemoryWatch
-from pytest_megatron.gpu.host import Gpu, Lease, LeaseWaiter, this_host, try_lease, waiting_text
+from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
 from pytest_megatron.hooks.gangs.console import Console, Tee
 from pytest_megatron.hooks.gangs.rank_config import RankConfigs, refuse_unfit_host
 from pytest_megatron.hooks.nodes.leader import Leader, nodes_of
-from pytest_megatron.hooks.options import Options
 from pytest_megatron.hooks.session import RunSession, write_line
 from pytest_megatron.hooks.start.environment import KEY
 from pytest_megatron.hooks.start.forkserver import SessionTemplate, TemplateProcess
@@ -44,13 +41,9 @@ from pytest_megatron.hooks.start.start_mode import PerRank, modules_to_load, why
 class Leases:
     """Leases of devices.
 
-    Gangs that share a GPU each hold its lock: the last one that is closed releases it.
-
     Attributes:
-        packing: By which gangs share GPUs.
-        most_gpus: That the session may hold, where gangs share them.
         of_gangs: By number of the gang.
-        prepared: Of gangs whose ranks still collect.
+        prepared: Leases of gangs whose ranks still collect.
         waiter: Shows others that this session waits for devices that they hold; None while it
             does not.
     """
@@ -62,10 +55,6 @@ class Leases:
             write_line: Writes a line to the terminal, when waiting begins.
         """
         self._write_line = write_line
-        self.packing = Packing()
-        self.most_gpus = 0
-        self._rooms: dict[str, int] = {}
-        self._watch: MemoryWatch | None = None
         self.prepared: dict[GangSpec, Lease] = {}
         self.of_gangs: dict[int, Lease] = {}
         self.waiter: LeaseWaiter | None = None
@@ -81,10 +70,7 @@ class Leases:
         if lease is not None:
             return lease
         gpus = this_host().gpus
-        if self.packing.is_on:
-            lease = self._share(spec.memory_mib, num_gpus)
-        else:
-            lease = try_lease(gpus, num_gpus)
+        lease = try_lease(gpus, num_gpus)
         if lease is None and self.waiter is None:
             self._write_line(waiting_text(gpus, num_gpus))
             self.waiter = LeaseWaiter()
@@ -92,81 +78,6 @@ class Leases:
             self.waiter.close()
             self.waiter = None
         return lease
-
-    def has_room(self, spec: GangSpec) -> bool:
-        """Return whether a gang may share GPUs with those that are there, or take others."""
-        if spec in self.prepared:
-            return True
-        loads = self._loads()
-        num_others = self.most_gpus - len(loads)
-        return num_others + len(self.packing.fitting(loads, spec.memory_mib)) >= spec.world_size
-
-    def used_memory(self, gang: int, end: RunEnd) -> int | None:
-        """Return the MiB that the rank of a gang used which used most; None if it is not known."""
-        lease, found = self.of_gangs[gang], [r.done.gpu_memory for r in end.ranks if r.done]
-        if len(found) < len(end.ranks):
-            return None
-        states = self._read_memory()
-        known = {p.pid: p.memory_bytes for s in states.values() for p in s.processes}
-        loads = self._loads()
-        used: list[int | None] = []
-        for (pid, *_), gpu in zip(found, lease.gpus, strict=True):
-            in_process, state = known.get(pid), states.get(gpu.uuid)
-            is_alone = len(loads[gpu.uuid].gangs) == 1
-            if in_process is None and is_alone and state and state.memory_used_bytes is not None:
-                # A container has other process ids than NVML.
-                others_mib = gpu.memory_bytes // _MIB - _MARGIN_MIB - self._rooms[gpu.uuid]
-                in_process = max(0, state.memory_used_bytes - others_mib * _MIB)
-            used.append(in_process)
-        return used_mib([words[1:] for words in found], used)
-
-    def _loads(self) -> dict[str, GpuLoad]:
-        """Return the GPUs that the session holds, with the memory of their gangs."""
-        gangs: dict[str, list[int]] = {}
-        for lease in (*self.of_gangs.values(), *self.prepared.values()):
-            for gpu in lease.gpus:
-                gangs.setdefault(gpu.uuid, []).append(lease.memory_mib)
-        return {
-            gpu: GpuLoad(room_mib=self._rooms[gpu], gangs=tuple(found))
-            for gpu, found in gangs.items()
-        }
-
-    def _share(self, memory_mib: int, num_gpus: int) -> Lease | None:
-        """Lease GPUs that nobody has, as far as the session may; share others with its gangs."""
-        loads = self._loads()
-        fitting = self.packing.fitting(loads, memory_mib)
-        others = [gpu for gpu in this_host().gpus if gpu.uuid not in loads]
-        for num_new in range(min(num_gpus, self.most_gpus - len(loads)), -1, -1):
-            num_shared = num_gpus - num_new
-            new = try_lease(others, num_new) if num_shared <= len(fitting) else None
-            if new is not None:
-                self._measure_rooms(new.gpus)
-                shared = [self._find(uuid) for uuid in fitting[:num_shared]]
-                pairs = [*zip(new.gpus, new.descriptors, strict=True)]
-                pairs += [(gpu, os.dup(lock)) for gpu, lock in shared]
-                pairs.sort(key=lambda pair: pair[0].index)
-                gpus, locks = zip(*pairs, strict=True)
-                return Lease(gpus=gpus, descriptors=locks, memory_mib=memory_mib)
-        return None
-
-    def _find(self, uuid: str) -> tuple[Gpu, int]:
-        """Return a GPU that the session holds, and its lock."""
-        leases = (*self.of_gangs.values(), *self.prepared.values())
-        held = (pair for one in leases for pair in zip(one.gpus, one.descriptors, strict=True))
-        return next((gpu, lock) for gpu, lock in held if gpu.uuid == uuid)
-
-    def _measure_rooms(self, gpus: Sequence[Gpu]) -> None:
-        """Note the memory of GPUs that no process uses; none of them has ranks of ours."""
-        states = self._read_memory() if gpus else {}
-        for gpu in gpus:
-            state = states.get(gpu.uuid)
-            used = 0 if state is None else state.memory_used_bytes or 0
-            self._rooms[gpu.uuid] = (gpu.memory_bytes - used) // _MIB - _MARGIN_MIB
-
-    def _read_memory(self) -> dict[str, GpuState]:
-        if self._watch is None:
-            self._watch = MemoryWatch(this_host().gpus)
-        return self._watch.read()
 
     def release(self, gang: int) -> None:
         """Release the lease of a gang, if it has one."""
@@ -180,24 +91,11 @@ class Leases:
             lease.close()
         self.of_gangs.clear()
         self.prepared.clear()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
 
-_MIB = 1 << 20
-_MARGIN_MIB = 512  # of a GPU's memory, for the driver
 _CLOSING_S = 5.0  # for ranks to tear down after Ctrl-C
 _PUMP_S = 0.5
 _LEASE_PUMP_S = 0.2  # between attempts to lease devices
-
-
-def packing_of(options: Options) -> Packing:
-    """Return the rules by which gangs of a session share the GPUs of this host."""
-    if options.num_packed == 1 or not (gpus := this_host().gpus):
-        return Packing()
-    memory_mib = min(gpu.memory_bytes for gpu in gpus) // _MIB - _MARGIN_MIB
-    return Packing(most=options.num_packed, memory_mib=memory_mib)
 
 
 class GangPool:
@@ -217,8 +115,8 @@ class GangPool:
         """Start listening.
 
         Args:
-            config: Of the session.
-            run: Its run directory and options.
+            config: Configuration of the session.
+            run: Run directory and options of the session.
             default_size: World size of tests without a marker; 0 if they need no gang.
         """
         open_standard_descriptors()
@@ -253,8 +151,6 @@ class GangPool:
         self._nodes = nodes_of(options)
         if options.num_nodes == 1:
             self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
-        self.leases.packing = packing_of(options)
-        self.leases.most_gpus = self.num_slots
         coverage = measure.settings_of_running(
             is_by_test=getattr(config.option, "cov_context", None) == "test"
         )
@@ -322,12 +218,6 @@ class GangPool:
         if kept.session is None:
             gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
-        contexts = None if kept.session is None else kept.session.contexts
-        if contexts is not None and not reason:
-            if self._specs == {GangSpec(world_size=len(contexts.devices), device="cuda")}:
-                reason = "CUDA contexts were kept"
-            else:
-                write_line(config, "the kept CUDA contexts fit no gang of these tests")
         self._learn()
         if not reason:
             self.drop_ahead()
@@ -427,7 +317,6 @@ class GangPool:
             lease = self.leases.take(spec, count_gpus(num_here, self._options.ranks_per_gpu))
             if lease is None:
                 return None
-            self._note_devices(spec, lease)
         if per_rank is not None and not self._has_collected(per_rank, spec, lease):
             return None
         gang = self._make(spec, lease)
@@ -444,14 +333,6 @@ class GangPool:
             supervisor.start(gang)
             per_rank.take(spec.world_size)
         return gang
-
-    def _note_devices(self, spec: GangSpec, lease: Lease) -> None:
-        """Note the GPUs of the session, if contexts on them would fit a session like this one."""
-        start_env = self._config.stash[KEY]
-        has_own_gpus = self._options.ranks_per_gpu == self._options.num_packed == 1
-        is_only = self._specs == {spec} and not spec.is_isolated
-        if start_env.devices is None and has_own_gpus and is_only:
-            start_env.devices = tuple(gpu.uuid for gpu in lease.gpus)
 
     def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:
         """Report errors of ranks that collect; return whether all have collected without errors."""
@@ -503,14 +384,10 @@ class GangPool:
             self.leases.of_gangs[number] = lease
         return gang
 
-    def has_room(self, spec: GangSpec) -> bool:
-        """Return whether a gang can be started beside those that are there."""
-        if self.leases.packing.is_on and spec.device == "cuda":
-            return self.leases.has_room(spec)
+    def num_free(self) -> int:
+        """Return the number of ranks that may be started."""
         sizes = [gang.spec.world_size for gang in self._present()]
-        num_free = self._nodes.num_free(sizes) if sizes else self.num_slots
-        # A gang that is wider than all slots runs by itself.
-        return spec.world_size <= num_free or num_free >= self.num_slots
+        return self._nodes.num_free(sizes) if sizes else self.num_slots
 
     def count(self) -> dict[GangSpec, int]:
         """Return the number of gangs of each spec."""
@@ -581,10 +458,10 @@ class GangPool:
         if template is not None:
             template.close()
         # At Python's end, nanobind (triton's bindings) prints what is frozen as leaked; a session
-        # in a kept process has no such end.
+        # in a kept process has no such end. Before that, pytest searches for garbage five times.
         has_nanobind = any(found.__module__ == "nanobind" for found in type.__subclasses__(type))
         if kept.session is None and has_nanobind:
-            gc.unfreeze()
+            atexit.register(gc.unfreeze)
 
 
 def _forget_last_failed(config: pytest.Config, place: str) -> None:

@@ -39,7 +39,7 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
     """Return messages about plugins that do less for tests on gangs.
 
     Args:
-        config: Of the controller.
+        config: Configuration of the controller.
         items: Items that run on gangs.
 
     Raises:
@@ -50,7 +50,8 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
     if items and config.pluginmanager.has_plugin("TestmonCollect"):
         raise pytest.UsageError(
             f"--testmon: {items[0].nodeid} runs on ranks, where it sees nothing, and would be left "
-            "out after any change; drop it, or collect without ranks and use --testmon-nocollect"
+            "out after any change; use --record-changed and --changed, which see ranks, or record "
+            "without ranks and select with --testmon-nocollect"
         )
     measured = [item.nodeid for item in items if _uses(item, "benchmark")]
     if measured and config.pluginmanager.has_plugin("benchmark"):

@@ -20,12 +20,12 @@ import pluggy
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.record import memory_cause, plan_lines, test_record, transient_cause
+from pytest_megatron.gang.record import plan_lines, test_record, transient_cause
 from pytest_megatron.gang.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gang.topology import count_gpus
 from pytest_megatron.gpu.host import this_host
-from pytest_megatron.hooks.gangs.dispatcher import Dispatcher, Execution
-from pytest_megatron.hooks.gangs.gang_pool import GangPool, packing_of
+from pytest_megatron.hooks.gangs.dispatcher import Dispatcher
+from pytest_megatron.hooks.gangs.gang_pool import GangPool
 from pytest_megatron.hooks.gangs.other_plugins import (
     Allure,
     is_of_phases,
@@ -39,7 +39,7 @@ from pytest_megatron.hooks.gangs.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.hooks.gangs.results import LEFT, MEMORY, add_way_back
+from pytest_megatron.hooks.gangs.results import LEFT, add_way_back
 from pytest_megatron.hooks.gangs.worker_contract import is_of_controller, module_of
 from pytest_megatron.hooks.markers import (
     PhaseLimits,
@@ -54,7 +54,6 @@ from pytest_megatron.hooks.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Op
 from pytest_megatron.hooks.run_file import RecordCarrier, put_record
 from pytest_megatron.hooks.session import RunSession, show_no_stacks, write_line
 from pytest_megatron.hooks.start.environment import KEY
-from pytest_megatron.hooks.start.learnt import GpuMemory
 from pytest_megatron.hooks.start.start_mode import make_extra_item
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.triage.signatures import Signature
@@ -119,7 +118,6 @@ class GangPlugin(RecordCarrier):
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
         self._reruns: dict[pytest.Item, list[Signature]] = {}
-        self._crowded: set[pytest.Item] = set()
         self._is_replaying = False
         self._broken: Exception | None = None
         self._internal_error = ""
@@ -141,8 +139,6 @@ class GangPlugin(RecordCarrier):
                 reason = f"needs {num_gpus} GPUs, this host has {len(this_host().gpus)}"
                 item.add_marker(pytest.mark.skip(reason=reason))
                 continue
-            if self._options.num_packed > 1 and spec.device == "cuda":
-                spec = replace(spec, memory_mib=self._memory.set_aside(item))
             self._specs[item] = spec
         self._refuse_pdb_rank()
         if not self._config.option.collectonly:
@@ -182,8 +178,7 @@ class GangPlugin(RecordCarrier):
         """Have ranks begin to collect, if those of the last session did for themselves."""
         learnt = session.config.stash[KEY].learnt
         is_forking = self._options.gang_start == "fork" and not self._options.is_plan
-        is_packed = self._options.num_packed > 1  # gangs are known by what tests need
-        if learnt is None or not is_forking or is_packed:
+        if learnt is None or not is_forking:
             return
         world_size, device = learnt.gang
         self._pool = GangPool(self._config, self._run, self._default_size())
@@ -212,6 +207,8 @@ class GangPlugin(RecordCarrier):
             pytest.UsageError: Ranks cannot be started here, or the run directory cannot be made.
         """
         end_if_forked(self._pid)  # while tests were collected
+        if has_workers(session.config) and not self._run.is_worker:
+            return None  # it has no items, before pytest 8.0 not even an empty list
         # Plugins may have reordered and deselected items meanwhile.
         self._specs = {item: self._specs[item] for item in session.items if self.is_ours(item)}
         has_work = bool(self._specs) or self._options.num_nodes > 1  # others show its output
@@ -219,8 +216,6 @@ class GangPlugin(RecordCarrier):
             return None
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             return None  # pytest's own loop reports that
-        if has_workers(session.config) and not self._run.is_worker:
-            return None
         if self._options.is_plan:
             return self._print_plan(session)
         if not self._run.is_worker:
@@ -252,8 +247,6 @@ class GangPlugin(RecordCarrier):
     def pytest_sessionfinish(self) -> None:
         """End all processes, however the session ends."""
         self._shut_down()
-        if self._options.num_packed > 1:
-            self._memory.save()
         keep_unused_snapshots(self._config, self._specs)
 
     @pytest.hookimpl(trylast=True)
@@ -401,7 +394,6 @@ class GangPlugin(RecordCarrier):
         self._reruns[item] = []
         try:
             dispatcher.wait_for(item, self._nextitem)
-            self._run_alone_if_crowded(item)
             while (cause := self._cause_to_rerun(item)) is not None:
                 self._reruns[item].append(cause)
                 dispatcher.rerun(item, cause, self._nextitem)
@@ -420,19 +412,6 @@ class GangPlugin(RecordCarrier):
         self._allure.follow("setup", item=item)
         execution.stop_like_rank("setup")
 
-    def _run_alone_if_crowded(self, item: pytest.Item) -> None:
-        """Run a test again, once and alone, if a GPU that it shared had not enough memory."""
-        dispatcher = self._open_dispatcher
-        execution = dispatcher.ended[item]
-        cause = None
-        if execution.memory_mib:
-            lines = execution.last_stderr_lines()
-            cause = memory_cause(execution.merged, lines, self._run.table)
-        if cause is not None:
-            self._crowded.add(item)
-            dispatcher.rerun_alone(item, cause, self._nextitem)
-            dispatcher.wait_for(item, self._nextitem)
-
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
         """Return the transient cause for which a test that failed may run again, or None."""
         if len(self._reruns[item]) >= num_reruns_of(item, self._options.num_transient_reruns):
@@ -441,7 +420,7 @@ class GangPlugin(RecordCarrier):
         cause = transient_cause(
             execution.merged, execution.log_lines(), execution.last_stderr_lines(), self._run.table
         )
-        if cause is None or self._run.retry_budget.claim(item.nodeid, cause.id) is not None:
+        if cause is None or self._run.ledger.claim(item.nodeid, cause.id) is not None:
             return None
         return cause
 
@@ -487,7 +466,6 @@ class GangPlugin(RecordCarrier):
         add_way_back(report, self._run)
         if call.when == "teardown":
             report.user_properties += [(LEFT, text) for text in execution.left]
-            report.user_properties += [(MEMORY, text) for text in self._about_memory(execution)]
             history = self._open_dispatcher.history[item]
             spec = self._specs[item]
             per_device = self._options.ranks_per_gpu if spec.device == "cuda" else 1
@@ -501,18 +479,6 @@ class GangPlugin(RecordCarrier):
             self._stop_if_repeated(item, execution.ended.internal_error)
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
-
-    def _about_memory(self, execution: Execution) -> Generator[str]:
-        """Yield what is to be known of a test that shared GPUs, or might have."""
-        if execution.item in self._crowded:
-            self._crowded.remove(execution.item)
-            has_failed = any(merged.outcome == "failed" for merged in execution.merged)
-            outcome = "failed" if has_failed else "passed"
-            yield f"ran out of it beside other tests; it ran again alone and {outcome}"
-        if execution.used_mib is not None and (
-            text := self._memory.note(execution.item, execution.used_mib)
-        ):
-            yield text
 
     def _stop_if_repeated(self, item: pytest.Item, internal_error: str) -> None:
         """End the session if pytest itself fails in the same way in two tests, as it would in all.
@@ -550,10 +516,6 @@ class GangPlugin(RecordCarrier):
         return True if self.is_ours(item) else None
 
     # Helpers
-
-    @functools.cached_property
-    def _memory(self) -> GpuMemory:
-        return GpuMemory(self._config, packing_of(self._options))
 
     @functools.cached_property
     def _allure(self) -> Allure:

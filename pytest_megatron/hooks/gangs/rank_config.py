@@ -55,8 +55,8 @@ class RankConfigs:
 
         Args:
             number: Number of the gang; 0 for one that is not started yet.
-            spec: Its spec.
-            lease: Its devices on this node, if it has any.
+            spec: Spec of the gang.
+            lease: Devices on this node, if it has any.
             is_ahead: Whether it is not known yet that a gang will run: only ranks make directories.
         """
         run_dir = self._run.run_dir if is_ahead else self._run.open_run_dir()
@@ -95,7 +95,6 @@ class RankConfigs:
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
                 is_audited=self._run.options.audit != "off",
-                is_packed=self._run.options.num_packed > 1 and spec.device == "cuda",
                 stress_seed=self._stress_seed,
             )
             for place in places

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import copy
 import os
 import sys
 import time
@@ -173,19 +174,20 @@ def _restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     place = {"nodeid": item.nodeid, "location": item.location}
-    report = _restore_report(item.config, {**(merged.base or {}), **place})
+    base = copy.deepcopy(dict(merged.base or {}))  # pytest makes objects of what is inside
+    report = _restore_report(item.config, {**base, **place})
     if merged.outcome == "failed" and merged.blocks:
         longrepr = report.longrepr
         crash = getattr(longrepr, "reprcrash", None)
         if crash is not None and merged.message:
-            crash.message = merged.message
+            crash.message = merged.headline
         if isinstance(longrepr, ExceptionRepr):
             if isinstance(longrepr, ExceptionChainRepr):
                 report.longrepr = longrepr = _PlainWhenText(longrepr.chain)
             for title, text in merged.blocks:
                 longrepr.addsection(title, text)
         else:
-            shown = merged.message if isinstance(longrepr, tuple) else str(longrepr)  # a skip
+            shown = merged.headline if isinstance(longrepr, tuple) else str(longrepr)  # a skip
             blocks = [f"-- {title} --\n{text}" for title, text in merged.blocks]
             report.longrepr = "\n".join([shown, "", *blocks])
     return report
@@ -234,8 +236,8 @@ def _with_tuples(data: dict[str, object]) -> dict[str, object]:
 def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
     """Return a failure that no rank reported itself, in the form of a traceback."""
     path, line, _ = item.location
-    place = ReprFileLocation(path=str(path), lineno=(line or 0) + 1, message=merged.message)
-    entry = ReprEntryNative([f"{merged.message}\n"])
+    place = ReprFileLocation(path=str(path), lineno=(line or 0) + 1, message=merged.headline)
+    entry = ReprEntryNative([f"{merged.headline}\n"])
     shown = ReprTraceback(reprentries=[entry], extraline=None, style="native")
     longrepr = ExceptionChainRepr([(shown, place, None)])
     for title, text in merged.blocks:

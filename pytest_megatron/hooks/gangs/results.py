@@ -36,7 +36,6 @@ from pytest_megatron.runs.reproduce import reproduce_line
 
 NAME = "megatron-gangs-results"
 LEFT = "megatron.left"  # user property of a report: what the test left behind
-MEMORY = "megatron.memory"  # likewise: what is to be known of its GPU memory
 _MOST_SHOWN = 3
 _WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
@@ -55,7 +54,6 @@ class GangResults:
         self._file = file
         self._records: dict[str, RecordedTest] = {}
         self._left: dict[str, list[str]] = {}
-        self._memory: list[str] = []
         self._config: pytest.Config | None = None
         self._ran: list[tuple[str, str | None]] = []
         self._next_at = 0.0
@@ -97,11 +95,6 @@ class GangResults:
             self._left[report.nodeid] = left
             if self._config is not None and self._config.getoption("verbose", 0) > 0:
                 write_line(self._config, f"megatron: audit: {report.nodeid}: {'; '.join(left)}")
-        self._memory += [
-            f"megatron: GPU memory: {report.nodeid} {text}"
-            for name, text in report.user_properties
-            if name == MEMORY
-        ]
         record, kept = record_on(report), self._records.get(report.nodeid)
         if record is None and report.failed and report.when == "teardown" and kept is not None:
             problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
@@ -131,7 +124,6 @@ class GangResults:
             ]
         if self._left:
             lines.append(_audit_line(self._left, len(self._records)))
-        lines += self._memory
         if replaced is not None:
             lines.append(f"megatron: {replaced}")
         if self._records and self._file.problem is not None:

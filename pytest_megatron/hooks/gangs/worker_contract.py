@@ -34,7 +34,7 @@ class RankNode:
     """A rank as plugins see a worker of pytest-xdist, its `WorkerController`.
 
     Attributes:
-        config: Of the controller.
+        config: Configuration of the controller.
         workerinput: `config.workerinput` of the rank.
         workeroutput: `config.workeroutput` of the rank.
     """
@@ -53,8 +53,8 @@ def configure_node(config: pytest.Config, rank_config: RankConfig, argv: list[st
     """Return the node of a rank that is about to collect, once plugins have configured it.
 
     Args:
-        config: Of the controller.
-        rank_config: Of the rank.
+        config: Configuration of the controller.
+        rank_config: Configuration of the rank.
         argv: `sys.argv` of the controller.
     """
     node = RankNode(
@@ -75,7 +75,7 @@ def node_down(node: RankNode, workeroutput: str, error: str | None) -> None:
 
     Args:
         node: The rank.
-        workeroutput: As `encode` returned it; "" if there is none.
+        workeroutput: Text from `encode`; "" if there is none.
         error: Reason why there is none, or None.
     """
     node.workeroutput = decode(workeroutput)

@@ -32,7 +32,10 @@ from pytest_megatron.gang.rank import coverage as measure
 from pytest_megatron.gang.rank.collectives import Delays, count_collectives
 from pytest_megatron.gang.rank.lockstep import RankPipes
 from pytest_megatron.gang.rank.logs import RankLogs, flush_streams
-from pytest_megatron.gang.rank.process_state import StateKeeper
+from pytest_megatron.gang.rank.process_state import (
+    StateKeeper,
+    continue_parent,
+)
 from pytest_megatron.hooks.gangs.other_plugins import (
     draw_same_examples,
     notes_on_failure,
@@ -44,6 +47,7 @@ from pytest_megatron.hooks.rank.debugger import RankDebugger
 from pytest_megatron.process.tree import end_if_forked
 
 _NOT_KNOWN = SystemExit(70)  # pytest does not pass on the exception of a finalizer
+_GROUP_TWICE = "initialize the default process group twice"  # as torch words it
 _SLOW_S = 0.2  # a phase this long is reported at its end, not with the test
 _OWN_ATTRIBUTES = frozenset(
     vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others belong to plugins
@@ -116,8 +120,6 @@ class RankPlugin:
         self._shown = ""
         draw_same_examples(self.rank_config)
         self._pipes.begin_run(run.run)
-        if self.rank_config.is_packed:
-            bootstrap.forget_cuda_peak()
         self._pipes.note("setup")
         self._state.begin()
         item.session.shouldfail = item.session.shouldstop = False
@@ -137,8 +139,7 @@ class RankPlugin:
         poison = bootstrap.find_poison() if self._has_failed else ""
         if self._has_failed:
             _free_failure()
-        if run.next_index != NOTHING:
-            poison = self._mend(item) or poison
+        poison = self._mend(item, is_last=run.next_index == NOTHING) or poison
         left = self._find_leaks(item)
         bootstrap.calm_gloo()
         counts = count_collectives(self.rank_config.world_size)
@@ -155,23 +156,19 @@ class RankPlugin:
             printed_late=self.printed.take(),
             is_clean=self._is_clean and not stop and not poison,
             left=left,
-            gpu_memory=self._gpu_memory() if self.rank_config.is_packed else (),
         )
 
-    def _gpu_memory(self) -> tuple[int, ...]:
-        """Return this process, and what torch's allocator has reserved and had at most."""
-        memory = bootstrap.cuda_memory()
-        return (self._pid, *(memory[name] for name in ("reserved", "peak") if memory))
-
-    def _mend(self, item: pytest.Item) -> str:
+    def _mend(self, item: pytest.Item, *, is_last: bool) -> str:
         """Restore the state that the test changed, with a warning that names the test.
 
         Returns:
             Reason why this rank cannot run another test, or "".
         """
-        found, wrong_group = self._state.restore()
-        if wrong_group:
-            found.append(f"{wrong_group}, and its gang is replaced")
+        lack = self._state.find_lack_of_descriptors()
+        found, problem = ([], "") if is_last else self._state.restore(item.nodeid)
+        if continue_parent():
+            found.append("it stopped the process that starts ranks, which was continued")
+        found += [f"{what}, and its gang is replaced" for what in (problem, lack) if what]
         for what in found:
             self._warnings.append(
                 {
@@ -185,7 +182,7 @@ class RankPlugin:
                     "location": None,
                 }
             )
-        return wrong_group
+        return problem or lack
 
     def _find_leaks(self, item: pytest.Item) -> tuple[JsonValue, ...]:
         """Return kind and text of what the test left behind, as far as no mark excuses it."""
@@ -283,6 +280,7 @@ class RankPlugin:
             return report
         if report.failed:
             report.sections += notes_on_failure(item)
+            report.sections += self._notes_on_groups(call.excinfo)
         self._take(item.config, report)
         run = self._run
         assert run is not None
@@ -304,6 +302,16 @@ class RankPlugin:
             if run.is_last_if_failed:
                 item.session.shouldfail = "the session ends here"
         return report
+
+    def _notes_on_groups(
+        self, error: pytest.ExceptionInfo[BaseException] | None
+    ) -> list[tuple[str, str]]:
+        """Name the test that made the default group that is in the way."""
+        maker = self._state.group_maker
+        if error is None or not maker or _GROUP_TWICE not in str(error.value):
+            return []
+        text = f"{maker} initialized it and left it open: end it there by destroy_process_group()"
+        return [("default process group", text)]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:

@@ -126,11 +126,11 @@ class RankContext:
     """Data that all ranks share that are forked from one process.
 
     Attributes:
-        session: As it was collected.
-        address: Of the controller.
-        key: Of the session.
-        random_state: Of `random`, if collecting seeded it.
-        plugin: Of the session, as `prepare` returned it.
+        session: The collected session.
+        address: Address of the controller.
+        key: Key of the session.
+        random_state: State of `random`, if collecting seeded it.
+        plugin: Plugin of the session, from `prepare`.
         base_temp: On other nodes than 0, the directory for temporary files of ranks.
         is_own_session: Whether it collected for one rank alone, and not the controller for all.
     """
@@ -198,7 +198,8 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
     state = StateKeeper(
         rank_config.world_size,
         lambda: _temp_of_tests(config, rank_config),
-        LeakAudit() if rank_config.is_audited else None,
+        LeakAudit(rank_config.env) if rank_config.is_audited else None,
+        rank_config.env,
     )
     plugin.begin(rank_config, channel, logs, pipes, state)
     os.register_at_fork(after_in_child=channel.close)
@@ -210,7 +211,7 @@ def with_own_temp(rank_config: RankConfig, base_temp: str) -> RankConfig:
     """Return a configuration with a temporary directory of another node.
 
     Args:
-        rank_config: As node 0 sent it.
+        rank_config: Configuration that node 0 sent.
         base_temp: Temporary directory of that node's session; "" on node 0.
     """
     if not base_temp:

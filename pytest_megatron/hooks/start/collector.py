@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import _pytest
 import pluggy
@@ -52,8 +52,8 @@ class SessionInfo:
     """Data of the session for ranks that collect for themselves.
 
     Attributes:
-        address: Of the controller.
-        key: Of the session, in hexadecimal.
+        address: Address of the controller.
+        key: Key of the session, in hexadecimal.
         arguments: Arguments of pytest as typed, and those that ranks add.
         argv: `sys.argv` of the controller.
         path: `sys.path` before any import of the user's code.
@@ -61,8 +61,7 @@ class SessionInfo:
         digest: Digest of the controller's node ids.
         is_single: Whether ranks must never be forked.
         has_parent_pipe: Whether all processes end when the sender closes its pipe.
-        base_temp: As in `SessionTemplate`.
-        cache: Directory of pytest's cache, or "".
+        base_temp: Directory for temporary files, see `SessionTemplate`.
     """
 
     address: str
@@ -77,28 +76,12 @@ class SessionInfo:
     is_single: bool
     has_parent_pipe: bool = False
     base_temp: str = ""
-    cache: str = ""
 
 
-class EarlyContext(Protocol):
-    """A CUDA context that a rank had before it collected."""
-
-    def begin(self) -> None:
-        """Prepare for code of the user."""
-
-    def end_collecting(self, config: pytest.Config) -> None:
-        """Return if tests may run with it."""
-
-
-def collect_and_serve(
-    info: SessionInfo,
-    rank_config: RankConfig,
-    pipes: RankPipes,
-    context: EarlyContext | None = None,
-) -> NoReturn:
+def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
     """Collect as a rank, and serve as its fork server."""
     rank_config = with_own_temp(rank_config, info.base_temp)
-    plugin = CollectingPlugin(_become_collector(info, rank_config), context)
+    plugin = CollectingPlugin(_become_collector(info, rank_config))
     plugin.serve(info, rank_config, pipes)
 
 
@@ -110,11 +93,11 @@ def load_and_serve(
     """Load plugins and the first conftest files as a rank; collect and serve once it is started.
 
     Args:
-        info: Of the session, without a connection to it.
+        info: Data of the session, without a connection to it.
         rank_config: As far as it is known.
         receive: Waits for all of them.
     """
-    plugin = CollectingPlugin(_become_collector(info, rank_config), None)
+    plugin = CollectingPlugin(_become_collector(info, rank_config))
     plugin.load(info.arguments)
     plugin.serve(*receive())
 
@@ -137,8 +120,9 @@ def describe_error(error: BaseException) -> str:
     """
     if isinstance(error, pytest.UsageError | pytest.exit.Exception):  # for which it has no frames
         return f"could not collect: {type(error).__name__}: {error}"
-    cause = error.cause if isinstance(error, ConftestImportFailure) else error
-    found = pytest.ExceptionInfo.from_exception(cause)
+    cause = error.__cause__ or error if isinstance(error, ConftestImportFailure) else error
+    assert cause.__traceback__ is not None
+    found = pytest.ExceptionInfo.from_exc_info((type(cause), cause, cause.__traceback__))
     found.traceback = found.traceback.filter(_is_of_user) or found.traceback
     entry = found.traceback[-1]
     place = f"{os.path.relpath(entry.path)}:{entry.lineno + 1}"
@@ -181,10 +165,9 @@ class CollectingPlugin:
     _pipes: RankPipes
     _channel: Channel
 
-    def __init__(self, harmless: list[str], context: EarlyContext | None) -> None:
+    def __init__(self, harmless: list[str]) -> None:
         self._pid = os.getpid()
         self._harmless = harmless
-        self._context = context
         self._random_before = random.getstate()
         self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
@@ -193,8 +176,6 @@ class CollectingPlugin:
 
     def load(self, arguments: Sequence[str]) -> None:
         """Load plugins and the first conftest files."""
-        if self._context is not None:
-            self._context.begin()
         _expect_early_imports()
         try:
             self._config = _prepareconfig(list(arguments), [_Named(self)])
@@ -310,14 +291,10 @@ class CollectingPlugin:
         for name in self._harmless:
             os.environ.pop(name, None)
         os.environ.update(self._rank_config.env)
-        if self._context is not None:
-            self._context.end_collecting(session.config)
         node_ids = tuple(item.nodeid for item in session.items)
         is_same = digest_of(node_ids) == self._info.digest
         self._pipes.note("")
         obstacle = "--gang-start fresh" if self._info.is_single else find_obstacle()
-        if self._context is not None:
-            obstacle = "it has a CUDA context"
         self._channel.send(
             Collected(
                 is_same=is_same,

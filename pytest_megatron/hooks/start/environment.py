@@ -25,6 +25,7 @@ from pytest_megatron.hooks.start.learnt import LearntStart, is_library, recall
 if TYPE_CHECKING:
     from pytest_megatron.gang.rank.bootstrap import RandomState
     from pytest_megatron.gpu.host import Lease
+    from pytest_megatron.hooks.start.no_groups import NoGroups
     from pytest_megatron.hooks.start.preload import PreloadedProcess
 
 
@@ -116,18 +117,15 @@ class EnvWatch:
             self._on_rank_read()
 
 
-def find_words(
-    modules: Iterable[ModuleType], root: Path, words: re.Pattern[str] = _RANK_WORDS
-) -> str:
-    """Return the first name of a variable in a project's modules, with its place, or "".
+def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
+    """Return the first rank variable that a project's modules name, with its place, or "".
 
     Args:
         modules: Those that are loaded.
-        root: Of the project; libraries below it are left out.
-        words: Of rank variables, or others.
+        root: Root of the project; libraries below it are left out.
     """
     for file, text in _sources(modules, root):
-        if (found := words.search(text)) is not None:
+        if (found := _RANK_WORDS.search(text)) is not None:
             return f"{found[0]} in {file}:{text.count(chr(10), 0, found.start()) + 1}"
     return ""
 
@@ -137,7 +135,7 @@ def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
 
     Args:
         modules: Those that are loaded.
-        root: Of the project; libraries below it are left out.
+        root: Root of the project; libraries below it are left out.
     """
     return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
 
@@ -237,7 +235,6 @@ class StartEnvironment:
         preloaded: The process that ranks which collect for themselves are forked from, if any.
         size: Ranks of a node, and nodes, as typed; None without options for gangs.
         learnt: What the last session of this suite learnt, if it is to begin with that.
-        devices: UUIDs of the GPUs of the gang that all tests share; None if there is none.
         lease: Devices of ranks that have begun before conftest files are loaded, until it is taken.
     """
 
@@ -249,7 +246,6 @@ class StartEnvironment:
     preloaded: PreloadedProcess | None = None
     size: tuple[int, int] | None = None
     learnt: LearntStart | None = None
-    devices: tuple[str, ...] | None = None
     lease: Lease | None = None
 
     def stop_preloaded(self) -> None:
@@ -261,15 +257,23 @@ class StartEnvironment:
             self.lease.close()
             self.lease = None
 
+    def forget_unless(self, size: tuple[int, int] | None) -> None:
+        """Forget gangs of another size, which an option of somebody else was taken to ask for."""
+        if self.watch is not None and self.size != size:
+            self.watch.stop()
+            self.stop_preloaded()
+            self.size = self.watch = self.learnt = None
+
 
 KEY = pytest.StashKey[StartEnvironment]()
 
 
 class StartEnvironmentPlugin:
-    """Sets the variables of rank 0 while tests are collected."""
+    """Sets the variables of rank 0 while tests are collected, and has no groups set up."""
 
-    def __init__(self, watch: EnvWatch) -> None:
+    def __init__(self, watch: EnvWatch, no_groups: NoGroups) -> None:
         self._watch = watch
+        self._no_groups = no_groups
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -277,16 +281,19 @@ class StartEnvironmentPlugin:
         config = session.config
         if has_workers(config) and not hasattr(config, "workerinput"):
             self._watch.stop()
+            self._no_groups.stop()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         """Restore the variables before any test runs."""
         self._watch.stop()
+        self._no_groups.stop()
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self) -> Generator[None, object, object]:
-        """Set them again for hooks of a project that reads them."""
+        """Set them again for hooks of a project that reads them, and destroy no group of ranks."""
+        self._no_groups.let_destroy_nothing()
         if self._watch.rank_readers:
             self._watch.start(is_noting=False)
         return (yield)
@@ -304,10 +311,10 @@ def record_start_environment(early_config: pytest.Config) -> None:
     size = start_env.size = options.early_size(early_config)
     if size is None:
         return
-    from pytest_megatron.gang import kept  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.rank.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gang.topology import Nodes  # noqa: PLC0415 - not for all
+    from pytest_megatron.hooks.start.no_groups import NoGroups  # noqa: PLC0415 - not for all
     from pytest_megatron.hooks.start.preload import start_preloaded  # noqa: PLC0415 - not for all
 
     def preload() -> None:
@@ -330,16 +337,14 @@ def record_start_environment(early_config: pytest.Config) -> None:
     watch = start_env.watch = EnvWatch({**env, **harmless}, on_rank_read)
     watch.start()
     early_config.add_cleanup(watch.stop)
+    no_groups = NoGroups()
+    no_groups.start()
+    early_config.add_cleanup(no_groups.stop)
     if is_forking and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ:
-        contexts = None if kept.session is None else kept.session.contexts
-        if contexts is None:
-            start_env.learnt = recall(early_config, size)
-        else:  # whose ranks begin at once
-            gang = len(contexts.devices), "cuda"
-            start_env.learnt = LearntStart(conftest=None, gang=gang, modules=())
+        start_env.learnt = recall(early_config, size)
     if start_env.learnt is not None:
         preload()
-    early_config.pluginmanager.register(StartEnvironmentPlugin(watch), PLUGIN_NAME)
+    early_config.pluginmanager.register(StartEnvironmentPlugin(watch, no_groups), PLUGIN_NAME)
 
 
 def refuse_launcher(config: pytest.Config, num_nodes: int) -> None:

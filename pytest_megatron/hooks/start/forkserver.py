@@ -37,11 +37,11 @@ class SessionTemplate:
     """Data of the template process, which ranks inherit.
 
     Attributes:
-        address: Of the controller.
-        key: Of the session.
-        random_state: Of `random`, if collecting seeded it: a fork reseeds it.
-        coverage: As in `RankConfig`, for the template itself.
-        coverage_file: Its data file.
+        address: Address of the controller.
+        key: Key of the session.
+        random_state: State of `random`, if collecting seeded it: a fork reseeds it.
+        coverage: What the template itself measures, see `RankConfig`.
+        coverage_file: Data file of the coverage.
         forget: Closes descriptors of the session.
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
@@ -155,7 +155,7 @@ def wait_for_fork_server(
     """Wait until the fork server of this node has registered; restart it once if it ended.
 
     Args:
-        supervisor: Its connections.
+        supervisor: The connections of ranks.
         limit_s: Time limit.
         problem: Returns the reason of its end, or "" while it runs.
         restart: Starts another one.

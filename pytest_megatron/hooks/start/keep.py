@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
+import warnings
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+from _pytest.outcomes import Exit
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang import kept as kept_processes
 from pytest_megatron.gang.forkserver.fork_safety import HARMLESS_ENV
 from pytest_megatron.gang.kept import (
-    ForkedSession,
-    KeptContexts,
     KeptProcess,
     changed_variables,
     describe_environment,
@@ -31,9 +32,8 @@ from pytest_megatron.gang.kept import (
     record_path,
     run_elsewhere,
 )
-from pytest_megatron.hooks.options import ENDED_PLUGIN, dest, early_flag, early_size
+from pytest_megatron.hooks.options import ENDED_PLUGIN, early_size
 from pytest_megatron.hooks.start.environment import KEY, find_user_module
-from pytest_megatron.hooks.start.learnt import why_no_contexts
 from pytest_megatron.process.tree import python_command
 
 _MOST_DESCRIPTORS = 50
@@ -47,12 +47,12 @@ main()
 # Source: vscode-python, python_files/vscode_pytest/run_pytest_script.py.
 _RUNNERS = (("vscode_pytest", "run_pytest_script.py"),)
 PLUGIN_NAME = "megatron-keep"
-# Options, with the values with which each rank has a GPU of its own.
-_FITTING = {
-    "device": ("", "auto", "cuda"),
-    "ranks-per-gpu": ("", "1"),
-    "pack-gpus": ("", "1"),
-}
+_RECORDERS = "pytest_megatron.hooks.run_file"
+_OWN_HOOKS = ("_pytest.", "pytest_megatron.")
+
+
+class StartAnew(Exit):
+    """Ends a session in a kept process in order; it is started again without one."""
 
 
 class ExitPlugin:
@@ -84,6 +84,7 @@ class KeepPlugin:
         self._env = dict(os.environ) if _is_runner() else initial_env()
         self._doubt = ""
         self._has_run_elsewhere = False
+        self._import_hooks = _find_import_hooks()
         self.state = "none was kept yet"
 
     def pytest_report_header(self) -> str:
@@ -98,7 +99,11 @@ class KeepPlugin:
     def check(self, config: pytest.Config) -> None:
         """Look for what the user's code changed and a kept process does not have.
 
-        A session in one is started anew; after another one, none is kept.
+        A session in one ends, with the hooks of its end, and is started anew; after another one,
+        none is kept.
+
+        Raises:
+            StartAnew: It ends.
         """
         session = kept_processes.session
         watch = config.stash[KEY].watch
@@ -106,10 +111,14 @@ class KeepPlugin:
         changed = changed_variables(expected, os.environ)
         if changed:
             self._doubt = f"{', '.join(changed)} is set while tests are collected"
+        elif new := [h for h in _find_import_hooks() if h not in self._import_hooks]:
+            self._doubt = f"{_name_of(new[0])} is a hook of imports"
         elif session is not None and (shadow := session.find_shadow()):
             self._doubt = f"{shadow} has the name of a loaded module"
         if self._doubt and session is not None:
             session.start_anew(self._doubt)
+            _discard_output(config)
+            raise StartAnew(self._doubt)
 
     def begin(self, early_config: pytest.Config) -> None:
         """Run the session in a kept process, if there is one that fits; it then ends this one.
@@ -120,8 +129,6 @@ class KeepPlugin:
         session = kept_processes.session
         if session is not None:
             self.state = "started in a process that had torch loaded"
-            self._choose_contexts(session, early_config)
-            early_config.add_cleanup(lambda: self._report(session, early_config))
             return
         try:
             self._record = record_path(early_config.rootpath)
@@ -146,20 +153,6 @@ class KeepPlugin:
         else:
             self._run_in(kept, early_config)
 
-    def _choose_contexts(self, session: ForkedSession, early_config: pytest.Config) -> None:
-        """Decide whether ranks of a session in a kept process begin with its CUDA contexts."""
-        contexts = session.offered
-        if early_config.known_args_namespace.collectonly:
-            return
-        is_wanted = early_flag(early_config, "keep-contexts")
-        problem = _why_without(early_config, contexts)
-        if not is_wanted or problem:
-            contexts.drop()
-            self.state += f", without CUDA contexts: {problem}" if is_wanted else ""
-        else:
-            session.contexts = contexts
-            self.state += f", with CUDA contexts on {counted(len(contexts.devices), 'GPU')}"
-
     def _run_in(self, kept: KeptProcess, early_config: pytest.Config) -> None:
         """Run this session in a kept process and exit; return if it has to run here."""
         main = sys.modules["__main__"].__spec__
@@ -169,15 +162,13 @@ class KeepPlugin:
         self._has_run_elsewhere = True
         arguments = early_config.invocation_params.args
         request = make_request(program, path, self._env, arguments)
-        self.state = f"not used, {run_elsewhere(kept, request)}"
+        try:
+            reason, has_begun = run_elsewhere(kept, request)
+        except SystemExit:  # pluggy warns of it in hook wrappers, as pytest before 8.0 has them
+            warnings.simplefilter("ignore")
+            raise
+        self.state, self._doubt = f"not used, {reason}", reason if has_begun else ""
         self._has_run_elsewhere = False
-
-    @staticmethod
-    def _report(session: ForkedSession, config: pytest.Config) -> None:
-        """Have the kept process make contexts for the next session."""
-        devices = _next_devices(config)
-        if devices is not None:
-            session.report("devices", devices)
 
     def _keep(self, config: pytest.Config) -> None:
         """Start a process for the next session without waiting for it, or note the reason."""
@@ -192,7 +183,6 @@ class KeepPlugin:
             "environment": self._environment,
             "minutes": self._minutes,
             "leader": _leader(),
-            "devices": _next_devices(config) or [],
         }
         with contextlib.suppress(OSError):  # the next session starts anew
             process = subprocess.Popen(
@@ -279,22 +269,30 @@ def _why_not(early_config: pytest.Config) -> str:
     return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
-def _why_without(early_config: pytest.Config, contexts: KeptContexts) -> str:
-    """Return the reason why a session cannot use the CUDA contexts of a kept process, or ""."""
-    given, size = vars(early_config.known_args_namespace), early_size(early_config)
-    words = {n: str(given.get(dest(n)) or early_config.getini(dest(n)) or "") for n in _FITTING}
-    unfit = [f"--{name} {word}" for name, word in words.items() if word not in _FITTING[name]]
-    num_ranks = len(contexts.devices)
-    others = "" if size == (num_ranks, 1) else f"the last session had ranks on {num_ranks} GPUs"
-    return why_no_contexts(early_config) or contexts.problem or ", ".join(unfit) or others
+def _find_import_hooks() -> list[object]:
+    """Return what decides about imports before `sys.path` does, without pytest's and our own."""
+    finders = itertools.takewhile(lambda finder: finder is not PathFinder, sys.meta_path)
+    hooks = [*finders, *sys.path_hooks, builtins.__import__]
+    return [hook for hook in hooks if not _name_of(hook).startswith(_OWN_HOOKS)]
 
 
-def _next_devices(config: pytest.Config) -> list[JsonValue] | None:
-    """Return the GPUs on which the next session is to have CUDA contexts; None for no change."""
-    if not early_flag(config, "keep-contexts") or why_no_contexts(config):
-        return []
-    start_env = config.stash.get(KEY, None)
-    return None if start_env is None or start_env.devices is None else [*start_env.devices]
+def _name_of(hook: object) -> str:
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{getattr(named, '__qualname__', '')}"
+
+
+def _discard_output(config: pytest.Config) -> None:
+    """Show and record nothing more of a session that is started again."""
+    manager = config.pluginmanager
+    capture, reporter = map(manager.get_plugin, ("capturemanager", "terminalreporter"))
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+        capture.read_global_capture()
+    if reporter is not None:
+        reporter._tw._file = io.StringIO()
+    for plugin in manager.get_plugins():
+        if type(plugin).__module__ == _RECORDERS:
+            manager.unregister(plugin)
 
 
 def _is_runner() -> bool:

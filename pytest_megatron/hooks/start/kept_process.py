@@ -16,7 +16,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -29,12 +28,10 @@ import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import default_plugins
 
-from pytest_megatron.base.files import json_objects
-from pytest_megatron.gang import kept
+from pytest_megatron.gang import kept as kept_processes
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle, reseed
 from pytest_megatron.gang.ipc.channel import Channel, listen_locally
 from pytest_megatron.gang.ipc.messages import (
-    Broken,
     Message,
     Ready,
     Register,
@@ -46,7 +43,6 @@ from pytest_megatron.gang.kept import (
     LIMITS,
     UNSTARTED,
     ForkedSession,
-    KeptContexts,
     KeptProcess,
     find_kept,
     is_memory_short,
@@ -55,23 +51,20 @@ from pytest_megatron.gang.kept import (
     write_record,
 )
 from pytest_megatron.gang.supervisor.connections import Calls
-from pytest_megatron.hooks.start.contexts import SpareRanks, wait_for_session
+from pytest_megatron.hooks.start.keep import StartAnew
 from pytest_megatron.hooks.start.preload import main as preload
-from pytest_megatron.hooks.start.preload import serve
 from pytest_megatron.process.tree import close_descriptors, die_with, end_process, large_imports
 
 _LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin")
 _POLL_S = 5.0  # between checks of time and memory
+_REMOVED = " (deleted)"  # as the kernel writes behind a name
+_TICK_NS = 10_000_000  # by which times of files may be late
 _WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
 
 
 @dataclass(slots=True)
 class _Running:
-    """A session in the kept process, or the idle process for one that is to have CUDA contexts.
-
-    Attributes:
-        channel: To the client of a session; to an idle process itself.
-    """
+    """A session in the kept process, with the connection to its client."""
 
     pid: int
     channel: Channel
@@ -79,7 +72,7 @@ class _Running:
     control: int
 
 
-_Request: TypeAlias = tuple[StartSession, list[int], int, SpareRanks | None]
+_Request: TypeAlias = tuple[StartSession, list[int], int]
 
 
 @dataclass(slots=True)
@@ -87,20 +80,16 @@ class _KeptServer:
     """Serves sessions until it has to end.
 
     Attributes:
-        devices: UUIDs of the GPUs on which the next session is to have CUDA contexts.
-        problem: Reason why it will have none, or "".
+        files: Versions of what it has loaded.
     """
 
     kept: KeptProcess
     record: Path
     lock: int
-    devices: tuple[str, ...]
+    files: dict[str, tuple[int, ...]]
     calls: Calls = field(init=False)
-    idle: _Running | None = None
-    problem: str = "no session on GPUs has ended"
     running: dict[int, _Running] = field(default_factory=dict)
     wanted: list[tuple[Channel, StartSession, list[int]]] = field(default_factory=list)
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
     is_stopping: bool = False
 
     def serve(self, on_stop: Callable[[], None]) -> _Request | None:
@@ -110,14 +99,7 @@ class _KeptServer:
             on_stop: Called once no more session is taken.
         """
         used = time.monotonic()
-        is_due = True
         while True:
-            is_due |= bool(self.running)
-            if is_due and not self.running and self.devices and self.idle is None:
-                is_due = False
-                request = self._fork_idle()
-                if request is not None:
-                    return request
             left_s = used + self.kept.minutes * 60 - time.monotonic()
             self.calls.take(_POLL_S if self.running else min(_POLL_S, left_s))
             while self.wanted:
@@ -130,9 +112,21 @@ class _KeptServer:
                 self.is_stopping = True
             if self.is_stopping:
                 on_stop()
-                self._drop_idle("")
                 if not self.running:
                     return None
+
+    def _has_changed(self, file: str) -> bool:
+        """Return whether a file is another one than when it was loaded.
+
+        A new hard link, as of another environment made by uv, changes its last times as well.
+        """
+        known, now = self.files[file], _version_of(file)
+        if now == known:
+            return False
+        if now[:1] == known[:1] or now[2:] != known[2:]:
+            return True
+        self.files[file] = now
+        return False
 
     def _can_be_found(self) -> bool:
         """Return false if the record or the socket was removed or overwritten."""
@@ -150,7 +144,7 @@ class _KeptServer:
         if registration.role != "session" or rest or not channel.is_of_same_user:
             self.calls.drop(channel)
             return
-        changed = next((f for f, known in self.files.items() if _version_of(f) != known), "")
+        changed = next(filter(self._has_changed, self.files), "")
         if changed or self.is_stopping:
             self.is_stopping = True
             doubt = f"{changed} has changed" if changed else "the kept process ends"
@@ -182,95 +176,33 @@ class _KeptServer:
     def _fork(
         self, channel: Channel, request: StartSession, descriptors: list[int]
     ) -> _Request | None:
-        if request.program == "contexts" and self.idle is not None and not self.problem:
-            one = self.idle
-            one.channel.send(request, descriptors)
-            self._drop_idle("another session has them")
-            one.channel = channel
-        else:
-            idle = [] if self.idle is None else [self.idle.end]
-            child = self._fork_child(channel, [*descriptors, *idle])
-            if isinstance(child, int):
-                return request, descriptors, child, None
-            one = child
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self.running[one.pid] = one
-        channel.send(SessionStarted(pid=one.pid))
-        return None
-
-    def _fork_idle(self) -> _Request | None:
-        """Fork the process that makes CUDA contexts; return in it, with the session's data."""
-        own, other = socket.socketpair()
-        channel = Channel(own)
-        child = self._fork_child(channel, [other.fileno()])
-        if isinstance(child, int):
-            own.detach()  # its number may be another's
-            found = wait_for_session(other, self.devices, lambda r: _take_process_state(r, ()))
-            request, descriptors, spares = found
-            return request, descriptors, child, spares
-        other.close()
-        self.idle, self.problem = child, "they are not made yet"
-        self.calls.watch(channel.fileno(), self._on_idle)
-        self._write_record(0)
-        return None
-
-    def _on_idle(self) -> None:
-        """Handle a message of the idle process, or its end."""
-        assert self.idle is not None
-        reply = self.idle.channel.receive()
-        if isinstance(reply, Ready):
-            self.problem = ""
-            self._write_record(len(self.devices))
-        else:
-            reason = reply.problem if isinstance(reply, Broken) else ""
-            self._drop_idle(reason or "a process that had one was killed")
-
-    def _drop_idle(self, problem: str) -> None:
-        """Close the connection to the idle process, which then ends if it has no session."""
-        if self.idle is not None:
-            self.calls.drop(self.idle.channel)
-            self.idle, self.problem = None, problem
-            self._write_record(None)
-
-    def _write_record(self, num_contexts: int | None) -> None:
-        self.kept = replace(self.kept, num_contexts=num_contexts)
-        write_record(self.lock, self.kept)
-
-    def _fork_child(self, channel: Channel, kept_open: Sequence[int]) -> _Running | int:
-        """Fork; in the child return the write end of the pipe that it reports by."""
         control, control_write = os.pipe()
         kept = os.getpid()
         pid = os.fork()
         if pid == 0:
             self.calls.forget()
-            close_descriptors([*kept_open, control_write])
+            close_descriptors([*descriptors, control_write])
             os.setsid()
             die_with(kept)
-            return control_write
-        os.close(control_write)
-        one = _Running(pid, channel, os.pidfd_open(pid), control)
+            return request, descriptors, control_write
+        for descriptor in (*descriptors, control_write):
+            os.close(descriptor)
+        one = self.running[pid] = _Running(pid, channel, os.pidfd_open(pid), control)
         self.calls.watch(one.end, lambda: self._on_end(one))
-        return one
+        channel.send(SessionStarted(pid=pid))
+        return None
 
     def _on_end(self, one: _Running) -> None:
         _, status = os.waitpid(one.pid, 0)
         os.set_blocking(one.control, False)  # a daemon of the session may have the other end
-        report = b""
+        doubt = b""
         with contextlib.suppress(BlockingIOError):
-            report = os.read(one.control, 1 << 16)
+            doubt = os.read(one.control, 1 << 16)
         os.close(one.control)
         self.calls.unwatch(one.end)
-        if self.running.pop(one.pid, None) is None:
-            return  # it was idle
-        found = {name: value for row in json_objects(report) for name, value in row.items()}
-        doubt = str(found.get("doubt", ""))
-        devices = tuple(cast("list[str]", found.get("devices", self.devices)))
-        if devices != self.devices:
-            self._drop_idle("the last session had other GPUs")
-            self.devices = devices
+        del self.running[one.pid]
         code = os.waitstatus_to_exitcode(status)
-        one.channel.send(SessionExited(exit_code=code, doubt=doubt))
+        one.channel.send(SessionExited(exit_code=code, doubt=doubt.decode(errors="replace")))
         self.calls.drop(one.channel)
         os.utime(self.lock)  # its last use
         self.is_stopping |= bool(doubt)
@@ -285,7 +217,7 @@ def main() -> None:
     lock = lock_record(record)
     if lock is None:
         return
-    leader, devices = settings.pop("leader"), tuple(settings.pop("devices"))
+    leader = settings.pop("leader")
     kept = KeptProcess(
         pid=os.getpid(),
         began=started_at(os.getpid()) or 0,
@@ -297,7 +229,9 @@ def main() -> None:
     write_record(lock, kept)
     report = record.with_suffix(".problem")
     report.unlink(missing_ok=True)
-    problem = _load()
+    problem, files = _load()
+    if not kept.is_in_place():
+        problem = "the session changed what this process has from it, such as a hard limit"
     if problem:
         report.write_text(problem)
         record.unlink()
@@ -306,13 +240,8 @@ def main() -> None:
     os.umask(0o077)
     listener = listen_locally()
     kept = replace(kept, address=listener.address, key=listener.key.hex())
-    server = _KeptServer(kept, record, lock, devices)
-    server.files = {
-        file: _version_of(file)
-        for module in list(sys.modules.values())
-        if isinstance(file := getattr(module, "__file__", None), str)
-    }
-    modules = frozenset(name for name in sys.modules if "." not in name)
+    server = _KeptServer(kept, record, lock, files)
+    modules = {name: kept_processes.find_module(name) for name in sys.modules if "." not in name}
     wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_write)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -338,17 +267,20 @@ def main() -> None:
     if request is None:
         server.calls.stop()
         return
-    idle = None if server.idle is None else server.idle.end
-    contexts = KeptContexts(server.devices, server.problem, idle)
-    taken, descriptors, control, spares = request
-    session = ForkedSession(record, control, tuple(sys.path), modules, contexts)
-    _run_session(taken, descriptors, spares, session)
+    taken, descriptors, control = request
+    session = ForkedSession(record, control, tuple(sys.path), modules)
+    _run_session(taken, descriptors, session)
 
 
-def _load() -> str:
-    """Load modules; return the reason why no session can be forked from here, or ""."""
+def _load() -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Load modules.
+
+    Returns:
+        The reason why no session can be forked from here, or "", and versions of loaded files.
+    """
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
+        return "torch is not installed", {}
+    began_ns = time.time_ns() - _TICK_NS
     with warnings.catch_warnings(record=True) as caught, large_imports():
         warnings.simplefilter("always")
         try:
@@ -356,36 +288,36 @@ def _load() -> str:
                 if importlib.util.find_spec(name) is not None:
                     importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - sessions report it
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}: {error}", {}
     if caught:  # which a session reports as warnings of the test that imports torch
-        return f"a warning while torch is loaded: {caught[0].message}"
-    return find_obstacle("torch was loaded")
+        return f"a warning while torch is loaded: {caught[0].message}", {}
+    files = {file: _version_of(file) for file in _loaded_files()}
+    for file, version in files.items():
+        # A file with several names may have got one of them just now, as from uv.
+        is_named_anew = version[:1] > (1,) and version[2:3] <= (began_ns,)
+        if _is_removed(file) or (version[1:2] > (began_ns,) and not is_named_anew):
+            return f"{file} was changed while it was loaded", {}
+    return find_obstacle("torch was loaded"), files
 
 
-def _run_session(
-    request: StartSession,
-    descriptors: list[int],
-    spares: SpareRanks | None,
-    session: ForkedSession,
-) -> NoReturn:
+def _run_session(request: StartSession, descriptors: list[int], session: ForkedSession) -> NoReturn:
     """Run a program as if this process had just been started."""
-    loaded, offered = frozenset(sys.modules), session.offered
+    loaded = frozenset(sys.modules)
     session.control = _move([session.control], 1 << 8)[0]
-    if offered.end is not None:
-        offered.end = _move([offered.end], 1 << 8)[0]
     try:
         _take_streams(request, descriptors)
         _take_process_state(request, session.path)
     except Exception as error:  # noqa: BLE001 - the client starts it itself
         session.start_anew(f"{type(error).__name__}: {error}")
-    if spares is not None:
-        serve("fork", spares.start_first)
-        end_process(0, loaded)
-    if request.program in ("preload", "contexts"):
+        os._exit(UNSTARTED)
+    if request.program == "preload":
         preload("fork")
-    kept.session = session
+    kept_processes.session = session
     is_main = request.program == "pytest.main"
-    exit_code = pytest.main(list(request.arguments)) if is_main else pytest.console_main()
+    try:
+        exit_code = pytest.main(list(request.arguments)) if is_main else pytest.console_main()
+    except StartAnew:
+        exit_code = UNSTARTED
     end_process(exit_code, loaded)
 
 
@@ -462,12 +394,32 @@ def _expect_loaded_modules() -> None:
     setattr(AssertionRewritingHook, _WARN_IMPORTED, warn_of_others)
 
 
-def _version_of(file: str) -> tuple[int, int]:
+def _loaded_files() -> set[str]:
+    """Return what this process was made of: modules and their archives, libraries, their places."""
+    found: set[object] = {"/etc/ld.so.cache", "/etc/ld.so.preload"}
+    found.update(os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    for module in list(sys.modules.values()):
+        spec = getattr(module, "__spec__", None)
+        archive = getattr(getattr(spec, "loader", None), "archive", None)
+        found |= {getattr(module, "__file__", None), archive}
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+        found.update(line.split(None, 5)[5:])
+    names = {name for name in found if isinstance(name, str) and name.startswith("/")}
+    return {name for name in names if not name.endswith(_REMOVED) or _is_removed(name)}
+
+
+def _is_removed(file: str) -> bool:
+    """Return whether this is the name of a mapped library that was removed or replaced."""
+    return file.endswith(_REMOVED) and ".so" in file and not file.startswith("/memfd:")
+
+
+def _version_of(file: str) -> tuple[int, ...]:
     try:
         found = os.stat(file)  # noqa: PTH116 - of 2,000 files at each start of a session
     except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
+        return ()
+    times = found.st_ctime_ns, found.st_mtime_ns
+    return found.st_nlink, *times, found.st_size, found.st_ino, found.st_dev
 
 
 def _drain(descriptor: int) -> None:

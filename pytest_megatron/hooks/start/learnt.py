@@ -1,7 +1,7 @@
-"""Facts of earlier sessions, kept in pytest's cache. Those that are no longer true cost time only.
+"""Facts of the last session whose ranks collected for themselves, kept in pytest's cache.
 
-Ranks that collected for themselves begin to do so beside the controller, tests share GPUs by the
-memory that they used, and ranks get no CUDA context ahead where that could change an outcome.
+With them ranks begin to collect beside the controller. Facts that are no longer true cost time
+only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-from pytest_megatron.hooks.markers import gpu_memory_mib
-
 if TYPE_CHECKING:
-    from pytest_megatron.gang.schedule import Packing
     from pytest_megatron.gang.spec import GangSpec
 
 _CACHE = "megatron/ranks_that_collect"
-_MEMORY = "megatron/gpu_memory"
-_NO_CONTEXTS = "megatron/no_contexts"
 _MOST_SUITES = 8
 _CONFTEST = "conftest.py"
 _PACKAGE = str(Path(__file__).parents[2])
@@ -58,71 +53,9 @@ class LearntStart:
     modules: tuple[str, ...]
 
 
-class GpuMemory:
-    """Memory of a GPU that tests used, in MiB."""
-
-    def __init__(self, config: pytest.Config, packing: Packing) -> None:
-        self._cache: pytest.Cache | None = getattr(config, "cache", None)
-        self._packing = packing
-        known = None if self._cache is None else self._cache.get(_MEMORY, None)
-        rows = known.items() if isinstance(known, dict) else ()
-        self._used = {test: mib for test, mib in rows if type(mib) is int and mib >= 0}
-
-    def set_aside(self, item: pytest.Item) -> int:
-        """Return the memory that a test needs of each of its GPUs; 0 is all of it."""
-        return self._packing.memory_for(gpu_memory_mib(item), self._used.get(item.nodeid))
-
-    def note(self, item: pytest.Item, used_mib: int) -> str:
-        """Note the memory that a test used; return a text if it declared less, or ""."""
-        self._used[item.nodeid] = used_mib
-        declared = gpu_memory_mib(item)
-        if not 0 < declared < used_mib:
-            return ""
-        return (
-            f"declares {declared / 1024:g} GiB and used {used_mib / 1024:.1f} GiB, by which it is "
-            f"scheduled from now on"
-        )
-
-    def save(self) -> None:
-        """Keep it for the next session."""
-        if self._cache is not None and self._used:
-            self._cache.set(_MEMORY, self._used)
-
-
 def is_library(file: str) -> bool:
     """Return whether a file is one of an installed package."""
     return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
-
-
-def cache_directory(config: pytest.Config) -> Path | None:
-    """Return the directory of pytest's cache, None without its plugin."""
-    try:
-        return pytest.Cache.cache_dir_from_config(config, _ispytest=True)
-    except ValueError:
-        return None
-
-
-def why_no_contexts(config: pytest.Config) -> str:
-    """Return the reason why ranks of this project must not have a CUDA context ahead, or ""."""
-    directory = cache_directory(config)
-    if directory is None or config.known_args_namespace.__dict__.get("cacheclear"):
-        return ""
-    known = pytest.Cache(directory, config, _ispytest=True).get(_NO_CONTEXTS, "")
-    return f"{known}, until --cache-clear" if known else ""
-
-
-def learn_no_contexts(directory: str, reason: str) -> None:
-    """Keep the reason why ranks must not have a CUDA context ahead; called in ranks.
-
-    Args:
-        directory: Of pytest's cache; "" for none.
-        reason: For the header of the next session.
-    """
-    file = Path(directory, "v", _NO_CONTEXTS)
-    with contextlib.suppress(OSError):
-        if directory and not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(reason))
 
 
 def recall(config: pytest.Config, size: tuple[int, int]) -> LearntStart | None:
@@ -132,14 +65,14 @@ def recall(config: pytest.Config, size: tuple[int, int]) -> LearntStart | None:
         config: Before its conftest files are loaded.
         size: Ranks of a node, and nodes.
     """
-    directory = cache_directory(config)
-    if directory is None or config.known_args_namespace.__dict__.get("cacheclear"):
+    if vars(config.known_args_namespace).get("cacheclear"):
         return None
-    known = pytest.Cache(directory, config, _ispytest=True).get(_CACHE, {})
     try:
+        directory = pytest.Cache.cache_dir_from_config(config, _ispytest=True)
+        known = pytest.Cache(directory, config, _ispytest=True).get(_CACHE, {})
         entries = {key: _entry(value) for key, value in known.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # of another version, or damaged
+        return None  # there is no cache plugin, or it is of another version, or damaged
     found = entries.get(_key(config, size))
     if found is not None:
         return found
@@ -163,10 +96,10 @@ def learn(
     """Keep what the next session of a suite has to know; its tests are collected.
 
     Args:
-        config: Of the session.
+        config: Configuration of the session.
         size: Ranks of a node, and nodes.
         specs: Gangs of its tests.
-        readers: Of rank variables; without any, the suite is forgotten.
+        readers: Readers of rank variables; without any, the suite is forgotten.
         is_forkable: Whether a process with all of its modules can be forked.
     """
     cache: pytest.Cache | None = getattr(config, "cache", None)

@@ -17,12 +17,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import BinaryIO, Literal, NoReturn
-
-from typing_extensions import override
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gang import kept
@@ -79,22 +77,28 @@ class PreloadedProcess:
 
         Args:
             info: What is known of it.
-            rank_configs: Of its first collectors, likewise.
+            rank_configs: Configurations of the first collectors.
         """
         configs = [asdict(rank_config) for rank_config in rank_configs]
         line = json.dumps({"info": asdict(info), "configs": configs}).encode()
         if len(line) < _MOST_BYTES:
-            with contextlib.suppress(OSError):  # it is gone, which `problem` reports
-                self.stdin.write(line + b"\n")
-                self.stdin.flush()
+            self.write(line)
 
     def send(self, info: SessionInfo) -> None:
         """Send the data of the session; the process then connects to the controller."""
-        with contextlib.suppress(OSError):  # it is gone, which `problem` reports
-            self.stdin.write(json.dumps(asdict(info)).encode() + b"\n")
+        self.write(json.dumps(asdict(info)).encode())
+        if not info.has_parent_pipe:
+            self._close_stdin()
+
+    def write(self, line: bytes) -> None:
+        """Write a line to its stdin; `problem` reports if it is gone."""
+        with contextlib.suppress(OSError):
+            self.stdin.write(line + b"\n")
             self.stdin.flush()
-            if not info.has_parent_pipe:
-                self.stdin.close()
+
+    def _close_stdin(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stdin.close()
 
     def stop(self, *, has_ranks: bool = True) -> None:
         """Wait for its end, which follows the end of its connection to the controller.
@@ -104,8 +108,7 @@ class PreloadedProcess:
         """
         if not has_ranks:
             self.process.kill()
-        with contextlib.suppress(OSError):
-            self.stdin.close()
+        self._close_stdin()
         self.process.wait()
         os.close(self.log)
 
@@ -126,7 +129,7 @@ def start_preloaded(
     Args:
         mode: Whether ranks are forked, or fresh interpreters.
         env: Start environment of the session.
-        path: Its `sys.path`.
+        path: `sys.path` of the session.
         modules: Modules of third-party packages to import beside torch, for ranks that are forked.
     """
     log = os.memfd_create("preload")
@@ -150,10 +153,9 @@ def start_preloaded(
         fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + _MOST_BYTES + (1 << 16))
     except OSError:
         names = b"[]"
-    with contextlib.suppress(OSError):  # it is gone, which `problem` reports
-        stdin.write(names + b"\n")
-        stdin.flush()
-    return PreloadedProcess(mode, process, stdin, log)
+    preloaded = PreloadedProcess(mode, process, stdin, log)
+    preloaded.write(names)
+    return preloaded
 
 
 def _fork_off_kept(
@@ -165,15 +167,14 @@ def _fork_off_kept(
     found = kept.find_kept(kept.session.record)
     if found is None or found.is_stopped:
         return None
-    program = "preload" if kept.session.contexts is None else "contexts"
-    request = replace(kept.make_request(program, path, env, ()), descriptors=(0, 1, 2))
+    request = replace(kept.make_request("preload", path, env, ()), descriptors=(0, 1, 2))
     started = kept.start_program(found, request, streams)
     return None if isinstance(started, str) else started
 
 
 def main(mode: PreloadMode) -> NoReturn:
     """Load torch and pytest, wait for the session's data, and serve."""
-    run_guarded(lambda: serve(mode))
+    run_guarded(lambda: _serve(mode))
     end_process(0, loaded=sys.modules)
 
 
@@ -219,15 +220,9 @@ def _load(modules: Sequence[str]) -> None:
         _import_in_child(modules)
 
 
-def serve(
-    mode: PreloadMode, start_first: Callable[[StartRank, SessionInfo], StartRank] | None = None
-) -> None:
-    """Load torch, wait for the session's data, and start ranks until the session ends.
-
-    Args:
-        mode: As of `start_preloaded`.
-        start_first: Starts ranks in processes that are there already.
-    """
+def _serve(mode: PreloadMode) -> None:
+    """Load torch, wait for the session's data, and start ranks until the session ends."""
+    ahead: LoadingRanks | None = None
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     if mode == "fork":
@@ -247,7 +242,7 @@ def serve(
             break
         rank_configs = [RankConfig(**config) for config in content["configs"]]
         with contextlib.suppress(LaunchError):  # they are forked later
-            start_first = LoadingRanks(info, rank_configs, keeper).start_first
+            ahead = LoadingRanks(info, rank_configs, keeper)
     parent_pipe = os.dup(0) if info.has_parent_pipe else None
     close_stdin()
     registration = Register(
@@ -259,99 +254,14 @@ def serve(
     start_rank: StartRank = partial(_execute_rank, info)
     if mode == "fork":
         start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
-    if start_first is not None:
-        start_rank = start_first(start_rank, info)
+    if ahead is not None:
+        start_rank = ahead.start_first(start_rank, info)
     ForkServer(channel, start_rank, keeper, parent_pipe).serve()
     if channel.is_closed:
         remove_socket(info.address)  # a controller that was killed leaves it
 
 
-class WaitingRanks:
-    """Processes that were started before their session, each of which becomes one rank."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, tuple[int, Channel]] = {}
-
-    @property
-    def channels(self) -> list[Channel]:
-        """Connections to those that are no ranks yet."""
-        return [channel for _, channel in self._ranks.values()]
-
-    def fork(self, rank: int, run: Callable[[Channel], NoReturn]) -> None:
-        """Fork the process of a rank.
-
-        Args:
-            rank: Its rank.
-            run: Runs in it, with the connection by which `receive_rank` gets what it has to be.
-        """
-        own, other = socket.socketpair()
-        parent, pid = os.getpid(), os.fork()
-        if pid == 0:
-            try:
-                begin_child(parent)
-                close_descriptors([other.fileno()])
-                os.setsid()
-                run(Channel(other))
-            except BaseException:  # noqa: BLE001 - a rank must never go on as its parent
-                traceback.print_exc()
-            finally:
-                os._exit(70)
-        other.close()
-        self._ranks[rank] = pid, Channel(own)
-
-    def fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
-        """Return whether a rank of a session is one of those that were begun."""
-        raise NotImplementedError
-
-    def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
-        """Return a function that starts ranks in these processes where they fit, once."""
-
-        def start(
-            config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
-        ) -> int:
-            if not self.fits(info, config):
-                for channel in self.channels:
-                    channel.close()
-                self._ranks.clear()
-            pid, waiting = self._ranks.pop(config.rank, (0, None))
-            if waiting is not None:
-                content = rank_content(info, config, pipes)
-                descriptors = [2, pipes.trigger, pipes.notes, *inherited]
-                waiting.send(BecomeRank(content=content), descriptors)
-                if not waiting.is_closed:
-                    waiting.close()
-                    return pid
-            return otherwise(config, pipes, inherited, unwanted)
-
-        return start
-
-
-def receive_rank(
-    channel: Channel, *, has_streams: bool
-) -> tuple[SessionInfo, RankConfig, RankPipes, list[int]]:
-    """Wait until this process is to become a rank; it ends if there is no such rank.
-
-    Args:
-        channel: As of `WaitingRanks.fork`.
-        has_streams: Whether its output goes to its logs already.
-
-    Returns:
-        What it is, and its descriptors.
-    """
-    message, descriptors = channel.receive_with_descriptors()
-    if not isinstance(message, BecomeRank):
-        os._exit(0)
-    channel.close()
-    stderr = descriptors.pop(0)
-    for number in () if has_streams else (1, 2):
-        os.dup2(stderr, number)
-    os.close(stderr)
-    content = json.loads(message.content)
-    pipes = RankPipes(trigger=descriptors[0], notes=descriptors[1])
-    return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes, descriptors
-
-
-class LoadingRanks(WaitingRanks):
+class LoadingRanks:
     """Processes that load what their ranks collect with, while the controller does.
 
     They go on as collectors if the session starts ranks of the same environment.
@@ -365,29 +275,73 @@ class LoadingRanks(WaitingRanks):
         Raises:
             LaunchError: There is no port for their store.
         """
-        super().__init__()
+        self._ranks: dict[int, tuple[int, Channel]] = {}
         self._info = info
         port = keeper.open_ahead(rank_configs[0].env["MASTER_ADDR"])
         self._configs = {config.rank: config for config in with_store(rank_configs, port)}
-        for rank, config in self._configs.items():
-            self.fork(rank, partial(self._run, config))
+        for config in self._configs.values():
+            self._fork(config)
 
-    @override
-    def fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
+    def _fork(self, rank_config: RankConfig) -> None:
+        """Fork the process of a rank, with the connection by which it gets what it has to be."""
+        own, other = socket.socketpair()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                begin_child(parent)
+                close_descriptors([other.fileno()])
+                os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                close_stdin()
+                load_and_serve(self._info, rank_config, partial(_receive_rank, Channel(other)))
+            except BaseException:  # noqa: BLE001 - a rank must never go on as its parent
+                traceback.print_exc()
+            finally:
+                os._exit(70)
+        other.close()
+        self._ranks[rank_config.rank] = pid, Channel(own)
+
+    def _fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
         """Return whether it has the environment, the arguments and the logs of what was begun."""
         known = self._configs.get(rank_config.rank)
         if known is None:
             return False
         own = replace(self._info, address=info.address, key=info.key)
-        place = rank_config.world_size, rank_config.device, rank_config.log_dir, rank_config.env
-        return own == info and place == (
-            *(known.world_size, known.device, known.log_dir, known.env),
-        )
+        fields = ("world_size", "device", "log_dir", "env")
+        is_same = all(getattr(known, name) == getattr(rank_config, name) for name in fields)
+        return is_same and own == info
 
-    def _run(self, rank_config: RankConfig, channel: Channel) -> NoReturn:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        close_stdin()
-        load_and_serve(self._info, rank_config, lambda: receive_rank(channel, has_streams=True)[:3])
+    def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
+        """Return a function that starts ranks in these processes where they fit, once."""
+
+        def start(
+            config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        ) -> int:
+            if not self._fits(info, config):
+                for _, channel in self._ranks.values():
+                    channel.close()
+                self._ranks.clear()
+            pid, waiting = self._ranks.pop(config.rank, (0, None))
+            if waiting is not None:
+                content = _rank_content(info, config, pipes)
+                waiting.send(BecomeRank(content=content), [pipes.trigger, pipes.notes, *inherited])
+                if not waiting.is_closed:
+                    waiting.close()
+                    return pid
+            return otherwise(config, pipes, inherited, unwanted)
+
+        return start
+
+
+def _receive_rank(channel: Channel) -> tuple[SessionInfo, RankConfig, RankPipes]:
+    """Wait until this process is to become a rank; it ends if there is no such rank."""
+    message, descriptors = channel.receive_with_descriptors()
+    if not isinstance(message, BecomeRank):
+        os._exit(0)
+    channel.close()
+    content = json.loads(message.content)
+    pipes = RankPipes(trigger=descriptors[0], notes=descriptors[1])
+    return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes
 
 
 def _execute_rank(
@@ -400,10 +354,10 @@ def _execute_rank(
     """Start a rank as a fresh interpreter; return its process."""
     del unwanted  # it gets the descriptors that are passed
     with tempfile.TemporaryFile() as file:
-        file.write(rank_content(info, rank_config, pipes).encode())
+        file.write(_rank_content(info, rank_config, pipes).encode())
         file.seek(0)
         process = subprocess.Popen(
-            fresh_command(info, os.getpid()),
+            _command(info.path, "fresh_main", os.getpid()),
             env={**info.env, **rank_config.env},
             stdin=file,
             pass_fds=[pipes.trigger, pipes.notes, *inherited],
@@ -413,7 +367,7 @@ def _execute_rank(
     return process.pid
 
 
-def rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
+def _rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
     """Return the data of a rank that is started by another process than a fork."""
     content = {
         "info": asdict(info),
@@ -421,11 +375,6 @@ def rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -
         "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
     }
     return json.dumps(content)
-
-
-def fresh_command(info: SessionInfo, fork_server: int) -> list[str]:
-    """Return the command of a rank as a fresh interpreter, with `rank_content` as its stdin."""
-    return _command(info.path, "fresh_main", fork_server)
 
 
 def fresh_main(fork_server: int) -> None:

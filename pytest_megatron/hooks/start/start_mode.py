@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang import kept
 from pytest_megatron.gang.collection import CollectionDifference, compare, digest_of, last_line
 from pytest_megatron.gang.crash import shorten_stack
 from pytest_megatron.gang.forkserver.fork_safety import find_obstacle
@@ -42,11 +41,10 @@ from pytest_megatron.hooks.start.collector import SessionInfo
 from pytest_megatron.hooks.start.environment import (
     KEY,
     StartEnvironment,
-    find_words,
+    find_rank_words,
     will_load_torch,
 )
 from pytest_megatron.hooks.start.forkserver import wait_for_fork_server
-from pytest_megatron.hooks.start.learnt import cache_directory
 from pytest_megatron.hooks.start.preload import PreloadedProcess, PreloadMode, start_preloaded
 
 _TORCH = "torch"
@@ -63,7 +61,7 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
     """Return the reason why ranks have to collect for themselves, or "" if they can be forked.
 
     Args:
-        config: Of a session that has collected.
+        config: Configuration of a session that has collected.
         options: What the user asked for.
         sizes: World sizes of its gangs.
         default: World size that the controller collected as; 0 if as none.
@@ -72,7 +70,7 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         return "--gang-start fresh"
     watch = config.stash[KEY].watch
     if watch is None:
-        found = find_words(list(sys.modules.values()), config.rootpath)
+        found = find_rank_words(list(sys.modules.values()), config.rootpath)
     else:
         found = (watch.rank_readers or [""])[0]
         if not found and (sizes != {default} or options.ranks_per_gpu > 1):
@@ -100,9 +98,9 @@ def make_session_info(
     """Return the data of a session on this node for ranks.
 
     Args:
-        config: Of the session.
-        address: Of the controller.
-        key: Of the session.
+        config: Configuration of the session.
+        address: Address of the controller.
+        key: Key of the session.
         digest: Digest of the tests that the controller collected; "" while it does so.
         is_single: Whether ranks must never be forked.
     """
@@ -123,7 +121,6 @@ def make_session_info(
         env=start_env.env,
         digest=digest,
         is_single=is_single,
-        cache=str(cache_directory(config) or ""),
     )
 
 
@@ -135,8 +132,7 @@ def load_ahead(config: pytest.Config) -> None:
     """
     start_env = config.stash[KEY]
     learnt, preloaded = start_env.learnt, start_env.preloaded
-    has_contexts = kept.session is not None and kept.session.contexts is not None
-    if learnt is None or preloaded is None or has_contexts:
+    if learnt is None or preloaded is None:
         return
     before, config.option = config.option, copy.copy(config.known_args_namespace)
     try:  # again later: a hook of a conftest.py may change options
@@ -146,7 +142,7 @@ def load_ahead(config: pytest.Config) -> None:
     finally:
         config.option = before
     options, (world_size, device) = run.options, learnt.gang
-    if options.is_plan or options.num_packed > 1 or options.run_dir is not None:
+    if options.is_plan or options.run_dir is not None:
         return
     num_slots = max(nodes_of(options).ranks_per_node, world_size)
     nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
@@ -234,9 +230,9 @@ class PerRank:
         """Send the session to the preloaded process; ranks are started with their first gang.
 
         Args:
-            config: Of the session.
+            config: Configuration of the session.
             supervisor: Starts the ranks.
-            listener: Its socket.
+            listener: Socket of the session.
             options: What the user asked for.
             items: Tests of the controller; None until it has collected them.
         """

@@ -24,7 +24,7 @@ def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) ->
     """Put the arguments of a run before those that are typed now.
 
     Args:
-        early_config: Of the session that takes over.
+        early_config: Configuration of the session that takes over.
         arguments: Changed in place: the options of ini files, then what is typed.
         run: The run directory, from where the user is.
 

@@ -80,7 +80,14 @@ class GoldenWriter:
                 f"no golden, nothing was run; expected {self._session.shorten(str(path))}; write "
                 f"one with `--golden record`, or run without comparing with `--golden off`",
             )
-        golden = read_golden(path)
+        try:
+            golden = read_golden(path)
+        except GoldenError as error:
+            raise GoldenError(
+                self._session.shorten(error.where),
+                f"the golden is broken, nothing was run: {error.problem}; mend it, or write it "
+                "anew with `--golden refresh`",
+            ) from error
         if job.case is not None:
             check_golden_kind(job.case, golden)
         self.policy.at(ComparedWorkload.of(job.workload)).require_judged(job.metric_names or ())
@@ -204,7 +211,7 @@ class GoldenWriter:
         refusals = consider(candidate, self._root, self._terms).refusals
         if not refusals:
             return None
-        lines = [f"{node_id}: {refusals[0].line}", *(r.line for r in refusals[1:])]
+        lines = [refusal.line for refusal in refusals]
         if all(refusal.rule.is_soft for refusal in refusals):
             run = directory.parent
             lines.append(

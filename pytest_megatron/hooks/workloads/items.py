@@ -17,7 +17,7 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.hooks.options import WORKLOADS_PLUGIN
+from pytest_megatron.hooks.options import TRAINING_PLUGIN, WORKLOADS_PLUGIN
 
 if TYPE_CHECKING:
     from pytest_megatron.recipe.model import Workload
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 
 
-class WorkloadRunner(Protocol):
-    """The role that runs this session's workloads."""
+class RecipeReader(Protocol):
+    """The role that reads recipes."""
 
     def load(self, path: Path) -> Sequence[Workload]:
         """Return the rows of a recipe."""
+
+
+class WorkloadRunner(Protocol):
+    """The role that runs this session's workloads."""
 
     def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory."""
@@ -51,7 +55,7 @@ class WorkloadItem(pytest.Item):
     Attributes:
         workload: The row.
         record: The one for `run.json`; None until it ran.
-        training: Its training; None before and after pytest's protocol.
+        training: The running training; None before and after pytest's protocol.
         finish: Returns the training, or raises why there is none, where that ran before pytest's
             protocol reaches the item; None where the item trains by itself.
     """
@@ -88,7 +92,7 @@ class WorkloadItem(pytest.Item):
 
 def runner_of(config: pytest.Config) -> WorkloadRunner:
     """Return the role that runs this session's workloads."""
-    runner: WorkloadRunner | None = config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
+    runner: WorkloadRunner | None = config.pluginmanager.get_plugin(TRAINING_PLUGIN)
     assert runner is not None
     return runner
 
@@ -110,7 +114,9 @@ class RecipeFile(pytest.File):
             CollectError: The file is no sound recipe; the others are still collected.
         """
         try:
-            workloads = runner_of(self.config).load(self._shown_path())
+            reader: RecipeReader | None = self.config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
+            assert reader is not None
+            workloads = reader.load(self._shown_path())
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
@@ -154,7 +160,7 @@ def are_recipes_asked_for(config: pytest.Config) -> bool:
 
     A plain `pytest` must not start trainings because a folder happens to hold recipes.
     """
-    is_typed = config.args_source is not config.ArgsSource.INVOCATION_DIR
+    is_typed = config.args_source in (config.ArgsSource.ARGS, config.ArgsSource.TESTPATHS)
     for argument in config.args:
         path = Path(config.invocation_params.dir, argument.partition("::")[0])
         parts = _parts_below(path, config.rootpath)

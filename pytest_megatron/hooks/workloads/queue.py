@@ -67,7 +67,7 @@ class QueueTerminal:
 
     def listener(self, name: str) -> QueueListener:
         """Return a listener that prints the lines of one workload under its name."""
-        return QueueListener(self, name, has_iterations=self._config.get_verbosity() > 0)
+        return QueueListener(self, name, has_iterations=self._config.getoption("verbose") > 0)
 
     def show(self, standing: QueueProgress) -> None:
         """Show the state of the queue, if it is new."""

@@ -22,7 +22,7 @@ from pytest_megatron.golden.compare.result import render, render_layers
 from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.hooks.options import CI_LOG_PLUGIN
 from pytest_megatron.hooks.session import NOTE_PREFIX, RunSession
-from pytest_megatron.recipe.case import Evaluation
+from pytest_megatron.runs.headline import make_advice
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedAudit,
@@ -39,7 +39,12 @@ from pytest_megatron.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.verdict.retry import fingerprint
 from pytest_megatron.workload.plan.phases import Frozen, PhaseRole, Rewind
 from pytest_megatron.workload.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import AttemptListener, Progress, parse_progress
+from pytest_megatron.workload.run.runner import (
+    AttemptListener,
+    End,
+    Progress,
+    parse_progress,
+)
 
 if TYPE_CHECKING:
     from pytest_megatron.hooks.ci_log import CiLogPlugin
@@ -77,8 +82,8 @@ class LiveTerminal:
         """Begin to show.
 
         Args:
-            config: Of this process.
-            node_id: Of the workload.
+            config: Configuration of this process.
+            node_id: Node id of the workload.
             note: Where a process without a terminal, a worker of pytest-xdist, notes the progress
                 for the one that has it; None shows it here.
         """
@@ -87,7 +92,7 @@ class LiveTerminal:
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
         self._is_tty = reporter is not None and can_rewrite(reporter)
         self._ci_log: CiLogPlugin | None = config.pluginmanager.get_plugin(CI_LOG_PLUGIN)
-        self._copies_iterations = config.get_verbosity() > 0
+        self._copies_iterations = config.getoption("verbose") > 0
         self._name = node_id.rpartition("::")[2]
         self._width = 0
         self._has_line = False
@@ -244,35 +249,51 @@ def _rounded(loss: str) -> str:
 
 
 def training_failure(training: Training) -> str:
-    """Return why a training is no good: the cause, its evidence, what else was tried."""
+    """Return why a training is no good: the headline, what to do, its evidence, what was tried."""
     last = training.attempts[-1]
     assert last.cause is not None
-    lines = [f"{training.job.node_id}: {last.cause.text}"]
-    if last.cause.signature is not None:
-        signature = last.cause.signature
-        kind = "transient" if signature.is_transient else "not transient, so not run again"
-        lines.append(f"known as {signature.id} ({kind}): {signature.advice}")
+    lines = [last.cause.text, *filter(None, [advice_on(training)])]
     lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    lines += [f"see {last.cause.see}"] if last.cause.see else []
     lines += _saved(last)
-    if training.stopped is not None:
-        lines.append(f"not run again: {training.stopped}")
     for attempt in training.attempts[:-1]:
         if attempt.cause is not None:
             lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
     return "\n".join(lines)
 
 
+def advice_on(training: Training, judgement: Judgement | None = None) -> str | None:
+    """Return what to do about a failure; None where nothing is known to help."""
+    cause = training.attempts[-1].cause
+    signature = None if cause is None else cause.signature
+    if signature is None:
+        failed = () if judgement is None else judgement.failed
+        is_off = any(repeat.against == "golden" for repeat in failed)
+        known = training.job.table["golden_mismatch"].advice if is_off else None
+        is_whole = cause is None or cause.is_after_training
+        advice = known if is_whole or cause is None else cause.record.advice
+        return None if advice is None else make_advice(advice)
+    again = "transient as a rule" if signature.is_transient else "not transient, so not run again"
+    again += "" if training.stopped is None else f"; not run again: {training.stopped}"
+    return make_advice(signature.advice, known_as=signature.id, again=again)
+
+
 def mismatch(training: Training, judgement: Judgement) -> str:
     """Return which metrics disagree, where and by how much."""
     job = training.job
+    last = training.attempts[-1]
+    if not judgement.failed:  # what came after the training failed
+        agreed = "its metrics agree with the golden" if judgement.has_golden else "not compared"
+        return f"{training_failure(training)}\n{agreed}"
     compared = {repeat.compared for repeat in judgement.failed}
     what = "metrics" if "metrics" in compared else min(compared)
-    last = training.attempts[-1]
-    if last.stopped is None or last.cause is None:
+    if last.cause is not None and last.ends[-1].end is End.NOT_EXITED:
+        first = f"{last.cause.text}; and its {what} disagree: {judgement.in_short}"
+    elif last.stopped is None or last.cause is None:
         first = f"{judgement.in_short}: trained to the end, but its {what} disagree"
     else:
         first = last.cause.text
-    lines = [f"{job.node_id}: {first}"]
+    lines = [first]
     traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
@@ -287,7 +308,8 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
-    return "\n".join([*lines, *_saved(last)])
+    advice = () if last.stopped is not None else filter(None, [advice_on(training, judgement)])
+    return "\n".join([*lines, *advice, *_saved(last)])
 
 
 def _saved(attempt: Attempt) -> list[str]:
@@ -326,7 +348,7 @@ def not_deterministic(training: Training) -> str | None:
     if (claim := job.case.determinism_claim) is None:
         return None
     lines = [
-        f"{job.node_id}: {audit.headline}",
+        audit.headline,
         *(f"{_INDENT}{line}" for line in audit.block.splitlines()),
         f"{_INDENT}the case claims to be deterministic, by {claim} in {job.case.path}",
     ]
@@ -342,15 +364,15 @@ def _audit_record(training: Training) -> RecordedAudit | None:
 def summary_line(
     training: Training, judgement: Judgement | None, problem: str | None = None
 ) -> str:
-    """Return one line for the end of the run: loss, time, how it compares, what was odd."""
+    """Return one line for the end of the run: time, loss, the headline or what was odd."""
     parts = [f"{training.duration_s:.1f} s"]
-    if training.clean and training.clean[0].metrics:
-        parts += _loss(training.clean[0].whole)
-    if training.clean and (generation := training.clean[0].generation) is not None:
+    if training.whole and training.whole[0].metrics:
+        parts += _loss(training.whole[0].whole)
+    if training.whole and (generation := training.whole[0].generation) is not None:
         num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
-        parts.append(_why_in_short(training, judgement))
+        parts.append(problem.partition("\n")[0])
         parts += [a.stopped.text for a in training.attempts[-1:] if a.stopped is not None]
     elif judgement is not None:
         layout = training.job.workload.equivalence
@@ -362,26 +384,13 @@ def summary_line(
             for note in comparison.notes
         ]
         parts += list(dict.fromkeys(notes))
+    parts += list(dict.fromkeys(a.note for a in training.attempts if a.note is not None))
     if (reason := training.job.why_not_traced) is not None:
         parts.append(f"not traced: {reason}")
     audited = _audit_record(training)
     parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)
-
-
-def _why_in_short(training: Training, judgement: Judgement | None) -> str:
-    cause, case = training.attempts[-1].cause, training.job.case
-    if cause is not None:
-        return cause.text.partition("; ")[0]
-    is_to_fail = case is not None and case.evaluation is Evaluation.XPASS
-    if is_to_fail and judgement is not None and not judgement.failed:
-        return "passed, but was expected to fail"
-    if judgement is not None and judgement.failed:
-        return f"{judgement.failed[0].compared} disagree"
-    if training.audit is not None and not_deterministic(training) is not None:
-        return training.audit.headline
-    return "metrics disagree"
 
 
 def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
@@ -484,6 +493,7 @@ def item_record(
     return RecordedWorkload(
         verdict=(verdict or training.verdict).value,
         problem=problem,
+        advice=None if problem is None else advice_on(training, judgement),
         is_expected=is_expected,
         summary=f"failed as expected: {summary}" if is_expected else summary,
         duration_s=round(training.duration_s, 3),
@@ -532,6 +542,7 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
         stopped=None if attempt.stopped is None else _stop_record(attempt.stopped),
+        note=attempt.note,
     )
 
 
@@ -609,7 +620,7 @@ class ItemRetries:
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from the run's budget."""
         signature = _signature_of(attempt) or ""
-        return self._session.retry_budget.claim(self._node_id, signature, attempt.suspects)
+        return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why, and when."""
@@ -622,7 +633,7 @@ class ItemRetries:
         """Count the item, and print a line if machine or network fail the whole run."""
         is_broken = training.verdict is Verdict.BROKEN
         broken_by = _signature_of(training.attempts[-1]) if is_broken else None
-        if text := self._session.retry_budget.note_end(self._node_id, broken_by):
+        if text := self._session.ledger.note_end(self._node_id, broken_by):
             self._live.on_lines([f"megatron: {text}"])
 
 

@@ -67,6 +67,8 @@ def find_fatal(
     labelled: Collection[LogFile],
     rank: int | None,
     end: ProcessExit | None,
+    *,
+    is_lone: bool = False,
 ) -> Fatal | None:
     """Return the exception that ended a rank, None where no traceback did.
 
@@ -76,6 +78,7 @@ def find_fatal(
         labelled: The logs whose lines begin with `3: `.
         rank: Whose lines count in a log of several ranks.
         end: How the launcher saw it end, or None.
+        is_lone: Only one that a child or a pipe caused, and that is not the launcher's.
     """
     order = (Stream.STDERR, Stream.BOTH, Stream.LAUNCHER, Stream.STDOUT)
     streams = sorted({log.stream for log, _ in traces}, key=order.index)
@@ -85,7 +88,10 @@ def find_fatal(
             _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
             for log, at in reversed(chosen)
         )
-        if found := [fatal for fatal in read if fatal is not None]:
+        found = [fatal for fatal in read if fatal is not None]
+        if is_lone:
+            found = [fatal for fatal in found if fatal.is_lone and not fatal.is_of_agent]
+        if found:
             return _root_of(_chosen(found), traces, table, labelled, rank)
     return None
 

@@ -10,27 +10,35 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-# Colours, titles of windows; and NUL, which torch's handler of signals writes.
+# Colours, titles of windows, times of Buildkite; and NUL, which torch's handler of signals writes.
 _UNSEEN = re.compile(
-    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][0-9A-Z]|[=>78M])|\0"
+    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[\]_][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][0-9A-Z]|[=>78M])|\0"
 )
-# What GitHub, GitLab, Jenkins, and Docker with --timestamps, put before each line. `gh run view`
-# puts job and step before that.
-_STAMPED = re.compile(
-    r"^(?:[^\t\n]*\t[^\t\n]*\t)?\ufeff?\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z)\]? "
-    r"(?:\d\d[OE][ +] ?)?"
+# What stands before every line, of any number of writers; a group tells a time or a rank.
+_PREFIX = re.compile(
+    # `gh run view`: job and step before GitHub's stamp
+    r"[^\t\n]{1,200}+\t[^\t\n]{1,200}+\t(?=\ufeff?\d{4}-\d\d-)|\ufeff"
+    # GitHub, GitLab, Jenkins, Buildkite; Docker and kubectl with --timestamps
+    r"|\[?(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))\]?"
+    r"(?: (?:\d\d[OE][ +] ?)?|$)"
+    r"|(?P<clock>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?) \| "  # loguru, Loki
+    r"|\d\d:\d\d:\d\d(?:\.\d+)? "  # Jenkins
+    # a date alone, or syslog of a program with its pid; daemons stay noise
+    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:(?!\S+ \S+?(?:\[\d+\])?: )"
+    r"|\S+ (?!systemd|kernel|sshd|CRON|slurm)[\w./@-]+\[\d+\]: )"
+    # Ray, vLLM
+    r"|\((?:raylet|(?:[^()\s]+ )?(?:rank=(?P<worker>\d+) )?pid=\d+)(?:, ip=[\w.:]+)?\)(?: |$)"
+    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./<>-]+:\d+\](?: |$)"
+    r"|[a-z][\w.-]*+ ++\|(?: |$)"  # compose
+    r"|\[pod/[^\]\s]+\] "  # kubectl logs --prefix
+    r"|(?!\d+/)[\w.-]{2,}+/\d+ "  # NeMo-Run and torchx: task and replica
+    r"|\[\d+,(?P<task>\d+)\]<std(?:err|out)>: ?"  # mpirun --tag-output
+    r"|(?:#\d+ )?\d{1,4}\.\d{1,3}(?: (?=\D)|$)"  # buildkit
+    r"|\d{1,3}(?:\.\d{1,3}){3}: |(?:\[\d+\]| *+[\w.-]++:) (?=\[rank\d+\]:)"  # pdsh, srun
+    r"|\[node(?:s|\d+)\]: ?"  # a launcher for several nodes
+    r"|\[rank(?P<rank>\d+)\]: ?|\[default(?P<local>\d+)\]: ?"  # torch
 )
-# What launchers and builders put there: a clock, a date (a line of syslog goes on with its host and
-# program), a worker of Ray, a service of compose, a stream of mpirun, seconds of buildkit.
-_PREFIXED = re.compile(
-    r"^(?:\d\d:\d\d:\d\d(?:\.\d+)? |[A-Z][a-z]{2} \d\d \d\d:\d\d:\d\d (?!\S+ \S+?(?:\[\d+\])?: )"
-    r"|\([\w.:-]+ pid=\d+(?:, ip=[\w.:]+)?\) |[\w.-]+-\d+ +\| "
-    r"|\[\d+,(?P<rank>\d+)\]<std(?:err|out)>: ?"
-    r"|(?:#\d+ )?\d{1,4}\.\d{2,3} (?=\D)|\[\d+\] (?=\[rank\d+\]:)| *\d+: (?=\[rank\d+\]:))"
-)
-_TAGGED = re.compile(r"^\[(?P<tag>rank|default)(?P<rank>\d+)\]: ?")
-_OF_NODE = re.compile(r"^\[node(?:s|\d+)\]: ?")  # of a launcher for several nodes
-_LABELLED = re.compile(r"^ *(?P<rank>\d+): ?")
+_LABELLED = re.compile(r"^ *(?P<label>\d+): ?")
 # `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
 _SPOKEN = re.compile(r"^\[(?:[EWIF]\d{3,4} .*?\bRank (\d+)\]|(?i:rank)[ _](\d+)\] )")
 _GLOG = re.compile(r"\[?[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
@@ -39,10 +47,12 @@ _SYSLOG = re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d ")
 _ITERATION = re.compile(r"\biteration[:\s]+(\d+)\s*/\s*(\d+)", re.IGNORECASE)
 _ANY_YEAR = 2000  # glog has none; only differences count
 
-# Lines that come after the end of a training and say nothing: of the interpreter, torch, the agent.
+# Lines that come after the end of a training and say nothing: of the interpreter, torch, the agent,
+# and the commands that a shell prints under `set -x`.
 _NOISE = re.compile(
-    r"^\s|^$|^\[?[WEI]\d{4} |[Ww]arning\b|^Exception ignored in|^sys:1:|resource_tracker|leaked "
-    r"|\bNCCL (?:INFO|WARN|version)|^wandb: |^frame #|^terminate called|^Fatal Python error"
+    r"^\s|^$|^\++ \S|^\[?[WEI]\d{4} |[Ww]arning\b|^Exception ignored in|^sys:1:"
+    r"|resource_tracker|leaked |\bNCCL (?:INFO|WARN|version)"
+    r"|^wandb: |^frame #|^terminate called|^Fatal Python error"
     r"|^Extension modules|^(?:Current thread|Thread) 0x|destroy_process_group|\(core dumped\)$"
     r"|^(?:srun|slurmstepd|mpirun)\b|^[=\-*~]{4,}$|^(?:Root Cause|Failures?)\b|^\[\d+\]:$"
     r"|^Traceback |^(?:During handling|The above exception)|^Aborted|^Terminated|^Killed"
@@ -82,21 +92,21 @@ def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
     text = _UNSEEN.sub("", raw).rstrip("\r\n")
     rank: int | None = None
     time_s: float | None = None
-    if (stamp := _STAMPED.match(text)) is not None:
-        time_s = parse_time(stamp[1])
-        text = text[stamp.end() :]
-    if (prefix := _PREFIXED.match(text)) is not None:
-        rank = None if prefix["rank"] is None else int(prefix["rank"])
-        text = text[prefix.end() :]
-    if is_labelled and (label := _LABELLED.match(text)) is not None:
-        rank = int(label["rank"])
-        text = text[label.end() :]
-    if (node := _OF_NODE.match(text)) is not None:
-        text = text[node.end() :]
-    while (tag := _TAGGED.match(text)) is not None:
-        if rank is None or tag["tag"] == "rank":  # [default3] counts on its node only
-            rank = int(tag["rank"])
-        text = text[tag.end() :]
+    while True:
+        found = _PREFIX.match(text) or (_LABELLED.match(text) if is_labelled else None)
+        if found is None:
+            break
+        text = text[found.end() :]
+        match found.lastgroup:
+            case None:
+                pass
+            case "stamp" | "clock" as name:
+                time_s = parse_time(found[name]) if time_s is None else time_s
+            case "local":  # counts on its node only
+                rank = int(found["local"]) if rank is None else rank
+            case name:
+                rank = int(found[name])
+                is_labelled = is_labelled and name != "label"
     if rank is None and (spoken := _SPOKEN.match(text)) is not None:
         rank = int(spoken[1] or spoken[2])
     return Line(text=text, rank=rank, time_s=parse_time(text) if time_s is None else time_s)

@@ -5,6 +5,7 @@ Reads a file in pieces, once. Knows nothing of signatures: it gives places, the 
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -44,7 +45,11 @@ class Scanner:
     def __init__(self, literals: Iterable[str]) -> None:
         texts = sorted({text.encode() for text in literals})
         least = [t for t in texts if not any(other != t and other in t for other in texts)]
-        groups = [least[i : i + _MOST_AT_ONCE] for i in range(0, len(least), _MOST_AT_ONCE)]
+        num_groups = (
+            math.ceil(len(least) / _MOST_AT_ONCE) or 1
+        )  # of one size: faster than with a rest
+        size = math.ceil(len(least) / num_groups) or 1
+        groups = [least[i : i + size] for i in range(0, len(least), size)]
         self._overlap = max((len(text) for text in least), default=1) - 1
         self._automata = [
             ahocorasick_rs.BytesAhoCorasick(group, matchkind=ahocorasick_rs.MatchKind.LeftmostFirst)

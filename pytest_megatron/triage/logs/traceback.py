@@ -5,6 +5,7 @@ Pure: works on the lines behind the header of a traceback.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from enum import Enum
 from pytest_megatron.triage.logs.lines import Line, is_noise, parse_iteration, says_success
 
 HEADER = "Traceback (most recent call last)"
-_FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_FRAME = re.compile(r'^(?: +|> )File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:: |:$|$)")
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|gaierror)"
@@ -31,6 +32,13 @@ _DIRECT = "The above exception was the direct cause of the following exception:"
 _DURING = "During handling of the above exception, another exception occurred:"
 _NOT_FATAL = re.compile(
     r"^Exception ignored in|^Error in atexit|^--- Logging error|^Exception in thread"
+)
+# In front of the traceback of a worker of Ray, which is what was raised.
+_REMOTE = re.compile(r"^(?:ray\.exceptions\.)?RayTaskError\b.*: ray::")
+# What a runner writes when the step that it ran had failed; further steps follow.
+_OF_RUNNER = re.compile(
+    r"^##\[error\]Process completed with exit code|Error: The command exited with status [1-9]"
+    r"|^ERROR: Job failed"
 )
 _MOST_MESSAGE_LINES = 12
 _MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
@@ -134,7 +142,8 @@ def lines_after(lines: Sequence[Line], said: int) -> int | None:
     after = [line.text for line in lines[said + 1 :]]
     if any(parse_iteration(text) is not None or says_success(text) for text in after):
         return None
-    return sum(not is_noise(text) for text in after)
+    of_program = itertools.takewhile(lambda text: _OF_RUNNER.search(text) is None, after)
+    return sum(not is_noise(text) for text in of_program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +166,15 @@ class Bare:
 def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
     """Yield the errors at the end of a log without a traceback, last one first.
 
-    Stops where the program still went on.
+    Stops where the program still went on. What follows a runner's word on it is of other programs.
     """
     num_after = num_said = 0
     for index in range(len(lines) - 1, -1, -1):
         text = lines[index].text.strip()
         if not text:
             continue
+        if _OF_RUNNER.search(text) is not None:
+            num_after = num_said = 0
         if parse_iteration(text) is not None or says_success(text) or num_said >= _MOST_SAID:
             return
         num_said += 1
@@ -208,7 +219,7 @@ def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedE
     while index < len(lines):
         text = lines[index].text
         text = "" if text[:indent].strip() else text[indent:]
-        if text and not text.startswith((" ", "\t")):
+        if text and not text.startswith((" ", "\t", "> File")) and not _REMOTE.match(text):
             break
         if (frame := frame_of(text)) is not None:
             frames.append(frame[0])
@@ -241,7 +252,15 @@ def _end_of_message(lines: Sequence[Line], said: int) -> int:
 
 def _belongs(text: str) -> bool:
     """Return true if a line behind an exception's first is part of its message."""
-    stops = (HEADER, _DIRECT, _DURING, "Original Traceback", "Exception ignored in", "terminate ")
+    stops = (
+        HEADER,
+        _DIRECT,
+        _DURING,
+        "Original Traceback",
+        "Exception ignored in",
+        "terminate ",
+        "##[",
+    )
     if not text.strip() or any(stop in text for stop in stops):
         return False
     if parse_iteration(text) is not None:

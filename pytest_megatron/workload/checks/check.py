@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.recipe.case import WorkloadCase, case_path, read_case
-from pytest_megatron.recipe.findings import Finding
+from pytest_megatron.recipe.findings import Finding, Severity
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.workload.checks.layout import check_connections, check_layout, starts_of
 from pytest_megatron.workload.checks.memory import check_memory
@@ -18,7 +19,8 @@ from pytest_megatron.workload.checks.rules import (
     check_rules,
     finding_of,
 )
-from pytest_megatron.workload.plan.phases import reference_of
+from pytest_megatron.workload.plan.phases import reference_of, references
+from pytest_megatron.workload.plan.plan import NCCL_DEFAULTS, VARIABLES, inherited
 
 
 def hits_of(
@@ -32,9 +34,9 @@ def hits_of(
 
     Args:
         workload: The row.
-        case: Its test case.
+        case: The test case of the row.
         env: What the user has set, and a training inherits.
-        memory_bytes: Of a GPU that it will run on; None takes what is known of its platform.
+        memory_bytes: Memory of a GPU that it will run on; None takes what is known of its platform.
     """
     for start in starts_of(workload, case):
         yield from check_layout(start)
@@ -62,8 +64,16 @@ def problem_of(findings: Iterable[CheckFinding]) -> tuple[str, str] | None:
     return first.where or "", f"{first.text}; nothing was run{more}"
 
 
-def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[Finding, ...]:
-    """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's."""
+def lint_checks(
+    workloads: Iterable[Workload], root: Path, env: Mapping[str, str]
+) -> tuple[Finding, ...]:
+    """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's.
+
+    Args:
+        workloads: The rows.
+        root: The project.
+        env: The environment, whose variables cases may refer to.
+    """
     cases: dict[Path, WorkloadCase | None] = {}
     found: dict[Finding, None] = {}
     for workload in workloads:
@@ -77,9 +87,35 @@ def lint_checks(workloads: Iterable[Workload], root: Path) -> tuple[Finding, ...
             continue
         if problem := _why_not_equivalent(workload, case):
             found[problem] = None
+        if workload.script is None:
+            found.update(dict.fromkeys(_unknown_variables(case, env)))
         for finding in findings_of(hits_of(workload, case, {})):
             found[_for_lint(finding, path)] = None
     return tuple(found)
+
+
+def _unknown_variables(case: WorkloadCase, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield references to variables that are not set here; another machine may have them."""
+    own = {*VARIABLES, *case.env}
+    texts = [(case.env_lines[k], f"ENV_VARS.{k}", text, own) for k, text in case.env.items()]
+    for variant in case.variants:
+        names = own | variant.env.keys()
+        for argument in variant.arguments:
+            text = argument.text or " ".join(argument.words or ())
+            texts.append((argument.line, f"{variant.key}.{argument.name}", text, names))
+    known = {*NCCL_DEFAULTS, *inherited(env)}
+    for line, where, text, names in texts:
+        for name, has_default in references(text).items():
+            if has_default or name in names or name in known:
+                continue
+            expected = f"one of this environment, or {one_of(name, names)}"
+            yield Finding(
+                file=case.path,
+                line=line,
+                rule="case-unset-variable",
+                message=f"{where}: unknown variable {name!r}, expected {expected}",
+                severity=Severity.WARNING,
+            )
 
 
 def _why_not_equivalent(workload: Workload, case: WorkloadCase) -> Finding | None:

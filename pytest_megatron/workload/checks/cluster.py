@@ -70,7 +70,7 @@ class Wanted:
 
     Attributes:
         partitions: By name, any of them; none takes the default.
-        minutes: Its time limit.
+        minutes: Time limit of the job.
         gpus: On each node.
         where: The settings that request it.
     """
@@ -321,7 +321,7 @@ def check_shared(
 
     Args:
         paths: What jobs use.
-        mounts: Of this machine.
+        mounts: Mounts of this machine.
         vouched: Directories that all machines see according to the user.
     """
     for named in paths:
@@ -343,7 +343,7 @@ def check_ports(
     """Yield what is wrong with the ports at which jobs meet.
 
     Args:
-        ports: Of which each job takes one by its number.
+        ports: Ports of which each job takes one by its number.
         ephemeral: What the kernel gives to connections, first and last; None where unknown.
         num_jobs: That a node may have at a time.
         where: The setting that names it.
@@ -362,7 +362,7 @@ def in_container(path: Path, mounts: Mapping[Path, Path]) -> Path | None:
     """Return where a path of a container is outside of it; None for what is in its image.
 
     Args:
-        path: As the program in the container has it.
+        path: Path that the program in the container has.
         mounts: Directory in the container -> directory outside.
     """
     for target in sorted(mounts, key=lambda point: len(point.parts), reverse=True):

@@ -33,7 +33,7 @@ class Parameters:
     Attributes:
         dense: All but routed experts.
         experts: Routed experts.
-        num_experts: Of a layer, over all ranks; 0 for a dense model.
+        num_experts: Experts of a layer, over all ranks; 0 for a dense model.
         has_vocabulary: Whether embeddings are counted.
     """
 
@@ -202,7 +202,7 @@ class Estimate:
 
     @property
     def weights(self) -> float:
-        """Of the weights alone."""
+        """Bytes of the weights alone."""
         held = self.parameters
         return held.dense * self.dense.weight + held.experts * self.expert.weight
 
@@ -328,7 +328,7 @@ def check_memory(start: CheckedStart, memory_bytes: int | None = None) -> Iterat
 
     Args:
         start: What is started.
-        memory_bytes: Of a GPU that it will run on, where one is known; else that of the platform.
+        memory_bytes: Memory of a GPU that it will run on, if one is known; else the platform's.
     """
     model = gpu_model_of(start.platform)
     capacity = memory_bytes or (0 if model is None else model.memory_gib * GIB)

@@ -104,6 +104,9 @@ class Target:
     iteration: int
 
 
+_ALLOCATOR = "PYTHONMALLOC"
+
+
 class PhaseRole(Enum):
     """Purpose of a phase."""
 
@@ -118,9 +121,9 @@ class PhaseStart:
 
     Attributes:
         number: Counted from 1.
-        name: As messages show it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: Name in messages: `phase 2`, `window 3`, `MODEL_ARGS_4`.
         variant: Whose environment it has.
-        arguments: As they are passed, before variables are filled in.
+        arguments: Arguments to pass, before variables are filled in.
         load: What `${CHECKPOINT_LOAD_PATH}` stands for.
         save: What `${CHECKPOINT_SAVE_PATH}` stands for.
         origin: What to lay out for it to start from, or None.
@@ -153,7 +156,7 @@ def starts_of(
     Args:
         workload: Says where a frozen checkpoint is, and how many windows a release may take.
         case: Says which test type it is.
-        dirs: Of the attempt.
+        dirs: Directories of the attempt.
         root: The project's; a frozen checkpoint's path is relative to it.
         is_lightweight: Whether only `LIGHTWEIGHT_ITERS` iterations are trained.
 
@@ -192,14 +195,14 @@ def audits_of(
     saves nothing where it can be left out.
 
     Args:
-        workload: As in `starts_of`, like `case`, `dirs` and `root`.
-        case: Likewise.
-        dirs: Likewise.
-        root: Likewise.
+        workload: The row.
+        case: The test case of the row.
+        dirs: Directories of the attempt.
+        root: The project.
         first: The number of the first of them.
 
     Raises:
-        MegatronError: As from `starts_of`.
+        MegatronError: The case is refused, see `starts_of`.
     """
     steps = trace_steps_of(workload)
     starts = starts_of(workload, case, dirs, root, is_lightweight=True)
@@ -208,6 +211,7 @@ def audits_of(
     return tuple(
         replace(
             _shortened(one, steps),
+            variant=_with_memory(one.variant, case) if again > 1 else one.variant,
             number=number,
             name=f"audit {again}" if len(trainings) == 1 else f"audit {again} of {one.name}",
             save=dirs.phase(number).root / "checkpoints",
@@ -217,6 +221,16 @@ def audits_of(
         )
         for number, (one, again) in enumerate(pairs, start=first)
     )
+
+
+def _with_memory(variant: Variant, case: WorkloadCase) -> Variant:
+    """Return a variant whose Python has another allocator, so that objects have other addresses.
+
+    Those of two fresh interpreters agree in the bits that order a set of objects.
+    """
+    if _ALLOCATOR in case.env:
+        return variant
+    return replace(variant, env={_ALLOCATOR: "malloc", **variant.env})
 
 
 def _shortened(start: PhaseStart, num_steps: int) -> PhaseStart:
@@ -712,6 +726,15 @@ def substitute(text: str, env: Mapping[str, str], *, where: str) -> str:
     if _COMMAND_SUBSTITUTION in text:
         raise CaseError(where, f"{text!r} asks a shell to run a command; write its result instead")
     return _REFERENCE.sub(value_of, text)
+
+
+def references(text: str) -> dict[str, bool]:
+    """Return the variables that `text` refers to -> whether each reference has a default."""
+    found: dict[str, bool] = {}
+    for match in _REFERENCE.finditer(text):
+        name = match["braced"] or match["bare"]
+        found[name] = found.get(name, True) and match["default"] is not None
+    return found
 
 
 def unquote(text: str, *, where: str) -> str:

@@ -11,16 +11,27 @@ nvidia_resiliency_ext.fault_tolerance.launcher, a fork of it.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
-from pytest_megatron.recipe.case import CP, TP, Launcher, ModelArgs, TestType, WorkloadCase
+from pytest_megatron.recipe.case import (
+    CP,
+    TP,
+    ExitPolicy,
+    Launcher,
+    ModelArgs,
+    TestType,
+    WorkloadCase,
+)
 from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
@@ -35,10 +46,12 @@ from pytest_megatron.workload.plan.phases import (
     audits_of,
     command_words,
     find_untraceable,
+    references,
     require_iteration,
     require_path,
     require_program,
     starts_of,
+    substitute,
     target_of,
     trace_steps_of,
 )
@@ -92,8 +105,8 @@ def planned_connections(
     """Return the variable as a plan sets it where neither the user nor the case has.
 
     Args:
-        arguments: Of the start.
-        platform: Of the row.
+        arguments: Arguments of the start.
+        platform: Platform of the row.
         env: What the user has set.
     """
     values = {Connections.ONE: "1", Connections.MANY: str(MOST_CONNECTIONS)}
@@ -195,7 +208,7 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     """Return what starts the ranks of a case.
 
     Args:
-        case: Its LAUNCHER decides.
+        case: The test case, whose LAUNCHER decides.
         asked: The value of `PYTEST_MEGATRON_LAUNCHER`, which wins; None without it.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
 
@@ -204,7 +217,7 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     """
     words = [starter.value for starter in Launcher]
     if asked and asked not in words:
-        raise CaseError(LAUNCHER_VARIABLE, f"is {asked!r}, expected one of {', '.join(words)}")
+        raise CaseError(LAUNCHER_VARIABLE, f"is {asked!r}, expected {one_of(asked, words)}")
     starter = Launcher(asked) if asked else case.starter
     if starter is Launcher.FT_LAUNCHER and not has_ft_launcher:
         raise CaseError(
@@ -257,6 +270,7 @@ def _tee_words(ranks: Ranks) -> list[str]:
     return ["--tee", words] if words else []
 
 
+_HASH_SEED = "PYTHONHASHSEED"
 # What Megatron-LM's driver exports where the user has not.
 # Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
 NCCL_DEFAULTS: Mapping[str, str] = {
@@ -268,11 +282,22 @@ NCCL_DEFAULTS: Mapping[str, str] = {
     "NCCL_TUNER_PLUGIN": "",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
 }
+# What a plan sets in each phase, and a `model_config.yaml` may refer to; DATA_PATH may be unset.
+VARIABLES = (
+    *("CHECKPOINT_LOAD_PATH", "CHECKPOINT_SAVE_PATH", "DATA_CACHE_PATH", "DATA_PATH"),
+    *("INFERENCE_OUTPUT_PATH", "LOG_DIR", "OUTPUT_PATH", "PYTEST_MEGATRON_METRICS"),
+    *("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "REPEAT", "RUN_NUMBER", "TENSORBOARD_PATH"),
+)
 # Where torch's flight recorder dumps to. Releases from 2.10 on have new names beside these.
 # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp and FlightRecorder.hpp, v2.6 and v2.13.
 FLIGHT_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 _FLIGHT_DEFAULTS: Mapping[str, str] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    # Megatron-LM sets it to 1 where it finds FLIGHT_VARIABLE. A rank that ends without
+    # `destroy_process_group` is then taken for one that failed: at exit its default group joins the
+    # monitor's thread, which dumps, sleeps TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC (8 minutes), aborts.
+    # Source: ProcessGroupNCCL.cpp, dumpExtraDebuggingInfo(); seen with torch 2.11 on an H200.
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
 }
 # What a launcher around the controller may have left, and would lead the ranks astray.
@@ -291,7 +316,7 @@ class PhasePlan:
 
     Attributes:
         number: Counted from 1.
-        name: As messages show it: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: Name in messages: `phase 2`, `window 3`, `MODEL_ARGS_4`.
         argv: Program and arguments; no shell comes between.
         env: The whole environment.
         own_env: The part of it that comes from us or from the case, for people to read.
@@ -299,13 +324,14 @@ class PhasePlan:
         origin: What to lay out before the start for it to resume from, or None.
         last_iteration: The one after which it exits; None where that is unknown.
         world_size: Ranks over all nodes.
-        num_nodes: Of them; each has as many ranks.
+        num_nodes: Number of nodes; each has as many ranks.
         saves: Directory in which it must leave a checkpoint of its last iteration, or None.
         frozen_paths: What it reads below the recipe's `checkpoint_load_path`, and so must exist.
         before_script: Shell text to run before the training, or None; likewise `after_script`.
         is_script: Whether a recipe's script runs instead of a launcher.
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
         role: Why it is started.
+        exit_policy: The outcome if it has done its work and does not exit.
     """
 
     number: int
@@ -325,6 +351,7 @@ class PhasePlan:
     is_script: bool = False
     start: Started | None = None
     role: PhaseRole = PhaseRole.TRAINING
+    exit_policy: ExitPolicy = ExitPolicy.FAIL
 
     @property
     def resumes_after(self) -> int | None:
@@ -408,7 +435,7 @@ def plan_attempt(
 
     Args:
         workload: The row.
-        case: Its test case; may be None only where the row has a script.
+        case: The test case; may be None only where the row has a script.
         dirs: The attempt's own directories.
         setting: The run's.
         repeat: Counted from 1; the case may use it as a seed, `${REPEAT}`.
@@ -418,7 +445,7 @@ def plan_attempt(
         RecipeError: The row names no program, or asks for nodes that are not to be had here.
     """
     if workload.script is not None:
-        return _plan_script(workload, dirs, setting)
+        return _plan_script(workload, case, dirs, setting)
     assert case is not None
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
@@ -455,7 +482,7 @@ def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
     """Return a phase whose ranks record traces.
 
     Args:
-        phase: As it was planned.
+        phase: The phase as it was planned.
         settings: Value of `PYTEST_MEGATRON_TRACE` for this phase.
 
     Raises:
@@ -522,16 +549,19 @@ def _plan_phase(
         )
     num_nodes, num_ranks = _shape_of(workload, case, start)
     phase = dirs.phase(start.number)
+    variables = _variables(workload, dirs, phase, setting, start, repeat)
     own = {
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
-        **_flight_recorder(workload, phase, setting),
+        **_flight_recorder(workload, phase, setting, ModelArgs(start.arguments)),
         **planned_connections(ModelArgs(start.arguments), workload.platform, setting.env),
-        **case.env,
-        **start.variant.env,
-        **_variables(workload, dirs, phase, setting, start, repeat),
     }
+    known = {**inherited(setting.env), **own, **variables}
+    own |= {**_filled_in(case, start, known), **variables}
     own |= _devices(workload, setting)
+    own["PYTHONPATH"] = _python_path(setting, own)
     env = {**inherited(setting.env), **own}
+    if start.role is PhaseRole.AUDIT and _HASH_SEED not in own:
+        env.pop(_HASH_SEED, None)  # two sessions need not share it, so two trainings must not
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
         starter=starter_of(case, asked, has_ft_launcher=setting.has_ft_launcher),
@@ -560,6 +590,7 @@ def _plan_phase(
         before_script=case.before_script,
         after_script=case.after_script,
         role=start.role,
+        exit_policy=case.exit_policy,
     )
     return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
@@ -633,9 +664,47 @@ def _variables(
     return found if data_path is None else {**found, "DATA_PATH": data_path}
 
 
-def _flight_recorder(workload: Workload, phase: PhaseDirs, setting: Setting) -> dict[str, str]:
-    """Return the variables that have a hang of NCCL leave dumps in the phase's own directory."""
-    if workload.platform == CPU_PLATFORM:
+def _filled_in(case: WorkloadCase, start: PhaseStart, known: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a case; they may refer to one another and to what is known.
+
+    A variable that refers to its own name means the value that it has outside of the case.
+
+    Raises:
+        CaseError: One refers to something unset, or to itself by way of others.
+    """
+    own = {**case.env, **start.variant.env}
+    needed = {
+        name: (references(text).keys() & own.keys()) - known.keys() - {name}
+        for name, text in own.items()
+    }
+    filled: dict[str, str] = {}
+    try:
+        for name in TopologicalSorter(needed).static_order():
+            line = case.env_lines.get(name)
+            where = f"{case.path}{'' if line is None else f':{line}'}: ENV_VARS.{name}"
+            filled[name] = substitute(own[name], {**filled, **known}, where=where)
+    except CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise CaseError(
+            str(case.path), f"ENV_VARS: {circle} refer to one another, expected an end; change one"
+        ) from None
+    return {name: filled[name] for name in own}
+
+
+def _python_path(setting: Setting, own: Mapping[str, str]) -> str:
+    """Return where ranks look for modules: first in the project's root, as under the driver."""
+    others = own.get("PYTHONPATH", setting.env.get("PYTHONPATH"))
+    return os.pathsep.join((str(setting.root), *([others] if others else [])))
+
+
+def _flight_recorder(
+    workload: Workload, phase: PhaseDirs, setting: Setting, arguments: ModelArgs
+) -> dict[str, str]:
+    """Return the variables that have a hang of NCCL leave dumps in the phase's own directory.
+
+    They would win over the arguments of a case that names a directory itself.
+    """
+    if workload.platform == CPU_PLATFORM or "--flight-recorder-dump-path" in arguments:
         return {}
     wanted = {**_FLIGHT_DEFAULTS, FLIGHT_VARIABLE: str(phase.flight / FLIGHT_PREFIX)}
     return {k: v for k, v in wanted.items() if k not in setting.env}
@@ -647,7 +716,9 @@ def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
     return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
-def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
+def _plan_script(
+    workload: Workload, case: WorkloadCase | None, dirs: AttemptDirs, setting: Setting
+) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
     own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
@@ -679,7 +750,14 @@ def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> Att
         world_size=workload.nodes * workload.gpus,
         time_limit_s=_time_limit_s(workload),
         script=redirected(script, dirs, machine),
-        script_files=script_files(setting.root, dirs, machine, setting.python),
+        script_files=script_files(
+            setting.root,
+            workload,
+            dirs,
+            machine,
+            setting.python,
+            is_release=case is not None and case.test_type is TestType.RELEASE,
+        ),
     )
 
 

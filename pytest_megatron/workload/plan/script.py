@@ -19,12 +19,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.base.project import read_git
+from pytest_megatron.golden.model import (
+    Series,
+    Value,
+    generation_to_json,
+    series_of,
+    to_float32,
+)
+from pytest_megatron.golden.store import golden_path, metrics_to_json, read_golden
+from pytest_megatron.recipe.case import case_path, golden_name
+from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import AttemptDirs
 
 TOOLS = Path(__file__).parents[1] / "tools"
 _YQ_PLACE = "/usr/local/bin/yq"
 _CODE = "/opt/megatron-lm"
+_RELEASE_INTERVAL = 5  # of what the driver reads of a release
+_DECIMALS = 5  # of what Megatron-LM reads from TensorBoard
 _CHECKPOINTS = "/tmp/checkpoints"  # noqa: S108 - what a script calls it; it is replaced
 
 
@@ -52,29 +65,51 @@ class ScriptFiles:
         project: Directory to copy.
         copy: Where the copy goes; the script runs in it.
         results: The directory of the run, which is not copied where it lies in the project.
-        home: Its HOME, made empty.
+        home: HOME of the script, made empty.
+        checkpoints: Directory that shell scripts of the copy get in place of `/tmp/checkpoints`.
         texts: Path to content of small files; those in `bin` are made executable.
+        golden: Where the row's golden may be, and where the script looks for it; None for a script
+            that no row has.
+        golden_interval: Distance of the steps that the driver compares; step 1 is one of them.
     """
 
     project: Path
     copy: Path
     results: Path
     home: Path
+    checkpoints: Path
     texts: Mapping[Path, str]
+    golden: tuple[Path, Path] | None = None
+    golden_interval: int = 1
 
 
 def redirected(script: str, dirs: AttemptDirs, machine: ScriptMachine) -> str:
     """Return a rendered script with the container's directories replaced by ours."""
     own = {_CODE: str(dirs.project_copy), _CHECKPOINTS: str(dirs.checkpoints)}
     for there, here in {**machine.paths, **own}.items():
-        script = re.sub(rf"{re.escape(there)}(?![\w-])", here.replace("\\", r"\\"), script)
+        script = _with_path(script, there, here)
     return script
 
 
+def _with_path(text: str, there: str, here: str) -> str:
+    """Return a text with a path of the container replaced."""
+    return re.sub(rf"{re.escape(there)}(?![\w-])", here.replace("\\", r"\\"), text)
+
+
 def script_files(
-    project: Path, dirs: AttemptDirs, machine: ScriptMachine, python: str
+    project: Path,
+    workload: Workload,
+    dirs: AttemptDirs,
+    machine: ScriptMachine,
+    python: str,
+    *,
+    is_release: bool,
 ) -> ScriptFiles:
-    """Return the files that a script needs beside itself."""
+    """Return the files that a script needs beside itself.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
     tools = {
         "yq": f"exec {shlex.quote(python)} -P {shlex.quote(str(TOOLS / 'yq.py'))}",
         "envsubst": f"exec {shlex.quote(python)} {shlex.quote(str(TOOLS / 'envsubst.py'))}",
@@ -88,12 +123,17 @@ def script_files(
     # Whoever clears GPUs with it ends the trainings of others.
     texts[dirs.bin / "fuser"] = _program('echo "fuser: not run here, GPUs are leased" >&2')
     texts[dirs.prelude] = _prelude(dirs, machine)
+    case = case_path(dirs.project_copy, workload)
+    name = golden_name(workload.environment, workload.platform)
     return ScriptFiles(
         project=project,
         copy=dirs.project_copy,
         results=dirs.root.parents[2],  # <run-dir>/<item>/repeat_<i>/attempt_<k>
         home=dirs.home,
+        checkpoints=dirs.checkpoints,
         texts=texts,
+        golden=(golden_path(project, workload), case.with_name(name)),
+        golden_interval=_RELEASE_INTERVAL if is_release else 1,
     )
 
 
@@ -210,7 +250,10 @@ def lay_out_script(files: ScriptFiles) -> None:
     Tracked and new files are copied. What git ignores (built extensions, data, environments) is
     linked, so that it is found and costs nothing; a project without git is copied whole.
 
+    A golden that lies where only we look goes beside the case, in Megatron-LM's own form.
+
     Raises:
+        GoldenError: The golden cannot be read.
         OSError: Something cannot be read or written.
     """
     files.home.mkdir(parents=True)
@@ -228,16 +271,53 @@ def lay_out_script(files: ScriptFiles) -> None:
             dirs_exist_ok=True,
             ignore=lambda where, names: {n for n in names if _is_left_out(files, Path(where, n))},
         )
-        return
-    for name in listed:
+    for name in listed or ():
         if not _is_left_out(files, files.project / name):
             _copy(files.project / name, files.copy / name)
+    _redirect_checkpoints(files)
     ignored = _listed(files.project, "--others", "--ignored", "--exclude-standard", "--directory")
     for name in ignored or ():
         target = files.copy / name
         if not _is_left_out(files, files.project / name) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(files.project / name)
+    if files.golden is not None:
+        _lay_out_golden(*files.golden, files.golden_interval)
+
+
+def _redirect_checkpoints(files: ScriptFiles) -> None:
+    """Give the shell scripts of the copy a directory of their own for `/tmp/checkpoints`."""
+    for path in files.copy.rglob("*.sh"):
+        if path.is_symlink():  # maybe of a file outside of the copy
+            continue
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        if _CHECKPOINTS in text:  # which all scripts of a machine would share
+            text = _with_path(text, _CHECKPOINTS, str(files.checkpoints))
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def _lay_out_golden(source: Path, target: Path, interval: int) -> None:
+    """Write a golden in the form that Megatron-LM's own comparison reads, unless one is there.
+
+    That one rounds what it measured, and may want it equal to the golden.
+    """
+    if target.exists() or not source.is_file():
+        return
+    golden = read_golden(source)
+    made = golden.generation
+    sampled = {name: series_of(_sampled(one, interval)) for name, one in golden.metrics.items()}
+    content = metrics_to_json(sampled) if made is None else generation_to_json(made)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomically(target, content)
+
+
+def _sampled(series: Series, interval: int) -> dict[int, Value]:
+    """Return the values that Megatron-LM reads from TensorBoard, rounded as it does."""
+    return {
+        step: round(to_float32(value), _DECIMALS) if isinstance(value, float) else value
+        for step, value in series.items()
+        if step == 1 or not step % interval
+    }
 
 
 def _is_left_out(files: ScriptFiles, path: Path) -> bool:

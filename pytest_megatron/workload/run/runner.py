@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
-from pytest_megatron.errors import LaunchError
+from pytest_megatron.errors import GoldenError, LaunchError, MetricsError
+from pytest_megatron.golden.store import read_metrics
 from pytest_megatron.process.guarded import (
     CommandEnd,
     GuardedProcess,
@@ -21,6 +22,8 @@ from pytest_megatron.process.guarded import (
     StartGuard,
     execute_guard,
 )
+from pytest_megatron.process.tree import Activity
+from pytest_megatron.recipe.case import ExitPolicy
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workload.plan.phases import (
     PhaseRole,
@@ -37,6 +40,8 @@ _CHUNK_BYTES = 1 << 20  # of one file in one poll: a rank that floods its log ca
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 _TIME_MS = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
 _LOSS = re.compile(r"\blm loss:\s*([^\s|]+)")
+# Megatron-LM prints it before it exits, at whatever iteration (training.py, d98e8a64dd).
+_EXITING = "exiting program at iteration"
 # How torch.distributed.run marks a line that it copies from a rank.
 _TEED = re.compile(r"\[default(\d+)\]:(?:\[rank\d+\]: ?)?(.*)")
 # torch prints it when a collective did not finish; what follows only takes minutes. The name of
@@ -61,7 +66,7 @@ class Progress:
     Attributes:
         iteration: The one that just ended, counted from 1.
         last: The one that the training is to reach.
-        loss: As printed, or None where the line has none.
+        loss: Loss that was printed, or None where the line has none.
         iteration_ms: Time of this iteration, or None.
     """
 
@@ -138,6 +143,7 @@ class LogWatch:
         last: Iteration that the phase ends after, where its program prints a later one; or None.
         progress: The furthest that any rank printed, or None.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
+        is_exiting: Whether a program said last that it exits.
     """
 
     dirs: PhaseDirs
@@ -146,6 +152,7 @@ class LogWatch:
     last: int | None = None
     progress: Progress | None = None
     hung_rank: int | None = None
+    is_exiting: bool = False
     _launcher: FollowedFile = field(init=False)
     _ranks: dict[Path, FollowedFile] = field(default_factory=dict)
     _look_again_at: float = 0.0
@@ -169,6 +176,8 @@ class LogWatch:
             self._note_watchdog(line, None if tee is None else int(tee[1]))
             if tee is not None:
                 shown.append(f"[rank{tee[1]}]: {tee[2]}")
+            elif self.scripts is not None:  # which may start a program without a launcher
+                self._take(line, rank=0)
         return shown
 
     def drain(self) -> list[str]:
@@ -199,6 +208,8 @@ class LogWatch:
         progress = parse_progress(line) if "iteration" in line else None
         if progress is not None and self.last is not None and progress.iteration <= self.last:
             progress = replace(progress, last=self.last)
+        if progress is not None or _EXITING in line:
+            self.is_exiting = progress is None
         self.progress = progress or self.progress
 
     def _note_watchdog(self, line: str, rank: int | None) -> None:
@@ -216,6 +227,10 @@ _JUDGE_SHARE = 0.02  # of the time, at most, to read and compare what was measur
 STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
 _WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
+_EXIT_LOOK_S = 3.0
+_EXIT_GRACE_S = 30.0  # without any work, for a program that has nothing left to do but exit
+_IDLE_SHARE = 0.02  # of a core for each process: threads of torch and NCCL poll
+_IDLE_BYTES = 1 << 16  # between two looks
 _DUMPS_S = 10.0  # for what the ranks' flight recorders dump, where they are on
 _QUIET_S = 1.0  # dumps of all ranks that did not grow for so long are whole
 _QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
@@ -257,6 +272,7 @@ class End(Enum):
     NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
     SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
     STOPPED = "stopped early"  # by us, since what it measured can only fail
+    NOT_EXITED = "not exited"  # stopped by us: it had done its work, and ranks did not exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +310,7 @@ class PhaseResult:
             fail, where it is STOPPED.
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
+        waiting: The ranks that had not exited, where `end` is NOT_EXITED.
     """
 
     end: End
@@ -305,6 +322,7 @@ class PhaseResult:
     problem: str | None = None
     script: ScriptEnd | None = None
     saved: int | None = None
+    waiting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +333,9 @@ class PhaseEnd(PhaseResult):
 
     @property
     def is_clean(self) -> bool:
-        """True if it exited with 0 and nothing was wrong."""
+        """True if it exited with 0 and nothing was wrong, or its case lets it not exit."""
+        if self.end is End.NOT_EXITED:
+            return self.plan.exit_policy is ExitPolicy.PASS
         return self.end is End.EXITED and self.returncode == 0
 
 
@@ -549,6 +569,7 @@ def _train(
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
     watch = _watch_of(plan, phase)
+    exit_watch = _ExitWatch(phase, watch)
     end, problem = End.EXITED, None
     hung_at = 0.0
     with start(phase, plan.cwd) as process:
@@ -560,6 +581,9 @@ def _train(
             if time.monotonic() >= deadline:
                 end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
                 ended = _stop(process)
+                break
+            if exit_watch.is_overdue(process):
+                end, ended = End.NOT_EXITED, _stop(process)
                 break
             if hung_at or (found := judge.problem(phase, watch.progress)) is None:
                 continue
@@ -578,7 +602,63 @@ def _train(
         hung_rank=watch.hung_rank,
         progress=watch.progress,
         problem=problem,
+        waiting=exit_watch.waiting,
     )
+
+
+@dataclass(slots=True)
+class _ExitWatch:
+    """Finds a program that has done its work, does nothing more, and does not exit.
+
+    Attributes:
+        waiting: The ranks that it waits for, once it is overdue.
+    """
+
+    phase: PhasePlan
+    log: LogWatch
+    waiting: tuple[int, ...] = ()
+    _seen: Activity | None = None
+    _idle_since: float = 0.0
+    _looked_at: float = field(default_factory=time.monotonic)
+
+    def is_overdue(self, process: RunningCommand) -> bool:
+        """Return true if nothing but its exit is missing, and nothing has happened for a while."""
+        now = time.monotonic()
+        took_s = now - self._looked_at
+        if took_s < _EXIT_LOOK_S or self.phase.exit_policy is ExitPolicy.WAIT:
+            return False
+        self._looked_at = now
+        before, self._seen = self._seen, process.activity()
+        if before is None or self._seen is None or not _is_idle(before, self._seen, took_s):
+            self._idle_since = now
+        is_over = now - self._idle_since >= _EXIT_GRACE_S and self._has_done_its_work()
+        if self._seen is None or not is_over:
+            return False
+        self.waiting = self._seen.ranks
+        return bool(self.waiting)
+
+    def _has_done_its_work(self) -> bool:
+        """Return true if it has logged or measured its last iteration, or written its requests."""
+        if self.log.is_exiting:
+            return True
+        if (progress := self.log.progress) is not None:
+            return progress.iteration >= (self.phase.last_iteration or progress.last)
+        dirs, last = self.phase.dirs, self.phase.last_iteration
+        if dirs.generated.exists():
+            return True
+        source = dirs.metrics_lines if dirs.metrics_lines.exists() else dirs.tensorboard
+        try:
+            metrics = {} if last is None else read_metrics(source).metrics
+        except (GoldenError, MetricsError):  # nothing yet, or half a line
+            return False
+        return last is not None and any(s.steps and s.steps[-1] >= last for s in metrics.values())
+
+
+def _is_idle(before: Activity, now: Activity, took_s: float) -> bool:
+    """Return true if processes did next to nothing: threads that poll, as those of NCCL do."""
+    is_quiet = now.written_bytes - before.written_bytes < _IDLE_BYTES and not now.is_busy
+    cpu_s = now.cpu_s - before.cpu_s
+    return now.pids == before.pids and is_quiet and cpu_s < _IDLE_SHARE * took_s * len(now.pids)
 
 
 def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
@@ -595,7 +675,7 @@ class LiveLog:
     """Follows the logs of an attempt that runs elsewhere, phase by phase.
 
     Attributes:
-        plan: Of the attempt.
+        plan: Plan of the attempt.
     """
 
     def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
@@ -645,7 +725,7 @@ def start_here(
 
     Args:
         phase: The phase.
-        cwd: Its working directory.
+        cwd: Working directory of the phase.
         start_guard: Starts the guard of the launcher.
     """
     return GuardedProcess(
@@ -684,7 +764,7 @@ def _run_script(
     training.
 
     Args:
-        key: As `ScriptEnd.key`.
+        key: The key of the case, for `ScriptEnd.key`.
         text: What the case holds.
         path: The file to put it in; its output and its environment go beside it.
         env: All of its environment.

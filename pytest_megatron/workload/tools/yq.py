@@ -1,4 +1,4 @@
-"""Stands in for yq where it is not installed: `yq [-i] [-r] [eval] EXPRESSION [FILE]`.
+"""Stands in for yq where it is not installed: `yq [-i] [-r] [eval] EXPRESSION [FILE]`, `yq -P`.
 
 Started as a file, on the PATH of a recipe's script only. Reads and writes YAML with PyYAML, so a
 file that it changes in place loses its comments; that file is in a copy of the project.
@@ -67,7 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run one call of yq."""
     flags = [word for word in arguments if word.startswith("-") and word != "-"]
     words = [word for word in arguments if word not in flags and word not in ("eval", "e")]
-    unknown = set(flags) - {"-i", "-r", "--inplace", "--unwrapScalar", "-e"}
+    if not words and set(flags) & {"-P", "--prettyPrint"}:
+        words = ["."]
+    unknown = set(flags) - {"-i", "-r", "--inplace", "--unwrapScalar", "-e", "-P", "--prettyPrint"}
     if unknown or not words or len(words) > 2:  # noqa: PLR2004 - expression and file
         return _complain(f"cannot do {' '.join(arguments)!r}; install yq 4")
     is_in_place = bool(set(flags) & {"-i", "--inplace"})

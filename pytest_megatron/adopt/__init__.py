@@ -1,1 +1,0 @@
-"""Launched tests of a project: found, replaced, compared."""

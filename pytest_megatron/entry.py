@@ -1,0 +1,111 @@
+"""Entry point `pytest11`: loads the plugin in a session that asks for it.
+
+Every pytest of the environment imports this module, so it imports pytest and the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+from collections.abc import Generator, Iterable, Iterator
+from types import ModuleType
+
+import pytest
+
+PLUGIN = "pytest_megatron.plugin"
+_NAMES = ("megatron", PLUGIN)
+_DISTRIBUTION = re.compile(r"pytest[-_.]+megatron(?![-_.]*\w)", re.IGNORECASE)
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Load the plugin if the command line, the environment or the ini file asks for it."""
+    config = pluginmanager.get_plugin("pytestconfig")
+    if isinstance(config, pytest.Config) and _asks(config):
+        _load(pluginmanager)
+
+
+def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
+    """Load the plugin if a conftest.py or another plugin has its name in `pytest_plugins`."""
+    if isinstance(plugin, ModuleType) and "megatron" in _listed(
+        getattr(plugin, "pytest_plugins", ())
+    ):
+        _load(manager)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, args: list[str]
+) -> Generator[None, object, object]:
+    """Refuse options of the plugin, unless a conftest.py declares them or asks for the plugin."""
+    manager = early_config.pluginmanager
+    is_late = not manager.has_plugin(PLUGIN)
+    result = yield
+    plugin = manager.get_plugin(PLUGIN)
+    if plugin is None:
+        _refuse_options(early_config, args)
+    elif is_late:
+        plugin.begin_late(early_config, args)
+    return result
+
+
+def _load(manager: pytest.PytestPluginManager) -> None:
+    if not manager.has_plugin(PLUGIN):
+        manager.register(importlib.import_module(PLUGIN), PLUGIN)
+
+
+def _asks(config: pytest.Config) -> bool:
+    given = getattr(config, "known_args_namespace", None)
+    is_early = given is None  # before pytest reads its ini file it loads plugins by name alone
+    words = _plugins_of(config.invocation_params.args) if given is None else given.plugins
+    told = [word.strip() for word in words if word.strip().removeprefix("no:") in _NAMES]
+    if told:  # the last one wins
+        return told[-1] in _NAMES
+    if is_early or "megatron" in os.environ.get("PYTEST_PLUGINS", "").split(","):
+        return True
+    attributes = vars(config)  # the public name of the second one is deprecated from pytest 9.1 on
+    in_file = attributes.get("_inicfg", attributes.get("inicfg", ()))
+    names = (*in_file, *(getattr(given, "override_ini", None) or ()))
+    return any(name.startswith("megatron_") for name in names) or any(
+        map(_DISTRIBUTION.match, config.getini("required_plugins"))
+    )
+
+
+def _plugins_of(words: Iterable[object]) -> Iterator[str]:
+    """Yield the values of `-p`."""
+    is_value = False
+    for word in map(str, words):
+        if is_value or (word.startswith("-p") and word != "-p"):
+            yield word if is_value else word[2:]
+        is_value = not is_value and word == "-p"
+
+
+def _listed(names: object) -> Iterable[object]:
+    """Return the names in a value of `pytest_plugins`; pytest refuses other values."""
+    if isinstance(names, str):
+        return names.split(",")
+    return names if isinstance(names, list | tuple | set | frozenset) else ()
+
+
+def _refuse_options(early_config: pytest.Config, arguments: list[str]) -> None:
+    missing = object()
+    words = [str(argument) for argument in arguments]
+    typed = [word.partition("=")[0] for word in words[: (*words, "--").index("--")]]
+    unknown = [
+        name
+        for name in typed
+        if name.startswith("--") and early_config.getoption(name, missing) is missing
+    ]
+    if not unknown:
+        return
+    from pytest_megatron.hooks.options import OPTION_ROWS
+
+    ours = {row.name for row in OPTION_ROWS.values()}
+    for name in unknown:
+        if name[2:].removeprefix("megatron-") in ours:
+            line = shlex.join(["pytest", "-p", "megatron", *early_config.invocation_params.args])
+            raise pytest.UsageError(
+                f"{name}: nobody declares it; it is an option of pytest-megatron, for which a "
+                f"session has to ask, with -p megatron on the command line or in addopts: {line}"
+            )

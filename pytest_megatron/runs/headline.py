@@ -1,0 +1,52 @@
+"""The headline of a failure: the one line that every place shows of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pytest_megatron.base.text import name_ranks
+
+_MOST = 500  # characters of what somebody did, which may quote a log
+
+
+def make_headline(who: str, what: str, *, where: str = "", when: str = "") -> str:
+    """Return who did what, where and when, in one line.
+
+    Args:
+        who: `rank 1 of 2`, `the script`, `lm loss`; empty where `what` is a sentence.
+        what: What it did, to go on after that: `raised ValueError: x`.
+        where: `train.py:90 in step`, if it is known.
+        when: `after iteration 3 of 10`, likewise.
+    """
+    line = what.strip().partition("\n")[0].rstrip()
+    line = line if len(line) <= _MOST else f"{line[:_MOST]}..."
+    place = f"{line.rstrip('.')} at {where}" if where else line
+    return ", ".join(filter(None, (f"{who} {place}".strip(), when)))
+
+
+def make_advice(advice: str, *, known_as: str | None = None, again: str = "") -> str:
+    """Return what to do about a failure, in one line.
+
+    Args:
+        advice: Of the signature.
+        known_as: Its id, where it names a cause.
+        again: Whether it is run again, and why not.
+    """
+    if known_as is None:
+        return f"what to do: {advice}"
+    return f"known as {known_as}{f' ({again})' if again else ''}: {advice}"
+
+
+def where_ranks_were(frames: Mapping[int, str | None]) -> str:
+    """Return `a.py:3 in f`, or `a.py:3 in f (rank 1), b.py:4 in g (ranks 0, 2)`, the fewest first.
+
+    Args:
+        frames: Rank -> where it was, None where that is not known.
+    """
+    found: dict[str | None, list[int]] = {}
+    for rank, frame in frames.items():
+        found.setdefault(frame, []).append(rank)
+    if len(found) <= 1:
+        return next(iter(found), None) or ""
+    ordered = sorted(found.items(), key=lambda one: (len(one[1]), one[1]))
+    return ", ".join(f"{frame} ({name_ranks(ranks)})" for frame, ranks in ordered if frame)

@@ -1,13 +1,16 @@
 """Tries the wheel with several releases of Python and torch, and prints a table.
 
     python tests/compatibility/run_versions.py --wheel FILE 3.12:2.8.0 3.13:2.13.0 [--page FILE]
+    python tests/compatibility/run_versions.py --pytest 7.3.2,7.4.4,8.0.2
 
 For each pair uv makes an environment with the wheel, that torch and the newest of everything else,
-and small projects run in it: tests of which some pass and others fail, on two ranks; a rank that
-never comes to a collective; a workload that records a golden and then equals it. `--page` puts the
-rows into the table of `docs/reference/compatibility.md`. A torch from the package index brings the
-CUDA packages, 6 GB for each pair, which are removed after it. Needs uv and the Pythons, and
-nothing but the standard library. Exits with 1 if anything was not as expected.
+and small projects run in it: tests on two ranks of which some pass, others fail, are skipped or
+kill their rank, alone and under pytest-xdist; a rank that never comes to a collective; a workload
+that records a golden and then equals it. `--page` puts the rows into the table of
+`docs/reference/compatibility.md`. A torch from the package index brings the CUDA packages, 6 GB for
+each pair, which are removed after it. `--pytest` tries the same in this environment, with other
+releases of pytest in front of its own. Needs uv and the Pythons, and nothing but the standard
+library. Exits with 1 if anything was not as expected.
 """
 
 from __future__ import annotations
@@ -25,9 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT_S = 600
+_BESIDE = Path(sys.executable).with_name("uv")
+UV = str(_BESIDE) if _BESIDE.exists() else "uv"
 HEAD = "| Python | torch | numpy | pytest | tests on ranks | a hang | a workload | date |"
 _ROW = re.compile(r"^\| (\d+\.\d+)\.\S+ \| (\d+)\.(\d+)\S* \|")
 _TESTS = """
+    import os
+    import signal
+
     import pytest
     import torch
     import torch.distributed as dist
@@ -48,6 +56,15 @@ _TESTS = """
         found = [torch.zeros(2, device=device) for _ in range(2)]
         dist.all_gather(found, torch.full((2,), float(rank), device=device))
         assert torch.stack(found).tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+    def test_is_skipped(rank):
+        pytest.skip("not here")
+
+
+    def test_dies(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
 
 
     @pytest.mark.controller
@@ -119,6 +136,26 @@ print(json.dumps([platform.python_version(), *map(m.version, names)]))
 """
 
 
+@dataclass(frozen=True)
+class Environment:
+    """Where sessions run.
+
+    Attributes:
+        python: Its Python.
+        front: Folder with packages that go before those of the environment.
+    """
+
+    python: Path
+    front: Path | None = None
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of its processes: none of pytest's, the environment as activated."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
+        front = {} if self.front is None else {"PYTHONPATH": str(self.front)}
+        return {**kept, "PATH": path, "COLUMNS": "160", **front}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tried:
     """What came of one environment.
@@ -142,18 +179,26 @@ class Tried:
 
 
 def main() -> int:
-    """Try every pair; return the exit code."""
+    """Try everything; return the exit code."""
     parser = argparse.ArgumentParser(prog="run_versions.py")
-    parser.add_argument("pairs", nargs="+", metavar="PYTHON:TORCH")
-    parser.add_argument("--wheel", type=Path, required=True)
-    parser.add_argument("--uv", default="uv", help="uv's program")
+    parser.add_argument("pairs", nargs="*", metavar="PYTHON:TORCH")
+    parser.add_argument("--wheel", type=Path, help="needed for pairs")
+    parser.add_argument("--pytest", default="", metavar="LIST", help="releases to try here")
+    parser.add_argument("--uv", default=UV, help="uv's program")
     parser.add_argument("--page", type=Path, help="page whose table gets the rows")
     found = parser.parse_args()
+    releases = found.pytest.split(",") if found.pytest else []
+    if not (found.pairs or releases) or (found.pairs and found.wheel is None):
+        parser.error("expected pairs and --wheel, or --pytest")
     rows, has_failed = [], False
-    for pair in found.pairs:
-        python, _, torch = pair.partition(":")
+    for pair in (*found.pairs, *releases):
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
-            tried = try_pair(Path(directory), found.uv, found.wheel.resolve(), python, torch)
+            work = Path(directory)
+            if pair in releases:
+                environment = with_pytest(work / "front", pair, found.uv)
+            else:
+                environment = make_environment(work, found.uv, found.wheel.resolve(), pair)
+            tried = try_environment(environment, work)
         rows.append(tried.row)
         print(tried.row, flush=True)
         for name, problem in tried.problems.items():
@@ -164,53 +209,80 @@ def main() -> int:
     return 1 if has_failed else 0
 
 
-def try_pair(work: Path, uv: str, wheel: Path, python: str, torch: str) -> Tried:
-    """Make an environment and run everything in it."""
+def make_environment(work: Path, uv: str, wheel: Path, pair: str) -> Environment:
+    """Make an environment with a wheel, for a Python and with a torch."""
+    python, _, torch = pair.partition(":")
     venv = work / "venv"
     subprocess.run([uv, "venv", "--quiet", "--python", python, venv], check=True)
-    install: list[str | Path] = [
+    environment = Environment(venv / "bin" / "python")
+    _install(uv, environment, f"torch=={torch}", str(wheel))
+    return environment
+
+
+def with_pytest(front: Path, release: str, uv: str = UV) -> Environment:
+    """Return this environment with another pytest, such as `7.3.*`, in front of its own."""
+    _install(uv, Environment(Path(sys.executable)), "--target", str(front), f"pytest=={release}")
+    return Environment(Path(sys.executable), front)
+
+
+def _install(uv: str, environment: Environment, *words: str) -> None:
+    command: list[str | Path] = [
         uv,
         "pip",
         "install",
         "--no-config",
         "--quiet",
         "--python",
-        venv / "bin" / "python",
+        environment.python,
     ]
-    subprocess.run([*install, f"torch=={torch}", wheel], check=True)
-    asked: list[str | Path] = [venv / "bin" / "python", "-c", _VERSIONS]
-    versions = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
-    checks = {"tests": try_tests, "hang": try_hang, "workload": try_workload}
-    problems = {name: check(venv, work / name) for name, check in checks.items()}
-    return Tried(versions=tuple(versions), problems={k: v for k, v in problems.items() if v})
+    subprocess.run([*command, *words], check=True)
 
 
-def try_tests(venv: Path, project: Path) -> str:
-    """Return what was wrong with tests that pass, and with one that fails on a rank."""
+def try_environment(environment: Environment, work: Path) -> Tried:
+    """Run everything in an environment."""
+    asked = [str(environment.python), "-c", _VERSIONS]
+    done = subprocess.run(asked, capture_output=True, check=True, env=environment.variables())
+    problems = {name: check(environment, work / name) for name, check in CHECKS.items()}
+    return Tried(
+        versions=tuple(json.loads(done.stdout)), problems={k: v for k, v in problems.items() if v}
+    )
+
+
+def try_tests(environment: Environment, project: Path) -> str:
+    """Return what was wrong with tests of all outcomes, alone and under pytest-xdist."""
     write(project, {"test_ranks.py": _TESTS})
-    text = run_pytest(venv, project, "--ranks", "2", "--device", "cpu")
-    return missing(text, r"rank 1: failed: assert 1 != 1", r"=+ 1 failed, 3 passed in ")
+    words = ("--ranks", "2", "--device", "cpu")
+    expected = (
+        r"rank 1: failed: assert 1 != 1",
+        r"rank 1: .*SIGSEGV",
+        r"=+ 2 failed, 3 passed, 1 skipped in ",
+    )
+    alone = missing(run_pytest(environment, project, *words), *expected)
+    return alone or missing(run_pytest(environment, project, *words, "-n", "2"), *expected)
 
 
-def try_hang(venv: Path, project: Path) -> str:
+def try_hang(environment: Environment, project: Path) -> str:
     """Return what was wrong with the report of a rank that never comes."""
     write(project, {"test_hang.py": _HANG})
     words = ("--ranks", "2", "--device", "cpu", "--rank-timeout", "8", "--rank-grace", "2")
-    text = run_pytest(venv, project, *words)
+    text = run_pytest(environment, project, *words)
     return missing(text, r"rank 0: .*test_hang.py:9", r"all_reduce", r"rank 1: passed")
 
 
-def try_workload(venv: Path, project: Path) -> str:
+def try_workload(environment: Environment, project: Path) -> str:
     """Return what was wrong with a workload that records its golden, and runs again."""
     case = "tests/functional_tests/test_cases/tiny/line/model_config.yaml"
     write(project, {"train.py": _TRAIN, "recipes/tiny.yaml": _RECIPE, case: _CASE})
     git = ("git", "-c", "user.name=n", "-c", "user.email=e")
     for words in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "-m", "x")):
         subprocess.run([*git, *words], cwd=project, check=True)
-    text = run_pytest(venv, project, "recipes", "--golden", "record")
+    text = run_pytest(environment, project, "recipes", "--golden", "record")
     if problem := missing(text, r"=+ 1 passed in "):
         return problem
-    return missing(run_pytest(venv, project, "recipes"), r"=+ 1 passed in ")
+    return missing(run_pytest(environment, project, "recipes"), r"=+ 1 passed in ")
+
+
+CHECKS = {"tests": try_tests, "hang": try_hang, "workload": try_workload}
 
 
 def write(project: Path, files: dict[str, str]) -> None:
@@ -221,14 +293,12 @@ def write(project: Path, files: dict[str, str]) -> None:
         path.write_text(textwrap.dedent(text))
 
 
-def run_pytest(venv: Path, project: Path, *words: str) -> str:
+def run_pytest(environment: Environment, project: Path, *words: str) -> str:
     """Return what a session prints; warnings are errors in it."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [venv / "bin" / "pytest", "-p", "megatron", "-W", "error", *words],
+        [environment.python, "-m", "pytest", "-p", "megatron", "-W", "error", *words],
         cwd=project,
-        env=kept | {"PATH": path, "COLUMNS": "160"},
+        env=environment.variables(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

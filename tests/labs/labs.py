@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -303,7 +304,7 @@ def slurm_lab() -> Iterator[SlurmLab]:
     """A Slurm that all tests of this process share; who kills nodes calls `mend` afterwards."""
     missing = _missing("slurm_lab.sh")
     if missing:
-        _skip(f"needs Slurm: {missing} not installed; as root: tests/labs/slurm_lab.sh install")
+        skip(f"needs Slurm: {missing} not installed; as root: tests/labs/slurm_lab.sh install")
     with slurm() as lab:
         yield lab
 
@@ -313,14 +314,14 @@ def docker_lab() -> Iterator[DockerLab]:
     """A dockerd that all tests of this process share."""
     missing = _missing("dockerd_lab.sh")
     if missing:
-        _skip(f"needs Docker: {missing} not installed; as root: tests/labs/dockerd_lab.sh install")
+        skip(f"needs Docker: {missing} not installed; as root: tests/labs/dockerd_lab.sh install")
     if os.geteuid() != 0:
-        _skip("needs Docker: dockerd runs as root only, this is another user; run pytest as root")
+        skip("needs Docker: dockerd runs as root only, this is another user; run pytest as root")
     try:
         with dockerd() as lab:
             yield lab
     except LabError as error:
-        _skip(f"needs Docker: this machine cannot run it; {error}")
+        skip(f"needs Docker: this machine cannot run it; {error}")
 
 
 def _missing(script: str) -> str:
@@ -331,7 +332,8 @@ def _missing(script: str) -> str:
     return ", ".join(done.stdout.split())
 
 
-def _skip(reason: str) -> None:
+def skip(reason: str) -> NoReturn:
+    """Skip a test that this machine cannot run, or fail it where labs are required."""
     if os.environ.get(_REQUIRED) == "required":
         pytest.fail(reason, pytrace=False)
     pytest.skip(reason)

@@ -175,7 +175,7 @@ def run_without_torch(python: Path, wheel: Path, directory: Path) -> None:
     expect(directory, r'"\$schema"', 0, command, "schema", "recipe")
     completion = {"_PYTEST_MEGATRON_COMPLETE": "bash_source"}
     expect(directory, r"complete .* pytest-megatron", 0, command, env=completion)
-    pytest = (python.with_name("pytest"), "-p", "no:cacheprovider")
+    pytest = (python.with_name("pytest"), "-p", "megatron", "-p", "no:cacheprovider")
     expect(directory, re.escape(f"{NEEDS_TORCH}{python}"), 1, *pytest, "--ranks", "2")
     expect(directory, rf"plugins:.*megatron-{re.escape(version)}", 1, *pytest)
 

@@ -716,11 +716,13 @@ HOLD_OUTS: tuple[Case, ...] = (
         },
         sessions=(
             Session(args=("--testmon",), exit_code=4, prints=("would be left out",)),
-            Session(outcomes=_PASSES, check=_change),
+            Session(args=("--testmon-nocollect",), outcomes=_PASSES, check=_change),
             Session(args=("--testmon",), exit_code=4, prints=("would be left out",)),
         ),
         verdict="refused",
-        note="It cannot see what ranks execute, and would select too little.",
+        note="It cannot see what ranks execute, and would select too little. "
+        "[`--record-changed`](../how-to/run-what-changed.md) sees it; `--testmon-nocollect` "
+        "selects by a record that was made without gangs.",
     ),
     _one(
         "pytest-socket==0.8.1",

@@ -1,16 +1,59 @@
-"""The page of tried releases: in order, and of what the package says that it supports."""
+"""The page of tried releases: in order, and of what the package says that it supports.
+
+Sessions run with the oldest pytest that the package admits.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
-from run_versions import HEAD, with_rows
+import pytest
+from kept_project import TORCH, WARM, Project
+from labs import skip
+from run_versions import CHECKS, HEAD, Environment, with_pytest, with_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/reference/compatibility.md"
 ROW = "| 3.12.4 | 2.8.0 | 2.5.5 | 9.2.0 | yes | yes | yes | 2026-11-22 |"
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """This environment with the oldest pytest, which comes from the package index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (oldest,) = (d.partition(">=")[2] for d in project["dependencies"] if d.startswith("pytest>"))
+    try:
+        return with_pytest(tmp_path_factory.mktemp("pytest"), f"{oldest}.*")
+    except (OSError, subprocess.CalledProcessError) as error:
+        return skip(f"needs the package index and uv of `python3 dev.py setup`: {error}")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_oldest_pytest_runs_and_reports_everything(
+    name: str, old: Environment, tmp_path: Path
+) -> None:
+    assert CHECKS[name](old, tmp_path) == ""
+
+
+def test_a_kept_session_of_the_oldest_pytest_ends_without_a_warning(
+    old: Environment, tmp_path: Path
+) -> None:
+    project = Project(tmp_path)
+    project.write("stub/torch.py", TORCH)
+    project.write("test_a.py", "def test_a(rank): pass")
+    path = f"{tmp_path / 'stub'}{os.pathsep}{old.front}"
+    try:
+        assert project.run(PYTHONPATH=path)[0] == 0
+        project.kept()
+        _, text = project.run(PYTHONPATH=path)
+    finally:
+        project.end()
+    assert WARM in text
+    assert "Warning" not in text
 
 
 def test_every_supported_python_was_tried_and_the_oldest_torch() -> None:

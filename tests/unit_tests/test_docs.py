@@ -12,7 +12,6 @@ import pytest
 from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
 from pytest_megatron.cli.main import group
-from pytest_megatron.cli.recipes import SCHEMAS
 from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]
@@ -45,15 +44,16 @@ def broken_links(page: Path) -> Iterator[str]:
             yield link
 
 
-def commands(parent: click.Group, prefix: str = "") -> Iterator[str]:
-    """Yield the full name of every command that does something."""
+def commands(parent: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Yield every command that does something, with its full name."""
     context = click.Context(parent)
     for name in parent.list_commands(context):
         command = parent.get_command(context, name)
+        assert command is not None
         if isinstance(command, click.Group):
             yield from commands(command, f"{prefix}{name} ")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -68,7 +68,7 @@ def test_the_index_links_every_page() -> None:
 
 
 def test_options_are_documented_with_their_ini_names(pytester: pytest.Pytester) -> None:
-    lines = pytester.runpytest_inprocess("--help").outlines
+    lines = pytester.runpytest_inprocess("-p", "megatron", "--help").outlines
     start = next(i for i, line in enumerate(lines) if line.startswith("training workloads"))
     end = next(i for i, line in enumerate(lines) if i > start and line and line[0] != " ")
     options = {m[1] for line in lines[start:end] if (m := re.match(r"  --([\w-]+)", line))}
@@ -80,21 +80,13 @@ def test_options_are_documented_with_their_ini_names(pytester: pytest.Pytester) 
     assert all(ini == f"megatron_{option.replace('-', '_')}" for option, ini in rows)
 
 
-def test_every_command_is_documented() -> None:
-    headings = _HEADING.findall(prose(REFERENCE / "commands.md"))
-    assert headings[1:] == sorted(commands(group))
-
-
-def test_the_options_of_every_command_are_those_of_the_code() -> None:
-    text = (REFERENCE / "command-options.md").read_text(encoding="utf-8")
-    assert runpy.run_path(str(REFERENCE / "command_tables.py"))["tables"]() in text
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == sorted(commands(group))
-
-
-def test_the_keys_of_every_file_are_those_of_the_schemas() -> None:
-    text = (REFERENCE / "schemas.md").read_text(encoding="utf-8")
-    assert runpy.run_path(str(REFERENCE / "schema_tables.py"))["tables"]() in text
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == list(SCHEMAS)
+def test_every_command_is_documented_with_its_options() -> None:
+    _, *sections = (REFERENCE / "commands.md").read_text(encoding="utf-8").split("\n## ")
+    texts = dict(section.split("\n", 1) for section in sections)
+    found = dict(commands(group))
+    assert list(texts) == sorted(found)
+    words = [(n, word) for n, c in found.items() for p in c.params for word in p.opts]
+    assert [(n, w) for n, w in words if w.startswith("--") and w not in texts[n]] == []
 
 
 def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:

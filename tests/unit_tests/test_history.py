@@ -14,6 +14,7 @@ from pytest_megatron.runs.history import (
     HistoryRecord,
     append,
     clean_runs_needed,
+    failure_streak,
     flakiness_cases,
     flaky_records,
     known_items,
@@ -299,3 +300,52 @@ def test_an_item_that_stays_flaky_leaves_quarantine_with_5_percent_at_most(rate:
             num_held += is_held
         num_left += is_left or any(case.is_over for case in flakiness_cases(entries))
     assert num_left <= 0.05 * num_items
+
+
+@pytest.mark.parametrize(
+    ("before", "num_failed", "is_likely"),
+    [
+        pytest.param("......f.......f.......f.", 15, False, id="one-of-eight-and-a-long-streak"),
+        pytest.param("......f.......f.......f.", 4, False, id="one-of-eight"),
+        pytest.param("......f.......f.......f.", 3, True, id="one-of-eight-thrice"),
+        pytest.param("f.f.f.f.ff..f.f..f.f.f..", 4, True, id="every-other"),
+        pytest.param("....................", 1, True, id="one-failure"),
+        pytest.param("", 11, True, id="never-passed"),
+        pytest.param("", 12, False, id="never-passed-for-long"),
+        pytest.param("f", 0, True, id="passed-last"),
+    ],
+)
+def test_failures_in_a_row_that_are_no_chance_are_a_regression(
+    before: str, num_failed: int, *, is_likely: bool
+) -> None:
+    verdicts = ["failed" if one == "f" else "passed" for one in before]
+    runs = [
+        replace(ENTRY, time=f"2026-01-01T00:{number:02}:00Z", verdict=verdict, commit=f"c{number}")
+        for number, verdict in enumerate([*verdicts, *["failed"] * num_failed])
+    ]
+    elsewhere = replace(ENTRY, time="2026-02-01T00:00:00Z", platform="dgx_h100")
+    dirty = replace(ENTRY, time="2026-02-01T00:00:00Z", is_dirty=True)
+    found = failure_streak([*runs, elsewhere, dirty], ENTRY.node_id, "cpu")
+    assert (found.num_failed < found.num_needed) is is_likely
+    if num_failed and before:
+        assert (found.since, found.num_before) == (f"c{len(before)}", len(before))
+
+
+def test_an_item_that_nobody_repaired_seldom_counts_as_a_regression() -> None:
+    """In 200 runs in quarantine, with rates from 2 % to 60 %: at most 5 % of the items."""
+    chance = random.Random(7)
+    num_wrong = 0
+    for number in range(100):
+        rate = (0.02, 0.125, 0.3, 0.6)[number % 4]
+        runs: list[HistoryEntry] = []
+        for run in range(200):
+            verdict = "failed" if chance.random() < rate else "passed"
+            time = f"2026-01-01T{run // 60:02}:{run % 60:02}:00Z"
+            until = "2026-12-31" if run > 20 else ""
+            runs.append(replace(ENTRY, time=time, verdict=verdict, quarantined_until=until))
+            if verdict == "failed" and run > 20:
+                found = failure_streak(runs, ENTRY.node_id, "cpu")
+                if found.num_failed >= found.num_needed:
+                    num_wrong += 1
+                    break
+    assert num_wrong <= 5

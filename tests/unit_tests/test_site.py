@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(
 def build(root: Path, index: str) -> subprocess.CompletedProcess[str]:
     """Build a site of two pages with the configuration of this project."""
     (root / "docs").mkdir()
-    (root / "docs/conf.py").write_text(CONF.read_text())
+    for name in ("conf.py", "search_scorer.js"):
+        (root / "docs" / name).write_text(CONF.with_name(name).read_text())
     (root / "docs/index.md").write_text(index)
     (root / "docs/page.md").write_text(PAGE)
     options = ("-c", "docs", "-b", "html", "-W", "--keep-going", "-q")
@@ -43,6 +44,15 @@ def test_the_index_is_the_side_bar_and_comments_are_not_shown(tmp_path: Path) ->
     assert "executor" in shown
     assert "needs: Slurm" not in shown
     assert 'url=docs/index.html"' in (tmp_path / "build/site/index.html").read_text()
+
+
+def test_blocks_can_be_copied_and_results_of_a_search_are_ranked(tmp_path: Path) -> None:
+    build(tmp_path, "# Index\n\n[A page](page.md)\n")
+    site = tmp_path / "build/site"
+    assert "copybutton.js" in (site / "docs/page.html").read_text()
+    assert "'$ '" in (site / "_static/copybutton.js").read_text()
+    scorer = CONF.with_name("search_scorer.js").read_text()
+    assert any(scorer in file.read_text() for file in site.glob("_static/*.js"))
 
 
 def test_a_link_to_nowhere_and_a_page_without_one_fail_the_build(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ ATTEMPT = {
     "cause": EVIL,
     "signature": EVIL,
     "is_transient": True,
+    "is_run_again": True,
     "duration_s": 1.0,
     "links": [LINK],
 }
@@ -162,8 +163,12 @@ PAGES: Mapping[str, Mapping[str, object]] = {
                         "problem": EVIL,
                         "duration_s": 1.0,
                         "rank_lines": [EVIL, EVIL],
+                        "report": [(EVIL, EVIL)],
                         "links": [LINK],
+                        "is_good": is_good,
+                        "world_size": 2,
                     }
+                    for is_good in (True, False)
                 ],
             }
         ]
@@ -238,13 +243,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "run_name": lambda _: (EVIL, ""),
         "reproduce": lambda _: EVIL,
         "most_revisions": 1,
-    },
-    "golden_show.md": {
-        "page": {"path": EVIL, "kind": EVIL, "notes": [EVIL]},
-        "columns": ["metric", "steps"],
-        "numbers": ["steps"],
-        "rows": [[EVIL, EVIL]],
-        "facts": [(EVIL, EVIL)] * 2,
     },
     "triage.md": {
         "groups": [

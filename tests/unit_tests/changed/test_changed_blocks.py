@@ -93,7 +93,7 @@ def test_values_that_look_alike_differ(one: str, other: str) -> None:
 
 def test_parsed_files_are_kept_and_a_damaged_file_of_them_counts_as_none(tmp_path: Path) -> None:
     path = tmp_path / "parsed.z"
-    expected = blocks_of(SOURCE.encode()), imports_of(SOURCE.encode())
+    expected = blocks_of(SOURCE.encode()), imports_of(SOURCE.encode()), dict[str, frozenset[str]]()
     for content in (None, b"", b"no file of ours"):
         if content is not None:
             path.write_bytes(content)
@@ -141,3 +141,9 @@ def test_a_closure_has_packages_and_what_their_modules_import(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert Sources(tmp_path).closure("tests/test_a.py") == files.keys() - {"pkg/alone.py"}
+
+
+def test_a_name_with_dots_is_that_of_its_file(tmp_path: Path) -> None:
+    sources = Sources(tmp_path)
+    assert sources.shorten(f"{tmp_path}/tests/../pkg/a.py") == "pkg/a.py"
+    assert sources.shorten(f"{tmp_path}/tests/../../a.py") is None

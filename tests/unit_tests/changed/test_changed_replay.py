@@ -54,9 +54,19 @@ class Repository:
         return self.git("rev-parse", "HEAD")
 
     def record(self, name: str) -> None:
-        names = ("PYTEST_", "COV_", "COVERAGE_")
+        names = ("PYTEST_", "COV_", "COVERAGE_", "PYTHONDONTWRITEBYTECODE")
         env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-        command = [sys.executable, "-m", "pytest", "-q", "--record-changed", "--changed-file", name]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "megatron",
+            "--record-changed",
+            "--changed-file",
+            name,
+        ]
         done = subprocess.run(
             command, cwd=self.root, env=env, capture_output=True, text=True, check=False
         )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_changed_select import commit_all
 
 from pytest_megatron.base.project import run_git
 from pytest_megatron.changed.record import ProjectState, TestRecord, read_record
@@ -167,7 +168,7 @@ class Project:
     def pytest_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         names = ("PYTEST_", "COV_", "COVERAGE_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-        command = [sys.executable, "-m", "pytest", "-q", *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "megatron", *arguments]
         return subprocess.run(
             command, cwd=root, env=env, capture_output=True, text=True, check=False
         )
@@ -352,3 +353,128 @@ def test_pool():
         expected = "pooled.py changed"  # its files, as of any program
     reasons = {node_id: changes.reason(node_id, None) for node_id in record.tests}
     assert reasons == {"test_pool.py::test_pool": expected, "test_plain.py::test_plain": expected}
+
+
+OUTER = {
+    ".gitignore": ".pytest_*\n__pycache__\n",
+    "conftest.py": "",
+    "tests/conftest.py": """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+""",
+    "pkg/a.py": "def one():\n    return 1\n",
+    "pkg/text.txt": "text",
+    "tests/pytest.ini": "[pytest]\n",
+    "tests/test_it.py": """
+from pathlib import Path
+
+from pkg import a
+
+def test_one():
+    assert a.one() == 1
+
+def test_text():
+    assert Path(a.__file__).with_name("text.txt").read_text() == "text"
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose root directory, for pytest, is a folder of the checkout."""
+    root = tmp_path_factory.mktemp("outer")
+    for name, text in OUTER.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    commit_all(root)
+    done = Project.pytest_in(root / "tests", "--record-changed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "num_selected"),
+    [
+        pytest.param("pkg/a.py", "def one():\n    return 2\n", 1, id="function"),
+        pytest.param("pkg/a.py", "X = 1\n" + OUTER["pkg/a.py"], 2, id="module"),
+        pytest.param("pkg/text.txt", "other", 1, id="data"),
+        pytest.param("pkg/kernel.cu", "", 2, id="of-unknown-use"),
+        pytest.param("notes.md", "", 0, id="docs"),
+    ],
+)
+@pytest.mark.parametrize("base", ["--changed", "--changed=HEAD"])
+def test_code_outside_of_the_root_directory_counts(
+    outer: Path, path: str, text: str, num_selected: int, base: str
+) -> None:
+    (outer / path).write_text(text)
+    try:
+        done = Project.pytest_in(outer / "tests", base)
+    finally:
+        assert run_git(outer, "checkout", "-q", ".").returncode == 0
+        assert run_git(outer, "clean", "-qfd").returncode == 0
+    assert f"--changed: {num_selected} of 2 run" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_record_of_another_root_directory_selects_all(outer: Path) -> None:
+    done = Project.pytest_in(outer, "--changed", "--changed-file=tests/.pytest_megatron/changed.z")
+    assert "--changed: 2 of 2 run" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_checkout_behind_a_link_is_recorded(outer: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(outer)
+    (tmp_path / "tests").symlink_to(outer / "tests")
+    place = str(tmp_path / "link/tests")
+    done = Project.pytest_in(tmp_path, "--record-changed", "--changed-file=x.z", place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (outer / "pkg/a.py").write_text("def one():\n    return 2\n")
+    try:
+        done = Project.pytest_in(tmp_path, "--changed", "--changed-file=x.z", place)
+    finally:
+        assert run_git(outer, "checkout", "-q", ".").returncode == 0
+    assert "--changed: 1 of 2 run" in done.stdout, done.stdout + done.stderr
+    place = str(tmp_path / "tests")
+    done = Project.pytest_in(tmp_path, "--record-changed", place)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"{place} is a link to {outer}/tests; start pytest there" in done.stderr
+
+
+def test_a_copy_of_the_package_counts_by_its_files(tmp_path: Path) -> None:
+    """As `pip install .` makes one, whose version says nothing about its code."""
+    place = tmp_path / "lib"
+    details = place / "copied-1.0.dist-info"
+    details.mkdir(parents=True)
+    (details / "METADATA").write_text("Metadata-Version: 2.1\nName: copied\nVersion: 1.0\n")
+    (details / "direct_url.json").write_text(f'{{"url": "file://{tmp_path}", "dir_info": {{}}}}')
+    found: list[str] = []
+    for value in ("a", "b", "b"):
+        (details / "RECORD").write_text(f"copied.py,sha256={value},1\n../../bin/x,sha256={found}\n")
+        code = "import sys; from pathlib import Path\n"
+        code += "from pytest_megatron.changed.sources import environment\n"
+        code += "print(environment(Path(sys.argv[1]))['copied'])"
+        env = {**os.environ, "PYTHONPATH": str(place)}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        found.append(subprocess.check_output(command, env=env, text=True))
+    assert found[0] != found[1] == found[2]
+
+
+@pytest.mark.parametrize("has_git", [True, False], ids=["checkout", "folder"])
+def test_code_of_another_folder_on_the_path_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_git: bool
+) -> None:
+    """As a checkout of Megatron-LM beside the project, which no record of this one has."""
+    project, other = tmp_path / "project", tmp_path / "other"
+    project.mkdir()
+    other.mkdir()
+    (project / "test_one.py").write_text("import elsewhere\n\ndef test_one():\n    pass\n")
+    (other / "elsewhere.py").write_text("VALUE = 1\n")
+    for root in (project, other) if has_git else (project,):
+        assert run_git(root, "init", "-q").returncode == 0
+    path = os.pathsep.join([str(other), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    assert Project.pytest_in(project, "--record-changed").returncode == 0
+    assert "--changed: 0 of 1 run" in Project.pytest_in(project, "--changed").stdout
+    (other / "elsewhere.py").write_text("VALUE = 22\n")
+    done = Project.pytest_in(project, "--changed")
+    assert f"the environment changed: code in {other}" in done.stdout, done.stdout

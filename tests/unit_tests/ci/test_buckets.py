@@ -63,7 +63,7 @@ def test_the_words_of_a_bucket_mean_its_files_and_no_others() -> None:
 def test_files_without_a_bucket_and_buckets_without_files_are_errors(
     patterns: tuple[str, ...], error: str
 ) -> None:
-    """FORMATS 9.15: there a wrong list is a green bucket."""
+    """In Megatron-LM a wrong list is a green bucket."""
     with pytest.raises(RecipeError) as caught:
         shared(*patterns)
     assert str(caught.value).startswith(error)

@@ -96,14 +96,14 @@ def test_the_cadence_follows_the_event_and_a_label_empties_it(
 def test_nightly_and_weekly_reach_their_tiers(
     event: str, labels: tuple[str, ...], cadence: str | None, expected: tuple[str, tuple[str, ...]]
 ) -> None:
-    """FORMATS 9.17: cadence is inert there and L2 and L3 run nowhere."""
+    """In Megatron-LM cadence does nothing, and L2 and L3 run nowhere."""
     decision = decided(event, *labels, cadence=cadence)
     assert (",".join(decision.scope), decision.cadence) == expected
 
 
 @pytest.mark.parametrize("first", [(), ("Run tests",)])
 def test_the_lts_container_label_switches_environment_and_image(first: tuple[str, ...]) -> None:
-    """FORMATS 9.16: there the label changes the image alone."""
+    """In Megatron-LM the label changes the image alone."""
     plain, lts = decided("pull_request", *first), decided("pull_request", *first, "container::lts")
     assert (plain.environment, plain.image, lts.environment, lts.image) == (
         *("dev", "dev"),

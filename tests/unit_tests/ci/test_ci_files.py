@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def test_no_text_of_an_event_becomes_part_of_a_script() -> None:
 
 
 def test_nightly_and_weekly_really_run() -> None:
-    """FORMATS 9 line 17: a schedule that nobody starts, and tiers that nothing reaches."""
+    """Megatron-LM has a schedule that nobody starts, and tiers that nothing reaches."""
     ci("init")
     workflow = github()
     crons = re.findall(r"- cron: '(.*)'", GITHUB_FILE.read_text())
@@ -170,7 +171,7 @@ def test_runners_by_platform(platform: str, labels: list[str]) -> None:
 
 
 def test_an_image_that_is_not_filled_in_is_refused() -> None:
-    """FORMATS 9 line 16: with the label of another environment, its image runs or nothing does."""
+    """With the label of another environment, its image runs or nothing does."""
     project(TABLE)
     ci("init")
     jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
@@ -195,6 +196,45 @@ def test_a_pull_request_of_a_fork_runs_nothing_on_own_runners() -> None:
         event: JsonValue = {"event_name": "pull_request", "repository": "me/it", "event": head}
         found.append(evaluate(jobs["unit"]["if"], {"needs": needs, "github": event}))
     assert found == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("left", "kept", "is_saved"),
+    [
+        pytest.param(None, ["1", "2"], False, id="no-job-started"),
+        pytest.param("", ["1", "2"], False, id="empty"),
+        pytest.param("2\n3\n", ["1", "2", "3"], True, id="merged"),
+    ],
+)
+def test_the_history_of_earlier_runs_is_kept(
+    left: str | None, kept: list[str], *, is_saved: bool
+) -> None:
+    project(FULL)
+    ci("init")
+    jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
+    steps = {step.get("name", ""): step for step in jobs["verdict"]["steps"]}
+    names = ["Restore the history", "Merge the history", "Save the history"]
+    assert [name for name in steps if name in names] == names
+    history = Path(".pytest_megatron/history.jsonl")
+    history.parent.mkdir()
+    history.write_text("1\n2\n")  # restored
+    Path("summary").mkdir()
+    Path("summary/junit.xml").write_text("<testsuites/>")
+    artifact = Path("artifacts/logs-unit")
+    artifact.mkdir(parents=True)
+    if left is not None:
+        (artifact / "history.jsonl").write_text(left)
+    outputs = Path("outputs")
+    outputs.write_text("")
+    subprocess.run(
+        ["/bin/bash", "-e", "-o", "pipefail", "-c", steps["Merge the history"]["run"]],
+        env={"PATH": os.environ["PATH"], "GITHUB_OUTPUT": str(outputs)},
+        check=True,
+    )
+    found = dict(line.split("=") for line in outputs.read_text().splitlines())
+    context: dict[str, JsonValue] = {"steps": {"history": {"outputs": cast("JsonValue", found)}}}
+    assert history.read_text().split() == kept
+    assert evaluate(steps["Save the history"]["if"], context) is is_saved
 
 
 def test_a_file_that_is_there_is_not_replaced() -> None:
@@ -232,7 +272,7 @@ def test_a_table_that_is_wrong_writes_nothing() -> None:
 
 
 def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
-    """FORMATS 9 line 33: one test case on two platforms is two jobs."""
+    """One test case on two platforms is two jobs."""
     project(TABLE)
     Path("plan.json").write_text(json.dumps({"image": "dev", "jobs": JOBS}))
     found = yaml.safe_load(ci("child", "plan.json").output)
@@ -261,7 +301,7 @@ def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
     ],
 )
 def test_a_plan_without_jobs_is_no_pipeline(plan: JsonValue, problem: str) -> None:
-    """FORMATS 6.4: no placeholder stands for an empty selection."""
+    """No placeholder stands for an empty selection, as one does in Megatron-LM."""
     Path("plan.json").write_text(json.dumps(plan))
     result = ci("child", "plan.json")
     assert isinstance(result.exception, CiError)
@@ -269,7 +309,7 @@ def test_a_plan_without_jobs_is_no_pipeline(plan: JsonValue, problem: str) -> No
 
 
 def test_a_job_names_its_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FORMATS 6.6, and 9 line 29: two tries of one test case never share a name."""
+    """Two tries of one test case never share a name, as they do in Megatron-LM."""
     monkeypatch.setenv("GITHUB_RUN_ID", "4711")
     monkeypatch.setenv("GITHUB_RUN_ATTEMPT", "2")
     monkeypatch.setenv("GITHUB_OUTPUT", "outputs")
@@ -343,7 +383,7 @@ def test_secrets_reach_the_tests_and_what_takes_them_out() -> None:
         steps = {str(step.get("name")): step for step in jobs[job]["steps"]}
         for name in ("Test", "Take secrets out"):
             assert steps[name]["env"]["HF_TOKEN"].removeprefix("${{ secrets.") == "HF_TOKEN }}"
-        words = "--executor slurm --executor-config ci/slurm.yaml"
+        words = "--megatron-executor slurm --megatron-executor-config ci/slurm.yaml"
         assert (words in str(steps["Test"]["run"])) is (job == "integration")
         assert "--rank-timeout 600 " in str(steps["Test"]["run"])
     container = cast("dict[str, dict[str, dict[str, str]]]", jobs["integration"])["container"]

@@ -124,6 +124,26 @@ def test_pages_of_the_runs_are_written_beside(monkeypatch: pytest.MonkeyPatch) -
     assert TEST in Path("out/pages/index.html").read_text()
 
 
+def test_without_a_run_that_can_be_read_everything_but_its_pages_is_written() -> None:
+    (write_job(Path("all"), "unit", {}) / "run/run.json").unlink()
+    result = summary("all", "--output", "out")
+    assert result.exit_code == 1
+    assert "no pages of the runs: RUN: there is none, expected a run directory" in result.output
+    assert "left no run.json" in Path("out/comment.md").read_text()
+
+
+def test_a_plan_in_the_working_directory_is_not_of_a_job_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = write_job(Path("all"), "unit", {})
+    (root / "run/run.json").unlink()
+    (root / "pytest.log").write_text("ValueError: x\n")
+    write_plan(Path("here/plan.json"), unit=TEST)
+    monkeypatch.chdir("here")
+    result = summary("../all", "--expect", "plan.json")
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+
+
 def test_xml_with_entities_is_refused() -> None:
     root = write_job(Path("all"), "unit")
     (root / "junit.xml").write_text('<!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>')
@@ -132,7 +152,7 @@ def test_xml_with_entities_is_refused() -> None:
 
 def test_failures_are_a_code_quality_report_of_gitlab() -> None:
     attempt: JsonValue = {"attempt": 1, "duration_s": 30.0, "cause": "lm loss is off"}
-    row = workload("failed", problem="off", platform="dgx_h100", attempts=[attempt])
+    row = workload("failed", problem="lm loss is off", platform="dgx_h100", attempts=[attempt])
     root = write_job(Path("all"), "line", {ROW: row})
     plan: JsonValue = {
         "schema": 1,

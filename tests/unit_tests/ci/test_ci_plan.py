@@ -131,7 +131,7 @@ def names(*arguments: str) -> list[str]:
 def test_rows_are_selected_by_scope_cadence_environment_and_platform(
     arguments: tuple[str, ...], expected: list[str]
 ) -> None:
-    """FORMATS 9.16 and 9.17: the cadence filters, lts reaches the rows, L2 and L3 run."""
+    """The cadence filters, lts reaches the rows, L2 and L3 run."""
     assert names("--only", "workloads", *arguments) == expected
 
 
@@ -160,7 +160,7 @@ def test_the_json_has_the_decision_under_the_names_of_the_contract() -> None:
 
 
 def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats() -> None:
-    """FORMATS 9.18 and 9.32: time limits, nodes and repeats of a recipe count."""
+    """Time limits, nodes and repeats of a recipe count, which Megatron-LM ignores."""
     found = jobs(
         "--only", "workloads", "--labels", "Run functional tests", "--platform", "dgx_h100"
     )
@@ -185,14 +185,14 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "compared": None,
         "policy": STRICT,
         "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
-        "--platform dgx_h100 --n-repeat 5",
+        "--megatron-platform dgx_h100 --megatron-n-repeat 5",
     }
     slim = found["recipes/gpt.yaml::slim[dev-dgx_h100-L1]"]
     assert (slim["n_repeat"], slim["timeout_minutes"]) == (1, 40)
 
 
 def test_a_plan_says_which_rows_are_compared_with_nothing(project: Path) -> None:
-    """FORMATS 9.14: most rows of the default tier are lightweight by their own config there."""
+    """In Megatron-LM most rows of the default tier are lightweight by their own config."""
     config = project / "tests/functional_tests/test_cases/gpt"
     write(config / "slim/model_config.yaml", "ENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}\n")
     write(config / "two_nodes/model_config.yaml", "TEST_TYPE: regular\n")
@@ -204,7 +204,7 @@ def test_a_plan_says_which_rows_are_compared_with_nothing(project: Path) -> None
 
 
 def test_jobs_on_two_platforms_have_ids_of_their_own() -> None:
-    """FORMATS 9.33: there local jobs overwrite each other across platforms."""
+    """In Megatron-LM local jobs overwrite each other across platforms."""
     found = plan("--labels", "Run functional tests", "--only", "workloads")
     ids = [str(job["id"]) for job in rows(found["jobs"])]
     assert len(ids) == len({i.casefold() for i in ids}) == 4
@@ -219,12 +219,15 @@ def test_a_label_sets_variables_of_the_commands() -> None:
 
 def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
     found = plan("--only", "units", "--platform", "dgx_h100", "--explain")
-    common = "pytest -p megatron --gpus 8 --environment dev --tag latest --platform dgx_h100"
+    common = (
+        "pytest -p megatron --megatron-gpus 8 --megatron-environment dev --megatron-tag latest "
+        "--megatron-platform dgx_h100"
+    )
     moe, ssm = "tests/unit_tests/moe/**/*.py", "tests/unit_tests/ssm/test_ssm.py"
     assert [str(job["command"]) for job in rows(found["jobs"])] == [
-        f"{common} --bucket 'tests/unit_tests/**/*.py,!{moe},!{ssm}'",
-        f"{common} --bucket '{moe}'",
-        f"{common} --experimental-tests only --bucket '{moe}'",
+        f"{common} --megatron-bucket 'tests/unit_tests/**/*.py,!{moe},!{ssm}'",
+        f"{common} --megatron-bucket '{moe}'",
+        f"{common} --megatron-experimental-tests only --megatron-bucket '{moe}'",
     ]
     assert found["matrix"] == {
         "unit": [
@@ -246,7 +249,7 @@ def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
 def test_a_bucket_that_is_not_for_an_environment_does_not_fall_to_a_wider_one() -> None:
     (job,) = jobs("--only", "units", "--labels", "container::lts").values()
     assert "!tests/unit_tests/moe/**/*.py" in str(job["command"])
-    assert " --environment lts " in str(job["command"])
+    assert " --megatron-environment lts " in str(job["command"])
 
 
 def test_on_a_platform_that_is_opted_into_only_marked_files_count(project: Path) -> None:
@@ -318,8 +321,9 @@ def test_shards_hold_every_file_once_and_follow_recorded_durations(project: Path
 def test_shards_run_on_the_gang_that_is_asked_for() -> None:
     found = jobs("--only", "units", "--shards", "1", "--ranks", "2", "--platform", "cpu")
     assert str(found["shard-1-of-1"]["command"]).startswith(
-        "pytest -p megatron --ranks 2 --device cpu --environment dev --tag latest --platform cpu "
-        "--bucket tests/unit_tests/moe/test_gb.py,"
+        "pytest -p megatron --megatron-ranks 2 --megatron-device cpu --megatron-environment dev "
+        "--megatron-tag latest --megatron-platform cpu "
+        "--megatron-bucket tests/unit_tests/moe/test_gb.py,"
     )
 
 
@@ -354,6 +358,34 @@ def test_durations_come_from_histories_and_junit_as_well(project: Path) -> None:
     }
     # The project's own history is used without being asked for: here it says nothing new.
     assert len(shards("--shards", "2")["shard-1-of-2"]) == 3
+
+
+NIGHTLY = RECIPE.partition("products:")[0] + (
+    "products: [{test_case: [night], products: [{environment: [dev], scope: [nightly]}]}]\n"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--shards", "2"), ("--shards", "2", "--platform", "dgx_h100"), ()],
+    ids=["shards", "shards-of-a-platform", "buckets"],
+)
+def test_unit_jobs_are_planned_where_every_workload_is_of_another_scope(
+    project: Path, arguments: tuple[str, ...]
+) -> None:
+    write(project / "recipes/gpt.yaml", NIGHTLY)
+    kinds = {job["kind"] for job in rows(plan(*arguments)["jobs"])}
+    assert kinds == {"unit"}
+
+
+@pytest.mark.parametrize("arguments", [("--test-case", "night"), ("--only", "workloads")])
+def test_workloads_that_were_asked_for_and_are_not_selected_are_an_error(
+    project: Path, arguments: tuple[str, ...]
+) -> None:
+    write(project / "recipes/gpt.yaml", NIGHTLY)
+    result = invoke("--shards", "2", *arguments)
+    assert (result.exit_code, result.stdout) == (5, "")
+    assert "matches none of 1 workload" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -393,7 +425,7 @@ def test_durations_that_cannot_be_read_are_one_clear_error(
 def test_an_empty_plan_is_an_error_that_names_what_is_nearest(
     project: Path, arguments: tuple[str, ...], error: str
 ) -> None:
-    """FORMATS 9.15 and 6.4: there a placeholder is planned, which nothing can run."""
+    """In Megatron-LM a placeholder is planned, which nothing can run."""
     (project / "empty").mkdir()
     result = invoke(*arguments)
     assert (result.exit_code, result.stdout) == (5, "")
@@ -463,9 +495,10 @@ rules, the first that holds decides:
 
 2 workloads
   G::slim[dev-dgx_h100-L1]  1x8 ranks, at most 40 min
-    pytest -p megatron 'G::slim[dev-dgx_h100-L1]' --platform dgx_h100 --n-repeat 1
+    pytest -p megatron 'G::slim[dev-dgx_h100-L1]' --megatron-platform dgx_h100 --megatron-n-repeat 1
   G::two_nodes[dev-dgx_h100]  2x8 ranks, at most 60 min
-    pytest -p megatron 'G::two_nodes[dev-dgx_h100]' --platform dgx_h100 --n-repeat 5
+    pytest -p megatron 'G::two_nodes[dev-dgx_h100]' --megatron-platform dgx_h100 \
+--megatron-n-repeat 5
 
 left out: 8 rows
   1: cadence mergegroup, asked pr: G::merge[dev-dgx_h100]

@@ -51,7 +51,7 @@ def test_all_passed() -> None:
 
 
 def test_a_job_without_an_artifact_is_a_failure() -> None:
-    """FORMATS 9 line 38: the verdict does not fail open."""
+    """The verdict does not fail open."""
     write_job(Path("all"), "unit", {TEST: distributed()})
     write_plan(Path("plan.json"), unit=None, line=ROW)
     code, lines = head("all", "--expect", "plan.json")
@@ -144,7 +144,7 @@ def test_a_killed_run_names_the_workload_that_was_running() -> None:
 
 
 def test_a_workload_that_did_not_run_is_a_failure() -> None:
-    """FORMATS 9 line 15: no test is no success."""
+    """No test is no success."""
     write_job(Path("all"), "line", {TEST: distributed()})
     write_plan(Path("plan.json"), line=ROW)
     code, lines = head("all", "--expect", "plan.json")
@@ -206,7 +206,7 @@ def test_one_damaged_artifact_of_three_costs_its_own_job_alone() -> None:
 
 
 def test_a_later_try_of_a_job_counts_and_the_earlier_is_named() -> None:
-    """FORMATS 9 line 29: artifacts of a re-run do not replace others by the order of a listing."""
+    """Artifacts of a re-run do not replace others by the order of a listing."""
     write_job(Path("all"), "line", {ROW: workload()}, run_attempt=2)
     write_job(Path("all"), "line", {ROW: workload("failed", problem="bad")}, run_attempt=1)
     code, lines = head("all")
@@ -215,7 +215,7 @@ def test_a_later_try_of_a_job_counts_and_the_earlier_is_named() -> None:
 
 
 def test_two_artifacts_of_one_try_are_a_failure() -> None:
-    """FORMATS 9 line 29: of two jobs with one name neither is lost."""
+    """Of two jobs with one name neither is lost."""
     write_job(Path("all"), "line", {ROW: workload("failed", problem="bad")})
     write_job(Path("all"), "line", {ROW: workload()})
     code, lines = head("all")
@@ -251,7 +251,7 @@ def test_a_job_that_is_not_in_the_plan_is_a_failure() -> None:
     ],
 )
 def test_results_of_the_ci_system_count(results: dict[str, str], problem: str | None) -> None:
-    """FORMATS 9 line 38: what was cancelled or skipped has not passed."""
+    """A job that was cancelled or skipped has not passed."""
     write_job(Path("all"), "unit", {TEST: distributed()})
     write_plan(Path("plan.json"), unit=None)
     needs = json.dumps({job: {"result": result, "outputs": {}} for job, result in results.items()})
@@ -263,27 +263,29 @@ def test_results_of_the_ci_system_count(results: dict[str, str], problem: str | 
 
 def test_why_a_workload_failed_and_what_to_type() -> None:
     attempt: JsonValue = {
-        "cause": "rank 1 of 2 was killed by SIGSEGV after iteration 6 of 20",
+        "cause": "rank 1 of 2 was killed by SIGSEGV, after iteration 6 of 20",
         "root_rank": 1,
         "signature": "native_crash",
         "is_transient": False,
         "fingerprint": "f",
     }
-    record = workload("failed", problem="long", attempts=[attempt])
+    advice = "known as native_crash (not transient, so not run again): run with faulthandler"
+    headline = "rank 1 of 2 was killed by SIGSEGV, after iteration 6 of 20"
+    record = workload("failed", problem=f"{headline}\nmore", advice=advice, attempts=[attempt])
     root = write_job(Path("all"), "line", {ROW: record})
     evidence: JsonValue = {
         "file": "/ci/run/tiny-line/repeat_1/1.log",
         "line": 7,
         "text": "Fatal Python error",
     }
-    triage: JsonValue = {"evidence": [evidence], "advice": "run with faulthandler"}
+    triage: JsonValue = {"evidence": [evidence]}
     write_json(root / "run" / "tiny-line" / "triage.json", triage)
     write_job(Path("all"), "again", {f"{ROW}2": record})
     assert summary("all").output.split("\n\n")[1].splitlines() == [
         f"failed {ROW}2 (again)",
-        "    rank 1 of 2 was killed by SIGSEGV after iteration 6 of 20",
+        f"    {headline}",
         "    started on rank 1",
-        "    known as native_crash, not transient",
+        f"    {advice}",
         f"    the same in {ROW} (line)",
         f"    reproduce: pytest-megatron repro all/logs-again-7-11/run '{ROW}2'",
     ]
@@ -291,7 +293,7 @@ def test_why_a_workload_failed_and_what_to_type() -> None:
     assert only[2:5] == [
         "    started on rank 1, all/logs-line-7-10/run/tiny-line/repeat_1/1.log:7",
         "        Fatal Python error",
-        "    known as native_crash, not transient: run with faulthandler",
+        f"    {advice}",
     ]
 
 

@@ -132,7 +132,7 @@ def test_a_project_may_name_scopes_environments_and_events_of_its_own(tmp_path: 
         pytest.param(
             'opt_in_platforms = ["dgx_gb2100"]',
             " opt_in_platforms: unknown word 'dgx_gb2100', expected one of cpu,",
-            id="a misspelt platform, FORMATS 9.40",
+            id="a misspelt platform",
         ),
         pytest.param(
             '[[tool.pytest-megatron.ci.marks]]\nmark = "x"\nplatforms = ["cpu"]',

@@ -31,7 +31,9 @@ def test_plain_tests_leave_a_run_that_says_how_it_ended(
     pytester: pytest.Pytester, body: str, arguments: list[str], exit_code: int
 ) -> None:
     pytester.makepyfile(SUITE.format(body=body))
-    pytester.runpytest_inprocess("--run-dir", "run", *arguments, no_reraise_ctrlc=True)
+    pytester.runpytest_inprocess(
+        "-p", "megatron", "--run-dir", "run", *arguments, no_reraise_ctrlc=True
+    )
     run = json.loads(Path("run/run.json").read_text())
     assert (run["exit_code"], run["items"], run["ended"] is not None) == (exit_code, {}, True)
 
@@ -44,13 +46,13 @@ def test_without_the_option_nothing_is_written(pytester: pytest.Pytester) -> Non
 
 def test_a_directory_that_holds_a_run_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE.format(body="pass"))
-    pytester.runpytest_inprocess("--run-dir", "run")
-    again = pytester.runpytest_inprocess("--run-dir", "run")
+    pytester.runpytest_inprocess("-p", "megatron", "--run-dir", "run")
+    again = pytester.runpytest_inprocess("-p", "megatron", "--run-dir", "run")
     again.stderr.fnmatch_lines(["ERROR: --run-dir: run holds an earlier run; give another"])
     assert again.ret == pytest.ExitCode.USAGE_ERROR
 
 
 def test_collecting_alone_leaves_no_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE.format(body="pass"))
-    pytester.runpytest_inprocess("--run-dir", "run", "--collect-only")
+    pytester.runpytest_inprocess("-p", "megatron", "--run-dir", "run", "--collect-only")
     assert not Path("run").exists()

@@ -21,7 +21,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_job_fails_one_is_killed_one_is_lost(tmp_path: Path) -> None:
-    """FORMATS 9 line 38: whatever happens to jobs, the verdict fails and names them."""
+    """If anything happens to jobs, the verdict fails and names them."""
     scenario = Scenario(
         name="disaster",
         fails=True,

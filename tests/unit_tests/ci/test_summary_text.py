@@ -43,7 +43,7 @@ def job(items: int, *, text: str = "assert 1 == 2", name: str = "unit") -> JobRu
 
 
 def test_names_and_logs_are_inert() -> None:
-    """FORMATS 9 has shell and log text taken for code; here it stays text."""
+    """Text of shells and logs stays text and is never taken for code."""
     page = as_markdown(merge([job(1, text=f"```\n# heading\n{EVIL}", name=EVIL)]))
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", page)
     outside = re.sub(r"(?s)(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from pytest_megatron.cli.main import group
+from pytest_megatron.errors import REMOVED
 
 COMMAND = [sys.executable, "-c", "from pytest_megatron.cli.main import main; main()", "--help"]
 
@@ -19,6 +23,35 @@ def test_a_full_standard_output_is_one_error() -> None:
         )
     told = "pytest-megatron: standard output: No space left on device; make room\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_removed_command_says_what_to_do_instead() -> None:
+    done = subprocess.run(
+        [*COMMAND[:3], "adopt", "--dry-run"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    told = f"pytest-megatron: adopt: {REMOVED['adopt']}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        pytest.param(["docter"], "'docter'; did you mean 'doctor'?", id="a command"),
+        pytest.param(["golden", "reveiw"], "'reveiw'; did you mean 'review'?", id="of golden"),
+        pytest.param(["ci", "sumary"], "'sumary'; did you mean 'summary'?", id="of a plain group"),
+        pytest.param(["xyz"], "'xyz'.", id="like none"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(words: list[str], hint: str) -> None:
+    result = CliRunner().invoke(group, words)
+    assert (result.exit_code, result.output.splitlines()[-1]) == (
+        2,
+        f"Error: No such command {hint}",
+    )
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

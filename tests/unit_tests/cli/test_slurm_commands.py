@@ -83,7 +83,8 @@ def test_interactive_prints_a_shell_on_one_node_and_what_to_type_in_it(project: 
         "# in it:\n"
         "export TEXT='it'\"'\"'s $HOME'\n"
         f"cd {project}\n"
-        "python -m pytest -p megatron 'recipes/gpt.yaml::tp2[dev-dgx_h100]' --lightweight\n"
+        "python -m pytest -p megatron 'recipes/gpt.yaml::tp2[dev-dgx_h100]' "
+        "--megatron-lightweight\n"
     )
     assert not (project / "run").exists()
 

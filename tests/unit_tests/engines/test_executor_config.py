@@ -97,7 +97,7 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
     ("line", "message"),
     [
         ("slurm: {partitoin: x}", "slurm.partitoin: unknown key, .* did you mean 'partition'"),
-        ("slurm: {container: {imag: x}}", "slurm.container.image: is missing; add it"),
+        ("slurm: {container: {imag: x}}", "slurm.container.imag: unknown key, expected one of"),
         ("slurm: {uv_sync: {venv: /v/x, arg: []}}", "uv_sync.arg: unknown key, .* mean 'args'"),
         ("slurm: {platforms: {a: {mode: torchrun}}}", r"slurm.platforms.a.mode: unknown key"),
         ("slurm: {time: soon}", "slurm.time: found 'soon', expected a time of Slurm's"),

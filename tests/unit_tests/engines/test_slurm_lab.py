@@ -222,7 +222,9 @@ def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
         ("PASSED", "flaky"),
         ("FAILED", "failed"),
     )
-    assert "rank 1 of 2 raised ValueError: the crash of rank 1 after iteration 3" in text
+    problem = run.problem("crashes")
+    assert problem.startswith("rank 1 of 2 raised ValueError: the crash of rank 1 at train.py:")
+    assert ", after iteration 3 of 10\n" in problem
     assert f"on {host} ended as NODE_FAIL" in text
     first, second = run.attempts("moved")
     assert (first["signature"], second["signature"]) == ("engine_node_fail", None)

@@ -20,8 +20,9 @@ from pytest_megatron.engines.api import TroubleKind
 from pytest_megatron.engines.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.runs.record import RecordedDiagnosis
+from pytest_megatron.triage.api import triage
 from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Ranks, start_words, started
-from pytest_megatron.workload.run.rank_failures import RankFailure, first_failure, read_failures
 from pytest_megatron.workload.run.runner import End
 
 GUEST = Path(__file__).parents[1] / "guests" / "task_rank.py"
@@ -207,10 +208,9 @@ def test_ranks_of_srun_know_their_place_and_log_as_those_of_torchrun_do(tmp_path
     assert lines == ["[default0]:rank 0 has met 4", "[default3]:rank 3 has met 4"]
 
 
-def first_of(found: Step) -> RankFailure:
-    first = first_failure(read_failures(found.dirs.phase(1)))
-    assert first is not None
-    return first
+def failure_of(found: Step) -> RecordedDiagnosis:
+    (group,) = triage([found.dirs.phase(1).root]).groups
+    return group.first
 
 
 def test_a_rank_that_raises_ends_those_that_wait_for_it(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_a_rank_that_raises_ends_those_that_wait_for_it(tmp_path: Path) -> None:
         record = found.record()
     (end,) = record.ends
     assert (end.end, end.returncode, record.trouble) == (End.EXITED, 1, None)
-    first = first_of(found)
-    assert (first.rank, first.exit_code) == (1, 1)
-    assert first.message == "ValueError: as it was told"
+    failure = failure_of(found)
+    assert (failure.root_rank, failure.exits["1"]) == (1, "exit code 1")
+    assert "rank 1 of 2 raised ValueError: as it was told at " in failure.headline
     lines = [line for line in found.launcher_log.splitlines() if line.startswith("[nodes]")]
     assert "failed (exitcode: 1) local_rank: 1" in lines[0]
     assert lines[1] == "[nodes]: task 0 on node0 did not end by itself and is stopped"
@@ -231,15 +231,15 @@ def test_a_rank_that_is_killed_is_the_first_whatever_the_others_say(tmp_path: Pa
     with step(tmp_path, native(tmp_path, "leave@0", "kill@1"), 2, 1) as found:
         record = found.record()
     assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
-    assert (first_of(found).rank, first_of(found).exit_code) == (1, -signal.SIGKILL)
+    failure = failure_of(found)
+    assert (failure.root_rank, failure.exits["1"]) == (1, "SIGKILL")
 
 
 def test_a_rank_that_leaves_early_is_no_success(tmp_path: Path) -> None:
     with step(tmp_path, native(tmp_path, "leave@0", "exit0@1"), 2, 1) as found:
         record = found.record()
     assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
-    codes = [failure.exit_code for failure in read_failures(found.dirs.phase(1))]
-    assert codes == [7, None]
+    assert failure_of(found).exits == {"0": "exit code 7"}
 
 
 def test_a_hang_leaves_the_stacks_of_the_ranks_of_every_node(tmp_path: Path) -> None:
@@ -373,7 +373,8 @@ def test_a_launcher_on_every_node_makes_one_training(tmp_path: Path) -> None:
     with step(tmp_path, spec, 2, 1) as found:
         record = found.record()
     assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
-    assert (first_of(found).rank, first_of(found).exit_code) == (3, -signal.SIGKILL)
+    failure = failure_of(found)
+    assert (failure.root_rank, failure.exits["3"]) == (3, "SIGKILL")
     assert [found.shown(rank, "LOCAL_RANK") for rank in range(4)] == ["0", "1", "0", "1"]
     assert sorted(path.name for path in found.logs.iterdir()) == ["0", "1", "2", "3"]
     lines = found.launcher_log.splitlines()

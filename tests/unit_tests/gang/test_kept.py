@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,30 @@ def test_a_record_lasts_as_long_as_its_process_has_it(
     os.close(lock)
     assert find_kept(path) is None
     assert not path.exists()
+
+
+def test_sessions_that_look_for_a_record_do_not_keep_one_from_being_made(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    code = f"""if True:
+        import pathlib
+        from pytest_megatron.gang.kept import find_kept
+        print(flush=True)
+        while True:
+            find_kept(pathlib.Path({str(path)!r}))
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            reader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            stack.callback(reader.wait)
+            stack.callback(reader.kill)
+            assert reader.stdout is not None
+            stack.callback(reader.stdout.close)
+            reader.stdout.readline()
+        for _ in range(300):
+            lock = lock_record(path)
+            assert lock is not None
+            assert path.stat().st_ino == os.fstat(lock).st_ino
+            os.close(lock)
 
 
 @pytest.mark.parametrize("way", ["open", "link", "file"])
@@ -114,3 +141,32 @@ def test_memory_is_short(tmp_path: Path, available: int, stalled: str, *, is_sho
     (tmp_path / "pressure/memory").write_text(PRESSURE.format(stalled))
     assert is_memory_short(tmp_path) is is_short
     assert not is_memory_short(tmp_path / "no such directory")
+
+
+PLACES = """
+import ctypes, os, pathlib, resource, sys
+from pytest_megatron.gang.kept import record_path
+
+own, libc = pathlib.Path("/proc/self"), ctypes.CDLL(None)
+changes = [
+    lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+    lambda: (own / "coredump_filter").write_text("0x11"),
+    lambda: (own / "timerslack_ns").write_text("70000"),
+    lambda: libc.personality(0x0040000),  # addresses without chance
+    lambda: libc.prctl(41, 1, 0, 0, 0),  # no huge pages
+    lambda: libc.syscall({"x86_64": 251, "aarch64": 30}[os.uname().machine], 1, 0, 3 << 13),
+    lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)),
+]
+found = [record_path(pathlib.Path("/"))]
+for change in changes:
+    change()
+    found.append(record_path(pathlib.Path("/")))
+print(len(set(found)), len(found))
+"""
+
+
+def test_processes_of_another_scheduling_share_none(tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PLACES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "8 8\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -35,7 +37,7 @@ def keeper(
     request: pytest.FixtureRequest, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> StateKeeper:
     if not request.param:
-        monkeypatch.setattr("pytest_megatron.gang.rank.audit._WITHOUT_VERSIONS", (3,))
+        monkeypatch.setattr("pytest_megatron.gang.rank.settings._WITHOUT_VERSIONS", (3,))
     audit = LeakAudit()
     assert audit._has_versions is (request.param and sys.version_info < (3, 14))
     assert audit._patched[NAME].attributes is vars(module)
@@ -177,11 +179,13 @@ class Gpu:
         self.device = 0
         self._cuda, torch = ModuleType("torch.cuda"), ModuleType("torch")
         bindings = ModuleType("torch._C")
-        memory = {f"{name}_bytes": {"all": {"current": 0, "peak": 0}} for name in KINDS}
+        self.memory = {f"{name}_bytes": {"all": {"current": 0, "peak": 0}} for name in KINDS}
+        self.stream = 0
         vars(bindings).update(
             _cuda_synchronize=lambda: None,
             _cuda_getDevice=lambda: self.device,
-            _cuda_memoryStats=lambda _: memory,
+            _cuda_memoryStats=lambda _: self.memory,
+            _cuda_getCurrentRawStream=lambda _: self.stream,
         )
         vars(torch).update(zeros=list, cuda=self._cuda, _C=bindings)
         for module in (torch, self._cuda, bindings):
@@ -218,3 +222,41 @@ def test_the_own_gpu_of_a_fixture_is_expected(monkeypatch: pytest.MonkeyPatch) -
     assert left(keeper, "torch") == ["current CUDA device 0, was 1"]
     keeper.release("fixture")
     assert left(keeper, "torch") == []  # named before
+
+
+def test_memory_that_the_first_test_on_a_gpu_keeps_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(monkeypatch)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    gpu.use(1)
+    for kind in gpu.memory.values():
+        kind["all"]["current"] = 3 << 30
+    assert left(keeper, "cuda-memory") == ["3072.0 MiB of CUDA memory (3072.0 MiB reserved)"]
+    assert left(keeper, "cuda-memory") == []
+
+
+def test_another_current_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    gpu.use(1)
+    assert left(keeper, "torch") == []
+    gpu.stream = 77
+    assert left(keeper, "torch") == ["current CUDA stream 77, was 0"]
+
+
+def test_a_thread_of_the_pool_that_inductor_compiles_in_is_no_leak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class AsyncCompile:
+        pool = staticmethod(functools.cache(lambda: ThreadPoolExecutor(1)))
+
+    module = ModuleType("torch._inductor.async_compile")
+    vars(module)["AsyncCompile"] = AsyncCompile
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    with AsyncCompile.pool() as of_inductor, ThreadPoolExecutor(1) as own:
+        of_inductor.submit(int).result()
+        assert left(keeper, "threads") == []
+        own.submit(int).result()
+        assert [text.partition(" (")[0] for text in left(keeper, "threads")] == ["1 thread"]

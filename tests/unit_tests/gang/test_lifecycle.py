@@ -21,6 +21,7 @@ from gang_words import (
     the_end,
 )
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gang.ipc.messages import (
     Broken,
@@ -219,6 +220,15 @@ def test_a_failure_on_every_rank_keeps_the_gang() -> None:
         gang.handle(rank, failed(), 5.0)
     end = the_end(end_all_but(gang))
     assert (end.reason, end.is_kept) == (Reason.DONE, True)
+
+
+def test_a_death_that_a_peer_noticed_first_is_the_cause() -> None:
+    gang = busy_gang()
+    lost: JsonValue = {"when": "call", "outcome": "failed", "longrepr": "Connection closed by peer"}
+    gang.handle(1, replace(failed(), report=lost), 5.0)
+    gang.handle(1, replace(done(), reports=(lost,)), 5.5)
+    gang.handle(2, died(2, -11), 6.0)
+    assert the_end(end_all_but(gang, 1, 2)).reason is Reason.DIED
 
 
 def test_a_death_behind_a_failure_does_not_become_the_cause() -> None:

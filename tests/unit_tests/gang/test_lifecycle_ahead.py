@@ -56,6 +56,28 @@ def test_a_test_sent_ahead_is_dropped_where_a_rank_ended_otherwise(last: Done) -
     assert gang.queue.numbers == []
 
 
+def test_after_a_failure_one_test_is_sent_ahead_and_then_twice_as_many_each_time() -> None:
+    gang = ahead_gang(num_ahead=3)
+    assert gang.room_ahead == MOST_AHEAD - 3
+    for rank in range(SIZE):
+        gang.handle(rank, done(), 1.0)
+    number = 5
+    rooms: list[int] = []
+    gang.assign(run_of(number), limit_s=LIMIT_S, is_isolated=False, now=2.0)
+    while not rooms or rooms[-1] < MOST_AHEAD:
+        rooms.append(gang.room_ahead)
+        runs = [
+            (replace(run_of(number + n), after=number + n - 1), LIMIT_S)
+            for n in range(1, rooms[-1] + 1)
+        ]
+        gang.send_ahead(runs)
+        for _ in runs:
+            for rank in range(SIZE):
+                gang.handle(rank, clean(number), 3.0)
+            number += 1
+    assert rooms == [2**n for n in range(len(rooms))]
+
+
 def test_a_rank_that_dies_once_all_have_gone_on_fails_the_next_test() -> None:
     gang = ahead_gang()
     for rank in range(SIZE):

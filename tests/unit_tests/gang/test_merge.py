@@ -201,7 +201,9 @@ def test_a_hang_shows_the_stack_of_every_late_rank_equal_ones_once() -> None:
         reason=Reason.HUNG,
         limit_s=300.0,
     )["call"]
-    assert call.message == "ranks 0, 2-3 did not end in 300 s"
+    assert call.headline == (
+        "ranks 0, 2-3 did not end in 300 s at test_a.py:7 in test_hang (ranks 0, 2)"
+    )
     assert blocks(call) == {
         "ranks": "ranks 0, 2: was still in call at test_a.py:7 in test_hang, and was stopped\n"
         "rank 1: passed\n"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from pytest_megatron.gang.ipc.messages import NOTHING, UNKNOWN
-from pytest_megatron.gang.schedule import GpuLoad, Packing, Schedule
+from pytest_megatron.gang.schedule import Schedule
 from pytest_megatron.gang.spec import GangSpec
 
 SLOTS = 8
@@ -61,21 +61,16 @@ class Machine:
         heapq.heappush(self.busy, (self.now + self.durations[index], gang))
 
     def dispatch(self) -> None:
-        while (one := self.schedule.wanted(self.has_room, self.counts())) is not None:
+        while (one := self.schedule.wanted(self.num_free(), self.counts())) is not None:
             self.num_gangs += 1
             self.gangs[self.num_gangs] = one
             self.work(self.num_gangs)
 
-    def has_room(self, one: GangSpec) -> bool:
-        free = max(0, self.num_slots - sum(one.world_size for one in self.gangs.values()))
-        return one.world_size <= free or free >= self.num_slots
+    def num_free(self) -> int:
+        return max(0, self.num_slots - sum(one.world_size for one in self.gangs.values()))
 
     def counts(self) -> Mapping[GangSpec, int]:
         return {one: list(self.gangs.values()).count(one) for one in self.gangs.values()}
-
-
-def room_for(num_ranks: int) -> Callable[[GangSpec], bool]:
-    return lambda one: one.world_size <= num_ranks
 
 
 def play(
@@ -154,9 +149,9 @@ def test_wide_tests_come_first_and_are_not_kept_waiting() -> None:
     machine = play(tests, [1.0] * 21)
     assert machine.order[0] == (1, 20)
     schedule = Schedule(tests, num_slots=SLOTS)
-    assert schedule.wanted(room_for(4), {}) is None  # narrow ones would take what it needs
-    assert schedule.wanted(room_for(8), {}) == spec(8)
-    assert schedule.wanted(room_for(4), {spec(8): 1}) == spec(1)
+    assert schedule.wanted(4, {}) is None  # narrow ones would take what the wide one needs
+    assert schedule.wanted(8, {}) == spec(8)
+    assert schedule.wanted(4, {spec(8): 1}) == spec(1)
 
 
 def test_a_gang_wider_than_all_slots_runs_alone() -> None:
@@ -213,69 +208,3 @@ def test_no_size_starves() -> None:
         durations = [chance.uniform(0.1, 1.0) for _ in sizes]
         machine = play(tests, durations)
         assert machine.now <= 3.0 * floor(tests, durations)
-
-
-GIB = 1 << 10
-PACKING = Packing(most=4, memory_mib=80 * GIB)
-
-
-def packed(gib: int, world_size: int = 1) -> GangSpec:
-    return GangSpec(world_size=world_size, device="cuda", memory_mib=gib * GIB)
-
-
-@pytest.mark.parametrize(
-    ("gib", "num_slots", "most"),
-    [(40, 1, 2), (41, 1, 1), (1, 1, 4), (1, 2, 8), (0, 1, 1), (0, 3, 3), (100, 1, 1)],
-)
-def test_gangs_that_share_gpus_run_at_the_same_time(gib: int, num_slots: int, most: int) -> None:
-    schedule = Schedule(file_of(*[packed(gib)] * 20), num_slots=num_slots, packing=PACKING)
-    assert schedule.most_gangs(packed(gib)) == most
-    assert schedule.is_serial() is (most == 1)
-    taken = schedule.take(1, packed(gib))
-    assert taken == (0, 1)
-
-
-def test_tests_of_more_memory_come_first_and_those_of_a_whole_gpu_before_them() -> None:
-    specs = [packed(1), packed(30), packed(0), packed(2, world_size=2)]
-    schedule = Schedule(file_of(*specs), num_slots=2, packing=PACKING)
-    order = []
-    while (one := schedule.wanted(lambda _: True, {})) is not None:
-        order.append(one)
-        schedule.take(len(order), one)
-    assert order == [specs[3], specs[2], specs[1], specs[0]]
-
-
-def test_a_gang_goes_to_the_gpu_with_fewest_gangs_that_has_room() -> None:
-    loads = {
-        "two": GpuLoad(room_mib=80 * GIB, gangs=(10 * GIB, 10 * GIB)),
-        "one": GpuLoad(room_mib=80 * GIB, gangs=(50 * GIB,)),
-        "whole": GpuLoad(room_mib=80 * GIB, gangs=(0,)),
-        "full": GpuLoad(room_mib=80 * GIB, gangs=(1, 1, 1, 1)),
-    }
-    assert PACKING.fitting(loads, 30 * GIB) == ["one", "two"]
-    assert PACKING.fitting(loads, 31 * GIB) == ["two"]
-    assert PACKING.fitting(loads, 0) == []
-
-
-@pytest.mark.parametrize(
-    ("declared", "used", "needed"),
-    [
-        (0, None, 0),
-        (4 * GIB, None, 4 * GIB),
-        (4 * GIB, 3 * GIB, 4 * GIB),
-        (4 * GIB, 5 * GIB, 6 * GIB),
-        (0, 5 * GIB, 6 * GIB),
-        (0, 0, 768),
-        (81 * GIB, None, 0),
-        (0, 79 * GIB, 0),
-    ],
-)
-def test_memory_is_set_aside_by_mark_and_by_what_was_used(
-    declared: int, used: int | None, needed: int
-) -> None:
-    assert PACKING.memory_for(declared, used) == needed
-
-
-def test_without_packing_every_gang_has_its_gpus() -> None:
-    schedule = Schedule(file_of(packed(1)), num_slots=1)
-    assert schedule.most_gangs(packed(1)) == 1

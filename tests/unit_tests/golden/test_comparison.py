@@ -61,6 +61,15 @@ def failed(rule: ComparisonRule, **fields: object) -> Comparison:
             id="summary",
         ),
         pytest.param(
+            failed(
+                ComparisonRule.BAND,
+                first=StepDifference(step=7, observed=2.00204, golden=2.0, tolerance=1e-3),
+            ),
+            "lm loss, step 7: observed 2.00204, golden 2, off by 1.02e-03 relative, "
+            "tolerance allows 1.00e-03; g.json",
+            id="hardly outside",
+        ),
+        pytest.param(
             failed(ComparisonRule.MISSING, first=StepDifference(step=7, observed=None, golden=4.0)),
             "lm loss, step 7: missing in the run, golden 4; g.json",
             id="missing",

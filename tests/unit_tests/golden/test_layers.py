@@ -118,7 +118,7 @@ def test_on_the_same_platform_a_deterministic_golden_wants_every_bit() -> None:
 def test_a_change_of_container_passes_and_is_called_platform_drift(
     surroundings: RunEnvironment, note: str, factor: float
 ) -> None:
-    """FORMATS 9.20: every container bump breaks 61 to 72 exact tests there."""
+    """In Megatron-LM every new container breaks 61 to 72 exact tests."""
     comparison = judge(scaled(factor), surroundings=surroundings)
     assert (comparison.passed, comparison.rule) == (True, ComparisonRule.DRIFT)
     assert comparison.notes[-1] == note
@@ -238,7 +238,7 @@ def test_the_floor_of_a_band_is_that_of_the_precision() -> None:
 
 
 def test_a_slow_quarter_of_the_steps_does_not_hide_behind_the_median() -> None:
-    """FORMATS 9.21: 7 of 16 steps may take ten times as long there."""
+    """In Megatron-LM 7 of 16 steps may take ten times as long."""
     times: Values = dict.fromkeys(range(1, 41), 0.2)
     slow: Values = {**times, **dict.fromkeys(range(20, 33), 2.0)}
     comparison = judge(slow, metric="iteration-time", golden=times, surroundings=HERE)

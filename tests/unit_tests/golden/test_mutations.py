@@ -117,13 +117,13 @@ def test_strict_detects(name: str, golden: str) -> None:
 
 @pytest.mark.parametrize("golden", sorted(GOLDENS))
 def test_strict_passes_what_is_only_another_platform(golden: str) -> None:
-    """FORMATS 9.20: 82 % of the changes of container break an exact test there."""
+    """In Megatron-LM 82 % of the changes of container break an exact test."""
     size = GOLDENS[golden][2]
     assert all(has_passed(golden, {**moved(seed, size)}) for seed in range(20))
 
 
 def test_megatron_approximate_misses_what_its_rules_let_through() -> None:
-    """FORMATS 9.20: approximate mode is loose and blind to order."""
+    """Megatron-LM's approximate mode is loose and blind to order."""
     golden = Golden(path="g", metrics={"lm loss": series_of({**curve()})})
     missed = {
         name
@@ -173,7 +173,7 @@ def test_megatron_approximate_misses_what_its_rules_let_through() -> None:
 def test_counts_memory_and_time_are_guarded_too(
     metric: str, mutate: Callable[[Curve], Curve], *, by_megatron: bool
 ) -> None:
-    """FORMATS 9.21: slow-downs outside of steps 30 to 45 pass there."""
+    """In Megatron-LM slow-downs outside of steps 30 to 45 pass."""
     values = {s: 1000.0 * (1 + 0.02 * (s % 3)) for s in range(1, NUM_STEPS + 1)}
     made = Provenance(host_class=HERE.host_class)
     golden = Golden(path="g", metrics={metric: series_of({**values})}, provenance=made)

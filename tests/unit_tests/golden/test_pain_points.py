@@ -1,4 +1,4 @@
-"""What Megatron-LM's comparison gets wrong (FORMATS.md 9), beside what ours makes of the same."""
+"""What Megatron-LM's comparison gets wrong, beside what ours makes of the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def verdicts(golden: Values, observed: Values, metric: str = "lm loss") -> tuple
     ],
 )
 def test_no_number_is_never_equal_to_no_number(golden: Values, observed: Values) -> None:
-    """FORMATS 9.8: nan, inf, any text and missing are one and the same there, and equal."""
+    """For Megatron-LM nan, inf, any text and missing are one and the same, and equal."""
     assert verdicts(golden, observed) == (True, False)
 
 
@@ -65,7 +65,7 @@ def test_no_number_is_never_equal_to_no_number(golden: Values, observed: Values)
     ],
 )
 def test_five_percent_is_not_close(change: Values) -> None:
-    """FORMATS 9.20: one step may be anything there, and all may be 4.9 % off."""
+    """In Megatron-LM one step may be anything, and all may be 4.9 % off."""
     assert verdicts(LOSS, {**LOSS, **change}) == (True, False)
 
 
@@ -80,7 +80,7 @@ def test_five_percent_is_not_close(change: Values) -> None:
 def test_time_is_judged_by_all_steps_after_the_warm_up_and_one_way(
     slower: Values, expected: tuple[bool, bool]
 ) -> None:
-    """FORMATS 9.21: slow steps outside 16 of them pass there, and improvements fail."""
+    """In Megatron-LM slow steps outside 16 of them pass, and improvements fail."""
     times: Values = dict.fromkeys(range(1, 51), 0.2)
     assert verdicts(times, {**times, **slower}, "iteration-time") == expected
 
@@ -91,7 +91,7 @@ def test_time_is_judged_by_all_steps_after_the_warm_up_and_one_way(
     ids=["theirs", "ours"],
 )
 def test_a_restart_may_warm_up(policy: ComparisonPolicy, *, passed: bool) -> None:
-    """FORMATS 9.21: after resume exactly the steps of the warm-up are judged there."""
+    """After a resume Megatron-LM judges exactly the steps of the warm-up."""
     first = {"iteration-time": series_of(dict.fromkeys(range(1, 101), 0.2))}
     times = {s: 3.0 if s < 55 else 0.2 for s in range(51, 101)}
     second = {"iteration-time": series_of({**times})}
@@ -102,7 +102,7 @@ def test_a_restart_may_warm_up(policy: ComparisonPolicy, *, passed: bool) -> Non
 
 
 def test_a_failure_says_where_by_how_much_and_what_may_be() -> None:
-    """FORMATS 9.34: two lists of numbers are all that is shown there."""
+    """Megatron-LM shows two lists of numbers and nothing else."""
     late: Values = {
         s: v * (1.008 if s > 30 else 1) for s, v in LOSS.items() if isinstance(v, float)
     }

@@ -90,7 +90,7 @@ def test_a_file_decides_a_comparison_and_names_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_may_inherit_from_megatron(tmp_path: Path) -> None:
-    """FORMATS 3.4: a metric without a rule is a KeyError there."""
+    """In Megatron-LM a metric without a rule is a KeyError."""
     policy = policy_of(
         tmp_path,
         "format_version: 1\ninherit: megatron\nmetrics:\n"

@@ -133,7 +133,7 @@ def test_a_difference_is_named_with_its_request_and_place(
 
 
 def test_truncated_text_fails_here_and_passes_in_megatron() -> None:
-    """FORMATS 9.23: a text of one character passes in Megatron-LM's comparison."""
+    """A text of one character passes in Megatron-LM's comparison."""
     short = changed("0/generated_text", "a")
     (text,) = failed(short)
     assert text == (
@@ -144,7 +144,7 @@ def test_truncated_text_fails_here_and_passes_in_megatron() -> None:
 
 
 def test_a_missing_request_is_a_difference_that_names_it() -> None:
-    """FORMATS 9.23: a request that the run lacks is a KeyError there."""
+    """In Megatron-LM a request that the run lacks is a KeyError."""
     (text,) = failed(changed("1", None), "generated_tokens")
     assert text == "requests: requests differ; request '1' is missing in the run; g.json"
 
@@ -157,7 +157,7 @@ def test_a_request_that_the_golden_lacks_is_a_difference() -> None:
 
 @pytest.mark.parametrize("metric", ["throughput", "mem-max-allocated-bytes", "logprobs"])
 def test_a_listed_metric_must_be_on_both_sides(metric: str) -> None:
-    """FORMATS 9.23: a listed metric that the golden lacks is ignored there."""
+    """Megatron-LM ignores a listed metric that the golden lacks."""
     path = metric if metric in GOLDEN else f"0/{metric}"
     without = changed(path, None)
     whole = parse_generation(GOLDEN, "g.json")

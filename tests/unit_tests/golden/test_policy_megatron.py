@@ -29,13 +29,13 @@ def judge(
     return comparison
 
 
-# ---- An oracle of its own, written from the prose of FORMATS 3.4 and 3.5 with numpy ----
+# ---- An oracle of its own, written with numpy from a description of Megatron-LM's rules ----
 
 RTOL = {"lm loss": 0.05, "num-zeros": 0.2, "iteration-time": 0.05, "mem-allocated-bytes": 0.05}
 
 
 def oracle(metric: str, golden: Values, observed: Values, *, approximate: bool) -> bool:
-    """Return the verdict of FORMATS 3.5, the rules in the order of its numbered list."""
+    """Return the verdict of Megatron-LM's rules, in the order in which it tries them."""
     if not golden:
         return False
     verdicts = []
@@ -127,7 +127,7 @@ def test_the_verdict_is_that_of_an_independent_reading_of_the_rules(seed: int) -
         assert ours == theirs, (metric, approximate, golden, observed)
 
 
-# ---- The measured edge cases of FORMATS 3.5, one by one ----
+# ---- Edge cases that were measured with Megatron-LM, one by one ----
 
 LOSS: Values = {step: 10.0 - step * 0.01 for step in range(1, 101)}
 TIMES: Values = dict.fromkeys(range(1, 101), 0.5)

@@ -44,7 +44,7 @@ def test_the_loss_is_always_among_what_is_compared() -> None:
 
 @pytest.mark.parametrize("name", ["lm loss", "lm-loss"])
 def test_a_loss_that_moved_fails_under_either_name(name: str) -> None:
-    """FORMATS 9.22: the loss is looked up as `lm-loss`, extracted as `lm loss`, never compared."""
+    """Megatron-LM looks for `lm-loss`, extracts `lm loss`, and never compares the loss."""
     moved = scaled("lm loss", 1.05, at=4)
     observed = {name if k == "lm loss" else k: v for k, v in moved.items()}
     golden = {name if k == "lm loss" else k: v for k, v in SOUND.items()}
@@ -53,7 +53,7 @@ def test_a_loss_that_moved_fails_under_either_name(name: str) -> None:
 
 
 def test_a_metric_that_the_run_lacks_fails() -> None:
-    """FORMATS 9.22: a listed metric that is absent from the run passes there."""
+    """In Megatron-LM a listed metric that is absent from the run passes."""
     for name in SOUND:
         without = {k: v for k, v in SOUND.items() if k != name}
         assert failed(without) == [f"{name}: {ComparisonRule.NO_METRIC.value}"]
@@ -61,7 +61,7 @@ def test_a_metric_that_the_run_lacks_fails() -> None:
 
 
 def test_memory_is_judged_both_ways() -> None:
-    """FORMATS 9.22: memory only has an upper bound there."""
+    """In Megatron-LM memory only has an upper bound."""
     assert failed(scaled("mem-allocated-bytes", 1.11)) == ["mem-allocated-bytes: peak"]
     assert failed(scaled("mem-allocated-bytes", 0.89)) == ["mem-allocated-bytes: peak"]
     assert failed(scaled("mem-allocated-bytes", 0.89), MEGATRON) == []

@@ -118,7 +118,7 @@ def test_steps_after_the_golden_are_reported_only() -> None:
 def test_one_value_off_by_a_thousandth_fails_a_deterministic_golden(
     step: int, change: float
 ) -> None:
-    """FORMATS 9.34: the first step that differs is not told there."""
+    """Megatron-LM does not name the first step that differs."""
     observed: Values = {**LOSS, step: loss_curve()[step] + change}
     comparison = judge(LOSS, observed, provenance=DETERMINISTIC)
     assert not comparison.passed
@@ -127,14 +127,14 @@ def test_one_value_off_by_a_thousandth_fails_a_deterministic_golden(
 
 
 def test_the_last_digits_of_another_instruction_set_pass_a_deterministic_golden() -> None:
-    """FORMATS 9.20: the fifth decimal fails there with every new container."""
+    """In Megatron-LM the fifth decimal fails with every new container."""
     comparison = judge(LOSS, scaled(LOSS, 1 + 3e-6), provenance=DETERMINISTIC)
     assert comparison.passed
     assert comparison.notes == ("differs only in the last digits (largest 3e-06)",)
 
 
 def test_without_provenance_a_few_steps_may_leave_the_band() -> None:
-    """FORMATS 9.20: one step of a hundred may be anything there."""
+    """In Megatron-LM one step of a hundred may be anything."""
     curve = loss_curve()
     noisy: Values = {s: v * (1 + (7e-4 * (-1) ** s if s > 10 else 0.0)) for s, v in curve.items()}
     assert judge(LOSS, {**noisy, 25: curve[25] * 1.005}).passed
@@ -156,7 +156,7 @@ def test_a_shift_of_the_first_step_is_a_rule_of_its_own() -> None:
 
 
 def test_a_small_lasting_shift_fails_by_its_mean() -> None:
-    """FORMATS 9.20: a loss that is 4.9 % off at every step passes there."""
+    """In Megatron-LM a loss that is 4.9 % off at every step passes."""
     assert judge(LOSS, scaled(LOSS, 1.0005)).rule is ComparisonRule.BIAS
 
 
@@ -278,7 +278,7 @@ def test_time_and_memory_are_judged_within_one_class_of_host(
     ("factor", "passed"), [(1.09, True), (1.11, False), (0.2, True)], ids=["slow", "slower", "fast"]
 )
 def test_time_is_judged_by_its_steady_median_upwards_only(factor: float, *, passed: bool) -> None:
-    """FORMATS 9.21: an improvement fails there."""
+    """In Megatron-LM an improvement fails."""
     comparison = judge(
         TIMES,
         scaled(TIMES, factor),
@@ -290,7 +290,7 @@ def test_time_is_judged_by_its_steady_median_upwards_only(factor: float, *, pass
 
 
 def test_a_slow_warm_up_does_not_count() -> None:
-    """FORMATS 9.21: steps of the warm-up are judged there."""
+    """Megatron-LM judges steps of the warm-up."""
     slow_start: Values = {**TIMES, 1: 50.0, 2: 50.0, 3: 50.0}
     assert judge(
         TIMES, slow_start, metric="iteration-time", provenance=FROM_HOST, surroundings=HERE
@@ -301,9 +301,21 @@ def test_times_may_be_placeholders_and_miss_the_first_step() -> None:
     golden: Values = {**TIMES, 1: "nan"}
     observed: Values = {s: v for s, v in TIMES.items() if s > 2}
     assert judge(golden, observed, metric="iteration-time").passed
-    assert (
-        judge(golden, {**observed, 9: math.nan}, metric="iteration-time").rule is ComparisonRule.NAN
-    )
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, "nan"], ids=["nan", "inf", "text"])
+def test_a_single_time_without_a_number_is_a_note(odd: Value) -> None:
+    comparison = judge(TIMES, {**TIMES, 9: odd}, metric="iteration-time")
+    assert comparison.passed
+    assert "1 step not measured, not compared" in comparison.notes
+    two = judge(TIMES, {**TIMES, 9: odd, 10: odd}, metric="iteration-time")
+    assert not two.passed
+    assert f"2 of {len(TIMES)} steps are {two.rule.value} in the run" in two.notes
+
+
+def test_a_time_that_is_not_there_is_missing() -> None:
+    observed: Values = {s: v for s, v in TIMES.items() if s != 9}
+    assert judge(TIMES, observed, metric="iteration-time").rule is ComparisonRule.MISSING
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ start of an iteration. The file that TINY_TRAIN_STATE names outlives an attempt:
 happens only while it is not there, `spawn` writes the id of a process into it once that is up.
 `hang` makes a file of that name with `.up` behind it. `ecc` is a transient fault that a pretended
 GPU of `pretend_nvml.py` has, and `flip` one that makes a loss NaN and raises nothing; `dns` is one
-that lasts; `watchdog` is a hang of NCCL.
+that lasts; `watchdog` is a hang of NCCL; `stay` does not exit after the last iteration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ ERRORS = {
     "dns": OSError("Temporary failure in name resolution"),
     "oom": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "alarming": AssertionError("the loss is wrong; EADDRINUSE was handled"),
+    "import": ModuleNotFoundError("No module named 'transformer_engine'"),
+    "nccl": RuntimeError("NCCL error: remote process exited or there was a network error"),
 }
+NODE_FAILURE = (
+    "slurmstepd: error: *** STEP 12.0 ON node12 CANCELLED AT 2026-01-31T12:00:00 "
+    "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"
+)
 
 
 class Faults:
@@ -83,8 +89,8 @@ class Faults:
         if kind in ERRORS:
             raise ERRORS[kind]
         match kind:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+            case "kill" | "node":
+                end_by_a_signal(kind)
             case "segfault":
                 faulthandler._sigsegv()  # type: ignore[attr-defined]
             case "exit0":
@@ -101,6 +107,12 @@ class Faults:
                 print(("x" * 1023 + "\n") * (FLOOD_BYTES // 1024), end="", flush=True)
             case _:
                 pass  # it shows elsewhere, or it is not the first attempt
+
+
+def end_by_a_signal(kind: str) -> None:
+    if kind == "node":  # as Slurm ends a step
+        print(NODE_FAILURE, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM if kind == "node" else signal.SIGKILL)
 
 
 def fail_this_time(kind: str) -> None:
@@ -147,7 +159,9 @@ def count_uncorrected_error() -> None:
     first = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0]
     (gpu,) = (gpu for gpu in state["gpus"] if gpu["uuid"] == first)
     gpu["ecc"][1][0] += 1
-    path.write_text(json.dumps(state))
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(state))
+    new.replace(path)  # the training may be ended meanwhile
 
 
 def leave_a_grandchild() -> None:
@@ -270,6 +284,8 @@ def main() -> None:
             break
         if args.exit_interval and iteration % args.exit_interval == 0:
             break
+    while "stay" in faults.at:
+        signal.pause()
 
 
 with contextlib.suppress(BrokenPipeError):

@@ -1,6 +1,6 @@
-"""Trains tiny GPTs with traces, all ranks forked from this process, which loads torch only once.
+"""Trains tiny models with traces, all ranks forked from this process, which loads torch only once.
 
-python traced_trainings.py '[[settings, world size, port, argument, ...], ...]'
+python traced_trainings.py PROGRAM '[[settings, world size, port, argument, ...], ...]'
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-import gpt_training  # noqa: F401 - and torch and megatron-core with it
-
 from pytest_megatron.trace import recorder, run  # noqa: F401 - the recorder for all ranks
 from pytest_megatron.trace.settings import VARIABLE
 
-_PROGRAM = Path(__file__).parents[2] / "traces/buggy_train.py"
+_GPT = "buggy_train.py"
 
 
 def train(rank: int, settings: str, world_size: int, port: int, arguments: list[str]) -> None:
@@ -30,7 +28,7 @@ def train(rank: int, settings: str, world_size: int, port: int, arguments: list[
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    sys.argv = ["run", str(_PROGRAM), *arguments]
+    sys.argv = ["run", *arguments]
     run.main()
 
 
@@ -43,14 +41,19 @@ def await_all(children: list[int]) -> None:
 
 def main() -> None:
     children: list[int] = []
+    are_weights_written = True
+    program = sys.argv[1]
+    if Path(program).name == _GPT:
+        import gpt_training  # noqa: F401 - megatron-core, once for all ranks
     gc.freeze()  # no rank searches all of torch for garbage
-    for settings, world_size, port, *arguments in json.loads(sys.argv[1]):
-        if json.loads(settings)["weights_from"] is not None:
+    for settings, world_size, port, *arguments in json.loads(sys.argv[2]):
+        if json.loads(settings)["weights_from"] is not None and not are_weights_written:
             await_all(children)
+        are_weights_written = json.loads(settings)["weights_from"] is not None
         for rank in range(world_size):
             child = os.fork()
             if not child:
-                train(rank, settings, world_size, port, arguments)
+                train(rank, settings, world_size, port, [program, *arguments])
                 os._exit(0)
             children.append(child)
     await_all(children)

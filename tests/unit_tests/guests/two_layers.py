@@ -1,7 +1,8 @@
 """Trains two linear layers with torch on each rank alone; knows nothing of traces.
 
 `--disturb PLACE` makes two runs of it differ: `forward` changes the last bit of what the second
-layer returns on the last rank, `gradient` those of the first layer's weight on every rank.
+layer returns on the last rank, `gradient` those of the first layer's weight on every rank, `order`
+those of the second layer, by the order of a set.
 `--scale X` multiplies what the second layer returns.
 """
 
@@ -42,6 +43,12 @@ class TwoLayers(torch.nn.Module):
         return found
 
 
+def by_order_of_a_set() -> float:
+    """Return a factor that is the same only for those who share a seed of `hash()`."""
+    first = next(iter({f"layer {number}" for number in range(1000)}))
+    return 1.0 + int(first.split()[1]) * 2.0**-18
+
+
 def other_each_time() -> float:
     return 1.0 + int.from_bytes(os.urandom(2), "little") * 2.0**-22
 
@@ -58,6 +65,8 @@ def main() -> None:
     model.second.factor = given.scale
     if given.disturb == "forward" and RANK == WORLD_SIZE - 1:
         model.second.factor *= other_each_time()
+    if given.disturb == "order":
+        model.second.factor *= by_order_of_a_set()
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(1, min(given.train_iters, given.exit_interval) + 1):
         loss = model(torch.rand(4, 8)).square().mean()

@@ -45,7 +45,7 @@ del sys.path[0]
 from pytest_megatron.gang.kept import make_request
 request = make_request("python -m pytest", sys.path, {}, ())
 print(json.dumps(dataclasses.asdict(request)), flush=True)
-import pytest_megatron.hooks.workloads.plugin, pytest_megatron.pages.write
+import pytest_megatron.hooks.workloads.training, pytest_megatron.pages.write
 for plugin in importlib.metadata.entry_points(group="pytest11"):
     if plugin.name not in ("rerunfailures", "xdist", "xdist.looponfail"):
         plugin.load()  # xdist keeps the sys.path of its import for workers
@@ -79,13 +79,15 @@ def _start() -> tuple[KeptProcess, StartSession]:
         "environment": describe_environment(env, request.path),
         "minutes": 60,
         "leader": os.getpid(),
-        "devices": [],
     }
     with process.stdin:
         process.stdin.write(json.dumps(settings).encode())
     deadline = time.monotonic() + LOADED_S
     while (kept := find_kept(record)) is None or not kept.address:
-        assert process.poll() is None, record.with_suffix(".problem").read_text()
+        if process.poll() is not None:
+            problem = record.with_suffix(".problem").read_text()
+            assert problem.endswith("was changed while it was loaded"), problem
+            return _start()  # such as by a new hard link of another environment
         assert time.monotonic() < deadline, "the kept process has not loaded everything"
         time.sleep(0.01)
     process.returncode = 0  # it ends with this process

@@ -77,7 +77,11 @@ class Project:
             found[:] = [k for path in self.records() if (k := kept.find_kept(path)) and k.address]
             return bool(found)
 
-        wait_until(has_loaded, "a kept process")
+        try:
+            wait_until(has_loaded, "a kept process")
+        except AssertionError as error:
+            problems = [path.read_text() for path in self.root.glob("runtime/*/*.problem")]
+            raise AssertionError(f"{error}: {problems}, {self.others()}") from error
         return found[0]
 
     def others(self, *known: int) -> list[str]:
@@ -104,9 +108,13 @@ class Project:
         return done.stdout
 
     def end(self) -> None:
-        """End its kept process, and wait for the end of all."""
-        for path in self.records():
-            found = kept.find_kept(path)
-            if found is not None:
-                found.stop()
-        wait_until(lambda: not self.others(), "the end of all processes")
+        """End its kept process, also one that has just started, and wait for the end of all."""
+
+        def is_gone() -> bool:
+            for path in self.records():
+                found = kept.find_kept(path)
+                if found is not None:
+                    found.stop()
+            return not self.others()
+
+        wait_until(is_gone, "the end of all processes")

@@ -36,26 +36,42 @@ CASES: dict[str, dict[str, JsonValue]] = {
     "claimed": {},
     "claimed_forward": {"disturb": "forward"},
     "gradient": {"disturb": "gradient"},
+    "order": {"disturb": "order"},
 }
 FORWARD = "not deterministic: forward of second output.0, step 1, rank 1"
 AUDITS: dict[str, dict[str, JsonValue]] = {
-    "claimed": {"verdict": "deterministic", "text": "deterministic: 80 tensors of 2 steps"},
+    "claimed": {"verdict": "deterministic", "text": "deterministic: 112 tensors of 2 steps"},
     "claimed_forward": {"verdict": "not deterministic", "text": FORWARD},
     "gradient": {
         "verdict": "not deterministic",
         "text": "not deterministic: gradient of first.weight, step 1, rank 0",
-        "num_tensors": 40,
+        "num_tensors": 56,
+    },
+    "order": {
+        "verdict": "not deterministic",
+        "text": "not deterministic: forward of second output.0, step 1, rank 0",
+        "num_tensors": 56,
     },
 }
 
 
 @pytest.mark.parametrize(
     ("start", "gpus", "cases"),
-    [("fork", 2, ["claimed", "claimed_forward"]), ("fresh", 1, ["gradient"])],
+    [
+        ("fork", 2, ["claimed", "claimed_forward"]),
+        ("fresh", 1, ["gradient"]),
+        ("fork", 1, ["order"]),
+    ],
 )
 def test_a_training_that_differs_from_itself_is_named_at_its_tensor(
-    tmp_path: Path, start: str, gpus: int, cases: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: str,
+    gpus: int,
+    cases: list[str],
 ) -> None:
+    """Also where forks would share the seed of `hash()`, and the user's environment sets one."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
     project = project_of(tmp_path, {name: CASES[name] for name in cases}, gpus=[gpus])
     run = project.run(
         *("recipes", "--audit-determinism", "--golden", "off", "--workload-start", start)
@@ -63,7 +79,7 @@ def test_a_training_that_differs_from_itself_is_named_at_its_tensor(
     found = {name: "FAILED" if name == "claimed_forward" else "PASSED" for name in cases}
     assert run.outcomes == found
     for name in cases:
-        assert run.record(name)["audit"] == {"num_tensors": 80, "steps": 2} | AUDITS[name]
+        assert run.record(name)["audit"] == {"num_tensors": 112, "steps": 2} | AUDITS[name]
     if "claimed_forward" in cases:
         first, *block = run.problem("claimed_forward").splitlines()
         assert first.endswith(FORWARD)

@@ -82,7 +82,7 @@ def planned(pytester: pytest.Pytester, *options: str) -> dict[str, str]:
 def test_a_session_selects_and_repeats_what_ci_would(
     project: pytest.Pytester, options: tuple[str, ...], expected: dict[str, str]
 ) -> None:
-    """FORMATS 9.16, 9.17 and 9.32: environment, cadence and a row's own repeats count."""
+    """Environment, cadence and a row's own repeats count; in Megatron-LM they do not."""
     assert planned(project, *options) == expected
 
 

@@ -207,7 +207,7 @@ FAULTS = {
     "no products": (
         "    products:\n      - {",
         "    product:\n      - {",
-        "5: products[0].products: is missing; add it",
+        "6: products[0].product: unknown key, expected one of cadence, products, test_case; did ",
     ),
     "no YAML": ("type: basic", "type: [basic", ""),
 }
@@ -228,7 +228,7 @@ def malformed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_malformed_recipe_is_one_error_and_the_others_are_collected(
     malformed: Run, name: str
 ) -> None:
-    """FORMATS 9.35: one malformed recipe breaks all of CI there."""
+    """In Megatron-LM one malformed recipe breaks all of CI."""
     assert malformed.returncode == pytest.ExitCode.TESTS_FAILED
     assert collected(malformed)[0] == "recipes/tiny.yaml::small[dev-cpu]"
     assert "Traceback" not in malformed.text
@@ -281,6 +281,13 @@ def test_an_empty_selection_is_the_same_error_under_xdist(project: Project) -> N
 def test_an_empty_selection_may_be_allowed(project: Project) -> None:
     run = project.run("recipes", "--scope", "L1", "--allow-empty", run_dir="empty")
     assert (run.returncode, run.stderr) == (pytest.ExitCode.OK, "")
+
+
+def test_a_selection_from_a_broken_recipe_alone_adds_no_error(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("small"), scope="L0")
+    run = project.run("recipes", "--model", "gpt", run_dir="broken")
+    assert (run.returncode, run.stderr) == (pytest.ExitCode.TESTS_FAILED, "")
 
 
 UNKNOWN = "--environment: unknown environment 'dve', expected one of dev, lts; did you mean 'dev'?"

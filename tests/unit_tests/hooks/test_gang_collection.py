@@ -186,6 +186,116 @@ def test_fresh_interpreters_set_up_and_destroy_groups(tmp_path: Path) -> None:
     assert notes_in(suite) == NOTES
 
 
+GROUP = """
+    import torch.distributed as dist
+
+
+    def build(world_size=-1, rank=-1, address="env://"):
+        dist.init_process_group("gloo", address, world_size=world_size, rank=rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "sizes"), [("env://", ""), ("tcp://localhost:1", ", world_size=2, rank=0")]
+)
+def test_a_group_of_a_module_is_one_error_with_its_place(
+    tmp_path: Path, address: str, sizes: str
+) -> None:
+    suite = Suite(tmp_path).write(
+        group=GROUP,
+        test_a=f"""
+            import group
+
+            group.build(address={address!r}{sizes})
+
+
+            def test_it():
+                pass
+        """,
+    )
+
+    run = suite.run("--ranks", "2", "--device", "cpu")
+
+    assert run.returncode == 2
+    assert "test_a.py:4: in <module>" in run.stdout
+    assert "group.py:6: a process group of 2 ranks is set up before tests run" in run.stdout
+    assert "1 error" in run.summary
+
+
+def test_a_group_of_a_session_hook_is_an_error_of_one_line(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        group=GROUP,
+        conftest="""
+            import group
+
+
+            def pytest_sessionstart():
+                group.build()
+        """,
+        test_a="def test_it():\n    pass\n",
+    )
+
+    run = suite.run("--ranks", "2", "--device", "cpu")
+
+    assert run.returncode == 4
+    assert "INTERNALERROR" not in run.stdout + run.stderr
+    (line,) = [line for line in run.stderr.splitlines() if line]
+    assert line.startswith("ERROR: group.py:6: a process group of 2 ranks is set up before tests")
+
+
+def test_a_group_of_one_process_may_be_set_up_while_tests_are_collected(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        group=GROUP,
+        test_a=f"""
+            import os
+
+            import group
+            import torch.distributed as dist
+
+            group.build(1, 0, f"file://{tmp_path}/store{{os.getpid()}}")
+            SIZE = dist.get_world_size()
+            dist.destroy_process_group()
+
+
+            def test_it(process_group):
+                assert (SIZE, dist.get_world_size()) == (1, 2)
+        """,
+    )
+
+    run = suite.run("--ranks", "2", "--device", "cpu", "-v")
+
+    assert run.words == {"test_it": "PASSED"}, run.stdout
+
+
+def test_a_group_of_ranks_is_destroyed_at_the_end_of_the_session(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, is_fresh=True).write(
+        conftest="""
+            import atexit
+
+            import torch.distributed as dist
+
+            atexit.register(dist.destroy_process_group)
+
+
+            def pytest_sessionfinish():
+                dist.destroy_process_group()
+        """,
+        test_a="""
+            import torch.distributed as dist
+
+
+            def test_it():
+                dist.init_process_group("gloo")
+                assert dist.get_world_size() == 2
+        """,
+    )
+
+    run = suite.run("--ranks", "2", "--device", "cpu", "-v")
+
+    assert (run.returncode, run.summary) == (0, "1 passed"), run.stdout
+    assert run.stderr == ""
+
+
 def test_tests_that_some_rank_lacks_fail_and_the_others_run(suite: Suite) -> None:
     suite.write(
         conftest=READS_RANK,

@@ -214,7 +214,10 @@ def test_every_node_shows_what_ran_on_all_of_them(tmp_path: Path) -> None:
     assert cluster.wait() == [1, 1]
     assert cluster.results(0) == {
         "test_every_rank_meets_all_others": ("passed", ""),
-        "test_fails_on_a_remote_rank": ("failure", "[rank 2] AssertionError: two"),
+        "test_fails_on_a_remote_rank": (
+            "failure",
+            "[rank 2] AssertionError: two at test_suite.py:22",
+        ),
         "test_fits_on_one_node": ("passed", ""),
         "test_fills_nodes_in_order": ("passed", ""),
         "test_dies_on_a_remote_rank": ("failure", "rank 3 of 4 exited with code 5"),
@@ -261,7 +264,7 @@ def test_a_node_that_cannot_load_torch_runs_the_tests_without_it(tmp_path: Path)
     cluster.start(1, PYTHONPATH=str(broken.parents[1]))
     assert cluster.wait() == [1, 1], cluster.output(0)
     results = cluster.results(0)
-    assert results["test_needs_torch"][1].endswith("ImportError: no libcudart")
+    assert results["test_needs_torch"][1].endswith("ImportError: no libcudart at __init__.py:1")
     assert results["test_needs_no_torch"] == ("passed", "")
 
 
@@ -356,7 +359,7 @@ def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
     assert cluster.results(0) == {
         "test_knows_its_rank": ("passed", ""),
         "test_of_one_node[0]": ("failure", "rank 2 of 4 collected no such test"),
-        "test_fails_on_the_last": ("failure", "[rank 3] assert 3 != 3"),
+        "test_fails_on_the_last": ("failure", "[rank 3] assert 3 != 3 at test_suite.py:7"),
         "test_of_one_node[1]": ("failure", "Failed: collected by ranks 2-3 of 4 only"),
     }
     assert cluster.results(1) == cluster.results(0)

@@ -109,6 +109,10 @@ def test_run_json_has_every_test_of_a_gang(run: Run) -> None:
     assert isinstance(ranks, dict)
     assert sorted(ranks) == ["0", "1"]
     assert "assert 'Address already in use' == " in str(failed["problem"])
+    told = dict(cast("list[tuple[str, str]]", failed["report"]))
+    assert '\n>       assert "Address already in use" == rank\n' in told["traceback"]
+    (output,) = [text for title, text in told.items() if title.startswith("Captured stderr call")]
+    assert "fallen off" in output
     isolated = run.items["test_isolated"]
     assert [isolated[key] for key in ("world_size", "device", "is_isolated")] == [1, "cpu", True]
     attempts = run.items["test_dies_twice"]["attempts"]
@@ -128,7 +132,7 @@ def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
     run = suite.run("--ranks", "2", "-k", "flaky")
     assert run.counts == "1 failed, 7 deselected"
     assert run.items["test_flaky"]["problem"] == (
-        "[rank 1] RuntimeError: bind: Address already in use"
+        "[rank 1] RuntimeError: bind: Address already in use at test_it.py:14"
     )
     again = suite.execute(suite.command("--ranks", "2", "-k", "flaky"))
     assert (again.returncode, again.stderr.strip()) == (

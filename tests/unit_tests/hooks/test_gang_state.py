@@ -191,3 +191,73 @@ def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Pat
     assert "left MASTER_PORT unset, put back to '" in run.stdout
     assert "it replaced builtins.open, which was put back" in run.stdout
     assert "3 after a test that left ranks out of step" in run.stdout
+
+
+LEAVES_RANKS = """
+    import os
+
+    import torch.distributed as dist
+
+    def test_leaves_none(process_group):
+        dist.destroy_process_group()
+        for name in os.environ:
+            if name.startswith(("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "OMP_")):
+                del os.environ[name]
+
+
+    def test_innocent(process_group, rank):
+        assert process_group.size() == 2
+        assert os.environ["ROLE_RANK"] == str(rank)
+        assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert os.environ["OMP_NUM_THREADS"]
+
+
+    def test_makes_another():
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+
+
+    def test_initializes_again():
+        dist.init_process_group("gloo")
+"""
+
+
+def test_variables_are_put_back_and_who_left_the_group_open_is_named(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_leaves=LEAVES_RANKS)
+    run = suite.run("-v", "--ranks=2", "--device=cpu")
+    passed = ("test_leaves_none", "test_innocent", "test_makes_another")
+    words = dict.fromkeys(passed, "PASSED")
+    assert run.words == {**words, "test_initializes_again": "FAILED"}, run.stdout
+    assert "left TORCHELASTIC_USE_AGENT_STORE unset, put back to 'True'" in run.stdout
+    assert "test_leaves.py::test_makes_another initialized it and left it open" in run.stdout
+
+
+USES_DESCRIPTORS = """
+    import os
+    import resource
+
+    KEPT = []
+
+    def test_uses_all(process_group):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, most))
+        try:
+            while True:
+                KEPT.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+
+    def test_next(process_group, tmp_path):
+        (tmp_path / "file").touch()
+"""
+
+
+def test_a_test_that_uses_up_descriptors_is_named_and_harms_no_other(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_uses=USES_DESCRIPTORS)
+    run = suite.run("-v", "--ranks=2", "--device=cpu")
+    assert run.words == {"test_uses_all": "PASSED", "test_next": "PASSED"}, run.stdout
+    told = dict(_WARNING.findall(run.stdout))
+    assert told["test_uses.py::test_uses_all"] == (
+        "in another state: it left none of 100 descriptors free, and its gang is replaced"
+    )
+    assert "/pytest_megatron/" not in run.stdout  # no frames of ours

@@ -96,7 +96,9 @@ def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how
     )
     if how == "collects":
         suite.write(conftest=READS_RANK)
-    with suite.start("--ranks=2") as process:
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    with suite.start("--ranks=2", TMPDIR=str(temp)) as process:
         try:
             files = [tmp_path / f"parent.{rank}" for rank in (0, 1)]
             wait_until(lambda: all(f.exists() and f.read_text() for f in files), "the test runs")
@@ -105,6 +107,27 @@ def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how
         finally:
             process.kill()
     wait_until(lambda: not suite.processes(), "no process is left")
+    assert not list(temp.glob("ptm-*"))
+
+
+def test_a_test_that_stops_the_fork_server_is_named_and_the_server_goes_on(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, has_torch=False).write(
+        test_stops="""
+            import os
+            import signal
+
+            def test_good():
+                pass
+
+            def test_stops():
+                os.kill(os.getppid(), signal.SIGSTOP)
+            """
+    )
+    run = suite.run("-v", "--ranks=2")
+    assert run.words == {"test_good": "PASSED", "test_stops": "PASSED"}, run.stdout
+    told = "state: it stopped the process that starts ranks, which was continued"
+    assert run.stdout.count(told) == 1, run.stdout
+    assert run.stdout.index("test_stops.py::test_stops\n") < run.stdout.index(told)
 
 
 @pytest.mark.parametrize("how", ["forked", "collects"])

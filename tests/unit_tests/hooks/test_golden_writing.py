@@ -79,7 +79,7 @@ def recorded(project: Project) -> tuple[dict[str, str], Run]:
 def test_workloads_that_are_not_clean_keep_every_golden_from_being_written(
     project: Project,
 ) -> None:
-    """FORMATS 9.29: the values of exactly the failed runs become goldens there."""
+    """In Megatron-LM the values of exactly the failed runs become goldens."""
     before = goldens(project)
     arguments = ("-k", "not old and not good", "--golden", "refresh")
     run = project.run("recipes", *arguments, run_dir="run-unclean")
@@ -112,7 +112,7 @@ def golden_command(project: Project, command: str, run_dir: str, *more: str) -> 
 def test_a_workload_that_disagrees_leaves_a_candidate_that_may_be_accepted(
     project: Project,
 ) -> None:
-    """FORMATS 9.34: a failure says there only that a metric failed."""
+    """In Megatron-LM a failure says only that a metric failed."""
     before = goldens(project)
     run = project.run("recipes", "--test-case", "old", "--n-repeat", "2", run_dir="run-differs")
     assert run.verdict("old") == ("FAILED", "failed")
@@ -144,7 +144,7 @@ def test_record_writes_only_what_is_missing(
 
 
 def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -> None:
-    """FORMATS 9.39: trainings side by side share ports and directories there."""
+    """In Megatron-LM trainings side by side share ports and directories."""
     assert refreshed.returncode == 0
     assert refreshed.outcomes == {"old": "PASSED", "new": "PASSED"}
     assert read_golden(project.golden_path("new")).metrics["lm loss"].values[2] == pytest.approx(
@@ -156,7 +156,7 @@ def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -
 
 
 def test_a_new_golden_says_where_it_comes_from(refreshed: Run, project: Project) -> None:
-    """FORMATS 9.29: goldens bear no provenance there."""
+    """Goldens of Megatron-LM have no provenance."""
     provenance = read_golden(project.golden_path("new")).provenance
     assert provenance is not None
     assert (provenance.repeats, provenance.deterministic, provenance.is_dirty) == (2, True, False)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -240,6 +241,189 @@ def test_what_torch_was_loaded_with_ends_an_outdated_process(project: Project) -
     wait_until(lambda: not project.others(), "no process is kept after it")
     code, output = project.run("test_facts.py", **settings)
     assert text.replace("not used", "none could be kept") in output, output
+
+
+MAPPING = """
+    import mmap, pathlib
+
+    with pathlib.Path(__file__).with_name("libtorch_cpu.so").open("rb") as file:
+        library = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    import packed
+"""
+
+
+def replace_library(project: Project) -> str:
+    library = project.root / "stub/libtorch_cpu.so"
+    times = library.stat()
+    other = library.with_name("new")
+    other.write_bytes(b"new!")
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(library)
+    return "stub/libtorch_cpu.so has changed"
+
+
+def touch_library(project: Project) -> str:
+    (project.root / "stub/libtorch_cpu.so").touch()
+    return "stub/libtorch_cpu.so has changed"
+
+
+def edit_with_the_times_kept(project: Project) -> str:
+    file = project.root / "stub/torch.py"
+    times = file.stat()
+    file.write_text(file.read_text().replace("2.9", "2.8"))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return "stub/torch.py has changed"
+
+
+def edit_an_archive(project: Project) -> str:
+    with zipfile.ZipFile(project.root / "stub.zip", "w") as file:
+        file.writestr("packed.py", "VALUE = 2")
+    return "stub.zip has changed"
+
+
+def add_a_library_that_goes_before(project: Project) -> str:
+    project.write("lib/libtorch_cpu.so", "mine")
+    return f"{project.root / 'lib'} has changed"
+
+
+def add_a_module_that_goes_before(project: Project) -> str:
+    project.write("src/packed.py", "VALUE = 3")
+    return "src/packed.py has the name of a loaded module"
+
+
+def add_a_sitecustomize(project: Project) -> str:
+    project.write("src/sitecustomize.py", "")
+    return "outdated, sitecustomize changed"
+
+
+def test_a_library_that_was_changed_starts_anew(project: Project) -> None:
+    project.write("stub/torch.py", MAPPING + TORCH)
+    project.write("stub/libtorch_cpu.so", "old!")
+    project.write("lib/.keep", "")
+    project.write("src/.keep", "")
+    with zipfile.ZipFile(project.root / "stub.zip", "w") as file:
+        file.writestr("packed.py", "VALUE = 1")
+    path = ":".join(str(project.root / name) for name in ("src", "stub", "stub.zip"))
+    env = {"PYTHONPATH": path, "LD_LIBRARY_PATH": str(project.root / "lib")}
+    project.write("test_none.py", "def test_none():\n    pass")
+    assert project.run("test_none.py", **env)[0] == 0
+    project.kept()
+    (project.root / "hard_link").hardlink_to(project.root / "stub/libtorch_cpu.so")
+    code, output = project.run("test_none.py", **env)
+    assert (code, WARM in output) == (0, True), output
+    for change in (
+        replace_library,
+        touch_library,
+        edit_with_the_times_kept,
+        edit_an_archive,
+        add_a_library_that_goes_before,
+        add_a_module_that_goes_before,
+        add_a_sitecustomize,
+    ):
+        if change is add_a_sitecustomize:  # after what was not kept because of the module
+            (project.root / "src/packed.py").unlink()
+            project.run("test_none.py", **env)
+        process = project.kept()
+        reason = change(project)
+        code, output = project.run("test_none.py", **env)
+        assert (code, f"{reason}\n" in output) == (0, True), output
+        wait_until(lambda pid=process.pid: not psutil.pid_exists(pid), "its end")  # type: ignore[misc]
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_not_kept(project: Project) -> None:
+    edit = "import os, pathlib, sys\nif sys.argv[0] == '-c': pathlib.Path(__file__).touch()\n"
+    project.write("stub/torch.py", edit + textwrap.dedent(TORCH))
+    project.write("test_none.py", "def test_none():\n    pass")
+    project.run("test_none.py")
+    wait_until(lambda: not project.others(), "that none is kept")
+    code, output = project.run("test_none.py")
+    reason = "none could be kept, .*stub/torch.py was changed while it was loaded"
+    assert (code, bool(re.search(reason, output))) == (0, True), output
+
+
+def test_a_file_that_gets_a_second_name_while_it_is_loaded_is_kept(project: Project) -> None:
+    link = "import os\nos.link(__file__, f'{__file__}.{os.getpid()}')\n"
+    project.write("stub/torch.py", link + textwrap.dedent(TORCH))
+    project.write("test_none.py", "def test_none():\n    pass")
+    assert project.run("test_none.py")[0] == 0
+    assert project.kept().project == str(project.root)
+
+
+HOOKS = """
+    import atexit, pathlib, subprocess
+
+    def note(word):
+        with pathlib.Path(__file__).with_name("hooks").open("a") as file:
+            file.write(f"{word}\\n")
+
+    note("import")
+    atexit.register(note, "exit")
+
+    def pytest_sessionstart(session):
+        session.server = subprocess.Popen(["sleep", "600"])
+        note("start")
+
+    def pytest_sessionfinish(session):
+        session.server.kill()
+        session.server.wait()
+        note("finish")
+
+    def pytest_unconfigure():
+        note("unconfigure")
+"""
+WHOLE = ["import", "start", "finish", "unconfigure", "exit"]
+
+
+def test_a_session_that_has_to_start_anew_is_torn_down(project: Project) -> None:
+    project.write("conftest.py", HOOKS)
+    project.write("test_none.py", "def test_none():\n    print('it ran')")
+    project.run("test_none.py")
+    process = project.kept()
+    (project.root / "hooks").unlink()
+    project.write("test_set.py", "import os\nos.environ['OMP_NUM_THREADS'] = '3'")
+    args = ("test_set.py", "test_none.py", "--run-dir", "run", "--junit-xml", "junit.xml")
+    code, output = project.run(*args)
+    words = (project.root / "hooks").read_text().split()
+    assert code == 0, output
+    assert "not used, OMP_NUM_THREADS is set while tests are collected" in output
+    assert (output.count("1 passed"), "no tests ran" in output) == (1, False), output
+    assert words[:5] == WHOLE, words
+    assert words.count("start") == words.count("finish") == 2
+    assert words.count("unconfigure") == 2
+    wait_until(lambda: not project.others(process.pid), "the end of its server")
+
+
+def test_import_hooks_see_torch(project: Project) -> None:
+    project.write("test_none.py", "def test_none():\n    pass")
+    project.run("test_none.py")
+    project.kept()
+    hook = """
+        import pathlib, sys
+
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                with pathlib.Path(__file__).with_name("seen").open("a") as file:
+                    file.write(f"{name} ")
+
+        sys.meta_path.insert(0, Finder())
+    """
+    project.write("conftest.py", hook)
+    project.write("test_none.py", "import torch\ndef test_none():\n    pass")
+    code, output = project.run("test_none.py")
+    assert (code, "not used, conftest.Finder is a hook of imports" in output) == (0, True), output
+    assert "torch" in (project.root / "seen").read_text().split()
+    wait_until(lambda: not project.others(), "that none is kept")
+
+
+def test_what_a_session_took_from_itself_is_not_kept(project: Project) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+    project.write("conftest.py", limit)
+    project.write("test_none.py", "def test_none():\n    pass")
+    project.run("test_none.py")
+    wait_until(lambda: not project.others(), "that none is kept")
+    (project.root / "conftest.py").unlink()
+    code, output = project.run("test_none.py")
+    assert (code, "none could be kept, the session changed" in output) == (0, True), output
 
 
 SLOW = """

@@ -21,6 +21,7 @@ OPTIONS = """\
 --bucket
 --cadence
 --changed
+--changed-draw
 --changed-file
 --ci-event
 --device
@@ -35,7 +36,6 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
---keep-contexts
 --keep-gangs
 --keep-runs
 --labels
@@ -46,7 +46,6 @@ OPTIONS = """\
 --n-repeat
 --nnodes
 --node-rank
---pack-gpus
 --pdb-rank
 --plan
 --platform
@@ -71,6 +70,10 @@ OPTIONS = """\
 --test-case
 --workload-start
 """
+REMOVED_OPTIONS = [
+    (["--keep-gangs", "1", "--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
+    (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),
+]
 GIVEN_SHARING = ("--ranks", "2", "--ranks-per-gpu", "2")
 GANG_ERRORS: list[tuple[list[str], str]] = [
     (["--gpus", "0"], "--gpus: '0' is not a count, expected a number from 1 on, or all"),
@@ -80,10 +83,6 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
     (
         [*("--nnodes", "2", "--node-rank", "0"), *("--rdzv-endpoint", "a:1"), *GIVEN_SHARING],
         "--ranks-per-gpu: 2 ranks share a GPU on one node only, --nnodes is 2; drop one of them",
-    ),
-    (
-        ["--gpus", "1", "--pack-gpus", "2", "--ranks-per-gpu", "2"],
-        "--pack-gpus: gangs share GPUs on one node, with a GPU for each rank, and --ranks-per",
     ),
     (["--ranks", "two"], "--ranks: 'two' is not a count, expected a number from 1 on"),
     (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),
@@ -165,6 +164,7 @@ def test_the_options_are_these(help_text: str) -> None:
     group = help_text.partition("\ntraining workloads and distributed tests:\n")[2]
     names = re.findall(r"^  (--[\w-]+)", group.partition("\n\n")[0], re.MULTILINE)
     assert sorted(names) == OPTIONS.splitlines()
+    assert names[:3] == ["--ranks", "--gpus", "--device"]  # what most people look for
 
 
 def test_each_option_is_an_ini_option_too(help_text: str) -> None:
@@ -175,7 +175,22 @@ def test_each_option_is_an_ini_option_too(help_text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        *REMOVED_OPTIONS,
         (["--golden", "renew"], "--golden: 'renew' is not a way to use goldens, expected one of "),
+        (
+            ["--golden", "refesh"],
+            (
+                "--golden: 'refesh' is not a way to use goldens, expected one of check, off, "
+                "record, refresh; did you mean 'refresh'?"
+            ),
+        ),
+        (
+            ["--executor", "slrum"],
+            (
+                "--executor: unknown engine 'slrum', expected one of docker, local, slurm; did you "
+                "mean 'slurm'?"
+            ),
+        ),
         (["--golden-policy", "lax"], "--golden-policy: unknown policy 'lax', expected "),
         (["--n-repeat", "0"], "--n-repeat: '0' is not a count, expected a number from 1 on"),
         (["--n-repeat", "two"], "--n-repeat: 'two' is not a count, expected a number from 1 on"),
@@ -242,6 +257,16 @@ def test_a_selection_in_the_ini_file_leaves_a_plain_pytest_alone(tmp_path: Path)
     asked = project.run("recipes", "--collect-only", "-q", run_dir="")
     found = [[x for x in run.stdout.splitlines() if "::" in x] for run in (plain, asked)]
     assert found == [["test_python.py::test_python"], ["recipes/tiny.yaml::other[dev-cpu]"]]
+
+
+def test_a_plan_beside_a_malformed_recipe_is_printed_and_starts_nothing(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("sound"))
+    (tmp_path / "recipes" / "wrong.yaml").write_text("type: basic\n")
+    run = project.run("recipes", "--plan", run_dir="plan")
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "recipes/tiny.yaml::sound[dev-cpu]" in run.stdout.splitlines()
+    assert not run.directory.exists()
 
 
 @pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])

@@ -79,7 +79,8 @@ class FakeConfig:
     def __post_init__(self) -> None:
         self.pluginmanager = self
 
-    def get_verbosity(self) -> int:
+    def getoption(self, name: str) -> int:
+        assert name == "verbose"
         return 0
 
     def get_plugin(self, name: str) -> FakeReporter | None:

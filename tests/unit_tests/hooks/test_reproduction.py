@@ -1,7 +1,6 @@
 """From a failing run to the same failure in another checkout: real sessions, real processes.
 
-No step of it needs paths of the first machine (FORMATS.md 9, pain point 33), ports or directories
-that two runs share (39).
+No step of it needs paths of the first machine, or ports or directories that two runs share.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("name", "headline"),
     [
-        ("victim", "AssertionError: polluted"),
+        ("victim", "AssertionError: polluted at test_a.py:7"),
         ("split", "rank 1 skipped, rank 0 did not"),
         ("dies", "rank 1 of 2 exited with code 3"),
-        ("hangs", "rank 0 did not end in 2 s"),
+        ("hangs", "rank 0 did not end in 2 s at test_a.py:17 in test_hangs"),
     ],
 )
 def test_a_failure_of_an_artifact_is_the_same_in_another_checkout(
@@ -129,7 +128,8 @@ def test_the_lines_to_do_it_by_hand_are_printed(artifact: tuple[Path, Path]) -> 
     first, second = done.stdout.splitlines()
     assert (done.exit_code, first) == (0, f"cd {checkout}")
     assert second.startswith("NCCL_ALGO=Ring PYTHONHASHSEED=7 ")
-    assert " --ranks 3 --device cpu --rank-timeout 2 --rank-grace 1 " in second
+    words = "--megatron-ranks 3 --megatron-device cpu --megatron-rank-timeout 2"
+    assert f" {words} --megatron-rank-grace 1 " in second
     assert list((checkout / ".pytest_megatron/repro").rglob("run")) == results
 
 

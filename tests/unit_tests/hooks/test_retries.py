@@ -7,6 +7,7 @@ a reason to try again.
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_each_attempt_has_a_directory_of_its_own(run: Run) -> None:
 
 
 def test_the_launcher_restarts_nothing_by_itself(run: Run) -> None:
-    """Pain point 28 of FORMATS.md 9: up to three restarts in one attempt hid crashes."""
+    """In Megatron-LM up to three restarts in one attempt hide crashes."""
     text = Path(str(run.attempts("once")[0]["directory"]), "plan.json").read_text()
     argv = json.loads(text)["phases"][0]["argv"]
     assert argv[argv.index("--max-restarts") + 1] == "0"
@@ -94,13 +95,14 @@ def test_a_flaky_workload_shows_in_junit(run: Run, project: Project) -> None:
 def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run: Run) -> None:
     assert run.verdict("always") == ("ERROR", "broken")
     first, known, *rest = run.problem("always").splitlines()
-    assert f": {BACKOFF} after iteration 2 of 10; see " in first
-    assert known.startswith("known as port_in_use (transient): ")
-    assert rest[-1].startswith(f"attempt 1: {BACKOFF} after iteration 2 of 10; see ")
+    headline = re.compile(rf"{BACKOFF} at train.py:\d+ in fail_this_time, after iteration 2 of 10")
+    assert headline.fullmatch(first)
+    assert known.startswith("known as port_in_use (transient as a rule; not run again: it ")
+    assert headline.fullmatch(rest[-1].removeprefix("attempt 1: "))
 
 
 def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
-    """Pain point 2 of FORMATS.md 9: a retry read the first attempt's data."""
+    """In Megatron-LM a retry reads the first attempt's data."""
     """Pain point 2: an attempt is judged from its own files."""
     assert run.verdict("wrong_first") == ("PASSED", "flaky")
     attempt = run.item_dir("wrong_first") / "repeat_1" / "attempt_1"
@@ -113,13 +115,12 @@ def test_right_data_of_an_earlier_attempt_does_not_help_a_later_one_without(run:
     assert run.verdict("silent_second") == ("FAILED", "failed")
     problem = run.problem("silent_second")
     assert "but wrote no metrics: " in problem
-    assert "; looked in " in problem
-    assert "/attempt_2/phase_1" in problem
+    assert "/attempt_2/phase_1\n" in problem
     assert [a["is_transient"] for a in run.attempts("silent_second")] == [True, False]
 
 
 def test_a_mismatch_after_a_transient_failure_is_a_failure_and_ends_it(run: Run) -> None:
-    """Pain point 4 of FORMATS.md 9: a golden mismatch was a reason to try again."""
+    """In Megatron-LM a golden mismatch is a reason to try again."""
     assert run.verdict("drift_second") == ("FAILED", "failed")
     assert len(run.attempts("drift_second")) == 2
     assert "lm loss, step 4: " in run.problem("drift_second")

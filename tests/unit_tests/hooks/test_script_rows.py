@@ -70,7 +70,7 @@ def test_the_script_of_a_container_runs_unchanged_and_is_judged_with_the_golden(
 
 
 def test_nothing_of_the_users_tree_is_rewritten(project: Project, run: Run) -> None:
-    """FORMATS 9.1: the driver rewrites the case in place, which poisons later runs there."""
+    """Megatron-LM's driver rewrites the case in place, which poisons later runs."""
     changed = subprocess.run(
         ["git", "diff", "--stat"],  # noqa: S607 - the user's git
         cwd=project.root,
@@ -84,7 +84,7 @@ def test_nothing_of_the_users_tree_is_rewritten(project: Project, run: Run) -> N
 
 
 def test_a_lightweight_run_poisons_no_later_one(project: Project) -> None:
-    """FORMATS 9.1: after one lightweight run a full one compares nothing there."""
+    """In Megatron-LM a full run compares nothing after a lightweight one."""
     env = {"REAL_PROJECT": str(project.root)}
     light = project.run("recipes", "-k", "light", "--lightweight", run_dir="light", **env)
     assert light.verdict("light") == ("PASSED", "passed")
@@ -94,13 +94,13 @@ def test_a_lightweight_run_poisons_no_later_one(project: Project) -> None:
 
 
 def test_the_users_netrc_is_not_the_scripts(project: Project, run: Run) -> None:
-    """FORMATS 9.26: `rm -f ~/.netrc` is the first line of nearly all recipes."""
+    """The first line of nearly all recipes of Megatron-LM is `rm -f ~/.netrc`."""
     assert (project.root / "home" / ".netrc").read_text() == "the user's\n"
     assert run.verdict("sound") == ("PASSED", "passed")
 
 
 def test_a_resumed_training_is_compared_with_the_first(run: Run) -> None:
-    """FORMATS 9.32: n_repeat of a recipe is overridden there."""
+    """Megatron-LM overrides n_repeat of a recipe."""
     assert run.verdict("resume") == ("PASSED", "passed")
     assert [attempt["repeat"] for attempt in run.attempts("resume")] == [1, 2]
     attempt = run.item_dir("resume") / "repeat_2" / "attempt_1"
@@ -124,9 +124,9 @@ def test_a_script_that_ends_with_0_is_judged_by_what_it_wrote(
 
 
 def test_a_restart_does_not_hide_what_failed_before_it(run: Run) -> None:
-    """FORMATS 9.28: restarts of ft_launcher hide crashes there."""
+    """In Megatron-LM restarts of ft_launcher hide crashes."""
     assert run.verdict("restarted") == ("FAILED", "failed")
-    assert "a rank failed and was started again; see " in run.problem("restarted")
+    assert "a rank failed and was started again\nsee " in run.problem("restarted")
 
 
 def test_a_script_without_a_case_is_taken_at_its_exit_code(run: Run) -> None:

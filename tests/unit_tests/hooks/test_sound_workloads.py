@@ -151,9 +151,9 @@ def test_a_script_runs_under_bash_with_the_words_of_its_row(run: Run) -> None:
 
 def test_the_exit_code_of_a_script_decides(run: Run) -> None:
     assert run.verdict("bad_script") == ("FAILED", "failed")
-    first, *evidence = run.problem("bad_script").splitlines()
-    assert "tiny.yaml::bad_script[dev-cpu]: the script ended with exit code 3; see " in first
-    assert first.endswith("phase_1/launcher.log")
+    first, _, *evidence, see = run.problem("bad_script").splitlines()
+    assert first.startswith("the script ended with exit code 3; its last words: 'braces full'")
+    assert "phase_1/launcher.log:" in see
     assert evidence[-1] == "    braces full"
 
 

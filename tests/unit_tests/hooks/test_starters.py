@@ -28,7 +28,7 @@ def run(project: Project) -> Run:
 
 
 def test_the_ranks_of_all_nodes_train_together_and_log_by_their_rank(run: Run) -> None:
-    """FORMATS 9.32: `nodes: 2` of a recipe runs on one node there."""
+    """In Megatron-LM a recipe with `nodes: 2` runs on one node."""
     assert run.verdict("sound") == ("PASSED", "passed")
     phase = run.item_dir("sound") / "repeat_1" / "attempt_1" / "phase_1"
     assert sorted(path.name for path in (phase / "logs").iterdir()) == ["0", "1"]
@@ -37,9 +37,9 @@ def test_the_ranks_of_all_nodes_train_together_and_log_by_their_rank(run: Run) -
 
 
 def test_a_failure_on_another_node_than_the_first_fails_the_workload(run: Run) -> None:
-    """FORMATS 9.25: nodes but the first end with 0 there, also if their training failed."""
+    """In Megatron-LM nodes but the first end with 0, also if their training failed."""
     assert run.verdict("kill") == ("FAILED", "failed")
-    assert "rank 1 of 2 was killed by SIGKILL after iteration" in run.problem("kill")
+    assert "rank 1 of 2 was killed by SIGKILL, after iteration" in run.problem("kill")
 
 
 @pytest.mark.skipif(HAS_FT_LAUNCHER, reason="nvidia-resiliency-ext is installed")
@@ -58,7 +58,7 @@ def test_a_missing_launcher_is_one_clear_error_and_can_be_replaced(
 
 @pytest.mark.skipif(not HAS_FT_LAUNCHER, reason="needs nvidia-resiliency-ext")
 def test_ft_launcher_starts_the_ranks_and_does_not_hide_a_crash(run: Run) -> None:
-    """FORMATS 9.28: ft_launcher's restarts hide crashes there."""
+    """In Megatron-LM restarts of ft_launcher hide crashes."""
     assert run.verdict("ft") == ("PASSED", "passed")
     assert run.verdict("ft_crash") == ("FAILED", "failed")
     assert "raised ValueError: the crash of rank 0" in run.problem("ft_crash")

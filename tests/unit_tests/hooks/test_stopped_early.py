@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from tiny_project import ITERS, Project, Run
+from tiny_project import ITERS, Project
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.runs.record import RecordedComparison, read_record
 
 HANGS = "hang@8"  # so that only an early stop, or the time limit, ends it
 SLOW = {"TINY_TRAIN_STEP_MS": "60000.0"}  # as it prints
-
-
-def problem_of(run: Run, case: str) -> str:
-    """Return why a case did not pass, without its name."""
-    return run.problem(case).partition("]: ")[2]
 
 
 def stop_of(attempt: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -38,7 +34,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(project: Project) -> None:
     project.add("nan", "nan@3", HANGS, env=SLOW)
     run = project.run("recipes")
     assert run.verdict("nan") == ("FAILED", "failed")
-    assert problem_of(run, "nan").startswith(
+    assert run.problem("nan").startswith(
         "stopped after iteration 7 of 10: lm loss is nan at step 3, the first that is not finite"
     )
     assert "stopped early: saved about 3 min; for all of it: --stop-early off" in run.stdout
@@ -54,9 +50,7 @@ def test_a_step_off_the_golden_ends_the_training(project: Project) -> None:
     wrong_golden(project, case, 3)
     run = project.run("recipes")
     assert run.verdict("off") == ("FAILED", "failed")
-    assert problem_of(run, "off").startswith(
-        "stopped after iteration 7 of 10: lm loss is off at step"
-    )
+    assert run.problem("off").startswith("stopped after iteration 7 of 10: lm loss is off at step")
     problem = str(run.record("off")["problem"])
     assert "    lm loss, step 3: observed 5.934, golden 6.934, off by 1.4e-01" in problem
     record = run.record("off")
@@ -80,7 +74,9 @@ def test_a_training_that_agrees_so_far_goes_on(project: Project) -> None:
     project.row(case, time_limit=[4])
     wrong_golden(project, case, 9)
     run = project.run("recipes")
-    assert problem_of(run, "late").startswith("time limit of 4 s reached after iteration 7 of 10")
+    assert re.match(
+        r"time limit of 4 s reached at .*, after iteration 7 of 10\n", run.problem("late")
+    )
 
 
 @pytest.mark.parametrize("arguments", [("--stop-early", "off"), ("--golden", "off")])
@@ -89,7 +85,9 @@ def test_not_asked_for_nothing_is_stopped(project: Project, arguments: tuple[str
     project.row(case, time_limit=[4])
     wrong_golden(project, case, 3)
     run = project.run("recipes", *arguments)
-    assert problem_of(run, "off").startswith("time limit of 4 s reached after iteration 7 of 10")
+    assert re.match(
+        r"time limit of 4 s reached at .*, after iteration 7 of 10\n", run.problem("off")
+    )
 
 
 def test_a_first_phase_that_disagrees_has_no_second_one(project: Project) -> None:
@@ -98,9 +96,7 @@ def test_a_first_phase_that_disagrees_has_no_second_one(project: Project) -> Non
     )
     wrong_golden(project, case, ITERS)
     run = project.run("recipes")
-    assert problem_of(run, "resume").startswith(
-        "stopped after iteration 10 of 10: lm loss is off at"
-    )
+    assert run.problem("resume").startswith("stopped after iteration 10 of 10: lm loss is off at")
     (attempt,) = run.attempts("resume")
     assert stop_of(attempt)["saved_s"] == 60.0 * ITERS / 2
     assert not (run.item_dir("resume") / "repeat_1" / "attempt_1" / "phase_2").exists()
@@ -114,8 +110,8 @@ def test_a_resumed_phase_off_the_first_one_is_ended(project: Project) -> None:
         save_interval=ITERS // 2,
     )
     run = project.run("recipes")
-    assert problem_of(run, "resume").startswith(
-        "stopped in phase 2 after iteration 7 of 10: lm loss is off at step 6"
+    assert run.problem("resume").startswith(
+        "stopped after iteration 7 of 10, in phase 2: lm loss is off at step 6"
     )
     assert "repeat 1 against the first phase:" in run.stdout
 
@@ -125,7 +121,9 @@ def test_a_training_that_is_nearly_over_goes_on(project: Project) -> None:
     project.row(case, time_limit=[4])
     wrong_golden(project, case, 3)
     run = project.run("recipes")
-    assert problem_of(run, "off").startswith("time limit of 4 s reached after iteration 9 of 10")
+    assert re.match(
+        r"time limit of 4 s reached at .*, after iteration 9 of 10\n", run.problem("off")
+    )
 
 
 def test_the_first_repeat_that_is_stopped_is_the_last(project: Project) -> None:

@@ -56,7 +56,7 @@ def limit(
 
     def find(*arguments: str, ini: str = "") -> TimeLimit:
         (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
-        config = _prepareconfig(list(arguments))
+        config = _prepareconfig(["-p", "megatron", *arguments])
         configs.append(config)
         return limit_of_session(config, read_options(config))
 

@@ -127,7 +127,7 @@ def test_files_may_be_a_bucket_and_a_typed_path_narrows_it(project: pytest.Pytes
 def test_zero_tests_are_no_success_even_where_a_conftest_says_so(
     project: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
-    """FORMATS 9.15: a wrong mark or ignore list gives a green bucket there."""
+    """In Megatron-LM a wrong mark or ignore list gives a green bucket."""
     nothing = ("--bucket", "tests/moe/deep/**/*.py", "--experimental-tests", "only")
     assert run(project, *nothing, *options).ret == pytest.ExitCode.NO_TESTS_COLLECTED
     if not options:

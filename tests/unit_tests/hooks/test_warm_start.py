@@ -24,7 +24,8 @@ from pytest_megatron.engines.warm_process import (
     replace_popen,
 )
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workload.run.rank_failures import read_failures
+from pytest_megatron.triage.api import triage
+from pytest_megatron.triage.logs.exits import how_it_ended
 
 MIRROR = Path(__file__).parents[1] / "guests" / "mirror.py"
 HEAD = "from __future__ import annotations\n"
@@ -152,8 +153,8 @@ def test_a_forked_rank_ends_as_a_fresh_interpreter(
         check=False,
     )
     phase = PhaseDirs(root=phase_of(project, "forked", name))
-    (failure,) = read_failures(phase)
-    assert failure.exit_code == fresh.returncode
+    (group,) = triage([phase.root]).groups
+    assert group.first.exits == {"0": how_it_ended(fresh.returncode)}
     logs = phase.logs / "0"
     assert (logs / "stdout.log").read_text() == fresh.stdout
     if name != "aborts":  # its stack shows from where the program was run
@@ -165,9 +166,8 @@ def test_the_stacks_of_forked_ranks_are_shown_at_the_time_limit(
 ) -> None:
     assert "not forked" not in launcher_log(project, "hangs")
     problem = forked.problem("hangs")
-    assert f"time limit of {HANG_LIMIT_S} s reached after iteration 4 of 10; " in problem
-    assert "rank 0 was at train.py:" in problem
-    assert "in hang_for_ever; see " in problem
+    assert problem.startswith(f"time limit of {HANG_LIMIT_S} s reached at train.py:")
+    assert "in hang_for_ever (rank 1), after iteration 4 of 10\n" in problem
 
 
 def test_random_numbers_that_no_seed_governs_differ(project: Project, forked: Run) -> None:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_megatron.hooks.start.environment import EnvWatch, find_words, will_load_torch
+from pytest_megatron.hooks.start.environment import EnvWatch, find_rank_words, will_load_torch
 
 ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 
@@ -95,7 +95,7 @@ def test_words_of_ranks_are_found_in_sources_of_the_project(
         module = ModuleType(path.stem)
         module.__file__ = str(path)
         modules.append(module)
-    found = find_words([ModuleType("built in"), *modules], tmp_path)
+    found = find_rank_words([ModuleType("built in"), *modules], tmp_path)
     line = text.count("\n") + 1
     assert found == (f"{word} in {tmp_path}/helper.py:{line}" if word else "")
 

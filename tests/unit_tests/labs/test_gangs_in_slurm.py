@@ -30,6 +30,7 @@ def test_fails_on_the_last_rank(rank, world_size):
 def test_fits_on_node_0():
     assert os.environ["SLURMD_NODENAME"] == os.environ["HEAD"]
 """
+CRASHED_AT = " at test_suite.py:11 in test_dies_on_node_1"
 HANGING = """
 import time
 from pathlib import Path
@@ -104,11 +105,11 @@ def test_steps_of_an_array_run_side_by_side_and_each_test_has_one_outcome(
                 "test_every_rank_meets_all_others": ("passed", ""),
                 "test_dies_on_node_1": (
                     "failure",
-                    f"rank {dead} of {world_size} was killed by SIGSEGV",
+                    f"rank {dead} of {world_size} was killed by SIGSEGV{CRASHED_AT}",
                 ),
                 "test_fails_on_the_last_rank": (
                     "failure",
-                    f"[rank {last}] AssertionError: no head on the last stage",
+                    f"[rank {last}] AssertionError: no head on the last stage at test_suite.py:14",
                 ),
                 "test_fits_on_node_0": ("passed", ""),
             }

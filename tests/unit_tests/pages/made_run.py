@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,17 +87,29 @@ class MadeRun:
         }
         return dirs.curves
 
-    def test(self, node_id: str, verdict: str, ranks: Mapping[str, str] | None = None) -> None:
-        """Add a distributed test."""
+    def test(
+        self,
+        node_id: str,
+        verdict: str,
+        ranks: Mapping[str, str] | None = None,
+        report: Sequence[str] = (),
+    ) -> None:
+        """Add a distributed test; of its report each title is its text as well."""
         logs = self.root / "ranks" / "attempt_1"
         logs.mkdir(parents=True, exist_ok=True)
         is_bad = verdict == "failed"
+        if is_bad:
+            for rank in range(2):
+                (logs / str(rank)).mkdir(exist_ok=True)
+                (logs / str(rank) / "stdout.log").touch()
+            (logs / "1/stderr.log").write_text("Fatal Python error")
         self.items[node_id] = {
             "verdict": verdict,
             "problem": "rank 1 of 2 was killed by SIGSEGV" if is_bad else None,
             "duration_s": 0.5,
             "world_size": 2,
             "ranks": dict(ranks or {}),
+            "report": [[one, one] for one in report],
             "attempts": [{"directory": "elsewhere/ranks/attempt_1", "is_transient": False}],
         }
 

@@ -46,13 +46,14 @@ def run(tmp_path: Path) -> MadeRun:
 
 def test_a_run_gets_an_index_and_a_page_for_each_workload(run: MadeRun) -> None:
     good = run.item("recipes/a.yaml::good[dev-cpu]", [whole(10)], golden=whole(10))
-    bad = run.item("recipes/a.yaml::bad[dev-cpu]", [off(whole(10))], golden=whole(10))
+    told = "lm loss is off at step 6\n    lm loss, step 6: observed 11"
+    bad = run.item("recipes/a.yaml::bad[dev-cpu]", [off(whole(10))], golden=whole(10), problem=told)
     result = report(run.write())
     assert (result.exit_code, result.output) == (0, f"{run.root / 'index.html'}\n")
     index = (run.root / "index.html").read_text()
     assert index.index("::bad[") < index.index("::good[")
     assert f'href="{bad.parent.name}/curves.html"' in index
-    assert "lm loss, step 6: observed 11, golden" in index
+    assert "<small>lm loss is off at step 6</small>" in index
     assert good.is_file()
     assert "first_step" not in (page := bad.read_text())
     assert 'href="../index.html"' in page
@@ -80,15 +81,18 @@ def test_attempts_that_failed_are_on_the_page_with_their_logs(run: MadeRun) -> N
 
 def test_failures_of_distributed_tests_are_on_the_index_with_their_ranks(run: MadeRun) -> None:
     run.test("tests/test_a.py::test_good", "passed")
-    run.test(
-        "tests/test_a.py::test_bad", "failed", {"0": "stopped", "1": "SIGSEGV", "2": "stopped"}
-    )
+    ranks = {"0": "stopped", "1": "SIGSEGV", "2": "stopped"}
+    run.test("tests/test_a.py::test_bad", "failed", ranks, ["traceback", "Captured <stdout>"])
     report(run.write())
     index = (run.root / "index.html").read_text()
     assert "2 distributed tests: 1 failed, 1 passed" in index
-    assert "test_good" not in index
     assert "ranks 0, 2: stopped<br>rank 1: SIGSEGV" in index
-    assert 'href="ranks/attempt_1/"' in index
+    told = "<b>Captured &lt;stdout&gt;</b><pre>Captured &lt;stdout&gt;</pre>"
+    assert "<b>traceback</b><pre>traceback</pre>" in index
+    assert index.index(told) < index.index("1 passed or skipped") < index.index("test_good")
+    assert re.findall(r'href="(ranks.*?)">(.*?)<', index) == [
+        ("ranks/attempt_1/1/stderr.log", "rank 1 stderr")
+    ]
 
 
 def test_eight_charts_of_a_hundred_steps_are_below_60_kb(run: MadeRun) -> None:
@@ -114,7 +118,7 @@ def test_an_index_of_600_workloads_is_below_500_kb(run: MadeRun) -> None:
 def test_nothing_that_a_run_says_becomes_part_of_a_page(run: MadeRun) -> None:
     evil_metric = {EVIL: curve(5), "lm loss": curve(5)}
     page = run.item(f"recipes/a.yaml::{EVIL}", [evil_metric], golden=evil_metric, problem=EVIL)
-    run.test(f"tests/{EVIL}", "failed", {"0": EVIL})
+    run.test(f"tests/{EVIL}", "failed", {"0": EVIL}, [EVIL])
     run.write()
     kept = json.loads((run.root / "run.json").read_text())
     kept |= {"image": EVIL, "started": EVIL, "arguments": [EVIL, "\ud800"]}
@@ -237,12 +241,13 @@ def test_a_workload_that_was_not_started_gets_a_line_and_no_directory(run: MadeR
 
 
 def test_a_failure_in_quarantine_says_so(run: MadeRun) -> None:
-    page = run.item("recipes/a.yaml::a[dev-cpu]", [off(whole(10))], golden=whole(10))
+    told = "lm loss is off"
+    page = run.item("recipes/a.yaml::a[dev-cpu]", [off(whole(10))], golden=whole(10), problem=told)
     record = run.items["recipes/a.yaml::a[dev-cpu]"]
     assert isinstance(record, dict)
     record["quarantine"] = {"reason": "see #7", "holds": True}
     report(run.write())
-    assert "in quarantine, see #7: lm loss" in (run.root / "index.html").read_text()
+    assert "in quarantine, see #7: lm loss is off" in (run.root / "index.html").read_text()
     assert "<b>in quarantine</b> see #7" in page.read_text()
 
 

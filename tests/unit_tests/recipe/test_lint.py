@@ -127,9 +127,10 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
         pytest.param(
             "TEST_TYPE: regular\nMODEL_ARG: {}\n",
             ":2 error case-unknown-key: MODEL_ARG: unknown key, expected one of "
-            "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXPECTED_FAILURE, "
-            "GRADIENT_TOLERANCE, LAUNCHER, METRICS, MODE, MODEL_ARGS, MODEL_ENV_VARS, "
-            "TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean 'MODEL_ARGS'?",
+            "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, "
+            "EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAUNCHER, METRICS, MODE, MODEL_ARGS, "
+            "MODEL_ENV_VARS, TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean "
+            "'MODEL_ARGS'?",
             id="key",
         ),
         pytest.param(

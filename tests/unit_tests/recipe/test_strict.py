@@ -130,7 +130,7 @@ def test_an_unknown_scope_is_named_a_disabled_one_is_known() -> None:
 
 
 def test_every_element_of_test_case_runs_with_a_warning() -> None:
-    """FORMATS 9.13: only the first test case of a list is run there."""
+    """Megatron-LM runs only the first test case of a list."""
     loaded = read(f"products:\n  - test_case: [a, b]\n    products: [{GOOD}]\n")
     assert [workload.test_case for workload in loaded.workloads] == ["a", "b"]
     (warning,) = loaded.findings
@@ -192,6 +192,61 @@ def test_an_extra_spec_key_is_a_placeholder_one_like_a_known_key_a_warning() -> 
     assert [(str(finding), finding.is_error) for finding in loaded.findings] == [
         (
             "r.yaml:9: spec.time_limits: is a placeholder of its own; did you mean 'time_limit'?",
+            False,
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head", "product", "finding"),
+    [
+        pytest.param(
+            HEAD.replace("platforms", "platfroms"),
+            GOOD,
+            "r.yaml:6: spec.platfroms: unknown key, and rows have no platforms; did you mean "
+            "'platforms'? [schema]",
+            id="in spec",
+        ),
+        pytest.param(
+            HEAD.replace("  platforms: dgx_a100\n", ""),
+            "{environment: [dev], scope: [mr],\n      platfroms: [cpu]}",
+            "r.yaml:10: products[0].products[0].platfroms: unknown key, and rows have no "
+            "platforms; did you mean 'platforms'? [schema]",
+            id="in a product",
+        ),
+        pytest.param(
+            HEAD.replace("gpus: 8", "gpsu: 8"),
+            GOOD,
+            "r.yaml:5: spec.gpsu: unknown key, and rows have no gpus; did you mean 'gpus'? "
+            "[schema]",
+            id="a key that spec has to have",
+        ),
+        pytest.param(
+            HEAD.replace("spec:", "spce:"),
+            GOOD,
+            "r.yaml:3: spce: unknown key, expected one of format_version, loggers, maintainers, "
+            "products, spec, type; did you mean 'spec'? [schema]",
+            id="at the top",
+        ),
+    ],
+)
+def test_a_misspelt_key_that_rows_need_is_one_error_at_its_line(
+    head: str, product: str, finding: str
+) -> None:
+    text = f"{head}products:\n  - test_case: [a]\n    products: [{product}]\n"
+    assert found(text) == [finding]
+
+
+def test_a_key_of_a_product_that_looks_like_a_known_one_is_a_warning() -> None:
+    product = "{environment: [dev], scope: [mr], time_limits: [5]}"
+    loaded = read(f"products:\n  - test_case: [a]\n    products: [{product}]\n")
+    assert len(loaded.workloads) == 1
+    assert [(str(finding), finding.is_error) for finding in loaded.findings] == [
+        (
+            (
+                "r.yaml:10: products[0].products[0].time_limits: is a placeholder of its own; did "
+                "you mean 'time_limit'?"
+            ),
             False,
         )
     ]

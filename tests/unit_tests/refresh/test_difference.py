@@ -32,7 +32,7 @@ OLD = golden(metric_map(curve()))
 
 
 def test_an_oscillation_is_seen_though_its_mean_is_nothing() -> None:
-    """FORMATS 9.30: +30 % and -30 % cancel there, and the report says 1.7e-18."""
+    """In Megatron-LM's report +30 % and -30 % cancel: it says 1.7e-18."""
     new = scaled({s: 1.3 if s % 2 else 0.7 for s in range(1, NUM_STEPS + 1)})
     found = differ("g", OLD, new)
     (metric,) = found.metrics
@@ -48,7 +48,7 @@ def test_an_oscillation_is_seen_though_its_mean_is_nothing() -> None:
 
 @pytest.mark.parametrize(("num_steps", "lost"), [(3, 97), (60, 40)])
 def test_steps_that_are_lost_are_counted(num_steps: int, lost: int) -> None:
-    """FORMATS 9.30: missing steps and metrics are dropped there, the report says 0."""
+    """Megatron-LM's report drops missing steps and metrics, and says 0."""
     found = differ("g", OLD, golden(metric_map(curve(num_steps))))
     (metric,) = found.metrics
     assert (metric.num_old, metric.num_new, metric.num_lost) == (100, num_steps, lost)
@@ -81,7 +81,7 @@ def test_where_curves_part_is_told(step: int, start: Divergence, words: str) -> 
 
 
 def test_files_and_metrics_that_are_new_or_gone_are_listed() -> None:
-    """FORMATS 9.30: new files and metrics are skipped there."""
+    """Megatron-LM's report skips new files and metrics."""
     two = golden(metric_map(curve(), num_zeros={1: 4.0}))
     found = [
         differ("new.json", None, OLD),
@@ -107,7 +107,7 @@ def test_files_and_metrics_that_are_new_or_gone_are_listed() -> None:
 
 
 def test_the_output_of_inference_programs_has_a_difference_too() -> None:
-    """FORMATS 9.30: inference goldens crash the report there."""
+    """Megatron-LM's report crashes on goldens of inference."""
 
     def generated(tokens: list[int], logprob: float, text: str) -> Golden:
         request = {"generated_tokens": tokens, "logprobs": [logprob], "generated_text": text}
@@ -150,7 +150,7 @@ def test_directions_are_counted_and_all_one_way_is_said() -> None:
 
 
 def test_the_page_stays_below_the_limit_of_a_comment() -> None:
-    """FORMATS 9.31: a container's bump changes hundreds of goldens there."""
+    """In Megatron-LM a new container changes hundreds of goldens."""
     name = "golden_values/gpt/a_case_with_quite_a_long_name_{}/golden_values_dev_dgx_h100.json"
     changed = [differ(name.format(n), OLD, scaled({}, 1 + n / 1e4)) for n in range(1, 1000)]
     new = [differ(name.format(n), None, OLD) for n in range(1000, 2000)]

@@ -312,7 +312,7 @@ def repository(staged: Staged) -> Staged:
 def test_a_commit_is_compared_with_the_working_tree_and_with_another(
     repository: Staged,
 ) -> None:
-    """FORMATS 9.30: new goldens are not reported there."""
+    """Megatron-LM's report leaves out new goldens."""
     states = {"better": "changed", "new": "new"}
 
     def found(*arguments: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Several goldens are replaced together or not at all, whoever dies and whatever the disk does.
 
-Megatron-LM moves one file after another into place, without a lock (JUDGING 4.1).
+Megatron-LM moves one file after another into place, without a lock.
 """
 
 from __future__ import annotations

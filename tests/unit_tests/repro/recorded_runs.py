@@ -35,7 +35,7 @@ def a_row(verdict: str = "failed", **more: JsonValue) -> dict[str, JsonValue]:
     attempt: JsonValue = {"repeat": 1, "attempt": 1, "directory": "/ci/x", "fingerprint": "abc"}
     return {
         "verdict": verdict,
-        "problem": f"{ROW}: rank 0 failed; see x.log",
+        "problem": "rank 0 failed\nsee x.log",
         "fingerprint": "exception|f",
         "platform": "cpu",
         "attempts": [attempt],

@@ -15,8 +15,8 @@ from pytest_megatron.errors import RunError
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.repro.command import Again, Wishes, command_for, container_lines
 
-COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--run-dir", "new"]
-COMMON += ["--history", "off", "--maxfail", "0"]
+COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--megatron-run-dir", "new"]
+COMMON += ["--megatron-history", "off", "--maxfail", "0"]
 
 
 def made(
@@ -42,8 +42,24 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "gang_start": "fresh",
     }
     chosen = chosen_of(tmp_path, a_test(), options=options)
-    expected = ["--ranks", "2", "--device", "cpu", "--rank-timeout", "60", "--ranks-per-gpu", "4"]
-    expected += ["--stress", "20", "--stress-seed", "3", "--gang-start", "fresh"]
+    expected = [
+        "--megatron-ranks",
+        "2",
+        "--megatron-device",
+        "cpu",
+        "--megatron-rank-timeout",
+        "60",
+        "--megatron-ranks-per-gpu",
+        "4",
+    ]
+    expected += [
+        "--megatron-stress",
+        "20",
+        "--megatron-stress-seed",
+        "3",
+        "--megatron-gang-start",
+        "fresh",
+    ]
     assert made(chosen, None, "a.py::b").argv == (*COMMON, *expected, "a.py::b", TEST)
 
 
@@ -55,10 +71,10 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
         "workload_start": "fresh",
     }
     chosen = chosen_of(tmp_path, a_row(), options=options)
-    once = ["--n-repeat", "1", "--max-attempts", "1", "--platform", "cpu"]
+    once = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1", "--megatron-platform=cpu"]
     again = made(chosen, Wishes(num_ranks=1))
-    fresh = ("--workload-start", "fresh")
-    words = (*once, "--golden-policy=megatron", "--lightweight", *fresh)
+    fresh = ("--megatron-workload-start", "fresh")
+    words = (*once, "--megatron-golden-policy=megatron", "--megatron-lightweight", *fresh)
     assert again.argv == (*COMMON, *words, ROW)
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
@@ -66,7 +82,7 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
 def test_a_workload_is_traced_where_asked_and_audited_where_it_was(tmp_path: Path) -> None:
     chosen = chosen_of(tmp_path, a_row(), options={"audit_determinism": True})
     words = made(chosen, Wishes(is_traced=True)).argv
-    assert words[-4:] == ("--audit-determinism", "--tensor-trace", "hash", ROW)
+    assert words[-4:] == ("--megatron-audit-determinism", "--megatron-tensor-trace", "hash", ROW)
 
 
 def test_a_repeat_keeps_its_number_as_its_seed(tmp_path: Path) -> None:
@@ -187,8 +203,8 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
 def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_path: Path) -> None:
     options: JsonValue = {"golden_policy": "ci/own.toml", "signatures": ["ci/own.toml", "../x"]}
     words = made(chosen_of(tmp_path, a_row(), options=options)).argv
-    assert "--golden-policy=ci/own.toml" in words
-    assert [word for word in words if "signatures" in word] == ["--signatures=ci/own.toml"]
+    assert "--megatron-golden-policy=ci/own.toml" in words
+    assert [word for word in words if "signatures" in word] == ["--megatron-signatures=ci/own.toml"]
 
 
 def test_a_line_for_a_shell_is_quoted(tmp_path: Path) -> None:

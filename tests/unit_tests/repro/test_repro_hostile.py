@@ -131,6 +131,8 @@ def test_a_name_that_is_no_test_of_the_project_is_refused(tmp_path: Path, node_i
         ({"env": {"A=B; C": "1"}}, "env"),
         ({"patch": {"file": "../../.bashrc"}}, "patch.file"),
         ({"seeds": {"randomly_seed": 1}}, "seeds.randomly_seed"),
+        ({"options": {"rank_grace": -5}}, "options.rank_grace"),
+        ({"options": {"rank_timeout": -1}}, "options.rank_timeout"),
     ],
 )
 def test_a_record_with_a_value_that_none_has_is_refused(

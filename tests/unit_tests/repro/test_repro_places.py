@@ -30,6 +30,15 @@ def test_a_path_in_a_run_leads_to_it(tmp_path: Path) -> None:
     assert not (tmp_path / "scratch").exists()
 
 
+def test_a_path_beside_a_run_does_not_lead_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_run(tmp_path / "run", {ROW: a_row()}))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match=r"^\.\./empty: holds no run\.json"):
+        found(Path("../empty"), tmp_path / "scratch")
+
+
 @pytest.mark.parametrize("kind", ["zip", "gztar", "xztar"])
 def test_an_artifact_is_unpacked_beside_the_project(tmp_path: Path, kind: str) -> None:
     run = write_run(tmp_path / "jobs/unit/run", {ROW: a_row()})

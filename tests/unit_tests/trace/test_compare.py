@@ -19,6 +19,7 @@ import pytest
 from pytest_megatron.trace.compare import main
 from pytest_megatron.trace.divergences import TraceComparison, read_comparison
 from pytest_megatron.trace.files import (
+    ParameterShard,
     TraceEnd,
     TraceLayout,
     rank_files,
@@ -29,7 +30,10 @@ from pytest_megatron.trace.files import (
 from pytest_megatron.trace.settings import TraceSettings
 
 # Not imported: every worker of pytest-xdist would do so, and the tests train elsewhere.
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="has no megatron-core")
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="has no megatron-core"),
+    pytest.mark.timeout(900),
+]
 
 _TESTS = Path(__file__).parents[2]
 _GUEST = _TESTS / "unit_tests/guests/traced_trainings.py"
@@ -38,8 +42,11 @@ _ARGUMENTS = (
     *("--seq-length", "8", "--vocab-size", "32", "--micro-batch-size", "2"),
     *("--global-batch-size", "4", "--train-iters", "2"),
 )
+_NONE = ParameterShard(key=None, global_shape=(), global_offset=())
 _GATHERED_LATE = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _TP2 = ("--tensor-model-parallel-size", "2")
+_MANY_EXPERTS = ("--num-experts", "16", "--disable-bias-linear")
+_EP2 = ("--expert-model-parallel-size", "2")
 
 
 class Compare(Protocol):
@@ -56,6 +63,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dp2", 2, "--use-distributed-optimizer", "--bf16"),
         ("bug", 2, *_TP2, "--exam-bug", "row-parallel-unreduced"),
         ("other_data", 1, "--seed", "5"),
+        ("experts", 1, *_MANY_EXPERTS),
+        ("experts_noise", 1, *_MANY_EXPERTS),
+        ("experts_ep2", 2, *_MANY_EXPERTS, *_EP2),
         ("gathered_late", 2, *_GATHERED_LATE, "--init-method-std", "0.5"),
     ):
         settings = TraceSettings(
@@ -63,6 +73,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
             values="full",
             weights_to=root / "weights" if name == "reference" else None,
             weights_from=root / "weights" if name == "gathered_late" else None,
+            noise_seed=1 if name == "experts_noise" else None,
         )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -70,12 +81,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainings.append([settings.to_json(), world_size, port, *_ARGUMENTS, *arguments])
     path = os.pathsep.join((str(_TESTS / "functional_tests"), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
-        [sys.executable, str(_GUEST), json.dumps(trainings)],
+        [sys.executable, str(_GUEST), str(_TESTS / "traces/buggy_train.py"), json.dumps(trainings)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return root
@@ -134,6 +145,23 @@ def test_parameters_that_are_gathered_in_the_forward_pass_begin_as_the_reference
     assert (code, found.verdict, found.steps) == (0, "equal", 2)
 
 
+def test_experts_without_tokens_are_compared(compare: Compare, traces: Path) -> None:
+    records = read_records(rank_files(traces / "experts")[0])
+    assert any(one.shape[:1] == (0,) for one in records)
+    code, found, _ = compare("experts", "experts_ep2", "--noise", "experts_noise")
+    assert (code, found.verdict, found.not_compared) == (0, "equal", ())
+
+
+def test_moments_of_the_optimizer_are_compared_over_its_parts(
+    compare: Compare, traces: Path
+) -> None:
+    records = read_records(rank_files(traces / "gathered_late")[1])
+    moments = {one.tensor for one in records if (one.parameter or _NONE).attributes.get("state")}
+    assert {"weight.exp_avg", "weight.exp_avg_sq"} <= moments
+    _, found, _ = compare("reference", "gathered_late")
+    assert not [one for one in found.not_compared if "exp_avg" in one.tensor]
+
+
 def test_both_may_be_cut(compare: Compare) -> None:
     assert compare("tp2", "reference")[0] == 0
     assert compare("tp2", "tp2")[0] == 0
@@ -177,6 +205,11 @@ def _with_foreign_line(trace: Path) -> None:
     (trace / "rank_0.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def _with_impossible_layout(trace: Path) -> None:
+    lines = trace / "rank_0.jsonl"
+    lines.write_text(lines.read_text().replace('"cp":[0,1]', '"cp":[0,0]', 1))
+
+
 def _without_end(trace: Path) -> None:
     lines = trace / "rank_1.jsonl"
     lines.write_text("\n".join(lines.read_text().splitlines()[:-1]) + "\n")
@@ -208,6 +241,7 @@ def _foreign(trace: Path) -> None:
         pytest.param(_without_rank, "has no trace of rank 1 of 2", id="rank"),
         pytest.param(_with_hashes_only, "has hashes only", id="hashes"),
         pytest.param(_with_foreign_line, "is no record of a trace", id="line"),
+        pytest.param(_with_impossible_layout, "record both again", id="layout"),
         pytest.param(_foreign, "is no header of a trace", id="foreign"),
         pytest.param(shutil.rmtree, "holds no trace", id="nothing"),
     ],

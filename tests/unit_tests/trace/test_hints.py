@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.trace.divergences import DivergenceKind, Phase, TensorDivergence, hint_of
-from pytest_megatron.trace.files import TraceLayout
+from pytest_megatron.trace.divergences import DivergenceKind, TensorDivergence, hint_of
+from pytest_megatron.trace.files import Phase, TraceLayout
 
 _ONE = TraceLayout()
 _TP2 = TraceLayout(tp=(0, 2))
@@ -20,6 +20,7 @@ def _at(  # noqa: PLR0913
     ratio: float | None = None,
     ranks: tuple[int, ...] = (),
     kind: DivergenceKind = "value",
+    is_buffer: bool = False,
 ) -> TensorDivergence:
     return TensorDivergence(
         order=0,
@@ -32,6 +33,7 @@ def _at(  # noqa: PLR0913
         ranks=ranks,
         norm_ratio=ratio,
         kind=kind,
+        is_buffer=is_buffer,
     )
 
 
@@ -77,8 +79,8 @@ def _at(  # noqa: PLR0913
         pytest.param(
             _DP2,
             [_at("update", "a", "weight", kind="replicas", ranks=(0, 1))],
-            "were not gathered",
-            id="optimizer shards",
+            "by the learning rate",
+            id="other optimizers",
         ),
         pytest.param(
             _DP2, [_at("update", "a", "weight", step=0)], "initial weights differ", id="weights"
@@ -90,6 +92,19 @@ def _at(  # noqa: PLR0913
             id="missing micro-batch",
         ),
         pytest.param(
+            _DP2,
+            [_at("update", "router", "expert_bias", is_buffer=True)],
+            "the buffer is updated otherwise",
+            id="buffer",
+        ),
+        pytest.param(
+            _DP2,
+            [_at("initial", "a", "weight", step=0, kind="replicas", ranks=(0, 1))],
+            "ranks 0-1 begin with other values",
+            id="begin",
+        ),
+        pytest.param(_DP2, [_at("forward", "", "input.0")], "the inputs of the model", id="inputs"),
+        pytest.param(
             _TP2, [_at("forward", "embedding.embedding_dropout")], "dropout masks", id="dropout"
         ),
     ],
@@ -100,6 +115,12 @@ def test_known_patterns_have_a_hint(
     assert words in (hint_of(divergences, _ONE, layout) or "")
 
 
+def test_parts_that_were_not_gathered_are_those_of_a_distributed_optimizer() -> None:
+    found = [_at("update", "a", "weight", kind="replicas", ranks=(0, 1))]
+    assert "were not gathered" in (hint_of(found, _ONE, _DP2, is_sharded=True) or "")
+
+
 def test_equal_traces_and_unknown_patterns_have_none() -> None:
     assert hint_of([], _ONE, _TP2) is None
     assert hint_of([_at("forward", "mlp", ratio=1.3, ranks=(0, 1))], _ONE, _TP2) is None
+    assert hint_of([_at("forward", "", "output.0", ratio=1.3)], _ONE, _DP2) is None

@@ -7,9 +7,11 @@ from pytest_megatron.trace.files import TraceLayout
 from pytest_megatron.trace.merge import (
     Axes,
     NotMergedError,
-    axes_of,
+    Reading,
+    as_rows,
     axis_chunks,
     is_expert,
+    readings_of,
     sorted_rows,
     split_sizes,
 )
@@ -22,39 +24,45 @@ _CP_SP = TraceLayout(tp=(0, 2), cp=(0, 2), sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "layout", "axes"),
+    ("shape", "layout", "reading", "axes"),
     [
-        pytest.param((16, 2, 8), "MLP", _PLAIN, Axes((0, 1, 2), _BOTH), id="s b h"),
-        pytest.param((8, 2, 8), "MLP", _SP, Axes((0, 1, 2), _BOTH, None, 2), id="s/tp b h"),
-        pytest.param((4, 2, 8), "MLP", _CP_SP, Axes((0, 1, 2), _BOTH, None, 4), id="s/cp/tp b h"),
-        pytest.param((2, 16), "GPTModel", _PLAIN, Axes((1, 0), _BOTH), id="b s"),
-        pytest.param((2, 16, 8), "Embedding", _PLAIN, Axes((1, 0, 2), _BOTH), id="b s h"),
-        pytest.param(
-            (2, 4, 16, 16), "FusedScaleMaskSoftmax", _PLAIN, Axes((2, 0, 1, 3), _BOTH), id="b n s s"
-        ),
-        pytest.param(
-            (16, 4), "TopKRouter", _SP, Axes((0, 1, 2), _BOTH, (8, 2), 2), id="tokens, experts"
-        ),
-        pytest.param((16, 1, 1, 8), "Rotary", _PLAIN, Axes((0, 1, 2, 3), (True, False)), id="s"),
-        pytest.param((2, 8), "Linear", _PLAIN, Axes((0, 1), (False, True)), id="b h"),
-        pytest.param((8,), "Linear", _PLAIN, Axes((0,)), id="h"),
+        ((16, 2, 8), _PLAIN, Reading.SEQUENCE_BATCH, Axes((0, 1, 2), _BOTH)),
+        ((8, 2, 8), _SP, Reading.SEQUENCE_BATCH, Axes((0, 1, 2), _BOTH, None, 2)),
+        ((4, 2, 8), _CP_SP, Reading.SEQUENCE_BATCH, Axes((0, 1, 2), _BOTH, None, 4)),
+        ((2, 16), _PLAIN, Reading.BATCH_SEQUENCE, Axes((1, 0), _BOTH)),
+        ((2, 16, 8), _PLAIN, Reading.BATCH_SEQUENCE, Axes((1, 0, 2), _BOTH)),
+        ((2, 4, 16, 16), _PLAIN, Reading.SCORES, Axes((2, 0, 1, 3), _BOTH)),
+        ((16, 4), _SP, Reading.SEQUENCE_OUTSIDE, Axes((0, 1, 2), _BOTH, (8, 2), 2)),
+        ((32, 4), _PLAIN, Reading.BATCH_OUTSIDE, Axes((1, 0, 2), _BOTH, (2, 16))),
+        ((16, 1, 1, 8), _PLAIN, Reading.SEQUENCE, Axes((0, 1, 2, 3), (True, False))),
+        ((2, 8), _PLAIN, Reading.BATCH, Axes((0, 1), (False, True))),
+        ((8,), _PLAIN, Reading.NEITHER, Axes((0,))),
+        ((7, 9), _PLAIN, Reading.NEITHER, Axes((0, 1))),
     ],
 )
 def test_axes_follow_from_sizes(
-    shape: tuple[int, ...], kind: str, layout: TraceLayout, axes: Axes
+    shape: tuple[int, ...], layout: TraceLayout, reading: Reading, axes: Axes
 ) -> None:
-    assert axes_of(shape, kind, 16, 2, layout) == axes
+    found = readings_of(shape, 16, 2, layout)
+    assert next(iter(found)) == reading or reading is Reading.BATCH_OUTSIDE
+    assert found[reading] == axes
 
 
-def test_equal_sizes_are_told_apart_by_the_module() -> None:
-    assert axes_of((4, 4, 8), "MLP", 4, 4, _PLAIN).order == (0, 1, 2)
-    assert axes_of((4, 4, 8), "VocabParallelEmbedding", 4, 4, _PLAIN).order == (1, 0, 2)
+def test_equal_sizes_can_be_read_in_both_orders() -> None:
+    found = readings_of((4, 4, 8), 4, 4, _PLAIN)
+    assert {Reading.SEQUENCE_BATCH, Reading.BATCH_SEQUENCE} <= found.keys()
 
 
-def test_tokens_have_the_sequence_outside() -> None:
+def test_tokens_have_the_sequence_or_the_batch_outside() -> None:
     tokens = np.arange(6.0).reshape(6, 1)
-    axes = axes_of((6, 1), "TopKRouter", 3, 2, _PLAIN)
-    assert axes.view(tokens)[:, 1, 0].tolist() == [1, 3, 5]
+    found = readings_of((6, 1), 3, 2, _PLAIN)
+    assert found[Reading.SEQUENCE_OUTSIDE].view(tokens)[:, 1, 0].tolist() == [1, 3, 5]
+    assert found[Reading.BATCH_OUTSIDE].view(tokens)[:, 1, 0].tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((0, 4), (0, 4)), ((0,), (0, 1)), ((3, 0), (3, 0))])
+def test_an_expert_without_tokens_has_no_rows(shape: tuple[int, ...], rows: object) -> None:
+    assert as_rows(np.zeros(shape)).shape == rows
 
 
 @pytest.mark.parametrize("is_zigzag", [True, False])

@@ -5,9 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launches import GLOO, LOST, PORT_TAKEN, WAITED, Launch, diagnosed, iterations, told, traceback
+from launches import (
+    GLOO,
+    LOST,
+    PORT_TAKEN,
+    WAITED,
+    Launch,
+    diagnosed,
+    iterations,
+    table,
+    told,
+    traceback,
+)
 
 from pytest_megatron.triage.api import triage
+
+NO_CHILD = "subprocess.CalledProcessError: Command '['x']' returned non-zero exit status 1."
+NO_PIPE = "BrokenPipeError: [Errno 32] Broken pipe"
 
 
 @pytest.fixture
@@ -54,6 +68,102 @@ def test_a_rank_that_ended_well_too_early_is_the_one_that_the_agent_does_not_lis
         launch.raises(rank, LOST)
     launch.ends({0: -15, 1: 1, 3: 1}, first=1)
     assert told(launch.root) == ("exit", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("message", "family"),
+    [
+        (NO_CHILD, "exit"),
+        (NO_PIPE, "network"),
+        ("ray.exceptions.ActorDiedError: The actor died unexpectedly.", "exit"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("others", "ends"),
+    [(LOST, {0: 1, 1: 1, 2: 1, 3: 1}), (WAITED, {0: 1, 1: 1, 2: 1, 3: 1}), ("", {1: 1}), ("", {})],
+    ids=["lost", "waited", "stopped", "no-agent"],
+)
+def test_a_rank_that_lost_a_child_or_a_pipe_said_why(
+    launch: Launch, message: str, family: str, others: str, ends: dict[int, int]
+) -> None:
+    for rank in (0, 2, 3):
+        launch.write(rank, traceback(others) if others else "", iterations())
+    launch.raises(1, message)
+    if ends:
+        launch.ends({0: -15, 2: -15, 3: -15} | ends, first=1)
+    found = diagnosed(launch.root)
+    assert (found.family, found.root_ranks, found.transient) == (family, (1,), False)
+    assert found.text.startswith(f"Rank 1 of 4 raised {message.rstrip('.')} at train.py:12 in step")
+
+
+@pytest.mark.parametrize("label", ["", "1: "])
+@pytest.mark.parametrize("message", [NO_CHILD, NO_PIPE])
+def test_a_lost_child_or_pipe_is_found_in_the_log_of_a_step(
+    tmp_path: Path, label: str, message: str
+) -> None:
+    """An srun shows the lines of its tasks with or without labels, and only bad ends."""
+    lines = [f"{label}{line}" for line in traceback(message).splitlines()]
+    others = ["0: building"] * 4 if label else []
+    end = "srun: error: node1: task 1: Exited with exit code 1"
+    (tmp_path / "job.log").write_text("\n".join([*others, *lines, end, ""]))
+    found = diagnosed(tmp_path)
+    assert found.root_ranks == (1,)
+    assert f"raised {message.rstrip('.')} at train.py:12 in step" in found.text
+
+
+def test_a_lost_child_is_found_on_the_terminal_of_torchs_agent(launch: Launch) -> None:
+    (launch.root / "job.log").write_text(traceback(NO_CHILD) + table({0: 1, 1: -15}, first=0))
+    found = diagnosed(launch.root / "job.log")
+    assert (found.signature, found.root_ranks) == ("child_failed", (0,))
+
+
+def test_what_accelerate_raises_of_its_program_hides_no_traceback(tmp_path: Path) -> None:
+    said = (
+        "Traceback (most recent call last):\n"
+        '  File "/venv/bin/accelerate", line 8, in <module>\n'
+        "    sys.exit(main())\n"
+        '  File "/venv/lib/python3.11/site-packages/accelerate/commands/launch.py", line 763, in '
+        "simple_launcher\n"
+        "    raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)\n"
+        f"{NO_CHILD}\n"
+    )
+    (tmp_path / "job.log").write_text(traceback(NO_PIPE) + said)
+    assert diagnosed(tmp_path).family == "exit"
+    (tmp_path / "job.log").write_text(traceback("ValueError: bad batch") + said)
+    assert diagnosed(tmp_path).text.startswith("The program raised ValueError: bad batch at train")
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_a_pipe_that_breaks_when_another_rank_ends_well_too_early_is_not_the_cause(
+    launch: Launch, *, has_agent: bool
+) -> None:
+    launch.raises(0, LOST)
+    launch.raises(1, NO_PIPE)
+    launch.raises(3, LOST)
+    if has_agent:
+        launch.ends({0: -15, 1: 1, 3: 1}, first=1)
+    assert told(launch.root) == ("exit", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "family"),
+    [
+        ("an illegal memory access was encountered", "illegal_access"),
+        ("device-side assert triggered", "device_assert"),
+        ("unspecified launch failure", "misaligned"),
+    ],
+)
+def test_a_watchdog_that_a_cuda_error_ended_tells_why_its_rank_aborted(
+    launch: Launch, error: str, family: str
+) -> None:
+    said = (
+        "[rank2]:[E410 01:50:33.889423318 ProcessGroupNCCL.cpp:1895] [PG ID 0 PG GUID "
+        "0(default_pg) Rank 2] Process group watchdog thread terminated with exception: CUDA "
+        f"error: {error}\n"
+    )
+    launch.write(2, said)
+    launch.ends({0: -15, 1: -15, 2: -6, 3: -15}, first=2)
+    assert told(launch.root) == (family, 2, False)
 
 
 def test_the_rank_that_missed_a_collective_is_the_one_that_did_not_wait(launch: Launch) -> None:
@@ -314,7 +424,7 @@ def test_a_sound_run_with_alarming_words_is_sound(launch: Launch, *, has_launche
 
 
 def test_alarming_words_of_others_do_not_hide_the_cause(launch: Launch) -> None:
-    """FORMATS.md 9, lines 5 and 6: an assertion after a retry that helped is an assertion."""
+    """An assertion after a retry that helped is an assertion."""
     launch.write(0, ALARMING)
     launch.write(1, ALARMING + traceback("AssertionError: TimeoutError was not raised"))
     launch.ends({0: -15, 1: 1}, first=1)
@@ -322,7 +432,7 @@ def test_alarming_words_of_others_do_not_hide_the_cause(launch: Launch) -> None:
 
 
 def test_every_ranks_log_counts_not_only_that_of_teed_ones(launch: Launch) -> None:
-    """FORMATS.md 9, line 19: a message of rank 2 is found, which no terminal shows."""
+    """A message of rank 2 is found, which no terminal shows."""
     launch.write(2, watchdog(2))
     launch.launcher("[default0]: iteration 3/20 |\n[default3]: iteration 3/20 |\n")
     launch.ends({2: -6}, first=2)
@@ -330,7 +440,7 @@ def test_every_ranks_log_counts_not_only_that_of_teed_ones(launch: Launch) -> No
 
 
 def test_an_earlier_attempt_is_no_evidence_for_a_later_one(tmp_path: Path) -> None:
-    """FORMATS.md 9, line 6: each is judged from its own files."""
+    """Each is judged from its own files."""
     first = Launch(root=tmp_path, directory="logs/none_x/attempt_0")
     first.raises(1, PORT_TAKEN)
     second = Launch(root=tmp_path, directory="logs/none_x/attempt_1")

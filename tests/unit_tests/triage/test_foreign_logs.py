@@ -135,6 +135,21 @@ def test_what_a_runner_says_of_a_step_is_a_failure(
     assert not first.transient
 
 
+@pytest.mark.parametrize(
+    "failed",
+    [
+        "================= 1 failed, 1107 deselected, 2 rerun in 1.66s ==================",
+        "!!!!!!!!!!!!!!!!!!!!!!!!!!!!!! KeyboardInterrupt !!!!!!!!!!!!!!!!!!!!!!!!!!!!!!!",
+    ],
+)
+def test_tests_that_passed_say_nothing_of_others_that_failed_before_them(
+    tmp_path: Path, failed: str
+) -> None:
+    passed = "====================== 1 passed, 3020 deselected in 8.94s ======================"
+    assert family(of_log(tmp_path, f"{failed}\n{passed}\n")) == "unknown"
+    assert family(of_log(tmp_path, f"{failed}\n{passed}\nJob succeeded\n")) is None
+
+
 def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> None:
     stamp = "2023-02-09T20:11:49.9484027Z "
     lines = [
@@ -158,6 +173,22 @@ def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> 
         "trainer-1    | ",
         "#12 47.38 ",
         "[1,3]<stderr>:",
+        "[2026-02-17T08:12:14Z] ",
+        "\x1b_bk;t=1771315934000\x07",
+        "finetune/0 [default2]:[rank2]:",
+        "(APIServer pid=1) (EngineCore_DP0 pid=68) ERROR 02-06 16:34:06 [core.py:936] ",
+        "(VllmWorker rank=0 pid=281) ERROR 07-15 08:54:44 [multiproc_executor.py:522] ",
+        "ERROR 04-15 00:31:11 worker_base.py:574] ",
+        "(pid=881) ",
+        "(raylet, ip=10.0.0.1) ",
+        "vllm_server  | ",
+        "[pod/train-0/pytorch] ",
+        "Aug 19 18:34:30 node1 vllm[8707]: ",
+        "2025-05-30 18:26:22.906 | ",
+        "172.27.221.56: ",
+        "worker-1: [rank5]: ",
+        "0: [rank0]: ",
+        "#8 470.5 ",
     ],
 )
 def test_what_stands_before_every_line_hides_no_traceback(tmp_path: Path, prefix: str) -> None:
@@ -176,6 +207,76 @@ def test_a_program_that_torchs_agent_saw_fail_is_known_by_its_untagged_traceback
     )
     (tmp_path / "job.log").write_text(traceback("ValueError: bad batch") + agent)
     assert told(tmp_path) == ("exception", 0, False)
+
+
+def test_the_traceback_of_a_worker_of_ray_is_what_was_raised(tmp_path: Path) -> None:
+    """`ray.get` raises `RayTaskError`, whose text is the worker's traceback."""
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/job/main.py", line 9, in <module>\n'
+        "    ray.get(runner.run.remote())\n"
+        '  File "/venv/lib/python3.11/site-packages/ray/_private/worker.py", line 2755, in get\n'
+        "    raise value.as_instanceof_cause()\n"
+        "ray.exceptions.RayTaskError(RuntimeError): ray::Runner.run() (pid=881, ip=10.0.0.1)\n"
+        '  File "/job/trainer.py", line 12, in step\n'
+        "    loss.backward()\n"
+        "RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    )
+    (group,) = of_log(tmp_path, text).groups
+    assert group.first.family == "illegal_access"
+    assert "was encountered at trainer.py:12 in step" in group.first.text
+
+
+def test_what_a_worker_of_vllm_raised_is_the_cause_of_its_engines_end(tmp_path: Path) -> None:
+    """The engine logs it, raises it again, and the server only says that the engine failed."""
+    engine, server = "(EngineCore_DP0 pid=68) ", "(APIServer pid=1) "
+    cause = traceback("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB.")
+    wrapped = traceback(
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core "
+        "proc(s): {'EngineCore_DP0': 1}"
+    )
+    error = f"{engine}ERROR 02-06 16:34:06 [core.py:936] "
+    lines = [
+        f"{error}EngineCore failed to start.",
+        *(f"{error}{line}" for line in cause.splitlines()),
+        f"{engine}Process EngineCore_DP0:",
+        *(f"{engine}{line}" for line in cause.splitlines()),
+        *(f"{server}{line}" for line in wrapped.splitlines()),
+    ]
+    (group,) = of_log(tmp_path, "\n".join(lines)).groups
+    assert group.first.family == "cuda_oom"
+    (group,) = of_log(tmp_path, wrapped).groups
+    assert group.first.signature == "vllm_engine_failed"
+
+
+def test_the_traceback_with_values_that_loguru_writes_is_read(tmp_path: Path) -> None:
+    text = (
+        "2021-12-06 12:28:05 | ERROR    | yolox.core.launch:98 - An error has been caught:\n"
+        "Traceback (most recent call last):\n\n"
+        '  File "tools/train.py", line 125, in <module>\n'
+        "    launch(\n    \N{BOX DRAWINGS LIGHT UP AND RIGHT} <function launch at 0x7f2a>\n\n"
+        '> File "/venv/lib/python3.8/site-packages/yolox/core/launch.py", line 98, in launch\n'
+        "    main_func(*args)\n\n"
+        '  File "tools/train.py", line 110, in main\n'
+        "    trainer.train()\n\n"
+        "RuntimeError: CUDA error: invalid device ordinal\n"
+    )
+    (group,) = of_log(tmp_path, text).groups
+    assert (group.first.signature, group.first.transient) == ("cuda_ordinal", False)
+    assert "at train.py:110 in main" in group.first.text
+
+
+def test_a_pull_that_was_limited_and_overcome_is_not_why_tests_failed(tmp_path: Path) -> None:
+    limited = (
+        "Error response from daemon: toomanyrequests: You have reached your pull rate limit.\n"
+    )
+    (group,) = of_log(tmp_path, limited).groups
+    assert (group.first.signature, group.first.transient) == ("pull_limit", True)
+    built = "[1274/3874] Building CXX object c10/PeerToPeerAccess.cpp.o\n" * 400
+    for went_on in ("==== 2 failed, 5 passed in 3.10s ====\n", iterations(7), built):
+        failed = "##[error]Process completed with exit code 1.\n"
+        (group,) = of_log(tmp_path, limited + went_on + failed).groups
+        assert not group.first.transient
 
 
 # What a program does itself is not the network's, whatever its last exception is called.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import TriageError
+from pytest_megatron.triage.api import triage
 from pytest_megatron.triage.signatures import (
     TABLE,
     LineRole,
@@ -31,6 +32,16 @@ advice = "ask the licence server's owner"
 examples = ["RuntimeError: no licence for solver"]
 """
 
+REFUSED_BY_CUDA = (  # https://github.com/NVIDIA/nccl/issues/1410
+    "torch.distributed.DistBackendError: NCCL error in: ../NCCLUtils.hpp:275, unhandled cuda "
+    "error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+    "Cuda failure 1 'invalid argument'"
+)
+SEGMENT = (  # https://github.com/WangRongsheng/XrayGLM/issues/83
+    "torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:1691, unhandled "
+    "system error\nncclSystemError: System call failed.\nLast error:\n"
+    "Error while creating shared memory segment /dev/shm/nccl-CsYXMW (size 9637888)"
+)
 OUT_OF_SHARED_MEMORY = (  # https://github.com/pytorch/pytorch/issues/108861
     "RuntimeError: DataLoader worker (pid 11011) is killed by signal: Bus error. It is possible "
     "that dataloader's workers are out of shared memory. Please try to raise your shared memory "
@@ -74,6 +85,11 @@ def test_every_example_of_every_rule_has_a_source() -> None:
         ("ConnectionError: no store", "exception"),
         ("botocore.exceptions.ClientError: An error occurred (AccessDenied) when", "exception"),
         ("fatal: repository 'https://github.com/example/none.git/' not found", "exception"),
+        (REFUSED_BY_CUDA, "nccl_refuses"),
+        (SEGMENT, "shared_memory"),
+        ("HTTPError: 500 Server Error: x for url: http://127.0.0.1:38435/v1", "failed_here"),
+        ("openai.InternalServerError: Error code: 500 - {'detail': 'x'}", "exception"),
+        ("urllib.error.HTTPError: HTTP Error 500: Internal Server Error", "exception"),
     ],
 )
 def test_what_looks_like_a_networks_or_machines_failure_and_is_none(
@@ -84,10 +100,12 @@ def test_what_looks_like_a_networks_or_machines_failure_and_is_none(
     assert (found.id, found.is_transient) == (signature, False)
 
 
-def test_nothing_transient_is_never_worth_another_run() -> None:
-    kinds = {(row.is_transient, row.policy) for row in builtin_table().signatures}
-    assert (True, RetryAdvice.NEVER) not in kinds
-    assert (True, RetryAdvice.DIAGNOSE) not in kinds
+def test_another_run_is_expected_to_pass_of_what_is_transient_and_of_nothing_else() -> None:
+    hopeless = (RetryAdvice.NEVER, RetryAdvice.DIAGNOSE)
+    wrong = {
+        row.id for row in builtin_table().signatures if row.is_transient == (row.policy in hopeless)
+    }
+    assert wrong == set()
 
 
 def test_every_family_has_a_row() -> None:
@@ -112,7 +130,7 @@ def test_every_family_has_a_row() -> None:
     ],
 )
 def test_what_the_code_caused_is_never_transient(message: str) -> None:
-    """FORMATS.md 9, lines 4, 5: a golden mismatch and bugs of the product are not flaky."""
+    """A golden mismatch and bugs of the product are not flaky."""
     found = builtin_table().raised(message)
     assert found is not None
     assert not found.is_transient
@@ -127,17 +145,18 @@ def test_what_the_code_caused_is_never_transient(message: str) -> None:
         ("RuntimeError: Unexpected error. Error 802: system not yet initialized", "cuda_not_ready"),
         ("huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests", "hf_hub"),
         ("RuntimeError: NCCL error: ncclRemoteError: x", "nccl_remote"),
+        ("HTTPError: 500 Server Error: x for url: https://files.pythonhosted.org/x", "http_status"),
+        ("botocore.exceptions.ConnectionClosedError: Connection was closed before", "http_read"),
     ],
 )
 def test_what_the_machine_or_network_caused_is_transient(message: str, signature: str) -> None:
-    """FORMATS.md 9, line 5: what Megatron-LM's lists lack is here."""
+    """The table has signatures that Megatron-LM's lists lack."""
     found = builtin_table().raised(message)
     assert found is not None
     assert (found.id, found.is_transient) == (signature, True)
 
 
 def test_the_advice_that_every_cuda_error_prints_says_nothing() -> None:
-    """FORMATS.md 9, line 5."""
     found = builtin_table().raised(
         "RuntimeError: CUDA error: misaligned address\n"
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"
@@ -163,6 +182,24 @@ def test_users_rows_come_first(own: Path) -> None:
         examples=("RuntimeError: no licence for solver",),
     )
     assert check_rules(table) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('policy = "backoff"\n', "transient: it is expected to pass when it is submitted again"),
+        ("transient = true\n", "not transient: running it again unchanged gives the same"),
+    ],
+    ids=["no-policy", "not-transient"],
+)
+def test_a_row_without_a_policy_that_fits_does_not_contradict_itself(
+    own: Path, tmp_path: Path, line: str, reason: str
+) -> None:
+    own.write_text(OWN.replace(line, ""))
+    log = tmp_path / "job.log"
+    log.write_text("RuntimeError: no licence for solver\n")
+    (group,) = triage([log], load_table([own])).groups
+    assert (group.first.signature, group.first.reason) == ("licence_server", reason)
 
 
 def test_a_users_row_replaces_ours_of_the_same_id(own: Path) -> None:
@@ -200,7 +237,7 @@ def test_a_users_row_replaces_ours_of_the_same_id(own: Path) -> None:
         ),
         pytest.param(("[families]", "[families"), "cannot be read as a table", id="toml"),
         pytest.param(
-            ("[[signature]]", "[[signatures]]"), "signature: is missing; add it", id="none"
+            ("[[signature]]", "[[signatures]]"), "unknown key, expected one of families", id="none"
         ),
         pytest.param(("examples =", "x ="), "examples: is missing; add it", id="examples"),
     ],

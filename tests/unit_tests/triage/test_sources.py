@@ -294,7 +294,7 @@ def test_a_log_that_may_not_be_read_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_golden_that_disagrees_is_found_in_a_run_directory(tmp_path: Path) -> None:
-    """FORMATS.md 9, line 4: it is never transient."""
+    """It is never transient."""
     item = tmp_path / "gpt-tp1-abc"
     Launch(root=item / "repeat_1/attempt_1/phase_1", directory="logs").launcher("well\n")
     row = {"metric": "lm loss", "passed": False, "first_step": 7}

@@ -52,7 +52,7 @@ def cause_of(end: PhaseEnd, *names: str) -> FailureCause | None:
 def text_of(end: PhaseEnd, *names: str) -> str:
     cause = cause_of(end, *names)
     assert cause is not None
-    return cause.text
+    return f"{cause.text}; see {cause.see}"
 
 
 def test_a_whole_run_has_no_cause(tmp_path: Path) -> None:
@@ -98,8 +98,7 @@ def test_no_metrics_are_a_cause(tmp_path: Path) -> None:
     text = text_of(phase(tmp_path))
     assert text == (
         "the training ended with exit code 0, but wrote no metrics: neither JSON lines to "
-        "$PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; looked in "
-        f"{tmp_path}"
+        f"$PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; see {tmp_path}"
     )
 
 
@@ -118,9 +117,9 @@ def test_a_launcher_that_fails_alone_is_quoted_and_looked_up(tmp_path: Path) -> 
         ("RuntimeError: EADDRINUSE",),
         True,
     )
-    assert cause.text == (
-        "the launcher ended with exit code 1 before the first iteration and no rank said why; "
-        f"see {tmp_path}/launcher.log"
+    assert (cause.text, cause.see) == (
+        "the launcher raised RuntimeError: EADDRINUSE, before the first iteration that was logged",
+        f"{tmp_path}/launcher.log:1",
     )
 
 
@@ -129,9 +128,9 @@ def test_a_hung_collective_names_the_rank_that_reported_it(tmp_path: Path) -> No
     cause = cause_of(end)
     assert cause is not None
     assert (cause.rank, cause.is_transient) == (1, False)
-    assert cause.text == (
-        "a collective did not finish after iteration 4 of 10: rank 1 reported it; "
-        f"see {tmp_path}/logs"
+    assert (cause.text, cause.see) == (
+        "a collective did not finish: rank 1 reported it, after iteration 4 of 10",
+        f"{tmp_path}/logs",
     )
 
 
@@ -142,7 +141,7 @@ def test_a_time_limit_is_never_transient(tmp_path: Path) -> None:
     assert cause is not None
     assert (cause.is_transient, cause.text) == (
         False,
-        f"time limit of 60 s reached after iteration 4 of 10; see {tmp_path}/logs",
+        "time limit of 60 s reached, after iteration 4 of 10",
     )
 
 

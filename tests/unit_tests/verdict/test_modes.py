@@ -27,7 +27,7 @@ STRICT, MEGATRON = ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON
 def test_an_inference_case_must_name_what_is_compared(
     tmp_path: Path, metrics: str, message: str
 ) -> None:
-    """FORMATS 9.23: METRICS that are null pass there, and nothing is compared."""
+    """In Megatron-LM METRICS that are null pass, and nothing is compared."""
     file = tmp_path / "model_config.yaml"
     file.write_text(f"MODE: inference\nTEST_TYPE: frozen-start\n{metrics}")
     with pytest.raises(CaseError, match=message):

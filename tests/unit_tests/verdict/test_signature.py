@@ -60,5 +60,5 @@ def test_what_a_log_only_mentions_was_not_raised(line: str, *, expected: bool) -
 
 
 def test_there_is_one_table() -> None:
-    """FORMATS.md 9, line 7: two lists gave the same failure two verdicts."""
+    """In Megatron-LM two lists give the same failure two verdicts."""
     assert builtin_table().signatures == SIGNATURES

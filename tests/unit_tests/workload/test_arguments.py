@@ -73,7 +73,7 @@ def test_an_unset_name_is_an_error_with_file_line_and_way_out() -> None:
 
 @pytest.mark.parametrize("text", ["'open", 'a "b', "$(rm -rf /)"])
 def test_what_a_shell_would_stumble_over_or_run_is_refused(text: str) -> None:
-    """FORMATS 9.27: values go through `eval` there."""
+    """In Megatron-LM values go through `eval`."""
     """Pain point 27: no argument is evaluated by a shell."""
     with pytest.raises(CaseError, match=r"model_config\.yaml:7: "):
         words("--x", text)

@@ -43,6 +43,9 @@ class Ended:
     def dump_stacks(self) -> None:
         pass
 
+    def activity(self) -> None:
+        pass
+
 
 @dataclass
 class Launcher:

@@ -7,6 +7,8 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import CaseError, LaunchError, MegatronError, RecipeError
+from pytest_megatron.gang.rank.bootstrap import rank_env
+from pytest_megatron.gang.topology import RankPlace
 from pytest_megatron.recipe.case import read_case
 from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.runs.layout import AttemptDirs
@@ -20,6 +22,7 @@ from pytest_megatron.workload.plan.phases import (
 )
 from pytest_megatron.workload.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
 
+ROOT = Path(__file__).parents[3]
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
 SETTING = Setting(
     root=Path("/project"),
@@ -64,6 +67,44 @@ def test_a_training_runs_under_torchrun_with_logs_of_its_own(tmp_path: Path) -> 
         *("--exit-interval", "50"),
     )
     assert phase.last_iteration == 50
+
+
+@pytest.mark.parametrize(
+    ("case", "user", "expected"),
+    [("", {}, ""), ("", {"PYTHONPATH": "/user"}, ":/user"), ("PYTHONPATH: /case", {}, ":/case")],
+    ids=["root", "user", "case"],
+)
+def test_ranks_look_for_modules_in_the_project_first(
+    tmp_path: Path, case: str, user: dict[str, str], expected: str
+) -> None:
+    """A program in a folder, such as examples/inference/advanced, imports what lies in the root."""
+    text = f"{REGULAR}ENV_VARS: {{{case}}}\n"
+    (phase,) = plan(tmp_path, text, workload(), replace(SETTING, env=user)).phases
+    assert phase.env["PYTHONPATH"] == f"{SETTING.root}{expected}"
+
+
+def test_variables_of_a_case_refer_to_directories_and_to_one_another(tmp_path: Path) -> None:
+    """Megatron-LM's driver fills in the whole file, HF_HOME: ${DATA_PATH}/hf_home."""
+    text = REGULAR + "ENV_VARS: {HF_HOME: '${DATA_PATH}/hf', A: '${HF}/a', HF: b}\n"
+    (phase,) = plan(tmp_path, text, workload(data_path="/data")).phases
+    assert (phase.env["HF_HOME"], phase.env["A"]) == ("/data/hf", "b/a")
+    with pytest.raises(CaseError, match=r"yaml:3: ENV_VARS.HF_HOME: \$\{DATA_PATH\} is not set"):
+        plan(tmp_path, text, workload())
+
+
+def test_variables_of_a_case_are_filled_in_whatever_their_order(tmp_path: Path) -> None:
+    variables = "A: '${B}/a', B: '${C}/b', C: '${TENSORBOARD_PATH}/c', P: '/own:${P:-}'"
+    (phase,) = plan(
+        tmp_path, f"{REGULAR}ENV_VARS: {{{variables}, N: '$NCCL_ALGO'}}\n", workload()
+    ).phases
+    board = phase.env["TENSORBOARD_PATH"]
+    found = [phase.env[name] for name in "ABCPN"]
+    assert found == [f"{board}/c/b/a", f"{board}/c/b", f"{board}/c", "/own:", "Ring"]
+
+
+def test_variables_of_a_case_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CaseError, match=r"ENV_VARS: A -> B -> A refer to one another"):
+        plan(tmp_path, f"{REGULAR}ENV_VARS: {{A: '$B', B: '$A'}}\n", workload())
 
 
 @pytest.mark.parametrize(
@@ -379,6 +420,18 @@ def test_an_audit_trains_the_first_steps_twice_and_saves_nothing(tmp_path: Path)
         assert settings == TraceSettings(directory=phase.dirs.trace, steps=2)
 
 
+@pytest.mark.parametrize("is_of_case", [False, True])
+def test_two_audited_trainings_share_no_hash_seed_but_that_of_the_case(
+    tmp_path: Path, *, is_of_case: bool
+) -> None:
+    text = REGULAR + ("ENV_VARS: {PYTHONHASHSEED: 3}\n" if is_of_case else "")
+    env = {**SETTING.env, "PYTHONHASHSEED": "7"}
+    found = plan(tmp_path, text, workload(), replace(SETTING, env=env, is_audited=True))
+    seeds = [phase.env.get("PYTHONHASHSEED") for phase in found.phases]
+    assert seeds == (["3"] * 3 if is_of_case else [None, None, "7"])
+    assert [phase.env.get("PYTHONMALLOC") for phase in found.phases] == [None, "malloc", None]
+
+
 def test_each_layout_of_a_consistency_is_audited(tmp_path: Path) -> None:
     text = (
         "TEST_TYPE: checkpoint-consistency\n"
@@ -428,3 +481,28 @@ def test_a_trace_of_a_resume_leaves_its_phases_as_they_are(tmp_path: Path) -> No
         settings = TraceSettings(directory=before.dirs.trace, values="full")
         variables = {**before.own_env, "PYTEST_MEGATRON_TRACE": settings.to_json()}
         assert after.own_env == variables
+
+
+def test_the_flight_recorder_dumps_into_the_phase_and_at_no_exit(tmp_path: Path) -> None:
+    row = workload(platforms="dgx_h100")
+    (phase,) = plan(tmp_path, REGULAR, row).phases
+    assert phase.env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{DIRS.root}/phase_1/flight/")
+    assert phase.env["TORCH_NCCL_EXTRA_DUMP_ON_EXEC"] == "0"
+    user = replace(SETTING, env={"TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "1"})
+    (phase,) = plan(tmp_path, REGULAR, row, user).phases
+    assert phase.env["TORCH_NCCL_EXTRA_DUMP_ON_EXEC"] == "1"
+    own = REGULAR.replace("{--train", "{--flight-recorder-dump-path: /own, --train")
+    (phase,) = plan(tmp_path, own, row).phases
+    assert not any(name.startswith("TORCH_NCCL_DEBUG") for name in phase.env)
+
+
+def test_the_page_names_every_variable_that_is_set(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reference" / "environment-variables.md").read_text()
+    row = workload(platforms="dgx_h100", data_path="/data")
+    leased = replace(SETTING, devices=("GPU-0",), is_lightweight=True)
+    (phase,) = plan(tmp_path, REGULAR, row, leased).phases
+    script = replace(row, script="true", training_script_path=None)
+    (planned,) = plan(tmp_path, REGULAR, script, leased).phases
+    place = RankPlace(rank=0, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
+    names = {*phase.own_env, *planned.own_env, *rank_env(place, 1)}
+    assert {name for name in names if f"`{name}`" not in page} == set()

@@ -28,7 +28,7 @@ def ft_case(tmp_path: Path) -> WorkloadCase:
 
 
 def test_no_launcher_starts_a_rank_again() -> None:
-    """FORMATS 9.28: restarts of ft_launcher hide crashes there."""
+    """In Megatron-LM restarts of ft_launcher hide crashes."""
     for starter in Launcher:
         ranks = replace(RANKS, starter=starter)
         words = start_words(started("python", ranks, "train.py", ["--a", "1"]))
@@ -54,7 +54,7 @@ def test_a_launcher_that_is_not_installed_is_named_with_the_way_out(ft_case: Wor
 def test_the_variable_wins_over_the_case(ft_case: WorkloadCase) -> None:
     assert starter_of(ft_case, None, has_ft_launcher=True) is Launcher.FT_LAUNCHER
     assert starter_of(ft_case, "torchrun", has_ft_launcher=False) is Launcher.TORCHRUN
-    with pytest.raises(CaseError, match="is 'slurm', expected one of torchrun, ft_launcher"):
+    with pytest.raises(CaseError, match="is 'slurm', expected one of ft_launcher, torchrun"):
         starter_of(ft_case, "slurm", has_ft_launcher=True)
 
 

@@ -16,7 +16,7 @@ import pytest
 from tiny_project import AGENT, GUEST, wait_until
 
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workload.run.rank_failures import first_failure, read_failures
+from pytest_megatron.triage.api import triage
 from pytest_megatron.workload.run.runner import settle_logs
 
 AGENTS = {"torch": ("-m", "torch.distributed.run"), "tiny": (str(AGENT),)}
@@ -38,8 +38,7 @@ class Ended:
 
     returncode: int
     teed: list[str]
-    failures: list[tuple[int, int | None, str | None]]
-    first: int | None
+    failures: list[tuple[str, int | None, dict[str, str]]]
     logs: list[str]
     stdout: list[str]
 
@@ -61,14 +60,16 @@ def launch(agent: str, root: Path, *program: str, ends_by: signal.Signals | None
             process.send_signal(ends_by)
         process.wait(timeout=120)
     settle_logs(dirs)
-    failures = read_failures(dirs)
-    first = first_failure(failures)
+    failures = [group.first for group in triage([dirs.root]).groups]
     lines = dirs.launcher_log.read_text().splitlines()
     return Ended(
         returncode=process.returncode,
         teed=sorted(line for line in lines if line.startswith("[default")),
-        failures=[(f.rank, f.exit_code, f.message) for f in failures],
-        first=None if first is None else first.rank,
+        failures=[  # torch's agent raises an exception of its own where it is ended itself
+            (f.headline.partition(", ")[0], f.root_rank, f.exits)
+            for f in failures
+            if f.root_rank is not None
+        ],
         logs=sorted(str(path.relative_to(dirs.logs)) for path in dirs.logs.rglob("*")),
         stdout=[(dirs.logs / str(rank) / "stdout.log").read_text() for rank in (0, 1)],
     )

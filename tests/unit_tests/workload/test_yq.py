@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_file_is_changed_in_place_and_keeps_its_numbers(
     text = capsys.readouterr().out
     assert "--lr: 3.0e-5\n" in text
     assert text.endswith("--exit-interval: 100\n")
+
+
+def test_json_is_printed_as_yaml(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{a: [["x", "y"]], b: 1.0}'))
+    assert main(["-P"]) == 0
+    assert capsys.readouterr().out == "a:\n- - x\n  - y\nb: 1.0\n"
 
 
 @pytest.mark.parametrize("expression", [".A | sort_by(.x)", ".A |", "-o=json", ".A $"])

@@ -1,0 +1,1 @@
+"""Nothing: train_rl.py imports wandb and, without a project, does not use it."""

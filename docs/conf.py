@@ -20,7 +20,7 @@ version = release = version_of(project)
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 exclude_patterns = [".*", "build"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 smartquotes = False  # `--` is an option
 
 myst_heading_anchors = 6  # of each heading, as GitHub names them
@@ -33,7 +33,10 @@ napoleon_use_ivar = True  # an attribute with its type is described by autodoc a
 
 html_theme = "furo"
 html_title = project
+html_theme_options = {"light_css_variables": {"code-font-size": "var(--font-size--small--2)"}}
+copybutton_prompt_text = "$ "  # of blocks with prompts, the commands alone are copied
 html_copy_source = False
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 html_show_copyright = False
 linkcheck_timeout = 20
 linkcheck_retries = 2

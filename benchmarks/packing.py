@@ -1,12 +1,9 @@
-"""How well tests of mixed sizes fill 8 ranks, and small ones a GPU: `python benchmarks/packing.py`.
+"""How well tests of mixed sizes fill 8 ranks: `python benchmarks/packing.py`.
 
 Tests that only sleep ask for gangs of 1, 2 and 4 ranks. No schedule can end before the sum of
 `ranks * seconds` over 8, nor before the longest test; the figure is the time from the first test to
 the last, over that bound. Sleeping needs no cores, so that the figure holds on any machine as far
 as starting ranks is quick; how long that took is printed as well.
-
-With `--shared`, 60 small tests run on one GPU with `--pack-gpus`, and one at a time, in turns;
-without `--device cuda` on a pretended GPU, where they sleep.
 """
 
 from __future__ import annotations
@@ -15,48 +12,15 @@ import argparse
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 SLOTS = 8
 SIZES = (1, 2, 4)
-ROOT = Path(__file__).parents[1]
-SMALL = """
-import time
-
-import pytest
-
-pytestmark = pytest.mark.gpu_memory_gib(4)
-
-
-@pytest.mark.parametrize("number", range({num_tests}))
-def test_small(number):
-    time.sleep(0.2)
-"""
-SMALL_ON_CUDA = """
-import pytest
-import torch
-
-pytestmark = pytest.mark.gpu_memory_gib(4)
-
-
-@pytest.mark.parametrize("number", range({num_tests}))
-def test_small(number):
-    layer = torch.nn.TransformerEncoderLayer(1024, 16, device="cuda")
-    optimizer = torch.optim.Adam(layer.parameters())
-    for _ in range(20):  # as small tests do: many little kernels, and waiting for each result
-        loss = layer(torch.randn(64, 8, 1024, device="cuda")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss.item() > 0
-"""
 SUITE = """
 import json
 import os
@@ -129,62 +93,12 @@ def measure(kind: str, num_tests: int, seed: int) -> tuple[float, float, float]:
     return bound, last - first, float(done.stdout.rpartition(" in ")[2].partition("s")[0])
 
 
-def measure_shared(num_tests: int, most: int, device: str) -> float:
-    """Return the seconds of a session of small tests on one GPU, so many at a time."""
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        if device == "cpu":
-            sys.path.append(str(ROOT / "tests/unit_tests/hooks"))
-            from pretended_gpus import pretend_gpus  # noqa: PLC0415 - of the tests
-
-            env |= pretend_gpus(root, 1)
-        text = SMALL_ON_CUDA if device == "cuda" else SMALL
-        (root / "test_small.py").write_text(text.format(num_tests=num_tests))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "megatron", "--gpus=1"]
-        start = time.perf_counter()
-        done = subprocess.run(
-            [*command, f"--pack-gpus={most}", "--run-dir", str(root / "run")],
-            cwd=root,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0 or f"{num_tests} passed" not in done.stdout:
-            raise SystemExit(done.stdout + done.stderr)
-        for line in done.stdout.splitlines():
-            if line.startswith("megatron: GPU memory"):
-                print(line)
-    return time.perf_counter() - start
-
-
-def compare_shared(num_tests: int, rounds: int, most: int, device: str) -> None:
-    """Print the times of sessions with and without packing, in turns."""
-    found: dict[int, list[float]] = {1: [], most: []}
-    for _ in range(rounds):
-        for number, seconds in found.items():
-            seconds.append(measure_shared(num_tests, number, device))
-    alone, packed = (statistics.median(seconds) for seconds in found.values())
-    print(
-        f"{num_tests} small tests on one {'pretended ' if device == 'cpu' else ''}GPU, median of "
-        f"{rounds}: {packed:.2f} s with --pack-gpus {most}, {alone:.2f} s one at a time, "
-        f"{packed / alone:.2f} x"
-    )
-
-
 def main() -> None:
-    """Print a line for each kind of durations, or for tests that share a GPU."""
+    """Print a line for each kind of durations."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tests", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shared", action="store_true", help="small tests on one GPU")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --shared")
-    parser.add_argument("--pack", type=int, default=8, help="gangs on the GPU, of --shared")
     arguments = parser.parse_args()
-    if arguments.shared:
-        compare_shared(arguments.tests, arguments.rounds, arguments.pack, arguments.device)
-        return
     print(f"{arguments.tests} tests of 1, 2 and 4 ranks on {SLOTS}, median of {arguments.rounds}")
     for kind in ("equal", "random", "few long"):
         rounds = sorted(

@@ -62,7 +62,7 @@ def main() -> None:
         compare(
             f"collect {NUM_ROWS} rows or tests",
             directory,
-            ["--collect-only", "recipes"],
+            ["-p", "megatron", "--collect-only", "recipes"],
             ["--collect-only", "test_many.py"],
         )
 

@@ -98,14 +98,14 @@ class _Silent:
 class _Retries:
     """Further attempts of one workload, all of which the run grants."""
 
-    def __init__(self, retry_budget: RunLedger, name: str) -> None:
-        self._retry_budget = retry_budget
+    def __init__(self, ledger: RunLedger, name: str) -> None:
+        self._ledger = ledger
         self._name = name
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take one."""
         assert attempt.cause is not None
-        return self._retry_budget.claim(self._name, "simulated")
+        return self._ledger.claim(self._name, "simulated")
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Take no notice."""
@@ -141,7 +141,7 @@ class Simulation:
         run_dir.mkdir()
         self._context = EngineContext(root=root, run_dir=run_dir, facts=self._facts, env={})
         self._journal = Journal.open(self._context.engine_dir)
-        self._retry_budget = RunLedger(run_dir=run_dir, max_retries=len(works))
+        self._ledger = RunLedger(run_dir=run_dir, max_retries=len(works))
         self._policy = policy_named("strict")
         self.found = Found()
         self.cluster = Cluster(num_nodes, 8, self._fate_of, self._on_end)
@@ -214,7 +214,7 @@ class Simulation:
         )
         job.dirs.root.mkdir()
         self._begun[name] = job
-        return begin(check_job(job), self._facts, _Silent(), _Retries(self._retry_budget, name))
+        return begin(check_job(job), self._facts, _Silent(), _Retries(self._ledger, name))
 
     def _verdict(self, end: WorkEnd) -> str:
         """Judge a workload that ended, as a session does."""
@@ -223,7 +223,7 @@ class Simulation:
         job = self._begun.pop(end.name)
         training = conclude(job, end.ends)
         is_broken = training.verdict is Verdict.BROKEN
-        self._retry_budget.note_end(end.name, "simulated" if is_broken else None)
+        self._ledger.note_end(end.name, "simulated" if is_broken else None)
         if training.verdict in (Verdict.PASSED, Verdict.FLAKY):
             golden = read_golden(golden_path(self._root, job.workload))
             if judge(training, golden, self._policy, self._facts).failed:

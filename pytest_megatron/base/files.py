@@ -58,6 +58,26 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return data
 
 
+def append_lines(path: Path, text: str) -> int:
+    """Add whole lines to the end of a file in one piece, and return its size in bytes.
+
+    A line that a killed writer left unfinished is ended first, so that it costs no other line.
+
+    Raises:
+        OSError: It cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(-1, os.SEEK_END)
+        is_unfinished = size > 0 and file.read(1) != b"\n"
+        data = f"{chr(10) * is_unfinished}{text}".encode()
+        while data:
+            data = data[file.write(data) :]
+        return file.seek(0, os.SEEK_END)
+
+
 def is_private(directory: Path) -> bool:
     """Return whether a directory, no link to one, is this user's own and nobody else can enter it.
 

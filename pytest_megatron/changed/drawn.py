@@ -7,13 +7,12 @@ fails then was to be selected, or is flaky. Pure but for reading and appending.
 from __future__ import annotations
 
 import json
-import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pytest_megatron.base.files import parse_json, read_bytes
+from pytest_megatron.base.files import append_lines, parse_json, read_bytes
 from pytest_megatron.base.schema import SchemaError, validate
 from pytest_megatron.errors import ConfigError
 
@@ -50,13 +49,13 @@ class DrawnRun:
         return frozenset(self.drawn) & frozenset(self.failed)
 
 
-def draw(durations_s: Mapping[str, float], seed: int, *, is_costly: Iterable[str]) -> list[str]:
+def draw(durations_s: Mapping[str, float], seed: int, *, costly: Collection[str]) -> list[str]:
     """Return items drawn by a seed, of a share of the time of all.
 
     Args:
         durations_s: Node id -> recorded duration.
         seed: Any number.
-        is_costly: Items that are only drawn if they fit into that share; of all others one is
+        costly: Items that are only drawn if they fit into that share; of all others one is
             drawn in any case.
     """
     names = sorted(durations_s)
@@ -68,7 +67,6 @@ def draw(durations_s: Mapping[str, float], seed: int, *, is_costly: Iterable[str
         if costs[name] <= left:
             found.append(name)
             left -= costs[name]
-    costly = set(is_costly)
     return found or [name for name in names if name not in costly][:1]
 
 
@@ -114,9 +112,4 @@ def append_drawn(path: Path, run: DrawnRun) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(file, f"{json.dumps(asdict(run))}\n".encode())
-    finally:
-        os.close(file)
+    append_lines(path, f"{json.dumps(asdict(run))}\n")

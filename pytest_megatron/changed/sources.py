@@ -13,6 +13,7 @@ import posixpath
 import re
 import stat
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -87,10 +88,9 @@ def _kept_by(function: ast.AST) -> frozenset[str]:
     seen: set[str] = set()
     found: set[str] = set()
     names = stores.tested & stores.values.keys() - (stores.own - stores.lasting)
-    for node in ast.walk(function):  # what stands beside may fill it, as `self.x.read()` does
-        for block in (getattr(node, "body", ()), getattr(node, "orelse", ())):
-            if isinstance(block, list) and any(_places_of(part) & names for part in block):
-                found = found.union(*map(_used_in, block))
+    for name in names:  # what stands beside may fill it, as `self.x.read()` does
+        for block in stores.blocks[name]:
+            found = found.union(*map(_used_in, block))
     while names:  # back through the variables
         seen |= names
         values = [value for name in names for value in stores.values.get(name, ())]
@@ -104,15 +104,30 @@ class _Stores(ast.NodeVisitor):
 
     Attributes:
         values: Attribute, container or variable -> values that are stored in it.
+        blocks: The same -> lists of statements, one of which stores in it.
         own: Variables of a call.
         lasting: Variables that outlive it.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, list[ast.expr]] = {}
+        self.blocks = defaultdict[str, list[list[ast.stmt]]](list)
+        self._block: list[ast.stmt] = []
         self.tested: set[str] = set()
         self.own: set[str] = set()
         self.lasting: set[str] = set()
+
+    @override
+    def generic_visit(self, node: ast.AST) -> None:
+        for _, field in ast.iter_fields(node):
+            parts = field if isinstance(field, list) else [field]
+            outer = self._block
+            if parts and isinstance(parts[0], ast.stmt):
+                self._block = parts
+            for part in parts:
+                if isinstance(part, ast.AST):
+                    self.visit(part)
+            self._block = outer
 
     @override
     def visit(self, node: ast.AST) -> None:
@@ -149,12 +164,7 @@ class _Stores(ast.NodeVisitor):
         if isinstance(target, ast.Name):
             self.own.add(name)
         self.values.setdefault(name, []).append(value)
-
-
-def _places_of(statement: ast.stmt) -> set[str]:
-    """Return the places that an assignment stores to."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else ()
-    return {_place_of(target) for target in targets}
+        self.blocks[name].append(self._block)
 
 
 def _asked_in(test: ast.expr) -> set[str]:

@@ -312,8 +312,8 @@ class Selector:
             text = worker.get("testrunuid") or secrets.token_hex(4)
             self._seed = int(digest(text.encode())[:8], 16)
         durations = {i.nodeid: self._record.tests[i.nodeid].duration_s for i in unchanged}
-        costly = [i.nodeid for i in unchanged if mode_of(i).startswith(_WORKLOAD)]
-        self._drawn = draw(durations, self._seed, is_costly=costly)
+        costly = {i.nodeid for i in unchanged if mode_of(i).startswith(_WORKLOAD)}
+        self._drawn = draw(durations, self._seed, costly=costly)
         if self._drawn:
             number = f"{len(self._drawn)} of the {len(unchanged)} others"
             verb = "runs" if len(self._drawn) == 1 else "run"

@@ -10,6 +10,7 @@ goldens has no quarantine of workloads.
 from __future__ import annotations
 
 import datetime as dt
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -31,7 +32,7 @@ from pytest_megatron.recipe.quarantine import (
     project_quarantines,
     today,
 )
-from pytest_megatron.runs.history import FailureStreak, failure_streak, read
+from pytest_megatron.runs.history import FailureStreak, HistoryEntry, failure_streak, read
 from pytest_megatron.runs.record import RecordedQuarantine
 
 NAME = "megatron-quarantine"
@@ -174,9 +175,12 @@ def _streaks(config: pytest.Config, items: Sequence[pytest.Item]) -> dict[str, F
     except OSError as error:
         where = session.shorten(str(session.history_file))
         raise pytest.UsageError(f"{where}: cannot be read: {error.strerror}") from None
-    earlier = [entry for entry in entries if entry.run != session.run_dir.name]
+    earlier = defaultdict[str, list[HistoryEntry]](list)
+    for entry in entries:
+        if entry.run != session.run_dir.name:
+            earlier[entry.node_id].append(entry)
     return {
-        item.nodeid: failure_streak(earlier, names[item.nodeid], _platform_of(item))
+        item.nodeid: failure_streak(earlier[names[item.nodeid]], _platform_of(item))
         for item in items
     }
 

@@ -11,7 +11,6 @@ import datetime as dt
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 from collections import Counter, deque
@@ -20,7 +19,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from pytest_megatron.base.files import parse_json, read_bytes, write_text_atomically
+from pytest_megatron.base.files import (
+    append_lines,
+    parse_json,
+    read_bytes,
+    write_text_atomically,
+)
 from pytest_megatron.base.schema import Count, Positive, SchemaError, parse, validate
 from pytest_megatron.base.text import rough_time
 from pytest_megatron.gpu.host import CPU_PLATFORM
@@ -175,14 +179,8 @@ def append(path: Path, entries: Iterable[HistoryEntry]) -> None:
     if not text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path), path.open("ab+") as file:
-        end = file.seek(0, os.SEEK_END)
-        if end and _last_byte(path) != b"\n":  # a writer was killed within a line
-            text = "\n" + text
-        file.write(text.encode())
-        is_full = end + len(text) > MAX_BYTES
-        file.flush()
-        if is_full:
+    with _lock(path):
+        if append_lines(path, text) > MAX_BYTES:
             _drop_oldest(path)
 
 
@@ -567,13 +565,17 @@ class FailureStreak:
         return self.num_before + self.num_failed
 
 
-def failure_streak(entries: Iterable[HistoryEntry], node_id: str, platform: str) -> FailureStreak:
+def failure_streak(entries: Iterable[HistoryEntry], platform: str) -> FailureStreak:
     """Return how often an item failed in a row, by the runs that are known.
 
-    Where no run is known that passed, one counts as if it
-    had: an item that fails ever since it is known is broken, and not flaky.
+    Where no run is known that passed, one counts as if it had: an item that fails ever since it is
+    known is broken, and not flaky.
+
+    Args:
+        entries: Those of the item alone, on every platform.
+        platform: Where it runs now.
     """
-    own = (e for e in dict.fromkeys(entries) if e.node_id == node_id and e.platform == platform)
+    own = (entry for entry in dict.fromkeys(entries) if entry.platform == platform)
     runs = sorted((run for run in own if run.is_counted), key=lambda run: run.time)
     last = list(takewhile(lambda run: not run.is_good, reversed(runs)))
     before = runs[: len(runs) - len(last)]
@@ -644,12 +646,6 @@ def _lock(path: Path) -> Iterator[None]:
 
     with filelock.FileLock(path.with_name(f".{path.name}.lock")):
         yield
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
 
 
 def _drop_oldest(path: Path) -> None:

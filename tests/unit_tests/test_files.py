@@ -8,6 +8,7 @@ import pytest
 
 from pytest_megatron.base.files import (
     JsonValue,
+    append_lines,
     json_objects,
     parse_json,
     read_bytes,
@@ -86,3 +87,12 @@ def test_texts_that_are_parsed_can_be_written(text: str | bytes, value: JsonValu
 def test_a_line_that_is_no_object_is_left_out() -> None:
     lines = b'{"a": 1}\n3\n\nno JSON\n{"b": 2}\n{"c": '
     assert list(json_objects(lines)) == [{"a": 1}, {"b": 2}]
+
+
+def test_lines_are_appended_behind_one_that_a_killed_writer_left(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "lines.jsonl"
+    assert append_lines(path, "a\n") == 2
+    assert append_lines(path, "é\nc\n") == 7
+    path.write_bytes(path.read_bytes()[:-1])
+    append_lines(path, "d\n")
+    assert path.read_text() == "a\né\nc\nd\n"

@@ -325,7 +325,7 @@ def test_failures_in_a_row_that_are_no_chance_are_a_regression(
     ]
     elsewhere = replace(ENTRY, time="2026-02-01T00:00:00Z", platform="dgx_h100")
     dirty = replace(ENTRY, time="2026-02-01T00:00:00Z", is_dirty=True)
-    found = failure_streak([*runs, elsewhere, dirty], ENTRY.node_id, "cpu")
+    found = failure_streak([*runs, elsewhere, dirty], "cpu")
     assert (found.num_failed < found.num_needed) is is_likely
     if num_failed and before:
         assert (found.since, found.num_before) == (f"c{len(before)}", len(before))
@@ -344,7 +344,7 @@ def test_an_item_that_nobody_repaired_seldom_counts_as_a_regression() -> None:
             until = "2026-12-31" if run > 20 else ""
             runs.append(replace(ENTRY, time=time, verdict=verdict, quarantined_until=until))
             if verdict == "failed" and run > 20:
-                found = failure_streak(runs, ENTRY.node_id, "cpu")
+                found = failure_streak(runs, "cpu")
                 if found.num_failed >= found.num_needed:
                     num_wrong += 1
                     break

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pytest_megatron.base.files import append_lines
 from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.base.text import counted
 from pytest_megatron.engines.api import (
@@ -122,8 +123,8 @@ class BadNodes:
             return
         with contextlib.suppress(OSError):  # a full disk; the next run finds out again
             make_own_dir(self._root)
-            with (self._root / FILE).open("a", encoding="utf-8") as file:
-                file.write("".join(f"{json.dumps(asdict(row))}\n" for row in rows))
+            lines = "".join(f"{json.dumps(asdict(row))}\n" for row in rows)
+            append_lines(self._root / FILE, lines)
 
     @property
     def _entries(self) -> dict[str, _BadNode]:

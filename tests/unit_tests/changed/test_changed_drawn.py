@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 from test_changed_session import Project
 
-from pytest_megatron.base.project import run_git
 from pytest_megatron.changed.drawn import DrawnRun, append_drawn, draw, open_failures, read_drawn
 from pytest_megatron.cli.main import group
 from pytest_megatron.errors import ConfigError
@@ -27,16 +26,16 @@ def test_it(number):
 
 def test_what_is_drawn_takes_a_small_share_of_the_time() -> None:
     durations = {f"t{number}": 1.0 for number in range(100)}
-    found = draw(durations, 3, is_costly=())
+    found = draw(durations, 3, costly=())
     assert (len(found), len(set(found))) == (5, 5)
-    assert draw(durations, 3, is_costly=()) == found != draw(durations, 4, is_costly=())
+    assert draw(durations, 3, costly=()) == found != draw(durations, 4, costly=())
 
 
 def test_at_least_one_is_drawn_unless_it_costs_too_much() -> None:
-    assert len(draw({"a": 5.0, "b": 5.0}, 1, is_costly=())) == 1
-    assert draw({"a": 5.0, "w": 5.0}, 1, is_costly=["w"]) == ["a"]
-    assert draw({"w": 5.0}, 1, is_costly=["w"]) == []
-    assert draw({}, 1, is_costly=()) == []
+    assert len(draw({"a": 5.0, "b": 5.0}, 1, costly=())) == 1
+    assert draw({"a": 5.0, "w": 5.0}, 1, costly=["w"]) == ["a"]
+    assert draw({"w": 5.0}, 1, costly=["w"]) == []
+    assert draw({}, 1, costly=()) == []
 
 
 def test_a_test_that_failed_is_open_until_it_passes(tmp_path: Path) -> None:
@@ -50,18 +49,15 @@ def test_a_test_that_failed_is_open_until_it_passes(tmp_path: Path) -> None:
     runs = read_drawn(path)
     path.write_text(path.read_text() + '{"time": "2026-')  # of a session that was killed
     assert read_drawn(path) == runs
+    append_drawn(path, RUN)
+    assert read_drawn(path) == [*runs, RUN]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     root = tmp_path_factory.mktemp("drawn")
     (root / "test_it.py").write_text(TESTS)
-    assert run_git(root, "init", "-q").returncode == 0
-    found = Project.__new__(Project)
-    found.root = root
-    done = found.pytest("--record-changed")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return found
+    return Project.recorded(root)
 
 
 @pytest.mark.parametrize("more", [(), ("-n", "2")], ids=["alone", "xdist"])

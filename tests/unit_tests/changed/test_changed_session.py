@@ -161,6 +161,16 @@ class Project:
             (root / name).write_text(text)
         assert run_git(root, "init", "-q").returncode == 0
 
+    @classmethod
+    def recorded(cls, root: Path) -> Project:
+        """Return a directory as a project all of whose tests ran and were recorded."""
+        assert run_git(root, "init", "-q").returncode == 0
+        found = cls.__new__(cls)
+        found.root = root
+        done = found.pytest("--record-changed")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return found
+
     def pytest(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.pytest_in(self.root, *arguments)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from test_changed_session import Project
 
-from pytest_megatron.base.project import run_git
 from pytest_megatron.changed.record import ProjectState
 from pytest_megatron.changed.select import Changes
 from pytest_megatron.changed.sources import Sources, files_of
@@ -281,12 +280,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
         connection.execute("insert into numbers values (1)")
     with zipfile.ZipFile(root / "data/modules.zip", "w") as archive:
         archive.writestr("zipped.py", "VALUE = 1\n")
-    assert run_git(root, "init", "-q").returncode == 0
-    found = Project.__new__(Project)
-    found.root = root
-    done = found.pytest("--record-changed")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return found
+    return Project.recorded(root)
 
 
 def selected(project: Project) -> set[str]:

@@ -150,6 +150,7 @@ class SubmissionOutcome:
         facts: Where and with what it ran; None where that is this process's machine.
         hosts: Names of the machines, as `avoid_hosts` takes them.
         trouble: None where it ran to its end, well or not.
+        lost_s: Time that it ran, where no phase left its end.
     """
 
     ends: tuple[PhaseEnd, ...] = ()
@@ -157,6 +158,7 @@ class SubmissionOutcome:
     facts: SessionFacts | None = None
     hosts: tuple[str, ...] = ()
     trouble: EngineError | None = None
+    lost_s: float = 0.0
 
     @property
     def suspects(self) -> tuple[str, ...]:

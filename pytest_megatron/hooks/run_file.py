@@ -327,7 +327,6 @@ class PagesPlugin:
     def __init__(self, session: RunSession) -> None:
         self._session = session
         self._has_workloads = False
-        self._has_trained = False
         self._has_failures = False
         self._line: str | None = None
 
@@ -335,7 +334,6 @@ class PagesPlugin:
         """Note whether there is anything to show."""
         record = record_on(report)
         self._has_workloads |= isinstance(record, RecordedWorkload)
-        self._has_trained |= isinstance(record, RecordedWorkload) and bool(record.attempts)
         self._has_failures |= record is not None and record.verdict not in _GOOD
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
@@ -355,8 +353,7 @@ class PagesPlugin:
             self._line = f"the pages of this run are not complete: {error}"
             return
         if self._has_failures:
-            what = "curves and logs" if self._has_trained else "failures and logs"
-            self._line = f"{what} of this run: {index}"
+            self._line = f"the page of this run: {index}"
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -258,6 +258,7 @@ class Attempt:
         suspects: The machines that failed under it, where it was theirs.
         stopped: Why it was stopped, if it could only fail; it has a cause as well.
         note: What is odd about one that trained as it should, or None.
+        lost_s: Time that it ran, where no phase left its end.
     """
 
     repeat: int
@@ -277,6 +278,7 @@ class Attempt:
     suspects: tuple[str, ...] = ()
     stopped: StoppedEarly | None = None
     note: str | None = None
+    lost_s: float = 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -303,7 +305,7 @@ class Attempt:
     @property
     def duration_s(self) -> float:
         """Time of all its phases."""
-        return sum(end.duration_s for end in self.all_ends)
+        return sum(end.duration_s for end in self.all_ends) or self.lost_s
 
     @property
     def all_ends(self) -> tuple[PhaseEnd, ...]:

@@ -268,6 +268,7 @@ def _judged(
         is_in_windows=plan.target is not None,
         facts=outcome.facts,
         suspects=outcome.suspects,
+        lost_s=outcome.lost_s,
         note=next(
             (f"{name_ranks(e.waiting)} did not exit" for e in outcome.ends if e.waiting), None
         ),

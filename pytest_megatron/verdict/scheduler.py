@@ -136,6 +136,7 @@ class WorkloadScheduler:
         self._most_orders = most_orders
         self._queue_timeout_s = queue_timeout_s
         self._waits_since: dict[str, float] = {}
+        self._runs_since: dict[str, float] = {}
         self._clock = clock
         self._number = itertools.count()
         self._todo: list[tuple[Rank, int, QueuedWorkload | _Next]] = []
@@ -284,13 +285,21 @@ class WorkloadScheduler:
         found = self._open.get(update.key)
         if found is None:  # of a workload that ended meanwhile
             return []
-        if update.outcome is None:
+        outcome = update.outcome
+        if outcome is None:
             self._phases[update.key] = (update.phase, update.detail)
+            if update.phase is SubmissionPhase.RUNNING:
+                self._runs_since.setdefault(update.key, self._clock())
+            else:  # put into the queue again
+                self._runs_since.pop(update.key, None)
             return []
         del self._phases[update.key], self._open[update.key]
         index = found.keys.pop(update.key)
+        since = self._runs_since.pop(update.key, None)
+        if since is not None and not outcome.ends:
+            outcome = replace(outcome, lost_s=self._clock() - since)
         try:
-            order = found.repeats[index].send(update.outcome)
+            order = found.repeats[index].send(outcome)
         except StopIteration as done:
             end: RepeatEnd = done.value
             del found.repeats[index]
@@ -317,6 +326,7 @@ class WorkloadScheduler:
         for key in found.keys:
             self._open.pop(key, None)
             self._phases.pop(key, None)
+            self._runs_since.pop(key, None)
         _close(found)
         self._num_ended += 1
         self._done += _weight(found.work.rank)

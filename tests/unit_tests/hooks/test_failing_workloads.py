@@ -290,7 +290,7 @@ def test_signatures_that_cannot_be_read_end_the_session_before_anything_runs(
 
 
 def test_every_workload_has_a_page_and_the_index_is_named_once(run: Run) -> None:
-    assert run.stdout.count("megatron: curves and logs of this run: run/index.html\n") == 1
+    assert run.stdout.count("megatron: the page of this run: run/index.html\n") == 1
     index = (run.directory / "index.html").read_text()
     assert index.index("::crash[") < index.index("::sound[")
     assert "SIGSEGV" in index

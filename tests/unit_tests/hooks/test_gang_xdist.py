@@ -96,7 +96,7 @@ def test_marks_are_enough_under_xdist_too(tmp_path: Path) -> None:
     assert "5 distributed tests: 1 failed, 4 passed" in page
     assert "rank 1: " in page
     assert "&lt;b&gt;" in page
-    assert run.stdout.count("megatron: failures and logs of this run: run/index.html") == 1
+    assert run.stdout.count("megatron: the page of this run: run/index.html") == 1
 
 
 def test_a_worker_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:

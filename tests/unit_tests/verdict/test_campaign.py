@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -249,6 +249,30 @@ def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> Non
     )
     clock.now = 120.0
     assert [end.name for end in scheduler.step()] == ["new"]
+
+
+def test_an_order_of_which_no_phase_is_left_ran_as_long_as_was_seen() -> None:
+    engine, clock = FakeEngine(), FakeClock()
+    scheduler = WorkloadScheduler(engine, clock=clock)
+    told: list[SubmissionOutcome] = []
+
+    def hears() -> Repeat:
+        told.append((yield order("lost/1/1")))
+        return ended(is_good=False)
+
+    scheduler.add([work("lost", lambda: [hears()])])
+    scheduler.step()
+    engine.tell("lost/1/1", SubmissionPhase.RUNNING, "")
+    clock.now = 10.0
+    scheduler.step()
+    engine.tell("lost/1/1", SubmissionPhase.RUNNING, "on another node")
+    clock.now = 20.0
+    scheduler.step()
+    engine.end("lost/1/1")
+    clock.now = 90.0
+    assert [end.name for end in scheduler.step()] == ["lost"]
+    assert [outcome.lost_s for outcome in told] == [80.0]
+    assert replace(ended().attempts[0], lost_s=80.0).duration_s == 80.0
 
 
 def test_a_bad_repeat_ends_the_others_of_its_workload_alone() -> None:

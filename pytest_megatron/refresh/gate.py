@@ -52,7 +52,7 @@ TIME = 0.05  # of the median
 # Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
 MOST_LOSS = 100.0
 ROUNDED = 1e-4  # of the median; five decimals, which Megatron-LM's goldens have, are sound
-_DECIMALS, _LEAST_ROUNDED = 5, 8
+_DECIMALS, _LEAST_DIGITS = 5, 8
 _TIME_METRIC = "iteration-time"
 _MEMORY_METRIC = "mem-max-allocated-bytes"
 _WARM_UP = 0.1
@@ -143,7 +143,8 @@ def _rounded(values: Sequence[float]) -> tuple[int, float] | None:
     """Return decimals and the relative error of values that were rounded; None of sound ones."""
     broken = [value for value in values if not value.is_integer()]
     decimals = next((d for d in range(1, _DECIMALS) if all(round(v, d) == v for v in broken)), None)
-    if decimals is None or len(broken) < _LEAST_ROUNDED:
+    # A value of five decimals or more has `d` alone by chance in one of 10 ** (5 - d).
+    if decimals is None or len(broken) * (_DECIMALS - decimals) < _LEAST_DIGITS:
         return None
     error = 0.5 * 10.0**-decimals / statistics.median(map(abs, values))
     return (decimals, error) if error > ROUNDED else None

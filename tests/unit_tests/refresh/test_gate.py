@@ -485,6 +485,10 @@ ODD: dict[str, tuple[MetricMap, list[str]]] = {
         ["implausible"],
     ),
     "two decimals": (metric_map({s: round(float(v), 2) for s, v in curve().items()}), ["rounded"]),
+    "two decimals of four values": (
+        metric_map({s: round(float(v), 2) for s, v in curve().items() if s % 25 == 0}),
+        ["rounded"],
+    ),
     "five decimals": (metric_map({s: round(float(v), 5) for s, v in curve().items()}), []),
     "every tenth step": (metric_map({s: v for s, v in curve().items() if s % 10 == 0}), []),
     "a loss that balances experts": (

@@ -165,10 +165,19 @@ def layer_text(
     if measured is None or limit is None:
         return f"{rule}{where}"
     if unit == RELATIVE:
-        return f"{rule} {measured:.1e} of {limit:.1e}{where}"
+        return f"{rule} {' of '.join(_told_apart(measured, limit, 1, 'e'))}{where}"
     if unit.startswith(("steps ", "requests ")):  # so many that differ, of which so many may
         return f"{rule} {measured:g} {unit}, {limit:g} may{where}"
-    return f"{rule} {measured:g} of {limit:g} {unit}{where}"
+    return f"{rule} {' of '.join(_told_apart(measured, limit, 6, 'g'))} {unit}{where}"
+
+
+def _told_apart(first: float, second: float, digits: int, style: str) -> tuple[str, str]:
+    """Return two numbers as texts, with as many more digits as differing ones need to differ."""
+    for more in range(digits, 18):
+        texts = f"{first:.{more}{style}}", f"{second:.{more}{style}}"
+        if texts[0] != texts[1]:
+            return texts
+    return f"{first:.{digits}{style}}", f"{second:.{digits}{style}}"
 
 
 def counting_layer(
@@ -371,16 +380,19 @@ def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
     off = relative(observed, golden)
     tolerance = first.tolerance if math.isfinite(observed) else None
     amount = f", {_off(abs(off), tolerance)}" if math.isfinite(off) else ""
-    return f"observed {_number(observed)}, {expected}{amount}"
+    texts = _number(observed), _number(golden)
+    if texts[0] == texts[1]:
+        texts = _told_apart(observed, golden, 7, "g")
+    return f"observed {texts[0]}, golden {texts[1]}{amount}"
 
 
 def _off(amount: float, tolerance: float | None, sign: str = "") -> str:
     """Return how far a value is off, and how far it may be, in digits that tell them apart."""
     if tolerance is None:
         return f"off by {amount:{sign}.1e} relative"
-    same = [d for d in range(1, 7) if f"{abs(amount):.{d}e}" == f"{tolerance:.{d}e}"]
-    digits = 1 if amount == tolerance or not same else min(same[-1] + 1, 7)
-    return f"off by {amount:{sign}.{digits}e} relative, tolerance allows {tolerance:.{digits}e}"
+    size, limit = _told_apart(abs(amount), tolerance, 1, "e")
+    minus = "-" if amount < 0 else sign
+    return f"off by {minus}{size} relative, tolerance allows {limit}"
 
 
 def _number(value: Value) -> str:

@@ -70,6 +70,15 @@ def failed(rule: ComparisonRule, **fields: object) -> Comparison:
             id="hardly outside",
         ),
         pytest.param(
+            failed(
+                ComparisonRule.BAND,
+                first=StepDifference(step=7, observed=2.000000004, golden=2.000000002),
+            ),
+            "lm loss, step 7: observed 2.000000004, golden 2.000000002, off by 1.0e-09 relative; "
+            "g.json",
+            id="hardly different",
+        ),
+        pytest.param(
             failed(ComparisonRule.MISSING, first=StepDifference(step=7, observed=None, golden=4.0)),
             "lm loss, step 7: missing in the run, golden 4; g.json",
             id="missing",
@@ -168,6 +177,10 @@ def test_the_layers_are_two_lines_what_failed_first() -> None:
         "passed: presence 50 of 50 steps",
     ]
     assert render_layers(failed(ComparisonRule.OUTLIER)) == []
+    close = Layer(rule=ComparisonRule.TAIL, passed=False, measured=1.04e-3, limit=1e-3)
+    assert render_layers(failed(ComparisonRule.TAIL, layers=(close,))) == [
+        f"failed: {close.rule.value} 1.04e-03 of 1.00e-03"
+    ]
 
 
 @pytest.mark.parametrize(

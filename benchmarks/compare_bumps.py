@@ -29,10 +29,10 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.model import Golden, MetricMap, Series, series_of
-from pytest_megatron.golden.policy import LONG_STEPS
-from pytest_megatron.golden.store import parse_golden
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series, series_of
+from pytest_megatron.workloads.golden.policy import LONG_STEPS
+from pytest_megatron.workloads.golden.store import parse_golden
 
 CASES = "tests/functional_tests/test_cases"
 LOSS, ZEROS = "lm loss", "num-zeros"

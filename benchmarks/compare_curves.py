@@ -42,7 +42,7 @@ from curve_rules import (
     steps_of,
 )
 
-from pytest_megatron.golden.model import Value
+from pytest_megatron.workloads.golden.model import Value
 
 CURVES = Path(__file__).with_name("curves") / "curves.json.gz"
 CALM = ("fp32", "bf16")

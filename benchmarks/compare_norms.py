@@ -23,9 +23,9 @@ from pathlib import Path
 
 from curve_rules import HERE, LOSS, THERE
 
-from pytest_megatron.golden.build import combine, spread_of
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.model import Golden, MetricMap, Provenance, series_of
+from pytest_megatron.workloads.golden.build import combine, spread_of
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, series_of
 
 FILE = Path(__file__).with_name("curves") / "norms.json.gz"
 GRADIENT, PARAMETERS = "grad-norm", "params-norm"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pytest_megatron.golden.build import combine, spread_of
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.model import (
+from pytest_megatron.workloads.golden.build import combine, spread_of
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.model import (
     NOWHERE,
     Golden,
     MetricMap,
@@ -18,7 +18,7 @@ from pytest_megatron.golden.model import (
     Value,
     series_of,
 )
-from pytest_megatron.golden.policy import ComparisonPolicy
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 
 LOSS = "lm loss"
 HERE = RunEnvironment(host_class="here", versions={"torch": "2.13.0"})

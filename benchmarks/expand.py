@@ -74,8 +74,8 @@ def write_recipes(directory: Path, num_files: int) -> None:
 def read_recipes(directory: Path, profile_name: str) -> None:
     """Read all recipes of a directory once and print the seconds; runs in a fresh process."""
     start = time.perf_counter()
-    from pytest_megatron.recipe.expand import Profile  # noqa: PLC0415  the import counts
-    from pytest_megatron.recipe.load import find_recipes, load_recipe  # noqa: PLC0415
+    from pytest_megatron.workloads.recipe.expand import Profile  # noqa: PLC0415  the import counts
+    from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe  # noqa: PLC0415
 
     profile = Profile(profile_name)
     num_rows = sum(len(load_recipe(path, profile)) for path in find_recipes([directory]))

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.golden.model import Golden
-from pytest_megatron.golden.store import read_golden
-from pytest_megatron.refresh.clusters import cluster
-from pytest_megatron.refresh.difference import FileDifference, differ
+from pytest_megatron.workloads.golden.model import Golden
+from pytest_megatron.workloads.golden.store import read_golden
+from pytest_megatron.workloads.refresh.clusters import cluster
+from pytest_megatron.workloads.refresh.difference import FileDifference, differ
 
 GOLDENS = "tests/functional_tests/test_cases/*golden_values*.json"
 LEAST = 3

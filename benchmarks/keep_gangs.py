@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pytest_megatron.gang.kept import list_kept
+from pytest_megatron.gangs.start.kept import list_kept
 
 TESTS = """\
 import os

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.compare.result import comparison_to_json
-from pytest_megatron.golden.model import MetricMap, Provenance, Series, series_of
-from pytest_megatron.golden.store import read_golden, write_golden, write_metrics
 from pytest_megatron.pages.read import RunReader
 from pytest_megatron.pages.write import write_in_place
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.result import comparison_to_json
+from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, series_of
+from pytest_megatron.workloads.golden.store import read_golden, write_golden, write_metrics
 
 NUM_METRICS = 8
 ROUNDS = 7

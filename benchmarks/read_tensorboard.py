@@ -21,7 +21,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from pytest_megatron.golden.formats.tensorboard import read_tensorboard
+from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 
 Result = TypeVar("Result")
 

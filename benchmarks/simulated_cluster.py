@@ -22,7 +22,7 @@ from pathlib import Path
 from simulated.scheduler import Found, Simulation, Trouble
 from simulated.workloads import Simulated, draw
 
-from pytest_megatron.verdict.scheduler import DEFAULT_MOST_ORDERS
+from pytest_megatron.workloads.verdict.scheduler import DEFAULT_MOST_ORDERS
 
 GPUS_PER_NODE = 8
 

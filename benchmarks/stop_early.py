@@ -22,9 +22,9 @@ import compare_curves
 import compare_norms
 from curve_rules import HERE, LOSS, THERE, steps_of
 
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.compare.result import continued_like
-from pytest_megatron.golden.model import (
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.result import continued_like
+from pytest_megatron.workloads.golden.model import (
     NOWHERE,
     Golden,
     MetricMap,
@@ -32,7 +32,7 @@ from pytest_megatron.golden.model import (
     Series,
     series_of,
 )
-from pytest_megatron.golden.policy import ComparisonPolicy
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 
 MakeGolden = Callable[[Sequence[MetricMap]], Golden]
 

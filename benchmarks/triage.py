@@ -34,7 +34,7 @@ from pytest_megatron.triage.signatures import builtin_table
 scanner = make_scanner(builtin_table())
 print(sum(len(scanner.find(Path(name))) for name in sys.argv[1:]))
 """
-COMMAND = "import sys; from pytest_megatron.cli.main import main; sys.exit(main())"
+COMMAND = "import sys; from pytest_megatron.cli import main; sys.exit(main())"
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 5 has a total "
     "capacity of 79.11 GiB of which 1.02 GiB is free. Including non-PyTorch memory, this process "

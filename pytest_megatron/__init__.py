@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_megatron.engines.api import (
+    from pytest_megatron.errors import LaunchError, MegatronError
+    from pytest_megatron.gangs.fixtures import ModelParallel
+    from pytest_megatron.workloads.engine.api import (
         Checking,
         Engine,
         EngineContext,
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
         TroubleKind,
         Update,
     )
-    from pytest_megatron.engines.records import JobSpec, outcome_of, read_record, write_spec
-    from pytest_megatron.errors import LaunchError, MegatronError
-    from pytest_megatron.hooks.fixtures import ModelParallel
-    from pytest_megatron.recipe.model import Workload
-    from pytest_megatron.workload.plan.plan import Setting
+    from pytest_megatron.workloads.engine.records import (
+        JobSpec,
+        outcome_of,
+        read_record,
+        write_spec,
+    )
+    from pytest_megatron.workloads.recipe.model import Workload
+    from pytest_megatron.workloads.training.plan.plan import Setting
 
     __version__: str
 
@@ -54,15 +59,15 @@ __all__ = [
     "write_spec",
 ]
 _MODULES = {
-    "JobSpec": "engines.records",
+    "JobSpec": "workloads.engine.records",
     "LaunchError": "errors",
     "MegatronError": "errors",
-    "ModelParallel": "hooks.fixtures",
-    "Setting": "workload.plan.plan",
-    "Workload": "recipe.model",
-    "outcome_of": "engines.records",
-    "read_record": "engines.records",
-    "write_spec": "engines.records",
+    "ModelParallel": "gangs.fixtures",
+    "Setting": "workloads.training.plan.plan",
+    "Workload": "workloads.recipe.model",
+    "outcome_of": "workloads.engine.records",
+    "read_record": "workloads.engine.records",
+    "write_spec": "workloads.engine.records",
 }
 
 if not TYPE_CHECKING:  # a type checker must not take any name for one of ours
@@ -77,7 +82,7 @@ if not TYPE_CHECKING:  # a type checker must not take any name for one of ours
             import importlib.metadata
 
             return importlib.metadata.version("pytest-megatron")
-        module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'engines.api')}")
+        module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'workloads.engine.api')}")
         return getattr(module, name)
 
     def __dir__() -> list[str]:

@@ -99,7 +99,7 @@ def _refuse_options(early_config: pytest.Config, arguments: list[str]) -> None:
     ]
     if not unknown:
         return
-    from pytest_megatron.hooks.options import OPTION_ROWS
+    from pytest_megatron.session.options import OPTION_ROWS
 
     ours = {row.name for row in OPTION_ROWS.values()}
     for name in unknown:

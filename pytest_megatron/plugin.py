@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_megatron.gang.originals import os  # loaded before any test can patch the library
-from pytest_megatron.hooks import options
-from pytest_megatron.hooks.deselected import (
-    LeftOutFiles,
-    fold,
-    note_deselected,
-    take_deselected,
-)
-from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them here
+from pytest_megatron.gangs.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
     local_rank,
@@ -31,29 +23,37 @@ from pytest_megatron.hooks.fixtures import (  # noqa: F401 - pytest finds them h
     shared_tmp_path,
     world_size,
 )
-from pytest_megatron.hooks.inherited import leave_out_of_environment
-from pytest_megatron.hooks.markers import (
+from pytest_megatron.gangs.markers import (
     asks_for_gang,
     declare_marks,
     is_quarantined_by_us,
     parametrise_sizes,
 )
-from pytest_megatron.hooks.options import has_workers
-from pytest_megatron.hooks.short_names import PREFIX, ShortNames
-from pytest_megatron.hooks.start.environment import (
+from pytest_megatron.gangs.start.environment import (
     KEY,
     record_start_environment,
     refuse_launcher,
 )
-from pytest_megatron.hooks.stress import NAME as STRESS
-from pytest_megatron.hooks.stress import StressPlugin, parametrise_repeats
-from pytest_megatron.hooks.workloads.items import are_recipes_asked_for, collect_recipe
+from pytest_megatron.gangs.stress import NAME as STRESS
+from pytest_megatron.gangs.stress import StressPlugin, parametrise_repeats
+from pytest_megatron.process.originals import os  # loaded before any test can patch the library
+from pytest_megatron.session import options
+from pytest_megatron.session.deselected import (
+    LeftOutFiles,
+    fold,
+    note_deselected,
+    take_deselected,
+)
+from pytest_megatron.session.inherited import leave_out_of_environment
+from pytest_megatron.session.options import has_workers
+from pytest_megatron.session.short_names import PREFIX, ShortNames
+from pytest_megatron.workloads.items.collect import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
 
-    from pytest_megatron.hooks.gangs.plugin import GangPlugin
-    from pytest_megatron.hooks.session import RunSession
+    from pytest_megatron.gangs.controller.plugin import GangPlugin
+    from pytest_megatron.session.state import RunSession
 
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not _is_rank(config):
         with options.parsed_early(config, parser) as minutes:
             if minutes:
-                from pytest_megatron.hooks.start.keep import keep_gangs_early
+                from pytest_megatron.gangs.start.keep import keep_gangs_early
 
                 keep_gangs_early(config, minutes)
 
@@ -84,22 +84,22 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         return
     run = options.early_words(early_config, "attach")
     if run:
-        from pytest_megatron.hooks.workloads.attach import add_recorded
+        from pytest_megatron.workloads.items.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
     if options.asks_early_for_changes(early_config):
-        from pytest_megatron.hooks.changed import begin_early
+        from pytest_megatron.changed.plugin import begin_early
 
         begin_early(early_config, is_rank=_is_rank(early_config))
     words = options.early_words(early_config, "bucket")
     if words:
-        from pytest_megatron.hooks.test_selection import add_folders
+        from pytest_megatron.ci.test_selection import add_folders
 
         add_folders(early_config, args, words)
     if not _is_rank(early_config):
         record_start_environment(early_config)
         if early_config.stash[KEY].learnt is not None:
-            from pytest_megatron.hooks.start.start_mode import load_ahead
+            from pytest_megatron.gangs.start.start_mode import load_ahead
 
             load_ahead(early_config)
 
@@ -115,7 +115,7 @@ def pytest_keep_gangs(
     minutes = options.early_minutes(early_config)
     plugin = None
     if minutes and not _is_rank(early_config):
-        from pytest_megatron.hooks.start.keep import keep_gangs
+        from pytest_megatron.gangs.start.keep import keep_gangs
 
         plugin = keep_gangs(early_config, minutes)
         if early_config.pluginmanager.has_plugin(
@@ -181,7 +181,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or are_recipes_asked_for(config):
-        from pytest_megatron.hooks.workloads.plugin import register_roles
+        from pytest_megatron.workloads.items.plugin import register_roles
 
         register_roles(config)
         _register_cancelled(config, is_follower=False)
@@ -189,7 +189,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen.num_nodes > 1 and has_workers(config):
         raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
     if chosen.node_rank > 0:
-        from pytest_megatron.hooks.nodes.follower import FOLLOWER_NAME, FollowerPlugin
+        from pytest_megatron.gangs.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
         config.stash[_HAS_GANGS] = True
@@ -210,11 +210,11 @@ def _leave_to_others(config: pytest.Config) -> None:
 
 def _register_selections(config: pytest.Config) -> None:
     if options.may_ask_for_units(config):
-        from pytest_megatron.hooks.test_selection import register_units
+        from pytest_megatron.ci.test_selection import register_units
 
         register_units(config, options.read_options(config))
     if options.asks_for_changes(config):
-        from pytest_megatron.hooks.changed import register_changed
+        from pytest_megatron.changed.plugin import register_changed
 
         register_changed(config, options.read_options(config), is_rank=_is_rank(config))
 
@@ -222,8 +222,8 @@ def _register_selections(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Send a worker of pytest-xdist the run directory and the command line."""
-    from pytest_megatron.hooks.quarantine import register_quarantine
-    from pytest_megatron.hooks.session import session_of
+    from pytest_megatron.flaky.plugin import register_quarantine
+    from pytest_megatron.session.state import session_of
 
     session = session_of(node.config)
     register_quarantine(node.config)  # which the workers' reports tell of
@@ -238,7 +238,7 @@ def pytest_collection_modifyitems(
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
         if options.asks_for_changes(config):
-            from pytest_megatron.hooks.changed import count_collected, leave_out_unchanged
+            from pytest_megatron.changed.plugin import count_collected, leave_out_unchanged
 
             count_collected(config, items)
         yield
@@ -285,7 +285,7 @@ def pytest_testnodedown(node: WorkerController) -> None:
     if problem is not None:
         raise pytest.UsageError(problem)
     if options.LIMITS_OF_OTHERS in output:
-        from pytest_megatron.hooks.gangs.other_plugins import write_once
+        from pytest_megatron.gangs.controller.other_plugins import write_once
 
         write_once(node.config, output[options.LIMITS_OF_OTHERS])
 
@@ -300,16 +300,16 @@ def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_workloads = config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN)
     has_roles = has_workloads or config.stash.get(_HAS_GANGS, False)
     if has_roles or any(map(is_quarantined_by_us, items)):
-        from pytest_megatron.hooks.quarantine import quarantine_items
+        from pytest_megatron.flaky.plugin import quarantine_items
 
         is_writing = has_workloads and options.read_options(config).is_writing_goldens
         quarantine_items(config, items, has_roles=has_roles, is_writing=is_writing)
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
-    from pytest_megatron.hooks.gangs.plugin import PLUGIN_NAME, GangPlugin
-    from pytest_megatron.hooks.run_file import register_history
-    from pytest_megatron.hooks.session import session_of
+    from pytest_megatron.gangs.controller.plugin import PLUGIN_NAME, GangPlugin
+    from pytest_megatron.session.run_file import register_history
+    from pytest_megatron.session.state import session_of
 
     session = session_of(config)
     plugin = GangPlugin(config, session)
@@ -324,7 +324,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
 
 def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
     """End in order when Slurm cancels the job, or CI does."""
-    from pytest_megatron.hooks.cancelled import NAME, CancelledPlugin
+    from pytest_megatron.session.cancelled import NAME, CancelledPlugin
 
     job = os.environ.get("SLURM_JOB_ID")
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist, whose controller ends it
@@ -334,9 +334,9 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
-    from pytest_megatron.hooks.ci_log import register_ci_log
-    from pytest_megatron.hooks.gangs.results import NAME, GangResults
-    from pytest_megatron.hooks.run_file import register_pages, run_file_of
+    from pytest_megatron.ci.log import register_ci_log
+    from pytest_megatron.gangs.controller.results import NAME, GangResults
+    from pytest_megatron.session.run_file import register_pages, run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))
@@ -347,8 +347,8 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
 
 def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
     """Have `run.json` written if nothing but plain tests run: CI reads there how it ended."""
-    from pytest_megatron.hooks.run_file import run_file_of
-    from pytest_megatron.hooks.session import session_of
+    from pytest_megatron.session.run_file import run_file_of
+    from pytest_megatron.session.state import session_of
 
     session = session_of(config)
     if session.is_worker:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_megatron.engines.api import (
+from pytest_megatron.workloads.engine.api import (
     EngineContext,
     Resources,
     Submission,
     SubmissionPhase,
     Update,
 )
-from pytest_megatron.engines.records import outcome_of, read_record
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.engine.records import outcome_of, read_record
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Setting
 from simulated.workloads import leave, record_of
 
 

@@ -13,26 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.engines.api import EngineContext
 from pytest_megatron.engines.slurm.engine import SlurmEngine
 from pytest_megatron.engines.slurm.journal import Journal
 from pytest_megatron.engines.slurm.states import JobFiles
 from pytest_megatron.engines.slurm.submit import SlurmSettings
-from pytest_megatron.golden.policy import policy_named
-from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.recipe.case import case_path, read_case
-from pytest_megatron.recipe.load import load_recipe
-from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs, item_dirs
-from pytest_megatron.verdict.attempt import Attempt, Verdict
-from pytest_megatron.verdict.compare import judge
-from pytest_megatron.verdict.driver import Repeat, begin, conclude
-from pytest_megatron.verdict.job import WorkloadJob, check_job
-from pytest_megatron.verdict.retry import RetryPolicy, RunLedger
-from pytest_megatron.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
-from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.runner import Progress
+from pytest_megatron.workloads.engine.api import EngineContext
+from pytest_megatron.workloads.golden.policy import policy_named
+from pytest_megatron.workloads.golden.store import golden_path, read_golden
+from pytest_megatron.workloads.recipe.case import case_path, read_case
+from pytest_megatron.workloads.recipe.load import load_recipe
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Setting
+from pytest_megatron.workloads.training.run.runner import Progress
+from pytest_megatron.workloads.verdict.attempt import Attempt, Verdict
+from pytest_megatron.workloads.verdict.compare import judge
+from pytest_megatron.workloads.verdict.driver import Repeat, begin, conclude
+from pytest_megatron.workloads.verdict.job import WorkloadJob, check_job
+from pytest_megatron.workloads.verdict.retry import RetryPolicy, RunLedger
+from pytest_megatron.workloads.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from simulated.cluster import Cluster, Fate, SimulatedJob, State
 from simulated.slurm import SimulatedScripts, SimulatedSlurm
 from simulated.workloads import Simulated, leave, record_of, write_project

@@ -11,12 +11,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from pytest_megatron.engines.api import Resources
 from pytest_megatron.engines.slurm.commands import SlurmRefusedError
 from pytest_megatron.engines.slurm.states import SlurmJob
 from pytest_megatron.engines.slurm.submit import JobScript
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.engine.api import Resources
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Setting
 from simulated.cluster import Cluster, Shape, SimulatedJob, State
 
 _EPOCH = datetime(2026, 1, 1)  # noqa: DTZ001 - Slurm prints times without a zone

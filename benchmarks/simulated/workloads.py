@@ -11,10 +11,10 @@ from pathlib import Path
 import yaml
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.engines.records import EndRecord, JobRecord, write_record
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.workload.run.runner import End
+from pytest_megatron.workloads.engine.records import EndRecord, JobRecord, write_record
+from pytest_megatron.workloads.training.run.runner import End
 from simulated.cluster import Fate, State
 
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"

@@ -17,7 +17,7 @@ from generated_page import write_tables
 
 from pytest_megatron.doctor.examine import rules
 from pytest_megatron.doctor.facts import compat
-from pytest_megatron.workload.checks.rules import CheckRule, check_rules
+from pytest_megatron.workloads.training.checks.rules import CheckRule, check_rules
 
 PAGE = Path(__file__).parent / "doctor.md"
 CHECKS = Path(__file__).parent / "checks.md"

@@ -17,7 +17,7 @@ from typing import cast
 from generated_page import write_tables
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.engines.config_file import json_schema
+from pytest_megatron.workloads.engine.config_file import json_schema
 
 PAGE = Path(__file__).parent / "executor-config.md"
 _TYPES = {

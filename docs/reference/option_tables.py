@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_megatron.hooks.options import OPTION_ROWS, dest
+from pytest_megatron.session.options import OPTION_ROWS, dest
 
 PAGE = Path(__file__).parent / "options.md"
 _ROW = re.compile(r"^\| `--([\w-]+)[^`]*` \| `\w+` \| (.*?) \| (.*) \|$", re.MULTILINE)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 
 from pytest_megatron.ci.table import table_json_schema
-from pytest_megatron.cli.recipes import SCHEMAS, schema_path
-from pytest_megatron.engines import config_file
-from pytest_megatron.golden import schema as golden
-from pytest_megatron.golden.policy import policy_json_schema
-from pytest_megatron.recipe import case
-from pytest_megatron.recipe import load as recipe
 from pytest_megatron.runs import record
+from pytest_megatron.workloads.commands.recipes import SCHEMAS, schema_path
+from pytest_megatron.workloads.engine import config_file
+from pytest_megatron.workloads.golden import schema as golden
+from pytest_megatron.workloads.golden.policy import policy_json_schema
+from pytest_megatron.workloads.recipe import case
+from pytest_megatron.workloads.recipe import load as recipe
 
 _MAKERS = {
     "case": case.json_schema,

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.ci.decide import Trigger, decision_by
 from pytest_megatron.ci.jobs import CiJob, DroppedJob, PlanBudget
 from pytest_megatron.ci.table import BUDGET, CiTable, DecisionRule
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.findings import Finding, Severity
-from pytest_megatron.recipe.model import UNIT_MODEL, Workload
-from pytest_megatron.recipe.select import Selection, failing
 from pytest_megatron.runs.history import HistoryEntry, device_time
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
+from pytest_megatron.workloads.recipe.select import Selection, failing
 
 _BUDGET = re.compile(BUDGET).fullmatch
 _SECONDS = {"h": 3600.0, "min": 60.0}

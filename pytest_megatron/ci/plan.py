@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue, read_text
+from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
@@ -46,14 +47,13 @@ from pytest_megatron.ci.test_jobs import (
     unit_rows,
 )
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError
-from pytest_megatron.golden.policy import Base, ComparisonPolicy, policy_named
-from pytest_megatron.recipe.case import case_path, compares_metrics
-from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.findings import Finding
-from pytest_megatron.recipe.load import find_recipes, project_words, read_recipe
-from pytest_megatron.recipe.model import UNIT_MODEL, Vocabulary, Workload
-from pytest_megatron.recipe.select import Selection, failing, select, values
 from pytest_megatron.runs.history import HistoryEntry, device_time
+from pytest_megatron.workloads.golden.policy import Base, ComparisonPolicy, policy_named
+from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
+from pytest_megatron.workloads.recipe.expand import Profile
+from pytest_megatron.workloads.recipe.load import find_recipes, project_words, read_recipe
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload
+from pytest_megatron.workloads.recipe.select import Selection, failing, select, values
 
 _INI_KEY = "megatron_golden_policy"
 # Files of settings in the order in which pytest tries them, with the table each keeps them in.

@@ -29,7 +29,7 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.recipe.model import SCOPE_ALIASES, Vocabulary
+from pytest_megatron.workloads.recipe.model import SCOPE_ALIASES, Vocabulary
 
 BUILT_IN = Path(__file__).with_name("table.toml")
 HOSTED = "ubuntu-24.04"

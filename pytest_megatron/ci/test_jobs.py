@@ -19,7 +19,7 @@ from pytest_megatron.ci.test_files import (
     wanted_launch_marks,
 )
 from pytest_megatron.errors import EmptySelectionError, RecipeError
-from pytest_megatron.recipe.model import UNIT_MODEL, Workload
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
 
 _LATEST = "latest"
 UNCHANGED = "nothing changed that it used"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pytest_megatron.base.findings import Severity
 from pytest_megatron.base.schema import trusted
 from pytest_megatron.doctor.checks.cuda import check_cuda, check_torch
 from pytest_megatron.doctor.checks.machine import (
@@ -39,15 +40,14 @@ from pytest_megatron.doctor.probes.packages import (
     read_packages,
 )
 from pytest_megatron.errors import HostError
-from pytest_megatron.recipe.findings import Severity
-from pytest_megatron.workload.checks.rules import (
+from pytest_megatron.workloads.training.checks.rules import (
     CheckFinding,
     CheckRule,
     RuleMatch,
     check_rules,
     read_rules,
 )
-from pytest_megatron.workload.checks.rules import finding_of as finding_in
+from pytest_megatron.workloads.training.checks.rules import finding_of as finding_in
 
 _START_LIMIT_S = 30.0
 # Source: glibc elf/rtld.c, do_preload; these words are not translated.

@@ -1,1 +1,1 @@
-"""Engines that run workloads: local, Docker, Slurm."""
+"""Engines that run workloads elsewhere: Docker, Slurm."""

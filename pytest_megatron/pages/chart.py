@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from pytest_megatron.base.templates import render
-from pytest_megatron.golden.model import Series
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
 from pytest_megatron.runs.record import RecordedBand, finite
+from pytest_megatron.workloads.golden.model import Series
 
 _ROUND = (1, 2, 5, 10)
 _LARGE, _SMALL = 1e6, 1e-4

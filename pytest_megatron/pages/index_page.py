@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from pytest_megatron.base.text import shorten
 from pytest_megatron.errors import RunError
-from pytest_megatron.golden.model import Series
 from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import (
     VERDICTS,
@@ -21,6 +20,7 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
+from pytest_megatron.workloads.golden.model import Series
 
 WIDTH, HEIGHT = 120, 24
 _NUM_POINTS = 24

@@ -14,9 +14,6 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
-from pytest_megatron.golden.compare.result import RELATIVE, layer_text
-from pytest_megatron.golden.model import Golden, MetricMap
-from pytest_megatron.golden.store import read_golden, read_metrics
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.pages.model import (
     GOOD,
@@ -45,6 +42,9 @@ from pytest_megatron.runs.record import (
     read_run,
 )
 from pytest_megatron.trace.divergences import TraceComparison, read_comparison
+from pytest_megatron.workloads.golden.compare.result import RELATIVE, layer_text
+from pytest_megatron.workloads.golden.model import Golden, MetricMap
+from pytest_megatron.workloads.golden.store import read_golden, read_metrics
 
 _MOST_PHASES = 100
 _LOSS = "lm loss"

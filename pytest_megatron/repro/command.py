@@ -1,278 +1,329 @@
-"""The command that does an item again, and the environment that it gets. Pure.
-
-Nothing that an artifact holds is run, and no text of it passes through a shell: it only chooses a
-test of the checkout, numbers, and variables that change how a training computes.
-"""
+"""`pytest-megatron repro`: a failing item of a run or an artifact once more, here."""
 
 from __future__ import annotations
 
-import re
+import os
+import secrets
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePath
 
-from pytest_megatron.repro.choose import Chosen
-from pytest_megatron.runs.record import RecordedAttempt, RecordedTest, RecordedWorkload
-from pytest_megatron.runs.redact import REDACTED
-from pytest_megatron.workload.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
+import click
 
-# Of the machine that it was: set again by us, or of no meaning here.
-_OF_MACHINE = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "VIRTUAL_ENV"}
-    | {"VIRTUAL_ENV_PROMPT", "VIRTUAL_ENV_DISABLE_PROMPT"}  # of a shell, and of Python's own
-    | {"PYTHON_BASIC_REPL", "PYTHON_COLORS", "PYTHON_HISTORY"}
-    | {"PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
+from pytest_megatron.base.command import PATH, echo_error
+from pytest_megatron.base.project import ask_git
+from pytest_megatron.base.text import printable
+from pytest_megatron.errors import MegatronError, ReproError
+from pytest_megatron.repro.argv import Again, Wishes, container_lines
+from pytest_megatron.repro.choose import (
+    Chosen,
+    choose,
+    find_plan,
+    read_own_run,
+    smallest_cause,
 )
-# Numbers and switches that change how a training computes or communicates. Any other variable of an
-# artifact could make a program load a library, or write to a file, that it names.
-_HARMLESS_NAMES = """
-CUBLASLT_WORKSPACE_SIZE CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS
-CUDA_DEVICE_MAX_COPY_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING GLOO_SOCKET_IFNAME
-HF_DATASETS_OFFLINE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE MKL_CBWR MKL_DYNAMIC MKL_NUM_THREADS
-MKL_THREADING_LAYER NVIDIA_TF32_OVERRIDE OMP_DYNAMIC OMP_MAX_ACTIVE_LEVELS OMP_NUM_THREADS
-OMP_PLACES OMP_PROC_BIND OMP_SCHEDULE OMP_THREAD_LIMIT OMP_WAIT_POLICY PYTHONHASHSEED
-PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF TOKENIZERS_PARALLELISM TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
-TORCH_DETERMINISTIC NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE
-NCCL_CGA_CLUSTER_SIZE NCCL_CHECKS_DISABLE NCCL_CHECK_POINTERS NCCL_COLLNET_ENABLE
-NCCL_COMM_BLOCKING NCCL_COMM_SPLIT_SHARE_RESOURCES NCCL_CROSS_NIC NCCL_CUMEM_ENABLE
-NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_GRAPH_MIXING_SUPPORT
-NCCL_GRAPH_REGISTER NCCL_HOSTID NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
-NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT
-NCCL_LAUNCH_MODE NCCL_LOCAL_REGISTER NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MAX_NRINGS
-NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_MIN_NRINGS NCCL_MNNVL_ENABLE NCCL_NCHANNELS_PER_NET_PEER
-NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVB_DISABLE
-NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_P2P_NET_CHUNKSIZE NCCL_P2P_PXN_LEVEL
-NCCL_PROTO NCCL_PXN_DISABLE NCCL_RUNTIME_CONNECT NCCL_SET_STACK_SIZE NCCL_SHM_DISABLE
-NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_WORK_FIFO_DEPTH
-NVTE_ALLOW_NONDETERMINISTIC_ALGO NVTE_APPLY_QK_LAYER_SCALING NVTE_BATCH_MHA_P2P_COMM
-NVTE_BIAS_DROPOUT_FUSION NVTE_BIAS_GELU_NVFUSION NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_DEBUG
-NVTE_DEBUG_LEVEL NVTE_FLASH_ATTN NVTE_FP8_DPA_BWD NVTE_FUSED_ATTN NVTE_FUSED_ATTN_BACKEND
-NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_TORCH_COMPILE NVTE_UNFUSED_ATTN TORCH_FR_BUFFER_SIZE
-TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
-TORCH_NCCL_COORD_CHECK_MILSEC TORCH_NCCL_CUDA_EVENT_CACHE TORCH_NCCL_DESYNC_DEBUG
-TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_ENABLE_TIMING
-TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_HIGH_PRIORITY TORCH_NCCL_NAN_CHECK
-TORCH_NCCL_RETHROW_CUDA_ERRORS TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_TRACE_CPP_STACK
-TORCH_NCCL_USE_COMM_NONBLOCKING TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK
-TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC UCX_IB_GPU_DIRECT_RDMA UCX_MEMTYPE_CACHE UCX_NET_DEVICES
-UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_TLS
-"""
-_HARMLESS = frozenset(_HARMLESS_NAMES.split())
-_DEFAULT_POLICY = "strict"
-_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
-SEEDED = ("pytest_randomly", "hypothesis")
+from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
+from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage
+from pytest_megatron.runs.environment import NAME as PATCH_NAME
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, item_dirs, make_own_dir
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedItem,
+    RecordedPlan,
+    RecordedTest,
+    RecordedWorkload,
+)
+
+_WANTED = ("plan.json", "triage.json", "comparison.json", PATCH_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What the user says beside the item.
+class _Prepared:
+    """Everything that was decided before anything runs."""
 
-    Attributes:
-        num_ranks: None leaves the number that it ran on.
-        phase: Phase of a workload; None runs all.
-        checkpoints: What earlier phases of it saved, as a path, or "".
-        is_traced: Whether a trace of its tensors is recorded, of a workload.
-        is_trusted: Whether every variable and option of the run may be used.
-        words: Arguments for pytest of the user's own.
-    """
-
-    num_ranks: int | None = None
-    phase: int | None = None
-    checkpoints: str = ""
-    is_traced: bool = False
-    is_trusted: bool = False
-    words: tuple[str, ...] = ()
+    path: Path
+    stage: Stage
+    chosen: Chosen
+    plan: RecordedPlan | None
+    wishes: Wishes
+    notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """What is started.
-
-    Attributes:
-        argv: Program and arguments; no shell comes between.
-        env: Variables beside those of the user.
-        left_out: Variables of the run that are not set here, with the reason.
-    """
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def line(self) -> str:
-        """The same, to be pasted into a shell."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
-        return " ".join([*words, shlex.join(self.argv)])
-
-
-def command_for(
-    chosen: Chosen,
-    wishes: Wishes,
-    before: Sequence[str],
+@click.command(name="repro")
+@click.argument("path", type=PATH)
+@click.argument("item", required=False)
+@click.option("--attempt", type=click.IntRange(min=1), metavar="K", help="The last by default.")
+@click.option("--repeat", type=click.IntRange(min=1), metavar="I", help="Of a workload, likewise.")
+@click.option("--phase", type=click.IntRange(min=1), metavar="N", help="Only this one.")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="On N ranks of one node.")
+@click.option("--trace", "is_traced", is_flag=True, help="Record a trace of its tensors.")
+@click.option("--shell", "is_shell", is_flag=True, help="Open a shell in its environment instead.")
+@click.option("--print", "is_print", is_flag=True, help="Print what would run instead.")
+@click.option(
+    "--bisect-order", "is_bisect", is_flag=True, help="Find which earlier tests it takes."
+)
+@click.option("--trust", "is_trusted", is_flag=True, help="Use every variable that the run holds.")
+@click.option("--project", type=PATH, default=Path(), help="The checkout.")
+@click.option("--pytest-args", default="", metavar="TEXT", help="More arguments for pytest.")
+def command(  # noqa: PLR0913 - one for each option
     *,
-    python: str,
-    seeded: Collection[str],
-    run_dir: str,
-) -> Again:
-    """Return the command that does an item again.
+    path: Path,
+    item: str | None,
+    attempt: int | None,
+    repeat: int | None,
+    phase: int | None,
+    ranks: int | None,
+    is_traced: bool,
+    is_shell: bool,
+    is_print: bool,
+    is_bisect: bool,
+    is_trusted: bool,
+    project: Path,
+    pytest_args: str,
+) -> None:
+    """Do a failing item of a run again: PATH is a run directory, a zip or a tar of one.
 
-    Args:
-        chosen: The item.
-        wishes: The user's.
-        before: Node ids to run before it on the same gang.
-        python: Interpreter.
-        seeded: Modules of `SEEDED` that are installed here, whose plugins take a seed.
-        run_dir: Where results go.
+    ITEM is a node id, a name or a part of one; without it, the only item that failed.
+
+    Exit code 0: it passes here. 1: it fails in the same way. 3: it fails in another way. 125: that
+    is unknown, also for 3 while git bisects.
     """
-    env, left_out = _environment(chosen, wishes)
-    if isinstance(chosen.item, RecordedTest):
-        words = _test_words(chosen, chosen.item, wishes)
-    else:
-        words = _workload_words(chosen, chosen.item, wishes)
-        env |= _replay_env(chosen, wishes)
-    words += _seed_words(chosen.run.seeds, seeded)
-    words += [*wishes.words, *before, chosen.node_id]
-    argv = pytest_argv(python, run_dir, words)
-    return Again(argv=argv, env=env, left_out=tuple(left_out))
-
-
-def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that runs pytest once, with the plugin and without a history."""
-    own = (
-        "--rootdir",
-        ".",
-        "--megatron-run-dir",
-        run_dir,
-        "--megatron-history",
-        "off",
-        "--maxfail",
-        "0",
+    wishes = Wishes(
+        num_ranks=ranks,
+        phase=phase,
+        is_traced=is_traced,
+        is_trusted=is_trusted,
+        words=tuple(shlex.split(pytest_args)),
     )
-    return (python, "-m", "pytest", "-p", "megatron", *own, *words)
+    try:
+        prepared = _prepare(path, item, wishes, project.absolute(), attempt=attempt, repeat=repeat)
+        act = _open_shell if is_shell else _print_only if is_print else _run_again
+        outcome = (_bisect if is_bisect else act)(prepared)
+    except MegatronError as error:
+        echo_error(error)
+        sys.exit(ReproExit.UNKNOWN)
+    except KeyboardInterrupt:
+        sys.exit(ReproExit.INTERRUPTED)
+    code = outcome.exit
+    if outcome.text:
+        click.echo(printable(f"repro: {outcome.text}"))
+    if code is ReproExit.OTHER and _is_bisecting(prepared.stage.root):
+        code = ReproExit.UNKNOWN
+    sys.exit(code)
 
 
-def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> list[str]:
-    options = chosen.run.options
-    words = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1"]
-    words += [f"--megatron-platform={item.platform}"] if item.platform else []
-    if options.golden == "off" or wishes.phase is not None:
-        words += ["--megatron-golden", "off"]
-    policy = options.golden_policy or _DEFAULT_POLICY
-    if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
-        words.append(f"--megatron-golden-policy={policy}")
-    words += ["--megatron-lightweight"] if options.lightweight else []
-    words += ["--megatron-audit-determinism"] if options.audit_determinism else []
-    words += ["--megatron-tensor-trace", "hash"] if wishes.is_traced else []
-    words += ["--megatron-stop-early", "off"] if options.stop_early == "off" else []
-    if options.workload_start in ("fork", "fresh"):
-        words += ["--megatron-workload-start", options.workload_start]
-    return words + [
-        f"--megatron-signatures={path}" for path in options.signatures if _may_name(path, wishes)
-    ]
-
-
-def _may_name(text: str, wishes: Wishes) -> bool:
-    """Whether a file that a run names may be used: one of the checkout."""
-    path = PurePosixPath(text)
-    return wishes.is_trusted or not (path.is_absolute() or ".." in path.parts)
-
-
-def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
-    env = {}
-    if isinstance(chosen.attempt, RecordedAttempt) and (chosen.attempt.repeat or 1) > 1:
-        env[REPEAT] = str(chosen.attempt.repeat)
-    if wishes.phase is not None:
-        env[PHASE] = str(wishes.phase)
+def _prepare(
+    path: Path,
+    item: str | None,
+    wishes: Wishes,
+    root: Path,
+    *,
+    attempt: int | None,
+    repeat: int | None,
+) -> _Prepared:
+    """Find the item and note the differences to its run."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
+    make_own_dir(root)
+    is_wanted = partial(_is_wanted, with_checkpoints=(wishes.phase or 1) > 1)
+    runs = find_runs([path], stage.scratch, is_wanted, looks_up=True)
+    records = {run.directory: read_own_run(run.directory) for run in runs}
+    chosen = choose(records, item, where=str(path), attempt=attempt, repeat=repeat)
+    is_own = chosen.run_dir.resolve().is_relative_to((root / RUNS_DIR).resolve())
+    wishes = replace(wishes, is_trusted=wishes.is_trusted or is_own)
+    file = root / chosen.node_id.partition("::")[0]
+    if not file.is_file():
+        raise ReproError(
+            str(file), "is not here; run this in the project's checkout, or give --project"
+        )
+    if wishes.is_traced and isinstance(chosen.item, RecordedTest):
+        raise ReproError("--trace", f"{chosen.node_id} is a test, which has no trace; drop it")
+    plan = _plan_of(chosen)
+    there = _num_ranks(chosen.item, plan)
+    notes = []
     if wishes.num_ranks is not None:
-        env[RANKS] = str(wishes.num_ranks)
-    if wishes.checkpoints:
-        env[CHECKPOINTS] = wishes.checkpoints
-    return env
+        words = [word for phase in plan.phases for word in phase.argv] if plan else []
+        notes += say_fewer_ranks(typed_sizes(words), there=there, here=wishes.num_ranks)
+    wishes = _with_checkpoints(chosen, plan, wishes)
+    facts = gather_facts(root)
+    num_ranks = wishes.num_ranks or there
+    notes += differences(chosen, plan, facts, root, num_ranks=num_ranks)
+    return _Prepared(
+        path=path, stage=stage, chosen=chosen, plan=plan, wishes=wishes, notes=tuple(notes)
+    )
 
 
-def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]:
-    options = chosen.run.options
-    words = ["--megatron-ranks", str(wishes.num_ranks or item.world_size)]
-    words += ["--megatron-device", item.device] if item.device else []
-    for name, value, default in (
-        ("--megatron-rank-timeout", options.rank_timeout, 300.0),
-        ("--megatron-rank-grace", options.rank_grace, 10.0),
-        ("--megatron-ranks-per-gpu", options.ranks_per_gpu, 1),
-    ):
-        if value is not None and value != default:
-            words += [name, f"{value:g}"]
-    if options.stress is not None:
-        words += [
-            "--megatron-stress",
-            str(options.stress),
-            "--megatron-stress-seed",
-            str(options.stress_seed or 0),
-        ]
-    if options.gang_start == "fresh":
-        words += ["--megatron-gang-start", "fresh"]
-    if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:
-        words.append("-n0")  # it ran in a worker of pytest-xdist, which `addopts` may ask for
-    return words
+def _is_wanted(name: PurePath, *, with_checkpoints: bool) -> bool:
+    """Return whether a member of an artifact is needed to do an item again."""
+    is_saved = with_checkpoints and "checkpoints" in name.parts
+    return is_saved or (name.name in _WANTED and "project" not in name.parts)
 
 
-def _seed_words(seeds: Mapping[str, str | None], seeded: Collection[str]) -> list[str]:
-    """Return the seeds that plugins had, and keep them from shuffling what is given here."""
-    known = {name: seed for name, seed in seeds.items() if re.fullmatch(r"\d{1,20}", seed or "")}
-    words = []
-    if "pytest_randomly" in seeded and "randomly_seed" in known:
-        words += [f"--randomly-seed={known['randomly_seed']}", "--randomly-dont-reorganize"]
-    elif "pytest_randomly" in seeded:
-        words += ["-p", "no:randomly"]
-    if "hypothesis" in seeded and "hypothesis_seed" in known:
-        words.append(f"--hypothesis-seed={known['hypothesis_seed']}")
-    return words
+def _plan_of(chosen: Chosen) -> RecordedPlan | None:
+    found = chosen.attempt
+    if not isinstance(found, RecordedAttempt) or not (found.repeat and found.attempt):
+        return None
+    return find_plan(chosen.run_dir, chosen.node_id, found.repeat, found.attempt)[1]
 
 
-def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that are set again, and those that are not, with the reason."""
-    recorded = dict(chosen.run.env)
-    if (seed := chosen.run.seeds.get("PYTHONHASHSEED")) is not None:
-        recorded["PYTHONHASHSEED"] = seed
-    env: dict[str, str] = {}
-    left_out: list[str] = []
-    for name, value in sorted(recorded.items()):
-        if name in _OF_MACHINE:
-            continue
-        if REDACTED in value:
-            left_out.append(f"{name} was set there, to a secret that is not kept; set it yourself")
-        elif wishes.is_trusted or _is_harmless(name, value):
-            env[name] = value
-        else:
-            shown = f"{name}={shlex.quote(value)}"
-            left_out.append(f"{shown} was set there and is not taken over; --trust takes it over")
-    return env, left_out
+def _num_ranks(item: RecordedItem, plan: RecordedPlan | None) -> int:
+    """Return the number of ranks that an item ran on."""
+    if isinstance(item, RecordedTest):
+        return item.world_size
+    return 1 if plan is None else plan.world_size or 1
 
 
-def _is_harmless(name: str, value: str) -> bool:
-    return name in _HARMLESS and "/" not in value and value.isprintable()
+def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes) -> Wishes:
+    """Return the wishes with the checkpoints of earlier phases, where one phase is asked for.
 
-
-def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
-    """Return what runs a command in the container image that a run had, for docker and for Slurm.
-
-    The project is mounted where it lies here; variables are handed in by name and value.
+    Raises:
+        ReproError: There is no such phase, or its checkpoints are not there or not trusted.
     """
-    if _IMAGE_TAG(image):
-        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
-    inside = ("python", *again.argv[1:])
-    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
-    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
-    docker += ["--gpus", "all"] if num_gpus else []
-    docker += [word for pair in variables for word in ("-e", pair)]
-    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
-    registry, _, rest = image.partition("/")
-    enroot = f"{registry}#{rest}" if "." in registry and rest else image
-    srun.append(f"--container-image={enroot}")
-    place = '-v "$PWD:$PWD" -w "$PWD"'
-    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
-    prefix = shlex.join(["env", *variables]) + " " if variables else ""
-    return [
-        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
-        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
-    ]
+    if wishes.phase is None:
+        return wishes
+    if isinstance(chosen.item, RecordedTest):
+        raise ReproError("--phase", f"{chosen.node_id} is a test, which has no phases; drop it")
+    numbers = [phase.number for phase in plan.phases] if plan is not None else []
+    if wishes.phase not in numbers:
+        said = ", ".join(map(str, numbers)) or "none"
+        raise ReproError(
+            "--phase", f"{chosen.node_id} has no phase {wishes.phase}, expected {said}"
+        )
+    if wishes.phase == 1:
+        return wishes
+    found = chosen.attempt
+    assert isinstance(found, RecordedAttempt)
+    dirs = item_dirs(chosen.run_dir, chosen.node_id)
+    saved = dirs.attempt(repeat=found.repeat or 1, attempt=found.attempt or 1).checkpoints
+    if not saved.is_dir():
+        raise ReproError(str(saved), "is not in the run; drop --phase to train from the start")
+    if not wishes.is_trusted:
+        raise ReproError(
+            str(saved), "loading a checkpoint can run what it holds; give --trust if you know it"
+        )
+    return replace(wishes, checkpoints=str(saved.absolute()))
+
+
+def _print_header(prepared: _Prepared, again: Again) -> None:
+    """Print the item and the differences to its run."""
+    chosen = prepared.chosen
+    lines = [f"repro: {chosen.node_id}, {chosen.item.verdict} in {prepared.path}"]
+    if chosen.problem:
+        lines.append(f"  there: {chosen.problem}")
+    if chosen.before:
+        count = len(chosen.before)
+        lines.append(f"  after: {count} {'test' if count == 1 else 'tests'} on the same gang")
+    lines += [f"  {note}" for note in (*prepared.notes, *again.left_out)]
+    for text in lines:
+        click.echo(printable(text))
+
+
+def _lines(prepared: _Prepared, again: Again) -> list[str]:
+    """Return the lines that do it by hand."""
+    root, image = prepared.stage.root, prepared.chosen.run.image
+    lines = [f"cd {shlex.quote(str(root))}", again.line]
+    if image is not None:
+        item, wishes = prepared.chosen.item, prepared.wishes
+        there = _num_ranks(item, prepared.plan)
+        num_gpus = (wishes.num_ranks or there) if item.is_on_gpus else 0
+        lines.append("# in the container of the run, with docker or under Slurm:")
+        lines += [f"# {line}" for line in container_lines(image, again, num_gpus=num_gpus)]
+    return lines
+
+
+def _again(prepared: _Prepared) -> Again:
+    return prepared.stage.command(prepared.chosen, prepared.wishes, prepared.chosen.before)
+
+
+def _run_again(prepared: _Prepared) -> ReproOutcome:
+    again = _again(prepared)
+    _print_header(prepared, again)
+    image = prepared.chosen.run.image
+    if image is not None and image != os.environ.get("PYTEST_MEGATRON_IMAGE"):
+        click.echo("  --print shows how to run it in that image")
+    click.echo(printable(f"  {again.line}"))
+    return prepared.stage.run(prepared.chosen, again, is_quiet=False)
+
+
+def _print_only(prepared: _Prepared) -> ReproOutcome:
+    for line in _lines(prepared, _again(prepared)):
+        click.echo(printable(line))
+    return ReproOutcome(exit=ReproExit.PASSED, text="")
+
+
+def _open_shell(prepared: _Prepared) -> ReproOutcome:
+    """Open a shell in the environment of the item; `$REPRO` is a script that runs it."""
+    again, stage = _again(prepared), prepared.stage
+    _print_header(prepared, again)
+    stage.scratch.mkdir(parents=True, exist_ok=True)
+    script = stage.scratch / "again.sh"
+    script.write_text("\n".join(_lines(prepared, again)) + "\n", encoding="utf-8")
+    click.echo(printable(f'  a shell in {stage.root}; sh "$REPRO" runs it, exit leaves'))
+    env = {**stage.env(again), "REPRO": str(script)}
+    shell = os.environ.get("SHELL") or "/bin/sh"
+    try:
+        subprocess.run([shell], cwd=stage.root, env=env, check=False)
+    except OSError as error:
+        raise ReproError("SHELL", f"{shell!r} cannot be started: {error.strerror}") from error
+    return ReproOutcome(exit=ReproExit.PASSED, text="")
+
+
+def _bisect(prepared: _Prepared) -> ReproOutcome:
+    """Find the tests before the item without which it passes."""
+    chosen = prepared.chosen
+    if isinstance(chosen.item, RecordedWorkload):
+        raise ReproError(
+            "--bisect-order", f"{chosen.node_id} is a workload, which nothing precedes"
+        )
+    _print_header(prepared, _again(prepared))
+    trial = _trials(prepared)
+    if trial(()):
+        return ReproOutcome(exit=ReproExit.SAME, text="fails by itself: no earlier test is needed")
+    if not chosen.before:
+        return ReproOutcome(
+            exit=ReproExit.PASSED, text="passes by itself, and nothing ran before it"
+        )
+    if not trial(chosen.before):
+        return ReproOutcome(
+            exit=ReproExit.UNKNOWN, text="cannot tell: it passes here after all that ran before it"
+        )
+    found = smallest_cause(chosen.before, trial)
+    line = prepared.stage.command(chosen, prepared.wishes, found, name="smallest").line
+    tests = "".join(f"\n  {node_id}" for node_id in found)
+    return ReproOutcome(exit=ReproExit.SAME, text=f"fails in the same way after{tests}\n{line}")
+
+
+def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
+    """Return a function that runs the item after some tests; True if it fails as it did."""
+    chosen, stage = prepared.chosen, prepared.stage
+    number = 0
+
+    def trial(before: Sequence[str]) -> bool:
+        nonlocal number
+        number += 1
+        name = f"trial_{number}"
+        again = stage.command(chosen, prepared.wishes, before, name=name)
+        outcome = stage.run(chosen, again, name, is_quiet=True)
+        word = {
+            ReproExit.PASSED: "passes",
+            ReproExit.SAME: "fails",
+            ReproExit.OTHER: "fails in another way",
+        }
+        said = word.get(outcome.exit, outcome.text.partition("\n")[0])
+        click.echo(printable(f"  trial {number}, after {len(before)}: {said}"))
+        return outcome.exit is ReproExit.SAME
+
+    return trial
+
+
+def _is_bisecting(root: Path) -> bool:
+    """Return whether git bisects in a checkout."""
+    found = ask_git(root, "rev-parse", "--git-path", "BISECT_START")
+    return found is not None and (root / found).exists()

@@ -12,8 +12,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
+from pytest_megatron.repro.argv import SEEDED, Again, Wishes, command_for
 from pytest_megatron.repro.choose import Chosen, read_own_run
-from pytest_megatron.repro.command import SEEDED, Again, Wishes, command_for
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedAttempt, RecordedItem
 

@@ -21,13 +21,13 @@ from xml.sax.saxutils import escape
 
 import ahocorasick_rs
 
+from pytest_megatron.base.crc32c import masked_crc32c
 from pytest_megatron.base.files import (
     JsonValue,
     parse_json,
     rewrite_lines_atomically,
     write_text_atomically,
 )
-from pytest_megatron.golden.formats.tensorboard import masked_crc32c
 
 REDACTED = "***"
 _SECRET_NAME = re.compile(

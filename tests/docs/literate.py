@@ -76,7 +76,7 @@ LIMIT_S = 300
 NOTHING: Mapping[str, str] = {}
 _USE_AGENT = """
 import pathlib, sys
-starts_ranks = ("torch.distributed.run", "pytest_megatron.engines.warm_process")
+starts_ranks = ("torch.distributed.run", "pytest_megatron.workloads.engine.warm_process")
 if any(name in word for name in starts_ranks for word in sys.orig_argv):
     sys.path.insert(0, str(pathlib.Path(__file__).with_name("packages")))
 """

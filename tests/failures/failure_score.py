@@ -14,7 +14,7 @@ from failure_cases import Case
 from failure_stages import Staged
 
 AIM = 0.95
-_COMMAND = "import sys; from pytest_megatron.cli.main import main; sys.exit(main())"
+_COMMAND = "import sys; from pytest_megatron.cli import main; sys.exit(main())"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

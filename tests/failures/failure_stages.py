@@ -31,7 +31,7 @@ from ways_system import FULL_DISK
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workload.run.runner import settle_logs
+from pytest_megatron.workloads.training.run.runner import settle_logs
 
 HERE = Path(__file__).parent
 TAG = "FAILURES_CASE"  # in the environment of every process of a case

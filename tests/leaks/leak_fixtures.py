@@ -1,4 +1,4 @@
-"""Fixtures of the suites of leaking tests; see `tests/unit_tests/hooks/test_named_leaks.py`."""
+"""Fixtures of the suites of leaking tests, which `test_named_leaks.py` runs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ IN_SDIST = (
     ),
 )
 IN_WHEEL = (
-    *("gang/rank/bootstrap.py", "hooks/options.py", "plugin.py", "py.typed"),
+    *("gangs/rank/bootstrap.py", "session/options.py", "plugin.py", "py.typed"),
     *("schemas/recipe.schema.json", "templates/page.html", "triage/signatures.toml"),
 )
 NEEDS_TORCH = "device: torch is not installed for "

@@ -149,7 +149,7 @@ def _hash(env: Mapping[str, str]) -> str:
     ).stdout.strip()
 
 
-_MAIN = "from pytest_megatron.cli.main import main; main()"
+_MAIN = "from pytest_megatron.cli import main; main()"
 _REPRO = (sys.executable, "-c", _MAIN, "repro")
 
 

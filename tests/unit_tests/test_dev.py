@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.recipe.load import load_recipe
+from pytest_megatron.workloads.recipe.load import load_recipe
 
 DEV = Path(__file__).parents[2] / "dev.py"
 _AS_OLD = """

@@ -16,7 +16,7 @@ import pytest
 from labs import DockerLab, SlurmLab
 from literate import ROOT, Block, Pages, is_as_shown, missing, pages, steps_of
 
-from pytest_megatron.cli.main import group
+from pytest_megatron.cli import group
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(

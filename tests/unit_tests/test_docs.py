@@ -11,7 +11,7 @@ import click
 import pytest
 from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
 
-from pytest_megatron.cli.main import group
+from pytest_megatron.cli import group
 from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]

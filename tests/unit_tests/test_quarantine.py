@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.recipe.quarantine import (
+from pytest_megatron.flaky.quarantine import (
     Quarantine,
     QuarantineError,
     check_pattern,

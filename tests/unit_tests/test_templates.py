@@ -363,6 +363,6 @@ def test_a_name_that_a_template_is_not_given_is_an_error() -> None:
 
 
 def test_a_start_of_pytest_does_not_load_jinja2() -> None:
-    modules = "pytest_megatron.plugin", "pytest_megatron.hooks.gangs.plugin"
+    modules = "pytest_megatron.plugin", "pytest_megatron.gangs.controller.plugin"
     program = f"import sys, {', '.join(modules)}; sys.exit('jinja2' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -16,7 +16,7 @@ from pytest_megatron.doctor.facts import (
     major_of,
     version_of,
 )
-from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
 _MOST_SHADOWS = 4
 # What torch says when CUDA does not start -> what to do.

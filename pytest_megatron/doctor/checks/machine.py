@@ -17,7 +17,7 @@ from pytest_megatron.doctor.facts import (
     Slurm,
     version_of,
 )
-from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
 _LEAST_SHM_BYTES = 1 << 30
 _LEAST_LIMIT = 4096

@@ -21,7 +21,7 @@ from pytest_megatron.doctor.facts import (
     minor_of,
     version_of,
 )
-from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
 _LOCAL = re.compile(r"cu(\d+)torch(\d+\.\d+)(?:\.\d+)*(?:cxx11abi(TRUE|FALSE))?", re.IGNORECASE)
 _SOABI = re.compile(r"\.(cpython-\d+[a-z]*)-([^.]+)\.so$")

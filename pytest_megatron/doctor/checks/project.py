@@ -19,13 +19,13 @@ from pytest_megatron.doctor.checks.packages import fitting
 from pytest_megatron.doctor.facts import Compiled, EnvironmentFacts, SystemView, compat
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
-from pytest_megatron.recipe.case import Launcher, WorkloadCase, case_path, read_case
-from pytest_megatron.recipe.expand import Profile
-from pytest_megatron.recipe.load import find_recipes, load_recipe, project_words
-from pytest_megatron.recipe.model import UNIT_MODEL, Workload
-from pytest_megatron.workload.checks.check import hits_of
-from pytest_megatron.workload.checks.rules import RuleMatch
-from pytest_megatron.workload.plan.plan import LAUNCHER_VARIABLE
+from pytest_megatron.workloads.recipe.case import Launcher, WorkloadCase, case_path, read_case
+from pytest_megatron.workloads.recipe.expand import Profile
+from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe, project_words
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
+from pytest_megatron.workloads.training.checks.check import hits_of
+from pytest_megatron.workloads.training.checks.rules import RuleMatch
+from pytest_megatron.workloads.training.plan.plan import LAUNCHER_VARIABLE
 
 _MOST_SHOWN = 5
 _Table = dict[str, JsonValue]

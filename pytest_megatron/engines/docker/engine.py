@@ -28,15 +28,6 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from pytest_megatron.engines.api import (
-    EngineContext,
-    EngineError,
-    Planned,
-    Submission,
-    SubmissionOutcome,
-    TroubleKind,
-)
-from pytest_megatron.engines.config_file import read_docker_config
 from pytest_megatron.engines.docker.messages import (
     ANSWER,
     JOB_DIR,
@@ -52,20 +43,29 @@ from pytest_megatron.engines.docker.messages import (
     StartRefused,
     StopContainer,
 )
-from pytest_megatron.engines.local import LeasingEngine
-from pytest_megatron.engines.records import (
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import Lease
+from pytest_megatron.runs.record import read_if_whole
+from pytest_megatron.workloads.engine.api import (
+    EngineContext,
+    EngineError,
+    Planned,
+    Submission,
+    SubmissionOutcome,
+    TroubleKind,
+)
+from pytest_megatron.workloads.engine.config_file import read_docker_config
+from pytest_megatron.workloads.engine.local import LeasingEngine
+from pytest_megatron.workloads.engine.records import (
     JobSpec,
     RunningJobs,
     outcome_of,
     read_record,
     write_spec,
 )
-from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.host import Lease
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.runs.record import read_if_whole
-from pytest_megatron.workload.plan.plan import AttemptPlan, Setting
-from pytest_megatron.workload.run.runner import LiveLog
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Setting
+from pytest_megatron.workloads.training.run.runner import LiveLog
 
 _START_S = 60.0
 _END_S = 60.0

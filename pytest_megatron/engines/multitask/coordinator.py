@@ -19,7 +19,6 @@ from typing import Self
 from typing_extensions import override
 
 from pytest_megatron.base.text import counted, name_ranks
-from pytest_megatron.engines.api import EngineError, TroubleKind
 from pytest_megatron.engines.multitask.messages import (
     Begin,
     Finished,
@@ -36,11 +35,12 @@ from pytest_megatron.engines.multitask.messages import (
 from pytest_megatron.engines.multitask.participant import TaskCommand
 from pytest_megatron.engines.multitask.topology import TaskPlace, is_loopback
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.process.guarded import CommandEnd, RunningCommand
-from pytest_megatron.workload.run.node_agents import GRACE_S, over_all_nodes
-from pytest_megatron.workload.run.runner import STOP_GRACE_S
+from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
+from pytest_megatron.workloads.training.run.node_agents import GRACE_S, over_all_nodes
+from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S
 
 _FAREWELL_S = 30.0  # for GPUs to say how they are; one that is lost may take 20 s
 

@@ -26,11 +26,11 @@ from pytest_megatron.engines.multitask.messages import (
 )
 from pytest_megatron.engines.multitask.topology import TaskPlace
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.process.guarded import GuardedProcess
-from pytest_megatron.workload.plan.plan import inherited
-from pytest_megatron.workload.run.runner import STOP_GRACE_S, FollowedFile
+from pytest_megatron.workloads.training.plan.plan import inherited
+from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
 
 class TaskCommand:

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from pytest_megatron.engines.api import EngineError, TroubleKind
 from pytest_megatron.engines.multitask.coordinator import Peers
 from pytest_megatron.engines.multitask.messages import Join, decode
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gang.ipc.channel import Channel, Listener, WrongKeyError, connect, listen_on
-from pytest_megatron.gang.topology import slurm_address
+from pytest_megatron.gangs.ipc.channel import Channel, Listener, WrongKeyError, connect, listen_on
+from pytest_megatron.gangs.topology import slurm_address
+from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
 
 _PAUSE_S = 0.2  # between two rounds of calls
 _NUM_EASY_ROUNDS = 10  # before names are looked up, which takes long where nobody knows them

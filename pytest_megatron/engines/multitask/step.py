@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Self
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.multitask.coordinator import Peers, TeamProcess
 from pytest_megatron.engines.multitask.messages import Begin, Join, encode
 from pytest_megatron.engines.multitask.participant import Participant, describe_task
@@ -23,13 +22,14 @@ from pytest_megatron.engines.multitask.topology import (
     find_ports,
     gloo_network,
 )
-from pytest_megatron.engines.records import JobSpec
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.process.guarded import RunningCommand
-from pytest_megatron.workload.plan.plan import PhasePlan, Started, inherited
-from pytest_megatron.workload.run.node_agents import node_command
+from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
+from pytest_megatron.workloads.engine.records import JobSpec
+from pytest_megatron.workloads.training.plan.plan import PhasePlan, Started, inherited
+from pytest_megatron.workloads.training.run.node_agents import node_command
 
 RANK_LOGS = Path("srun_native", "attempt_0")  # as torch.distributed.run has it, with its run id
 NODE_LOG = "launcher.node{node}.log"  # until its lines are in the phase's launcher.log

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.engines.api import EngineContext, Resources
-from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.slurm.script import place_of
 from pytest_megatron.engines.slurm.shape import gpu_flags, minutes_of_job
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.checks.check import findings_of
-from pytest_megatron.workload.checks.cluster import (
+from pytest_megatron.workloads.engine.api import EngineContext, Resources
+from pytest_megatron.workloads.engine.config import SlurmConfig
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.checks.check import findings_of
+from pytest_megatron.workloads.training.checks.cluster import (
     MOUNTS,
     SINFO_FORMAT,
     Cluster,
@@ -33,8 +33,8 @@ from pytest_megatron.workload.checks.cluster import (
     parse_cluster,
     parse_mounts,
 )
-from pytest_megatron.workload.checks.rules import CheckFinding, RuleMatch
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.training.checks.rules import CheckFinding, RuleMatch
+from pytest_megatron.workloads.training.plan.plan import Setting
 
 _PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TIMEOUT_S = 60.0

@@ -20,18 +20,6 @@ from pathlib import Path
 from pytest_megatron.base.files import append_lines
 from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.base.text import counted
-from pytest_megatron.engines.api import (
-    EngineContext,
-    EngineError,
-    Resources,
-    Submission,
-    SubmissionOutcome,
-    SubmissionPhase,
-    TroubleKind,
-    Update,
-)
-from pytest_megatron.engines.config_file import read_slurm_config
-from pytest_megatron.engines.records import RunningJobs
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm.commands import (
     RealSlurm,
@@ -64,12 +52,28 @@ from pytest_megatron.engines.slurm.submit import (
     scancel_labels,
 )
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.recipe.load import project_words
-from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
-from pytest_megatron.workload.checks.rules import CheckFinding
-from pytest_megatron.workload.plan.plan import Setting
-from pytest_megatron.workload.run.runner import AttemptListener, ForwardingListener, LiveLog
+from pytest_megatron.workloads.engine.api import (
+    EngineContext,
+    EngineError,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    TroubleKind,
+    Update,
+)
+from pytest_megatron.workloads.engine.config_file import read_slurm_config
+from pytest_megatron.workloads.engine.records import RunningJobs
+from pytest_megatron.workloads.recipe.load import project_words
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.checks.rules import CheckFinding
+from pytest_megatron.workloads.training.plan.plan import Setting
+from pytest_megatron.workloads.training.run.runner import (
+    AttemptListener,
+    ForwardingListener,
+    LiveLog,
+)
 
 FILE = OWN_DIR / "bad_nodes.jsonl"
 _MOST_BYTES = 1 << 20  # of the file, from its end

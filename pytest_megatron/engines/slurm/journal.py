@@ -17,8 +17,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pytest_megatron.engines.api import EngineError
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.workloads.engine.api import EngineError
 
 _FILE = "journal.jsonl"
 

@@ -22,15 +22,15 @@ from typing import cast
 
 from pytest_megatron.base.files import JsonValue, is_private, read_text, write_text_atomically
 from pytest_megatron.base.schema import parse
-from pytest_megatron.engines.api import Resources
-from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.slurm import nemo as nemo_driver
 from pytest_megatron.engines.slurm.nemo import MISSING, NEMO, TEMPLATE
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape, ShapePaths, shape_of
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.engine.api import Resources
+from pytest_megatron.workloads.engine.config import SlurmConfig, UvSyncConfig
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Setting
 
 _DRIVER = "pytest_megatron.engines.slurm.nemo"
 _INSTALL = "pip install 'pytest-megatron[cluster]'"

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.engines.api import Resources
-from pytest_megatron.engines.config import (
+from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.workloads.engine.api import Resources
+from pytest_megatron.workloads.engine.config import (
     GPUS_OF_RECIPE,
     EnvironmentNodes,
     LaunchMode,
     SlurmConfig,
     UvSyncConfig,
 )
-from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES
-from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.host import CPU_PLATFORM
 
-WORKER = "pytest_megatron.engines.worker"
+WORKER = "pytest_megatron.workloads.engine.worker"
 SPEC_VARIABLE = "spec"
 # What the shell that submits may have of an earlier launcher would lead every rank astray.
 UNSET = f"unset {' '.join(PLACE_VARIABLES)}"

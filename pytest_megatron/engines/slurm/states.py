@@ -19,18 +19,23 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pytest_megatron.base.text import describe_exit
-from pytest_megatron.engines.api import (
+from pytest_megatron.engines.slurm.journal import JobEnd
+from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.workloads.engine.api import (
     EngineError,
     Submission,
     SubmissionOutcome,
     SubmissionPhase,
     TroubleKind,
 )
-from pytest_megatron.engines.records import JobRecord, outcome_of, read_record, remove_requests
-from pytest_megatron.engines.slurm.journal import JobEnd
-from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.workload.run.last_words import tail
+from pytest_megatron.workloads.engine.records import (
+    JobRecord,
+    outcome_of,
+    read_record,
+    remove_requests,
+)
+from pytest_megatron.workloads.training.run.last_words import tail
 
 Place: TypeAlias = tuple[int, "int | None"]  # a job, and which element of an array
 # Width of each field of `squeue -O`; the sign after it ends a field, whatever its width.

@@ -11,15 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pytest_megatron.engines.api import (
-    Checking,
-    EngineContext,
-    Planned,
-    Resources,
-    Submission,
-    SubmissionPhase,
-)
-from pytest_megatron.engines.records import JobSpec, write_spec
 from pytest_megatron.engines.slurm.commands import (
     SlurmAwayError,
     SlurmCommands,
@@ -35,8 +26,17 @@ from pytest_megatron.engines.slurm.states import (
     remove_spec,
 )
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.engine.api import (
+    Checking,
+    EngineContext,
+    Planned,
+    Resources,
+    Submission,
+    SubmissionPhase,
+)
+from pytest_megatron.workloads.engine.records import JobSpec, write_spec
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Setting
 
 _MOST_TITLE = 40  # characters of an item's name in a job's
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]+")

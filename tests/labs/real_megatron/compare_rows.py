@@ -26,12 +26,12 @@ from pathlib import Path
 from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.recipe.case import WorkloadCase, case_path, read_case
-from pytest_megatron.recipe.load import load_recipe
-from pytest_megatron.recipe.model import Workload
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.workload.plan.plan import Setting, plan_attempt
-from pytest_megatron.workload.tools import yq
+from pytest_megatron.workloads.recipe.case import WorkloadCase, case_path, read_case
+from pytest_megatron.workloads.recipe.load import load_recipe
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Setting, plan_attempt
+from pytest_megatron.workloads.training.tools import yq
 
 UTILS = "tests/functional_tests/shell_test_utils"
 TAKEN = (UTILS, "tests/functional_tests/test_cases", "tests/test_utils/recipes")

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from test_changed_session import Project
 
 from pytest_megatron.changed.drawn import DrawnRun, append_drawn, draw, open_failures, read_drawn
-from pytest_megatron.cli.main import group
+from pytest_megatron.cli import group
 from pytest_megatron.errors import ConfigError
 
 RUN = DrawnRun(time="2026-01-01T00:00:00Z", commit="c" * 40, seed=7, num_left_out=40)

@@ -14,7 +14,7 @@ from pytest_megatron.changed.record import (
 from pytest_megatron.ci.jobs import UnitRow
 from pytest_megatron.ci.table import built_in_table
 from pytest_megatron.ci.test_jobs import UNCHANGED, shard_jobs
-from pytest_megatron.cli.main import group
+from pytest_megatron.cli import group
 
 
 def test_shards_are_of_the_files_for_which_something_changed(tmp_path: Path) -> None:

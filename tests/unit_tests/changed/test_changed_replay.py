@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_megatron.base.project import ask_git
-from pytest_megatron.cli.main import group
+from pytest_megatron.cli import group
 from pytest_megatron.runs.history import HistoryEntry, append
 
 CODE = "def one():\n    return 1\n\n\ndef two():\n    return 2\n"

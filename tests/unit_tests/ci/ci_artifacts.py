@@ -9,7 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.ci import command
+from pytest_megatron.ci.command import command
 
 COMMIT = "c" * 40
 ROW = "recipes/tiny.yaml::line[dev-cpu]"

@@ -12,16 +12,16 @@ from ci_artifacts import summary, workload, write_job, write_plan
 from click.testing import CliRunner
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
 from pytest_megatron.ci.budget import check_budgets, item_histories, keep_within, parse_budget
 from pytest_megatron.ci.jobs import CiJob, PlanBudget
+from pytest_megatron.ci.plan_command import command
 from pytest_megatron.ci.table import load_table
-from pytest_megatron.cli.plan import command
-from pytest_megatron.cli.recipes import lint
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.recipe.findings import Finding
-from pytest_megatron.recipe.load import load_recipe, project_words
 from pytest_megatron.runs.history import HistoryEntry, append
+from pytest_megatron.workloads.commands.recipes import lint
+from pytest_megatron.workloads.recipe.load import load_recipe, project_words
 
 HOUR_S = 3600.0
 ENTRY = HistoryEntry(

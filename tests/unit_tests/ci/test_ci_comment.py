@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from typing_extensions import override
 
-from pytest_megatron.cli.ci import command
+from pytest_megatron.ci.command import command
 
 TOKEN = "a-token"  # noqa: S105 - of the server below
 

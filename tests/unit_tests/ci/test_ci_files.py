@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 from expressions import evaluate, fill
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.ci.command import command
 from pytest_megatron.ci.summary.render import CODE_QUALITY_FILE
 from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
-from pytest_megatron.cli.ci import command
 from pytest_megatron.errors import CiError, ConfigError
 
 TABLE_NAME = "tool.pytest-megatron.ci.workflow"

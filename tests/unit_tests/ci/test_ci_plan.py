@@ -12,7 +12,7 @@ from ci_artifacts import STRICT
 from click.testing import CliRunner, Result
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.plan import command
+from pytest_megatron.ci.plan_command import command
 
 RECIPE = """\
 type: basic

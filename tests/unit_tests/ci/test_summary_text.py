@@ -17,8 +17,8 @@ from pytest_megatron.ci.summary.render import (
     as_markdown,
     as_text,
 )
-from pytest_megatron.golden.model import series_of
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
+from pytest_megatron.workloads.golden.model import series_of
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"
 

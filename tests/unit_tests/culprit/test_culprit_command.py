@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pytest_megatron.cli import culprit
-from pytest_megatron.cli.culprit import command
+from pytest_megatron.culprit import command as culprit
 from pytest_megatron.culprit import run as runner
+from pytest_megatron.culprit.command import command
 from pytest_megatron.culprit.run import Worktrees
 from pytest_megatron.culprit.search import CulpritRun, CulpritState
 from pytest_megatron.errors import CulpritError

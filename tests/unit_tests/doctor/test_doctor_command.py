@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 from staged_environment import Staged
 
-from pytest_megatron.cli.doctor import FORMATS, command
 from pytest_megatron.doctor.checks.machine import check_machine
 from pytest_megatron.doctor.checks.project import read_needs
+from pytest_megatron.doctor.command import FORMATS, command
 from pytest_megatron.doctor.examine import examine, finding_of, rules
 from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineFacts, Python
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
@@ -197,7 +197,7 @@ def test_a_temporary_directory_that_is_mounted_noexec_is_told(
 ) -> None:
     (tmp_path / "tmp").mkdir()
     start = 'mount -t tmpfs -o noexec none "$TMPDIR" && exec "$@"'
-    code = "from pytest_megatron.cli.main import main; main()"
+    code = "from pytest_megatron.cli import main; main()"
     doctor = [sys.executable, "-c", code, "doctor", "--no-collective"]
     answer = subprocess.run(
         [*UNSHARE, start, "sh", *doctor, "--format", "json", "--python", staged.places.python],

@@ -19,7 +19,7 @@ from pytest_megatron.doctor.probes.packages import (
     read_shared_object,
     torch_symbols,
 )
-from pytest_megatron.workload.checks.rules import RuleMatch
+from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,9 +12,9 @@ import pytest
 from staged_environment import Staged
 from stages import STAGES
 
+from pytest_megatron.base.findings import Severity
 from pytest_megatron.doctor.examine import examine
 from pytest_megatron.doctor.probes.devices import last_words
-from pytest_megatron.recipe.findings import Severity
 
 # What the machine of the tests may have of itself.
 REAL = {"address-name", "disk-low", "disk-full", "host-name"}

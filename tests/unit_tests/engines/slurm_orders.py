@@ -11,7 +11,14 @@ from pathlib import Path
 
 from labs import DEADLINE_S, SlurmLab
 
-from pytest_megatron.engines.api import (
+from pytest_megatron.engines.slurm.commands import RealSlurm, SlurmCommands
+from pytest_megatron.engines.slurm.engine import SlurmEngine
+from pytest_megatron.engines.slurm.journal import Journal
+from pytest_megatron.engines.slurm.submit import JobScript, SlurmSettings
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.workloads.engine.api import (
     EngineContext,
     Planned,
     Resources,
@@ -19,21 +26,14 @@ from pytest_megatron.engines.api import (
     SubmissionOutcome,
     Update,
 )
-from pytest_megatron.engines.slurm.commands import RealSlurm, SlurmCommands
-from pytest_megatron.engines.slurm.engine import SlurmEngine
-from pytest_megatron.engines.slurm.journal import Journal
-from pytest_megatron.engines.slurm.submit import JobScript, SlurmSettings
-from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.recipe.model import Workload
-from pytest_megatron.runs.environment import gather_facts
-from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Setting
-from pytest_megatron.workload.run.runner import Progress
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan, Setting
+from pytest_megatron.workloads.training.run.runner import Progress
 
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --time={minutes} {flags}
-exec {python} -m pytest_megatron.engines.worker "$1"
+exec {python} -m pytest_megatron.workloads.engine.worker "$1"
 """
 
 

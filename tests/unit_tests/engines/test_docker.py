@@ -19,15 +19,6 @@ from labs import DockerLab, wait_until
 from worker_engine import Silent
 
 import pytest_megatron
-from pytest_megatron.engines.api import (
-    EngineContext,
-    Planned,
-    Resources,
-    Submission,
-    SubmissionOutcome,
-)
-from pytest_megatron.engines.api import TroubleKind as Kind
-from pytest_megatron.engines.config_file import read_docker_config
 from pytest_megatron.engines.docker.container import LABEL_OWNER, owner
 from pytest_megatron.engines.docker.engine import DockerEngine
 from pytest_megatron.engines.docker.inside import _hand_over
@@ -35,8 +26,17 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workload.run.runner import AttemptListener, End, PhaseEnd, Progress
+from pytest_megatron.workloads.engine.api import (
+    EngineContext,
+    Planned,
+    Resources,
+    Submission,
+    SubmissionOutcome,
+)
+from pytest_megatron.workloads.engine.api import TroubleKind as Kind
+from pytest_megatron.workloads.engine.config_file import read_docker_config
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workloads.training.run.runner import AttemptListener, End, PhaseEnd, Progress
 
 SOURCE = Path(pytest_megatron.__file__).parents[1]
 READY = "[default0]:up"  # as torch.distributed.run copies a line of rank 0

@@ -14,8 +14,6 @@ import pytest
 from pretend_slurm import PretendSlurm
 from slurm_orders import Run
 
-from pytest_megatron.engines.api import Submission, SubmissionOutcome, SubmissionPhase, TroubleKind
-from pytest_megatron.engines.records import JobRecord, write_record
 from pytest_megatron.engines.slurm.commands import RealSlurm, SlurmAwayError, SlurmRefusedError
 from pytest_megatron.engines.slurm.engine import SlurmEngine
 from pytest_megatron.engines.slurm.journal import Journal
@@ -23,6 +21,13 @@ from pytest_megatron.engines.slurm.states import JobFiles
 from pytest_megatron.engines.slurm.submit import SlurmSettings
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.workloads.engine.api import (
+    Submission,
+    SubmissionOutcome,
+    SubmissionPhase,
+    TroubleKind,
+)
+from pytest_megatron.workloads.engine.records import JobRecord, write_record
 
 ITERATION = " iteration        {}/      10 | lm loss: 2.500000E+00 |\n"
 AWAY = "Socket timed out on send/recv operation"

@@ -9,13 +9,13 @@ import pytest
 from labs import SlurmLab
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.engines.api import EngineContext, Resources
-from pytest_megatron.engines.config import ContainerConfig, SlurmConfig
 from pytest_megatron.engines.slurm.checks import Around, SlurmChecks, ask_slurm, look_around
-from pytest_megatron.recipe.model import Row, Workload, parse_row
 from pytest_megatron.runs.environment import gather_facts
-from pytest_megatron.workload.checks.cluster import Cluster
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.engine.api import EngineContext, Resources
+from pytest_megatron.workloads.engine.config import ContainerConfig, SlurmConfig
+from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
+from pytest_megatron.workloads.training.checks.cluster import Cluster
+from pytest_megatron.workloads.training.plan.plan import Setting
 
 NEEDED = Resources(
     platform="dgx_h100", num_nodes=2, gpus_per_node=8, ranks_per_node=8, time_limit_s=600

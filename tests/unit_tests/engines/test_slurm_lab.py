@@ -15,8 +15,8 @@ from slurm_orders import Run, on_lab, outcomes, until
 from tiny_project import Project
 from tiny_project import Run as SessionRun
 
-from pytest_megatron.engines.api import SubmissionOutcome, TroubleKind, Update
 from pytest_megatron.engines.slurm.submit import SlurmSettings
+from pytest_megatron.workloads.engine.api import SubmissionOutcome, TroubleKind, Update
 
 
 class StartSession(Protocol):

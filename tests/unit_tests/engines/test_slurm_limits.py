@@ -13,8 +13,8 @@ import pytest
 from labs import SlurmLab
 from slurm_orders import Run, on_lab, outcomes, until
 
-from pytest_megatron.engines.api import SubmissionOutcome, TroubleKind
 from pytest_megatron.engines.slurm.engine import SlurmEngine
+from pytest_megatron.workloads.engine.api import SubmissionOutcome, TroubleKind
 
 FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
 _LIMIT_S = 150.0  # a limit of one minute is looked at every half minute

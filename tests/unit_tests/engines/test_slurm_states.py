@@ -6,7 +6,6 @@ from datetime import datetime
 
 import pytest
 
-from pytest_megatron.engines.api import SubmissionPhase, TroubleKind
 from pytest_megatron.engines.slurm.states import (
     SQUEUE_FORMAT,
     SlurmJob,
@@ -18,6 +17,7 @@ from pytest_megatron.engines.slurm.states import (
     trouble_of,
     why_never,
 )
+from pytest_megatron.workloads.engine.api import SubmissionPhase, TroubleKind
 
 START = datetime(2026, 11, 21, 9, 30)  # noqa: DTZ001 - Slurm's local time
 

@@ -16,14 +16,20 @@ from pathlib import Path
 
 import psutil
 
-from pytest_megatron.engines.api import TroubleKind
-from pytest_megatron.engines.records import JobRecord, JobSpec, read_record, write_spec
-from pytest_megatron.recipe.case import Launcher
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.runs.record import RecordedDiagnosis
 from pytest_megatron.triage.api import triage
-from pytest_megatron.workload.plan.plan import AttemptPlan, PhasePlan, Ranks, start_words, started
-from pytest_megatron.workload.run.runner import End
+from pytest_megatron.workloads.engine.api import TroubleKind
+from pytest_megatron.workloads.engine.records import JobRecord, JobSpec, read_record, write_spec
+from pytest_megatron.workloads.recipe.case import Launcher
+from pytest_megatron.workloads.training.plan.plan import (
+    AttemptPlan,
+    PhasePlan,
+    Ranks,
+    start_words,
+    started,
+)
+from pytest_megatron.workloads.training.run.runner import End
 
 GUEST = Path(__file__).parents[1] / "guests" / "task_rank.py"
 DEADLINE_S = 60.0
@@ -160,7 +166,7 @@ def step(
 ) -> Iterator[Step]:
     path = root / "spec.json"
     write_spec(path, spec)
-    command = [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)]
+    command = [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(path)]
     tasks = []
     for task in range(num_nodes * per_node):
         if task in missing:
@@ -308,7 +314,7 @@ def test_a_task_that_never_comes_names_its_host(tmp_path: Path) -> None:
 def test_a_task_with_another_key_is_not_let_in(tmp_path: Path) -> None:
     stranger, spec = tmp_path / "stranger.json", native(tmp_path)
     write_spec(stranger, replace(spec, secret=str(stranger), options={"gather_s": "1"}))
-    command = [sys.executable, "-m", "pytest_megatron.engines.worker"]
+    command = [sys.executable, "-m", "pytest_megatron.workloads.engine.worker"]
     env = task_env(tmp_path, 1, 2, 1)
     with step(tmp_path, spec, 2, 1, missing=(1,)) as found:
         wait_for(lambda: is_listening(found.tasks[0]))

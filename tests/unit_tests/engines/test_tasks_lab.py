@@ -11,20 +11,20 @@ from labs import SlurmLab
 from test_tasks import Step, plan_of, spec_of
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
-from pytest_megatron.engines.api import EngineContext
-from pytest_megatron.engines.records import read_record, write_spec
-from pytest_megatron.golden.policy import ComparisonPolicy
-from pytest_megatron.golden.store import golden_path, read_golden
-from pytest_megatron.recipe.case import case_path, read_case
-from pytest_megatron.recipe.load import load_recipe
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
-from pytest_megatron.verdict.attempt import Verdict
-from pytest_megatron.verdict.compare import judge
-from pytest_megatron.verdict.driver import train
-from pytest_megatron.verdict.job import WorkloadJob, check_job
-from pytest_megatron.verdict.retry import RetryPolicy
-from pytest_megatron.workload.plan.plan import Setting
+from pytest_megatron.workloads.engine.api import EngineContext
+from pytest_megatron.workloads.engine.records import read_record, write_spec
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy
+from pytest_megatron.workloads.golden.store import golden_path, read_golden
+from pytest_megatron.workloads.recipe.case import case_path, read_case
+from pytest_megatron.workloads.recipe.load import load_recipe
+from pytest_megatron.workloads.training.plan.plan import Setting
+from pytest_megatron.workloads.verdict.attempt import Verdict
+from pytest_megatron.workloads.verdict.compare import judge
+from pytest_megatron.workloads.verdict.driver import train
+from pytest_megatron.workloads.verdict.job import WorkloadJob, check_job
+from pytest_megatron.workloads.verdict.retry import RetryPolicy
 
 ROOT = Path(__file__).parents[3]
 RECIPE = """\
@@ -74,7 +74,12 @@ def test_launchers_under_srun_make_one_training(slurm_lab: SlurmLab, tmp_path: P
     spec = spec_of(tmp_path, plan_of(tmp_path, (), 2, 2))
     write_spec(tmp_path / "spec.json", spec)
     words = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--time=2")
-    worker = (sys.executable, "-m", "pytest_megatron.engines.worker", str(tmp_path / "spec.json"))
+    worker = (
+        sys.executable,
+        "-m",
+        "pytest_megatron.workloads.engine.worker",
+        str(tmp_path / "spec.json"),
+    )
     done = slurm_lab.run(*words, *worker, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[rank3]: rank 3 has met 4" in done.stdout.splitlines()

@@ -9,8 +9,8 @@ import pytest
 from tiny_project import Project, Run
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.model import Provenance, series_of
-from pytest_megatron.golden.store import write_golden
+from pytest_megatron.workloads.golden.model import Provenance, series_of
+from pytest_megatron.workloads.golden.store import write_golden
 
 PROGRAMS = Path(__file__).resolve().parents[2] / "functional_tests"
 ITERS = 5_000  # a minute or two

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.refresh.transaction import locked, recover, replace_together
+from pytest_megatron.workloads.refresh.transaction import locked, recover, replace_together
 
 _OPERATIONS = frozenset(
     {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.copymode"}

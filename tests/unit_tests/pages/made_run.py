@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.compare.result import comparison_to_json
-from pytest_megatron.golden.model import MetricMap, Provenance, Series, Value, series_of
-from pytest_megatron.golden.store import read_golden, write_golden, write_metrics
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.result import comparison_to_json
+from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, Value, series_of
+from pytest_megatron.workloads.golden.store import read_golden, write_golden, write_metrics
 
 METRICS = ("lm loss", "num-zeros", "iteration-time", "grad-norm", "mem-allocated-bytes")
 

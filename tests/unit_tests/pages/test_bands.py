@@ -8,13 +8,13 @@ import pytest
 from made_run import curve
 
 from pytest_megatron.base.schema import SchemaError, validate
-from pytest_megatron.golden.compare.compare import compare
-from pytest_megatron.golden.compare.layers import band_around, knowledge_of
-from pytest_megatron.golden.compare.result import Comparison, comparison_to_json
-from pytest_megatron.golden.model import Golden, Provenance, series_of
-from pytest_megatron.golden.policy import ComparisonPolicy, LossLimits
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.runs.record import RecordedBand, RecordedMetric
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.layers import band_around, knowledge_of
+from pytest_megatron.workloads.golden.compare.result import Comparison, comparison_to_json
+from pytest_megatron.workloads.golden.model import Golden, Provenance, series_of
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy, LossLimits
 
 
 def band_of(comparison: Comparison) -> RecordedBand:

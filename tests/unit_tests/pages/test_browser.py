@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from made_run import MadeRun, changed, curve
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.main import group
-from pytest_megatron.golden.model import MetricMap, series_of
+from pytest_megatron.cli import group
+from pytest_megatron.workloads.golden.model import MetricMap, series_of
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(

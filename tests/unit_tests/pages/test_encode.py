@@ -12,10 +12,10 @@ import pytest
 from made_run import changed, curve
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.golden.model import Series, series_of
 from pytest_megatron.pages.chart import choose, shares
 from pytest_megatron.pages.item_page import encode_charts
 from pytest_megatron.pages.model import Chart, Curve, CurveRole, MetricFinding
+from pytest_megatron.workloads.golden.model import Series, series_of
 
 
 def chart(golden: Series, *runs: Series, first: int | None = None) -> Chart:

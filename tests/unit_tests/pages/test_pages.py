@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 from made_run import METRICS, MadeRun, changed, curve
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.cli.main import group
+from pytest_megatron.cli import group
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.golden.model import MetricMap
 from pytest_megatron.trace.divergences import (
     TensorDivergence,
     TraceComparison,
     write_comparison,
 )
+from pytest_megatron.workloads.golden.model import MetricMap
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'|`&\u2028\u202e\x1b[31m\nx"
 

@@ -13,10 +13,10 @@ from browser import pixels
 from click.testing import CliRunner, Result
 from made_run import MadeRun, changed, curve
 
-from pytest_megatron.cli.main import group
-from pytest_megatron.golden.model import Series, series_of
+from pytest_megatron.cli import group
 from pytest_megatron.pages.chart import MermaidChart, chart_svg, mermaid_chart, scale_of
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
+from pytest_megatron.workloads.golden.model import Series, series_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 EVIL = '"/><script>alert(1)</script>&\x00'

@@ -12,8 +12,8 @@ from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RunError
+from pytest_megatron.repro.argv import Again, Wishes, command_for, container_lines
 from pytest_megatron.repro.choose import Chosen
-from pytest_megatron.repro.command import Again, Wishes, command_for, container_lines
 
 COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--megatron-run-dir", "new"]
 COMMON += ["--megatron-history", "off", "--maxfail", "0"]

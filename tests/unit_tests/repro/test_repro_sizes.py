@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.recipe.case import ParallelSizes
 from pytest_megatron.repro.compare import say_fewer_ranks, typed_sizes
+from pytest_megatron.workloads.recipe.case import ParallelSizes
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import validate
-from pytest_megatron.cli.recipes import schema_path
 from pytest_megatron.errors import RunError
 from pytest_megatron.runs.history import read as read_history
 from pytest_megatron.runs.record import (
@@ -32,6 +31,7 @@ from pytest_megatron.runs.record import (
     read_run,
     to_json,
 )
+from pytest_megatron.workloads.commands.recipes import schema_path
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -1,1 +1,0 @@
-"""The `pytest-megatron` command."""

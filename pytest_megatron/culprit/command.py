@@ -1,0 +1,262 @@
+"""`pytest-megatron culprit`: the commit from which on an item fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from pytest_megatron.base.command import EXIT_FAILED, PATH
+from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.base.project import ask_git, load_config
+from pytest_megatron.base.schema import SchemaError, closed, validate
+from pytest_megatron.base.text import counted, printable
+from pytest_megatron.culprit.run import (
+    RUN_DIR,
+    Worktrees,
+    commits_between,
+    number_of_parents,
+    run_at,
+)
+from pytest_megatron.culprit.search import (
+    SHORT,
+    CulpritReport,
+    CulpritState,
+    next_position,
+    report_of,
+)
+from pytest_megatron.errors import ConfigError, CulpritError
+from pytest_megatron.repro.argv import SEEDED, Again, Wishes, command_for, pytest_argv
+from pytest_megatron.repro.choose import check_node_id, choose, read_own_run
+from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.history import FILE_NAME, misleading_share, read
+from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
+from pytest_megatron.runs.record import read_record, to_json
+from pytest_megatron.runs.reproduce import headline_fingerprint
+
+_STATE, _REPORT = "state.json", "culprit.json"
+_INTERRUPTED = 130
+
+
+@closed
+@dataclass(frozen=True, kw_only=True)
+class CulpritTable:
+    """`[tool.pytest-megatron.culprit]`."""
+
+    setup: str = ""
+
+
+@click.command(name="culprit")
+@click.argument("item", required=False)
+@click.option("--good", metavar="COMMIT", help="At which the item passes.")
+@click.option("--bad", metavar="COMMIT", default="HEAD", show_default=True, help="And fails.")
+@click.option("--run", "source", type=PATH, help="A run or artifact with the item and its options.")
+@click.option("--pytest-args", default="", metavar="TEXT", help="More arguments for pytest.")
+@click.option("--setup", metavar="LINE", help="Shell line that prepares the worktree of a commit.")
+@click.option(
+    "--flake-rate",
+    type=click.FloatRange(0.0, 0.95),
+    metavar="SHARE",
+    help="Share of runs that mislead; by default of the history, if it has any.",
+)
+@click.option("--history", type=PATH, metavar="FILE", help="The file that runs append to.")
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=click.FloatRange(min=1.0),
+    default=3600.0,
+    metavar="S",
+    show_default=True,
+    help="Seconds after which a run is ended, and counts as failed.",
+)
+@click.option(
+    "--max-runs", type=click.IntRange(min=2), default=200, show_default=True, help="Then give up."
+)
+@click.option("--resume", type=PATH, metavar="DIRECTORY", help="Go on with a search.")
+@click.option("--project", type=PATH, default=Path(), help="The checkout.")
+def command(  # noqa: PLR0913 - one for each option
+    *,
+    item: str | None,
+    good: str | None,
+    bad: str,
+    source: Path | None,
+    pytest_args: str,
+    setup: str | None,
+    flake_rate: float | None,
+    history: Path | None,
+    time_limit_s: float,
+    max_runs: int,
+    resume: Path | None,
+    project: Path,
+) -> None:
+    """Find the commit from which on ITEM, a node id, fails.
+
+    Each commit is run in a worktree of its own; the checkout is not touched. Noisy outcomes are
+    repeated until one commit is the first bad one with a probability of 98 %.
+
+    Exit code 0: it is found. 1: several commits are left. 2: the input is unusable, or an end is
+    not as it has to be.
+    """
+    root = project.absolute()
+    if resume is not None:
+        place, state = resume.absolute(), read_record(resume / _STATE, CulpritState)
+    elif item is None or good is None:
+        raise CulpritError("ITEM, --good", "are needed to begin a search, expected both")
+    else:
+        again = _command(root, item, source, pytest_args)
+        commits, subjects = commits_between(root, good, bad)
+        node_id = again.argv[-1]
+        rate, origin = _flake_rate(root, node_id, flake_rate, history)
+        place = _new_place(root)
+        state = CulpritState(
+            item=node_id,
+            prefix=ask_git(root, "rev-parse", "--show-prefix") or "",
+            commits=commits,
+            subjects=subjects,
+            flake_rate=rate,
+            argv=again.argv,
+            env=dict(again.env),
+            setup=_setup(root) if setup is None else setup,
+            time_limit_s=time_limit_s,
+            max_runs=max_runs,
+        )
+        _print_head(state, again, origin)
+    try:
+        state = _search(root, place, state)
+    except KeyboardInterrupt:
+        shown = shlex.quote(_from_here(place))
+        click.echo(f"\ninterrupted; go on with: pytest-megatron culprit --resume {shown}")
+        sys.exit(_INTERRUPTED)
+    report = report_of(state)
+    write_json_atomically(place / _REPORT, to_json(report))
+    for line in _result_lines(root, state, report):
+        click.echo(printable(line))
+    click.echo(f"wrote {_from_here(place / _REPORT)}")
+    sys.exit(0 if report.commit else EXIT_FAILED)
+
+
+def _search(root: Path, place: Path, state: CulpritState) -> CulpritState:
+    """Run the item until the search is over; the state is written after each run."""
+    with Worktrees(root, place) as trees:
+        write_json_atomically(place / _STATE, to_json(state))
+        while (position := next_position(state)) is not None:
+            run = run_at(trees, state, position)
+            state = replace(state, runs=(*state.runs, run))
+            write_json_atomically(place / _STATE, to_json(state))
+            end = {0: "--good ", state.bad_end: "--bad "}.get(position, "")
+            problem = f": {run.problem}" if run.problem else ""
+            name = f"run {len(state.runs)}, {end}{state.name(position)}"
+            click.echo(printable(f"  {name}: {run.outcome}{problem}"))
+    return state
+
+
+def _new_place(root: Path) -> Path:
+    """Return a new directory for a search."""
+    make_own_dir(root)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    place = root / OWN_DIR / "culprit" / name
+    place.mkdir(parents=True)
+    return place
+
+
+def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Again:
+    """Return the command that runs an item; that of its run where one is given."""
+    words = tuple(shlex.split(pytest_args))
+    if source is None:
+        check_node_id(item, "ITEM")
+        is_row = item.partition("::")[0].endswith((".yaml", ".yml"))
+        once = ("--megatron-n-repeat", "1", "--megatron-max-attempts", "1") if is_row else ()
+        argv = pytest_argv(sys.executable, RUN_DIR, (*once, *words, item))
+        return Again(argv=argv, env={})
+    with tempfile.TemporaryDirectory(prefix="pytest-megatron-culprit-") as scratch:
+        runs = find_runs([source], Path(scratch), lambda _: False, looks_up=True)
+        records = {run.directory: read_own_run(run.directory) for run in runs}
+        chosen = choose(records, item, where=str(source))
+        is_own = chosen.run_dir.resolve().is_relative_to((root / RUNS_DIR).resolve())
+        return command_for(
+            chosen,
+            Wishes(is_trusted=is_own, words=words),
+            (),
+            python=sys.executable,
+            seeded=[name for name in SEEDED if importlib.util.find_spec(name) is not None],
+            run_dir=RUN_DIR,
+        )
+
+
+def _setup(root: Path) -> str:
+    config = load_config(root)
+    try:
+        return validate(CulpritTable, config.tables.get("culprit", {})).setup
+    except SchemaError as error:
+        where = f"{config.file}: [tool.pytest-megatron.culprit]"
+        raise ConfigError(where, str(error)) from None
+
+
+def _flake_rate(
+    root: Path, node_id: str, asked: float | None, path: Path | None
+) -> tuple[float | None, str]:
+    """Return the share of runs that mislead, and its origin in words."""
+    if asked is not None:
+        return asked, f"{asked:.0%}"
+    file = path or root / OWN_DIR / FILE_NAME
+    if path is not None and not path.is_file():
+        raise CulpritError("--history", f"{path} is no file, expected one that runs append to")
+    try:
+        found = misleading_share(read(file).entries, node_id)
+    except OSError as error:
+        raise CulpritError(str(file), f"cannot be read: {error.strerror}") from error
+    if found is None:
+        return None, "not known"
+    share = found[0] / found[1]
+    return share, f"{share:.0%}, {found[0]} of {counted(found[1], 'run')} in the history"
+
+
+def _print_head(state: CulpritState, again: Again, origin: str) -> None:
+    number = counted(state.bad_end, "commit")
+    click.echo(printable(f"culprit: {state.item}, {number} up to {state.name(state.bad_end)}"))
+    click.echo(f"  flake rate: {origin}")
+    for line in again.left_out:
+        click.echo(printable(f"  {line}"))
+    click.echo(printable(f"  {again.line}"))
+
+
+def _result_lines(root: Path, state: CulpritState, report: CulpritReport) -> Iterator[str]:
+    chance = f"{report.probability:.1%}"
+    names = dict(zip(state.commits, state.subjects, strict=True))
+    if report.commit is not None:
+        place = state.commits.index(report.commit)
+        yield f"first bad commit, {chance}: {state.name(place)}"
+        yield f"  at it: {state.counts(place)}; before it: {state.counts(place - 1)}"
+        if number_of_parents(root, report.commit) > 1:
+            yield "  it is a merge; a search in what it merged needs --good and --bad of its own"
+        yield from _other_failures(state, place)
+    else:
+        left = counted(len(report.candidates), "commit")
+        yield f"{left} left, {chance}: no run separates them, or --max-runs is reached"
+        yield from (f"  {commit[:SHORT]} {names[commit]}" for commit in report.candidates)
+    untestable = len(state.untestable)
+    could_not = f", {untestable} could not be run" if untestable else ""
+    seen = len({run.position for run in state.runs})
+    yield f"{counted(report.num_runs, 'run')} of {counted(seen, 'commit')}{could_not}"
+
+
+def _other_failures(state: CulpritState, place: int) -> Iterator[str]:
+    """Yield a line where the first bad commit fails in another way than the bad end."""
+    here, there = (state.of(position, "failed") for position in (place, state.bad_end))
+    kinds = [{headline_fingerprint(run.problem) for run in runs} for runs in (here, there)]
+    if here and there and kinds[0].isdisjoint(kinds[1]):
+        yield f"  it fails there with: {here[-1].problem}"
+        yield f"  and at --bad with:   {there[-1].problem}"
+
+
+def _from_here(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,0 +1,1 @@
+"""A small project to try everything on."""

@@ -1,0 +1,1 @@
+"""Items that fail by chance: their history, and quarantine."""

@@ -1,0 +1,233 @@
+"""Quarantine: an item that is known to fail runs, and its failure does not fail the run. Pure.
+
+Marks, rows of recipes and the project's settings all have the same two keys: a reason and a day.
+Must not decide on goldens of quarantined items; `workloads/refresh/` does.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.text import one_of
+from pytest_megatron.errors import ConfigError
+
+_KEYS = ("reason", "until")
+_MOST_DAYS = 366
+_LEAST_LETTERS = 3  # of a pattern, beside * and signs
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}").fullmatch
+TABLE = "quarantine"
+_HEADER = re.compile(r"\[\s*tool\s*\.\s*pytest-megatron\s*\.\s*quarantine\s*\]\s*(?:#.*)?")
+
+
+class QuarantineError(Exception):
+    """A quarantine lacks a key, or has a wrong one; the text has the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """The reason that an item may fail, and the last day of that.
+
+    Attributes:
+        until: The last day on which it holds, UTC.
+    """
+
+    reason: str
+    until: dt.date
+
+    def holds_on(self, day: dt.date) -> bool:
+        """Return whether a failure on that day does not count."""
+        return day <= self.until
+
+
+def parse_quarantine(given: object) -> Quarantine:
+    """Read `{reason: ..., until: 2026-12-31}`.
+
+    Raises:
+        QuarantineError: A key is missing, unknown or of the wrong kind.
+    """
+    if not isinstance(given, Mapping):
+        raise QuarantineError(
+            f'found {given!r}, expected reason and until: {{reason: "...", until: "2026-12-31"}}'
+        )
+    for key in given:
+        if key not in _KEYS:
+            raise QuarantineError(f"unknown key {key!r}, expected {one_of(key, _KEYS)}")
+    reason = given.get("reason")
+    if not isinstance(reason, str) or not reason.strip():
+        raise QuarantineError(
+            f"reason: {_found(given, 'reason')}, expected why it may fail; "
+            f"name the issue that ends it"
+        )
+    until = _date(given)
+    if until > today() + dt.timedelta(days=_MOST_DAYS):
+        raise QuarantineError(
+            f"until: found {until}, expected a day within a year; a quarantine without an end is "
+            f"forgotten"
+        )
+    return Quarantine(reason=" ".join(reason.split()), until=until)
+
+
+def check_pattern(pattern: str, root: Path) -> None:
+    """Make sure that a pattern of node ids names something of a project, and not everything.
+
+    Raises:
+        QuarantineError: It does not.
+    """
+    if sum(char.isalnum() for char in pattern) < _LEAST_LETTERS:
+        raise QuarantineError("names every item, expected the node id of one, or of a few with *")
+    file = pattern.partition("::")[0]
+    if "**" in file or "[" in file:
+        return
+    found = root.glob(file) if "*" in file else (path for path in (root / file,) if path.exists())
+    if not file.startswith(("*", "/")) and next(iter(found), None) is None:
+        raise QuarantineError(f"names no file of the project, {file!r} is not there; correct it")
+
+
+def project_quarantines(project: ProjectConfig, root: Path) -> dict[str, Quarantine]:
+    """Return `[tool.pytest-megatron.quarantine]`: pattern of node ids -> quarantine.
+
+    Raises:
+        ConfigError: An entry is wrong; names file and pattern.
+    """
+    table = project.tables.get(TABLE, {})
+    assert isinstance(table, dict)
+    found: dict[str, Quarantine] = {}
+    for pattern, given in table.items():
+        try:
+            found[pattern] = parse_quarantine(given)
+            check_pattern(pattern, root)
+        except QuarantineError as problem:
+            where = f"{project.file}: [tool.pytest-megatron.{TABLE}] {pattern!r}"
+            raise ConfigError(where, str(problem)) from None
+    return found
+
+
+def matches(pattern: str, node_id: str) -> bool:
+    """Return whether a pattern names an item: `*` is any text, everything else is itself.
+
+    Brackets mean nothing, unlike in a shell: they stand in nearly every node id.
+    """
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), node_id) is not None
+
+
+def today() -> dt.date:
+    """Return the day, UTC, so that a run's machines agree on it."""
+    return dt.datetime.now(dt.UTC).date()
+
+
+def _date(given: Mapping[object, object]) -> dt.date:
+    until = given.get("until")
+    if isinstance(until, dt.date):
+        return until
+    if isinstance(until, str) and _DATE(until):
+        try:
+            return dt.date.fromisoformat(until)
+        except ValueError:
+            pass  # the 31st of February
+    raise QuarantineError(
+        f"until: {_found(given, 'until')}, expected the last day that it holds, "
+        f"such as 2026-12-31; a quarantine without an end is forgotten"
+    )
+
+
+def _found(given: Mapping[object, object], key: str) -> str:
+    return f"found {given[key]!r}" if key in given else "is missing"
+
+
+def edit_table(text: str, *, added: Mapping[str, Quarantine], removed: Collection[str]) -> str:
+    """Return a `pyproject.toml` with other patterns in `[tool.pytest-megatron.quarantine]`.
+
+    Everything else stays as it is, comments included.
+
+    Raises:
+        QuarantineError: The table is not written with one line for each pattern.
+    """
+    lines = re.findall(r"[^\n]*\n|[^\n]+", text)
+    end_of_line = "\r\n" if "\r\n" in text else "\n"
+    start = next((n for n, line in enumerate(lines) if _HEADER.fullmatch(line.strip())), None)
+    if start is None:
+        if lines and not lines[-1].endswith("\n"):
+            lines[-1] += end_of_line
+        lines += [end_of_line] if lines else []
+        lines.append(f"[tool.pytest-megatron.{TABLE}]{end_of_line}")
+        start = len(lines) - 1
+    later = (n for n in range(start + 1, len(lines)) if lines[n].lstrip().startswith("["))
+    end = next(later, len(lines))
+    body = [line for line in lines[start + 1 : end] if _key_of(line) not in removed]
+    last = max((n + 1 for n, line in enumerate(body) if line.strip()), default=0)
+    if last and not body[last - 1].endswith("\n"):
+        body[last - 1] += end_of_line
+    body[last:last] = [_row(name, one) + end_of_line for name, one in added.items()]
+    changed = "".join([*lines[: start + 1], *body, *lines[end:]])
+    if not _is_edited(text, changed, added, removed):
+        raise QuarantineError(
+            f"[tool.pytest-megatron.{TABLE}] is not written with a line for each pattern, so that "
+            f"it cannot be changed; correct it by hand"
+        )
+    return changed
+
+
+def _key_of(line: str) -> str | None:
+    """Return the key of a line of a table; None where it is something else."""
+    try:
+        found = tomllib.loads(line)
+    except tomllib.TOMLDecodeError:
+        return None
+    return next(iter(found), None) if len(found) == 1 else None
+
+
+def _row(name: str, quarantine: Quarantine) -> str:
+    key, reason = (
+        json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        for text in (name, quarantine.reason)
+    )
+    return f"{key} = {{ reason = {reason}, until = {quarantine.until} }}"
+
+
+def _is_edited(
+    text: str, changed: str, added: Mapping[str, Quarantine], removed: Collection[str]
+) -> bool:
+    """Return whether a change does what it is to do, and nothing else."""
+    expected = tomllib.loads(text)
+    table = expected.setdefault("tool", {}).setdefault("pytest-megatron", {})
+    patterns = table.setdefault(TABLE, {})
+    for name in removed:
+        patterns.pop(name, None)
+    for name, one in added.items():
+        patterns[name] = {"reason": one.reason, "until": one.until}
+    try:
+        found: object = tomllib.loads(changed)
+    except tomllib.TOMLDecodeError:
+        return False
+    return found == expected
+
+
+def owners_of(path: str, rules: str) -> str:
+    """Return the owners of a file by a `CODEOWNERS` of GitHub or GitLab; empty if it has none.
+
+    The last rule that matches decides. Source: GitHub's and GitLab's documentation, Code owners.
+    """
+    found = ""
+    for line in rules.splitlines():
+        words = line.partition(" #")[0].split()
+        if words and not words[0].startswith(("#", "[", "^[", "!")) and _owns(words[0], path):
+            found = " ".join(words[1:])
+    return found
+
+
+def _owns(pattern: str, path: str) -> bool:
+    """Return whether a pattern, as in `.gitignore`, matches a file or a directory above it."""
+    anchored = "/" in pattern.rstrip("/")
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.strip("/"))
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    regex = "".join(wild.get(part, re.escape(part)) for part in parts)
+    # As on GitHub, `docs/*` is about the files of that directory alone.
+    below = "/.+" if pattern.endswith("/") else "" if pattern.endswith("/*") else "(?:/.*)?"
+    return re.fullmatch(f"{'' if anchored else '(?:.*/)?'}{regex}{below}", path) is not None

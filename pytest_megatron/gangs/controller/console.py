@@ -1,0 +1,218 @@
+"""Terminal of the controller, for ranks: their debuggers, and copies of their output.
+
+One rank at a time may stop in its debugger, over all gangs; others wait for it, or continue
+without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
+    INTERRUPTED_LINE,
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+    Message,
+)
+from pytest_megatron.gangs.rank.logs import Tail
+from pytest_megatron.gangs.supervisor.supervisor import Gang
+from pytest_megatron.gangs.timers import GangState
+from pytest_megatron.session.options import Options
+
+_COPY_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _DebuggerRequest:
+    """A rank that requests the debugger, or is in it."""
+
+    gang: Gang
+    rank: int
+    channel: Channel
+    reason: str
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it can no longer be debugged."""
+        state = self.gang.lifecycle.state
+        return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
+
+
+@dataclass(slots=True)
+class Console:
+    """Gives debuggers of ranks access to the terminal.
+
+    Attributes:
+        config: Configuration of the controller.
+        pdb_rank: The only rank that may stop; None allows the first that fails, and rank 0 at
+            breakpoints.
+        is_refusing: Whether no rank may stop: there is no terminal, or the session ends.
+    """
+
+    config: pytest.Config
+    pdb_rank: int | None
+    is_refusing: bool = False
+    _active: _DebuggerRequest | None = None
+    _waiting: deque[_DebuggerRequest] = field(default_factory=deque)
+    _last_failure: tuple[int, int] | None = None  # execution, rank
+    _prompt: str = ""  # the line that has not ended yet
+
+    def handle(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
+        """Handle a message of a rank's debugger."""
+        match message:
+            case DebuggerWanted(reason=reason):
+                request = _DebuggerRequest(gang, rank, channel, reason)
+                if self._may_stop(request):
+                    self._waiting.append(request)
+                    self.settle()
+                else:
+                    channel.send(DebuggerAnswer(may_enter=False))
+            case DebuggerWrote(text=text):
+                self._write(text)
+            case DebuggerReads():
+                channel.send(DebuggerLine(text=self._read()))
+            case DebuggerLeft() if self._active is not None and self._active.channel is channel:
+                self._leave()
+                self.settle()
+            case _:
+                pass
+
+    def settle(self) -> None:
+        """Release the terminal of a rank that is gone, and give it to the next."""
+        if self._active is not None and self._active.is_gone:
+            self._leave()
+        while self._active is None and self._waiting:
+            request = self._waiting.popleft()
+            if not request.is_gone:
+                self._enter(request)
+
+    def _may_stop(self, request: _DebuggerRequest) -> bool:
+        if self.is_refusing or request.is_gone:
+            return False
+        if self.pdb_rank is not None:
+            return request.rank == self.pdb_rank
+        if request.reason != "exception":
+            return request.rank == 0
+        run = request.gang.lifecycle.queue.number
+        if self._last_failure is None or self._last_failure[0] != run:
+            self._last_failure = (run, request.rank)
+        return self._last_failure == (run, request.rank)
+
+    def _enter(self, request: _DebuggerRequest) -> None:
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        self._active = request
+        writer = self.config.get_terminal_writer()
+        if writer.width_of_current_line:
+            writer.line()
+        writer.sep(">", f"rank {request.rank} of {request.gang.spec.world_size}")
+        request.channel.send(DebuggerAnswer(may_enter=True))
+
+    def _leave(self) -> None:
+        self._active = None
+        if self._prompt:
+            self._show(f"{self._prompt}\n")
+            self._prompt = ""
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:  # between tests it captures stdin, not stdout
+            capture.resume_global_capture()
+            capture.suspend_global_capture()
+
+    def _write(self, text: str) -> None:
+        lines, newline, self._prompt = (self._prompt + text).rpartition("\n")
+        self._show(lines + newline)
+
+    def _show(self, text: str) -> None:
+        self.config.get_terminal_writer().write(text, flush=True)
+
+    def _read(self) -> str:
+        """Return a line that the user typed, empty at the end of input."""
+        stdin: TextIO | None = sys.stdin  # None if it was closed when Python started
+        try:
+            if stdin is None:
+                return ""
+            if stdin.isatty():
+                with contextlib.suppress(ImportError):
+                    importlib.import_module("readline")  # lets the user edit the line
+                return input(self._prompt) + "\n"
+            self._show(self._prompt)
+            return stdin.readline()
+        except EOFError:
+            return ""
+        except KeyboardInterrupt:
+            return INTERRUPTED_LINE
+        finally:
+            self._prompt = ""
+
+
+class Tee:
+    """Follows the logs of chosen ranks of every gang on this node.
+
+    Attributes:
+        is_on: Whether output is copied: with `-s`, or with `--tee-ranks`.
+    """
+
+    def __init__(self, config: pytest.Config, options: Options, *, is_worker: bool) -> None:
+        self._config = config
+        self._options = options
+        is_wanted = config.getoption("capture", "no") == "no" or "tee-ranks" in options.typed
+        has_terminal = config.pluginmanager.has_plugin("terminalreporter")
+        self.is_on = is_wanted and options.tee_ranks != () and not is_worker and has_terminal
+        self._tails: dict[int, list[Tail]] = {}
+        self._next_at = 0.0
+
+    def wait_s(self, most_s: float) -> float:
+        """Return the time that the controller may sleep."""
+        return min(most_s, _COPY_EVERY_S) if self.is_on else most_s
+
+    def follow(self, gang: Gang) -> None:
+        """Follow a new gang."""
+        chosen = self._options.tee_ranks
+        if self.is_on:
+            self._tails[gang.number] = [
+                Tail(Path(rank_config.log_dir), rank_config.rank)
+                for rank_config in gang.configs
+                if rank_config.node_rank == self._options.node_rank
+                and (chosen is None or rank_config.rank in chosen)
+            ]
+
+    def poll(self) -> None:
+        """Copy new output, if it is time to."""
+        if self._tails and time.monotonic() >= self._next_at:
+            for tails in self._tails.values():
+                self._copy(tails, is_ended=False)
+            self._next_at = time.monotonic() + _COPY_EVERY_S
+
+    def catch_up(self, gang: Gang) -> None:
+        """Copy all output of a gang, before the result of its test."""
+        self._copy(self._tails.get(gang.number, []), is_ended=True)
+
+    def forget(self, gang: Gang) -> None:
+        """Copy the rest of the output of a gang that is gone."""
+        self.catch_up(gang)
+        self._tails.pop(gang.number, None)
+
+    def _copy(self, tails: list[Tail], *, is_ended: bool) -> None:
+        if not tails:
+            return
+        writer = self._config.get_terminal_writer()
+        for tail in tails:
+            for line in tail.new_lines(is_ended=is_ended):
+                if writer.width_of_current_line:
+                    writer.line()
+                writer.line(line, flush=True)

@@ -1,0 +1,225 @@
+"""Support of other plugins that keep data of tests in their process, which for gangs is a rank.
+
+Each function is for one plugin by name and does nothing without it. Features that cannot work on
+gangs are refused or reported; docs/reference/other-plugins.md has the table.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_megatron.session.state import write_line
+
+if TYPE_CHECKING:  # sessions of workloads need neither
+    from pytest_megatron.gangs.ipc.messages import RankConfig
+    from pytest_megatron.gangs.merge import Merged
+
+# Options of pytest-benchmark whose results would lack tests of gangs.
+_BENCHMARK_OPTIONS = (
+    *("only", "enable", "json", "save", "autosave", "compare", "compare_fail", "histogram"),
+)
+_WRITTEN = pytest.StashKey[set[str]]()
+_INLINE_HARMLESS = {"", "disable", "short-report"}
+_ALLURE = "allure_listener"
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
+
+
+# In the controller
+
+
+def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> list[str]:
+    """Return messages about plugins that do less for tests on gangs.
+
+    Args:
+        config: Configuration of the controller.
+        items: Items that run on gangs.
+
+    Raises:
+        pytest.UsageError: An option of a plugin would silently ignore them.
+    """
+    option, items, lines = config.option, list(items), []
+    _refuse_forks(config, items)
+    if items and config.pluginmanager.has_plugin("TestmonCollect"):
+        raise pytest.UsageError(
+            f"--testmon: {items[0].nodeid} runs on ranks, where it sees nothing, and would be left "
+            "out after any change; use --record-changed and --changed, which see ranks, or record "
+            "without ranks and select with --testmon-nocollect"
+        )
+    measured = [item.nodeid for item in items if _uses(item, "benchmark")]
+    if measured and config.pluginmanager.has_plugin("benchmark"):
+        asked = [n for n in _BENCHMARK_OPTIONS if getattr(option, f"benchmark_{n}", None)]
+        advice = "mark those to be measured with @pytest.mark.controller"
+        if asked:
+            name = asked[0].replace("_", "-")
+            raise pytest.UsageError(
+                f"--benchmark-{name}: {measured[0]} runs on ranks, where nothing is measured, as "
+                f"each would choose another number of rounds; {advice}, or deselect it"
+            )
+        lines.append(
+            f"pytest-benchmark: {_count(measured)} on ranks not measured, but run once; {advice}"
+        )
+    flags = set(str(getattr(option, "inline_snapshot", None) or "").split(",")) - _INLINE_HARMLESS
+    if items and flags:
+        raise pytest.UsageError(
+            f"--inline-snapshot={','.join(sorted(flags))}: nothing is collected from ranks, on "
+            f"which {items[0].nodeid} runs; run without ranks, or mark it with "
+            "@pytest.mark.controller"
+        )
+    if any(_uses(item, "snapshot") for item in items) and hasattr(config, "_syrupy"):
+        lines.append(
+            "syrupy: ranks compare and write their snapshots; unused ones are not looked for, and "
+            "the snapshot report leaves those of ranks out"
+        )
+    if items and config.pluginmanager.has_plugin(_ALLURE):
+        lines.append("allure: steps and attachments of ranks are left out; captured output is not")
+    return lines
+
+
+def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
+    """Write lines to the terminal that no other worker of pytest-xdist has sent before."""
+    reported = config.stash.setdefault(_WRITTEN, set())
+    for line in lines:
+        if line not in reported:
+            write_line(config, line)
+        reported.add(line)
+
+
+def keep_unused_snapshots(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
+    """Disable syrupy's search for unused snapshots: it does not see their use in ranks."""
+    if not any(_uses(item, "snapshot") for item in items) or not hasattr(config, "_syrupy"):
+        return
+    option = vars(config.option)  # options of several releases; writes were queued before
+    option["update_snapshots"] = False
+    option["warn_unused_snapshots"] = True
+    option["disable_unused_snapshots"] = True
+
+
+def is_of_phases(plugin: object) -> bool:
+    """Return whether a plugin wraps phases, so that it contributed to reports in the ranks."""
+    return any(
+        hasattr(plugin, f"pytest_{name}")
+        for name in ("runtest_setup", "runtest_call", "runtest_teardown", "fixture_setup")
+    )
+
+
+def notes_on_hang(item: pytest.Item) -> Iterator[tuple[str, str]]:
+    """Return sections for the report of a test that ranks did not end together."""
+    if item.get_closest_marker("hypothesis") is not None:
+        text = (
+            "a rank on which an example fails runs it and simpler ones again; if it fails on some "
+            "ranks only, the others do not take part in these collectives. "
+            "@settings(phases=[Phase.explicit, Phase.generate]) leaves out the simpler ones; an "
+            "assertion on what is the same on all ranks fails on all of them together"
+        )
+        yield "hypothesis", text
+
+
+class Allure:
+    """Makes allure's listener write one result for a test, from the merged reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._manager = config.pluginmanager
+        self.listener: object = self._manager.get_plugin(_ALLURE)
+        self._others = [p for p in self._manager.get_plugins() if p is not self.listener]
+
+    def follow(self, name: str, **arguments: object) -> None:
+        """Call its hook of a phase that ran in ranks."""
+        if self.listener is not None:
+            self._manager.subset_hook_caller(f"pytest_runtest_{name}", self._others)(**arguments)
+
+    def set_times(self, item: pytest.Item, merged: Merged) -> None:
+        """Set the times of the call in place of those of its replay."""
+        logger = getattr(self.listener, "allure_logger", None)
+        cache = getattr(self.listener, "_cache", None)
+        if merged.when != "call" or not merged.start or logger is None or cache is None:
+            return
+        result = logger.get_test(cache.get(item.nodeid))
+        if result is not None:
+            result.start, result.stop = int(merged.start * 1000), int(merged.stop * 1000)
+
+
+def _refuse_forks(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
+    """Refuse pytest-forked for tests on gangs: it would fork the controller.
+
+    Raises:
+        pytest.UsageError: It is requested.
+    """
+    if not config.pluginmanager.has_plugin("pytest_forked"):
+        return
+    for item in items:
+        is_marked = item.get_closest_marker("forked") is not None
+        if is_marked or getattr(config.option, "forked", False):
+            asked = "@pytest.mark.forked" if is_marked else "--forked"
+            raise pytest.UsageError(
+                f"{asked}: {item.nodeid} runs on ranks, which are processes of their own; for new "
+                "ones use @pytest.mark.isolated, and drop it"
+            )
+
+
+def _uses(item: pytest.Item, fixture: str) -> bool:
+    return fixture in getattr(item, "fixturenames", ())
+
+
+def _count(node_ids: list[str]) -> str:
+    return f"{node_ids[0]} is" if len(node_ids) == 1 else f"{len(node_ids)} tests are"
+
+
+# In ranks
+
+
+def leave_to_controller(config: pytest.Config) -> None:
+    """Disable plugins in ranks whose work the controller does, or whose data would be lost."""
+    listener = config.pluginmanager.get_plugin(_ALLURE)
+    commons = sys.modules.get("allure_commons")
+    if listener is not None and commons is not None:
+        config.pluginmanager.unregister(listener)
+        manager = commons.plugin_manager
+        manager.unregister(plugin=listener)
+        config.add_cleanup(lambda: manager.register(listener))  # allure unregisters it at the end
+    benchmark = getattr(config, "_benchmarksession", None)
+    if benchmark is not None:
+        benchmark.disabled = True
+    inline = sys.modules.get("inline_snapshot._global_state")
+    if inline is not None:
+        inline.state().active = False  # its changes would not be written
+
+
+def seed_of_examples(run_id: str) -> int:
+    """Return the default seed of hypothesis for all ranks of a run."""
+    return zlib.crc32(run_id.encode())
+
+
+def draw_same_examples(rank_config: RankConfig) -> None:
+    """Make hypothesis draw the same examples in all ranks, without its database."""
+    core = sys.modules.get("hypothesis.core")
+    if core is not None and core.global_force_seed is None:
+        vars(core)["global_force_seed"] = seed_of_examples(rank_config.env[_RUN_ID])
+
+
+def notes_on_failure(item: pytest.Item) -> Iterator[tuple[str, str]]:
+    """Return sections for the report of a failure: the seed of hypothesis."""
+    core = sys.modules.get("hypothesis.core")
+    if core is not None and item.get_closest_marker("hypothesis") is not None:
+        text = f"--hypothesis-seed={core.global_force_seed} draws the same examples on all ranks"
+        yield "hypothesis", text
+
+
+def write_snapshots(config: pytest.Config, rank_config: RankConfig) -> None:
+    """Write changed snapshots of syrupy, one rank at a time, before the process may be killed."""
+    session = getattr(config, "_syrupy", None)
+    if session is None or not getattr(session, "_queued_snapshot_writes", None):
+        return
+    lock = os.open(Path(rank_config.log_dir).parents[1], os.O_RDONLY)  # of all gangs' logs
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        session.flush_snapshot_write_queue()
+    finally:
+        os.close(lock)

@@ -1,0 +1,168 @@
+"""Results of distributed tests: header, `run.json`, summary.
+
+Active only in the controller: records of workers arrive as attributes of reports.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from pytest_megatron.base.text import counted, listed
+from pytest_megatron.gangs.controller.rank_config import refuse_unfit_host
+from pytest_megatron.gangs.markers import device_of, limit_of_session
+from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
+from pytest_megatron.gangs.record import (
+    flaky_lines,
+    header_line,
+    no_limit_line,
+    replaced_line,
+    unused_nodes_line,
+)
+from pytest_megatron.gangs.spec import GangSpec
+from pytest_megatron.gangs.topology import count_gpus, count_unused_nodes
+from pytest_megatron.gpu.host import Gpu, this_host
+from pytest_megatron.runs.nowhere import ran_nowhere
+from pytest_megatron.runs.record import RecordedTest
+from pytest_megatron.runs.reproduce import reproduce_line
+from pytest_megatron.session.deselected import deselected_of
+from pytest_megatron.session.options import Options
+from pytest_megatron.session.run_file import RunFile, record_on
+from pytest_megatron.session.state import RunSession, write_line
+
+NAME = "megatron-gangs-results"
+LEFT = "megatron.left"  # user property of a report: what the test left behind
+_MOST_SHOWN = 3
+_WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
+
+
+def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
+    """Append the command that reproduces a failure to its report."""
+    if report.failed:
+        report.sections.append(("again", reproduce_line(run.where, report.nodeid)))
+
+
+class GangResults:
+    """Header, `run.json` and summary of a session with gangs."""
+
+    def __init__(self, run: RunSession, file: RunFile) -> None:
+        self._run = run
+        self._file = file
+        self._records: dict[str, RecordedTest] = {}
+        self._left: dict[str, list[str]] = {}
+        self._config: pytest.Config | None = None
+        self._ran: list[tuple[str, str | None]] = []
+        self._next_at = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Refuse to start without the requested devices, or if ranks cannot connect."""
+        self._config = session.config
+        if not session.config.option.collectonly:
+            _refuse_lack(self._run.options)
+            if self._run.options.asks_for_gangs:
+                refuse_unfit_host(self._run.options)
+
+    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+        """Describe the gangs of tests without a marker."""
+        options = self._run.options
+        if not options.asks_for_gangs:
+            return []
+        gpus = None if options.device == "cpu" else this_host().gpus
+        nodes, room = nodes_of(options), 0 if gpus is None else room_on_gpus(options)
+        size = nodes.ranks_per_node * nodes.num_nodes
+        spec = GangSpec(world_size=size, device=device_of(options, size, room))
+        lines = [header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))]
+        limit = limit_of_session(config, options)
+        if not limit.seconds:
+            lines.append(no_limit_line(limit.source))
+        if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
+            lines.append(unused_nodes_line(num_unused))
+        return lines
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the record of a test; an error that follows makes it a failure."""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self._ran.append((report.nodeid, report.longrepr[2].removeprefix("Skipped: ")))
+        elif report.when == "call":
+            self._ran.append((report.nodeid, None))
+        if left := [str(text) for name, text in report.user_properties if name == LEFT]:
+            self._left[report.nodeid] = left
+            if self._config is not None and self._config.getoption("verbose", 0) > 0:
+                write_line(self._config, f"megatron: audit: {report.nodeid}: {'; '.join(left)}")
+        record, kept = record_on(report), self._records.get(report.nodeid)
+        if record is None and report.failed and report.when == "teardown" and kept is not None:
+            problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
+            record = replace(kept, verdict="failed", outcome="failed", problem=problem)
+        if not isinstance(record, RecordedTest):
+            return
+        self._records[report.nodeid] = record
+        self._file.keep(report.nodeid, record)
+        if record.outcome == "failed" and time.monotonic() >= self._next_at:
+            self._file.write()
+            self._next_at = time.monotonic() + _WRITE_EVERY_S
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """Write `run.json`, if any test ran on a gang."""
+        if self._records:
+            self._file.write()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """List tests that passed at a rerun, and gangs that were replaced."""
+        lines = flaky_lines(self._records)
+        replaced = replaced_line(self._records.values())
+        if terminalreporter.verbosity > 0 and not terminalreporter.config.option.collectonly:
+            lines += [
+                f"megatron: {group.amount} ran nowhere: {group.reason}: {group.names(_MOST_SHOWN)}"
+                for group in ran_nowhere(self._ran, [deselected_of(terminalreporter.config)])
+            ]
+        if self._left:
+            lines.append(_audit_line(self._left, len(self._records)))
+        if replaced is not None:
+            lines.append(f"megatron: {replaced}")
+        if self._records and self._file.problem is not None:
+            lines.append(f"run.json is not complete: {self._file.problem}")
+        if lines:
+            terminalreporter.section("distributed tests", sep="-")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _audit_line(left: Mapping[str, Sequence[str]], num_tests: int) -> str:
+    """Return the line on tests that left something behind."""
+    shown = [f"{node_id} ({listed(texts, 1)})" for node_id, texts in left.items()]
+    what = f"{len(left)} of {counted(num_tests, 'test')} left something behind in their ranks"
+    return f"megatron: audit: {what}: {listed(shown, _MOST_SHOWN)}"
+
+
+def _refuse_lack(options: Options) -> None:
+    """Make sure that this host has the requested GPUs.
+
+    Raises:
+        pytest.UsageError: It has too few.
+    """
+    wants_gpus = options.num_gpus is not None
+    if not wants_gpus and not (options.device == "cuda" and options.num_ranks):
+        return
+    gpus: tuple[Gpu, ...] = this_host().gpus
+    wanted = options.num_gpus if wants_gpus else options.num_ranks
+    assert wanted is not None
+    if gpus and wanted <= room_on_gpus(options):
+        return
+    found = str(len(gpus)) if gpus else "none"
+    needed = count_gpus(wanted, options.ranks_per_gpu)
+    sharing = f"--ranks-per-gpu {-(-wanted // len(gpus))}" if gpus else ""
+    if wants_gpus:
+        asked = f"{needed} GPUs" if wanted else "all GPUs"
+        way_out = f"lower it, or use {sharing}" if gpus else "use --ranks for ranks on the CPU"
+        raise pytest.UsageError(f"--gpus: asked for {asked}, this host has {found}; {way_out}")
+    raise pytest.UsageError(
+        f"--device: cuda needs {needed} GPUs for --ranks {wanted}, this host has {found}; "
+        f"{f'lower --ranks, use {sharing}, or ' if gpus else ''}drop --device"
+    )

@@ -1,0 +1,220 @@
+"""Key-value stores for the rendezvous of gangs, in a process of their own, like torch's agent.
+
+A store in rank 0 would die with it, and its port would have to be guessed before; here the kernel
+picks the port, and a gang that replaces another one gets a store without old keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.ipc.messages import RankConfig
+from pytest_megatron.process.tree import begin_child, close_descriptors
+
+LOCAL_HOST = "127.0.0.1"
+LOCAL_HOST_IPV6 = "::1"
+_LOCAL_HOSTS = (LOCAL_HOST, LOCAL_HOST_IPV6)
+_PORT = struct.Struct("!H")
+_REACH_S = 5.0  # for a busy host to connect to itself
+_BACKLOG = 2048  # ranks that connect at once
+
+
+@functools.cache
+def local_host() -> str:
+    """Return the first loopback address by which processes of this host reach one another.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    for host in _LOCAL_HOSTS:
+        if _is_reachable(host):
+            return host
+    raise LaunchError(
+        "network",
+        f"processes of this host cannot reach one another by {' or '.join(_LOCAL_HOSTS)}, "
+        f"and ranks have no other way to meet; bring the loopback interface up: ip link set lo up",
+    )
+
+
+def _is_reachable(host: str) -> bool:
+    try:
+        with _listen(host) as listening, socket.socket(listening.family) as caller:
+            caller.settimeout(_REACH_S)
+            caller.connect(listening.getsockname())
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class StoreKeeper:
+    """Client of the process that holds the stores; forks it at the first store.
+
+    Attributes:
+        pid: Process of the stores, or None before the first one.
+    """
+
+    pid: int | None = None
+    _ahead: tuple[str, int] | None = None
+    _connection: socket.socket | None = None
+    _listening: dict[int, socket.socket] = field(default_factory=dict)
+
+    def open_store(self, host: str) -> int:
+        """Return the port of a new store, which listens from now on.
+
+        Args:
+            host: Address that its clients use; unless a loopback one, it listens on all interfaces.
+
+        Raises:
+            LaunchError: No port is available.
+        """
+        if self._ahead is not None and self._ahead[0] == host:
+            (_, port), self._ahead = self._ahead, None
+            return port
+        try:
+            listening = _listen(host)
+        except OSError as error:
+            raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
+        port = int(listening.getsockname()[1])
+        self._listening[port] = listening
+        try:
+            self._send(port, [listening.fileno()])
+        except OSError:  # it was killed, which was not noticed yet
+            self._replace()
+        return port
+
+    def open_ahead(self, host: str) -> int:
+        """Return the port of the store that the next `open_store` for this host returns.
+
+        Raises:
+            LaunchError: No port is available.
+        """
+        port = self.open_store(host)
+        self._ahead = host, port
+        return port
+
+    def close_store(self, port: int) -> None:
+        """Close the store of a gang that is gone."""
+        self._listening.pop(port).close()
+        with contextlib.suppress(OSError):
+            self._send(port, [])
+
+    def replace_if_ended(self, pid: int) -> None:
+        """Replace the process if it is the one that ended; ports stay, keys of stores are lost.
+
+        Requests that it had not read are sent again.
+        """
+        if pid == self.pid:
+            self._replace()
+
+    def _replace(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self.pid = self._connection = None
+        for port, listening in self._listening.items():
+            self._send(port, [listening.fileno()])
+
+    def _send(self, port: int, descriptors: list[int]) -> None:
+        if self._connection is None:
+            self._connection = self._fork()
+        socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
+
+    def forget(self) -> None:
+        """Close the copies of a forked child."""
+        if self._connection is not None:
+            self._connection.close()
+        for listening in self._listening.values():
+            listening.close()
+
+    def _fork(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fork_server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                begin_child(fork_server)
+                close_descriptors([theirs.fileno()])
+                keep_stores(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self.pid = pid
+        return ours
+
+
+def keep_stores(requests: socket.socket) -> None:
+    """Serve a store on every listening socket that arrives through `requests`, until that closes.
+
+    A port without a socket closes its store. A store is created when the first rank connects, so
+    that tests without torch never load it.
+    """
+    waiting: dict[int, int] = {}  # descriptor -> port
+    stores: dict[int, object] = {}
+    while True:
+        readable, _, _ = select.select([requests.fileno(), *waiting], [], [])
+        for descriptor in [d for d in waiting if d in readable]:
+            port = waiting.pop(descriptor)
+            stores[port] = _serve_store(descriptor, port)
+        if requests.fileno() not in readable:
+            continue
+        content, descriptors, _, _ = socket.recv_fds(requests, _PORT.size, 1)
+        if not content:
+            return
+        (port,) = _PORT.unpack(content)
+        waiting |= dict.fromkeys(descriptors, port)
+        if not descriptors:
+            stores.pop(port, None)
+            for descriptor in [d for d, p in waiting.items() if p == port]:
+                del waiting[descriptor]
+                os.close(descriptor)
+
+
+def _serve_store(descriptor: int, port: int) -> object:
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # Before, libuv takes no socket that listens already.
+    # Source: https://github.com/pytorch/pytorch/pull/150215
+    has_libuv = torch.torch_version.TorchVersion("2.8") <= torch.__version__
+    try:
+        return TCPStore(
+            local_host(),
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+            use_libuv=has_libuv,
+        )
+    except RuntimeError as error:
+        sys.stderr.write(f"{error}\n")  # the log of the fork server
+        os.close(descriptor)
+        return None
+
+
+def _listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port.
+
+    On one host with IPv4 it is an IPv4 one: torch looks up the names of clients, and an address
+    such as `::ffff:127.0.0.1`, which is in no hosts file, costs seconds without a name server.
+    """
+    if host in _LOCAL_HOSTS:
+        listening = socket.socket(socket.AF_INET6 if host == LOCAL_HOST_IPV6 else socket.AF_INET)
+        listening.bind((host, 0))
+    else:
+        listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    listening.listen(_BACKLOG)
+    return listening
+
+
+def with_store(configs: Sequence[RankConfig], port: int) -> tuple[RankConfig, ...]:
+    """Return the configurations with the port of the store."""
+    return tuple(replace(c, env={**c.env, "MASTER_PORT": str(port)}) for c in configs)

@@ -1,0 +1,597 @@
+"""Messages between controller, fork servers and ranks, as frozen types.
+
+A frame is a JSON array: the name of the type, then its fields by name. Nothing is executed or
+unpickled: a peer that knows the key can forge outcomes, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Protocol, TypeAlias, cast
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import cut_middle
+from pytest_megatron.process.originals import json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Reply of node 0 to the session of another node.
+
+    Attributes:
+        ranks_per_node: Ranks that fit on each node.
+        num_gpus: CUDA devices that the node leases for the session.
+        node_ids: Items that node 0 collected, in order.
+        collecting: Start of ranks that collect for themselves, `fork` or `fresh`; "" where ranks
+            are forked from the session of their node.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    num_gpus: int
+    node_ids: tuple[str, ...]
+    collecting: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Reply of another node's session to `Welcome`.
+
+    Attributes:
+        problem: Reason why it cannot join, or "".
+        missing: Node ids that only node 0 collected.
+        extra: Node ids that only this node collected.
+    """
+
+    problem: str = ""
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirrored:
+    """A call of a pytest hook on node 0, to be repeated on every node.
+
+    Attributes:
+        hook: Name of pytest's hook.
+        data: Arguments of the hook, in the form of `gangs.controller.reports`.
+    """
+
+    hook: str
+    data: Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnded:
+    """The session of node 0 ended.
+
+    Attributes:
+        exit_code: Pytest's.
+        kind: `failed`, `interrupted` or `exit` if it ended before its last test, else "".
+        text: The message of that end.
+    """
+
+    exit_code: int
+    kind: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSession:
+    """Start of a session in a kept process; its descriptors are attached.
+
+    Attributes:
+        program: `pytest`, `python -m pytest`, `pytest.main` for an editor's program that calls it,
+            or `preload` for ranks that collect for themselves.
+        arguments: Arguments of `pytest.main`.
+        argv: `sys.argv`, and `orig_argv` likewise.
+        path: `sys.path` of `preload` and `pytest.main`; empty for pytest, which gets that of a new
+            process.
+        env: All variables.
+        descriptors: Numbers of the attached descriptors.
+        streams: Encoding and error handler of stdin, stdout and stderr, then `line` if it writes
+            lines at once, and `raw` if it has no buffer.
+        limits: Soft and hard limits, in the order of `kept.LIMITS`.
+        ignored: Signals that are ignored.
+        blocked: Signals that are blocked.
+    """
+
+    program: str
+    arguments: tuple[str, ...]
+    argv: tuple[str, ...]
+    orig_argv: tuple[str, ...]
+    path: tuple[str, ...]
+    env: Mapping[str, str]
+    directory: str
+    umask: int
+    descriptors: tuple[int, ...]
+    streams: tuple[list[str], ...]
+    limits: tuple[list[int], ...]
+    ignored: tuple[int, ...]
+    blocked: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStarted:
+    """Reply of a kept process to `StartSession`."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionExited:
+    """A session in a kept process ended, or has to be started elsewhere.
+
+    Attributes:
+        exit_code: Exit code, as a subprocess has it; negative for a signal.
+        doubt: Reason why it has to be started anew without a kept process, or "".
+    """
+
+    exit_code: int
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BecomeRank:
+    """Start of a rank in a process that was started before its session.
+
+    Attached are the pipes that it shares with its fork server, and what it keeps.
+
+    Attributes:
+        content: Data that a rank that is executed gets on stdin.
+    """
+
+    content: str
+
+
+INTERRUPTED_LINE = "\x03"  # the text of a `DebuggerLine` for Ctrl-C
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerWanted:
+    """A rank asks for permission to enter the debugger, and waits.
+
+    Attributes:
+        reason: `exception` or `breakpoint`.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerWrote:
+    """Output of the debugger of a rank."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerReads:
+    """The debugger of a rank reads a line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerLeft:
+    """The debugger of a rank ended; the test goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerAnswer:
+    """Permission to enter the debugger, or its refusal."""
+
+    may_enter: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebuggerLine:
+    """A line that the user typed; empty at the end of input."""
+
+    text: str
+
+
+JsonObject: TypeAlias = dict[str, JsonValue]
+# Indices of the next test: there is none, or it is not known yet.
+NOTHING = -1
+UNKNOWN = -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """First message of every connection, to the controller.
+
+    Attributes:
+        role: `rank`, `fork_server`, `node` for the session of another node, or `session` to a kept
+            process.
+        gang: The gang of a rank; else 0.
+        rank: The rank; of a fork server the one that it forks, or -1 for all of its node.
+        node_rank: Index of its host.
+        world_size: Size of gangs that a fork server of one rank serves; 0 for a node's.
+    """
+
+    role: str
+    gang: int
+    rank: int
+    node_rank: int
+    pid: int
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The fork server of one rank has collected, and can start that rank.
+
+    Attributes:
+        is_same: Whether it collected the same tests as the controller.
+        node_ids: Tests that the rank collected, if they differ.
+        problems: Node id of a collector -> reason why it could not be collected.
+        obstacle: Reason why it cannot fork ranks and becomes one itself, or "".
+    """
+
+    is_same: bool
+    node_ids: tuple[str, ...] = ()
+    problems: Mapping[str, str] = field(default_factory=dict)
+    obstacle: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A rank is ready to run tests, or a kept process to start a session.
+
+    Attributes:
+        missing: Node id of a test of the controller -> reason why this rank lacks it.
+    """
+
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnded:
+    """A phase of a test ended; sent at once if it did not pass or took long.
+
+    Attributes:
+        run: Number of the execution.
+        when: setup, call or teardown.
+        outcome: passed, failed or skipped.
+        report: A report of `Done`, if it did not pass: the rank may never send `Done`.
+    """
+
+    run: int
+    when: str
+    outcome: str
+    report: JsonValue = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A test ended on a rank, all phases.
+
+    Attributes:
+        reports: In order, subtests included, as pytest serialises them; `[when, start, stop]` for
+            a phase that passed without output.
+        warnings: Warnings that pytest recorded.
+        num_collectives: Collectives that the default group counted so far; -1 without a group.
+        num_rendezvous: Process groups that were set up so far.
+        num_unmatched: Sends within the default group so far, less receives.
+        poison: Reason why this rank cannot run another test (a sticky CUDA error), or "".
+        stop: `[kind, reason, exit code]` if the test asked pytest itself to end, or empty.
+        printed: Terminal output of pytest in this rank (`--setup-show`).
+        printed_late: The same from the teardown on.
+        late: Report of a failed teardown of the fixtures of the test before, or None.
+        is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
+        left: `[kind, text]` of each thing that the test left behind.
+    """
+
+    run: int
+    reports: tuple[JsonValue, ...]
+    warnings: tuple[JsonValue, ...] = ()
+    num_collectives: int = -1
+    num_rendezvous: int = 0
+    num_unmatched: int = 0
+    poison: str = ""
+    stop: tuple[JsonValue, ...] = ()
+    printed: str = ""
+    printed_late: str = ""
+    late: JsonValue = None
+    is_clean: bool = False
+    left: tuple[JsonValue, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """A rank has torn down every fixture, and exits.
+
+    Attributes:
+        problem: Text of an error in a fixture's teardown, or "".
+        late: The same as a report of the last test's teardown; None if there is none.
+        workeroutput: `config.workeroutput` of a rank that collected, encoded.
+    """
+
+    problem: str
+    late: JsonValue = None
+    workeroutput: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Pytest itself raised an error in a rank.
+
+    Attributes:
+        problem: The traceback.
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Run a test.
+
+    Attributes:
+        run: Number of this execution, unique in the session.
+        index: Index of the item in the controller's session.
+        next_index: Index of the next item on this gang, `NOTHING` (tear everything down) or
+            `UNKNOWN` (tear only the test down).
+        shared_dir: One directory for all ranks, for this execution.
+        is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
+        after: The execution that has to pass on all ranks first, else this one is dropped; 0
+            for one that starts at once.
+        call_limit_s: Limit of the call, if it is not that of setup and teardown; each phase
+            that ends is then reported. 0 is no limit.
+    """
+
+    run: int
+    index: int
+    node_id: str
+    next_index: int
+    next_node_id: str
+    shared_dir: str
+    is_last_if_failed: bool
+    after: int = 0
+    call_limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """Tear down every fixture and exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """Configuration of one rank.
+
+    Attributes:
+        node_rank: Index of its host.
+        device: `cuda` or `cpu`.
+        env: Variables to set: those of `torch.distributed.run`, and more.
+        log_dir: Directory of its stdout.log and stderr.log.
+        base_temp: Directory of its `tmp_path`s.
+        is_capturing: Whether the output of a test goes into its report.
+        coverage: Settings of a running coverage.py, or empty.
+        coverage_file: Data file of coverage.
+        avoided: Node id of a collector that a rank died in -> message to report instead.
+        workerinput: `config.workerinput` for a rank that collects, encoded.
+        is_audited: Whether it reports what tests leave behind.
+        stress_seed: Seed of the delays of its tests; None for none.
+    """
+
+    gang: int
+    rank: int
+    world_size: int
+    node_rank: int
+    device: str
+    env: Mapping[str, str]
+    log_dir: str
+    base_temp: str
+    is_capturing: bool = True
+    coverage: Mapping[str, JsonValue] = field(default_factory=dict)
+    coverage_file: str = ""
+    avoided: Mapping[str, str] = field(default_factory=dict)
+    workerinput: str = ""
+    is_audited: bool = False
+    stress_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Start ranks. File descriptors of GPU locks may be attached."""
+
+    configs: tuple[RankConfig, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Assign the fork server of one rank, which becomes that rank, to a gang.
+
+    Attributes:
+        collector: The number that it was started with in place of a gang's.
+        log_dir: Directory of its logs from now on.
+    """
+
+    collector: int
+    gang: int
+    rank: int
+    device: str
+    log_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """The process of a rank ended; sent by its fork server.
+
+    Attributes:
+        exit_code: `Popen.returncode`: negative means killed by that signal.
+        phase: The phase of a test that it was in: setup, call, teardown, or "" between tests; of
+            a rank that collects, the node id that it collected.
+        run: The last execution that it began, 0 before the first.
+    """
+
+    gang: int
+    rank: int
+    exit_code: int
+    phase: str = ""
+    run: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStore:
+    """Open a key-value store for the rendezvous of a gang.
+
+    Attributes:
+        host: Address by which ranks connect to it.
+    """
+
+    gang: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOpened:
+    """A store listens.
+
+    Attributes:
+        problem: Reason why it could not be opened, or "".
+    """
+
+    gang: int
+    port: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kill the ranks of a gang and their descendants."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Killed:
+    """No process of a gang is left on this fork server."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """Send SIGINT to the ranks of a gang, as Ctrl-C would."""
+
+    gang: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStacks:
+    """Request the Python stacks of ranks, and NCCL's flight recorder."""
+
+    gang: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Stacks of the ranks that answered `AskStacks`.
+
+    Attributes:
+        stacks: Rank -> text of faulthandler.
+        flights: Rank -> JSON of NCCL's flight recorder.
+        phases: Rank -> its phase of a test.
+    """
+
+    gang: int
+    stacks: Mapping[str, str]
+    flights: Mapping[str, str]
+    phases: Mapping[str, str]
+
+
+Message: TypeAlias = (
+    Register
+    | Collected
+    | Ready
+    | PhaseEnded
+    | Done
+    | Closed
+    | Broken
+    | DebuggerWanted
+    | DebuggerWrote
+    | DebuggerReads
+    | DebuggerLeft
+    | Run
+    | Close
+    | DebuggerAnswer
+    | DebuggerLine
+    | Fork
+    | Adopt
+    | Died
+    | OpenStore
+    | StoreOpened
+    | Kill
+    | Killed
+    | Interrupt
+    | AskStacks
+    | Stacks
+    | Welcome
+    | Joined
+    | Mirrored
+    | SessionEnded
+    | StartSession
+    | SessionStarted
+    | SessionExited
+    | BecomeRank
+)
+
+
+class _Make(Protocol):
+    """Constructor of a message."""
+
+    def __call__(self, **fields: object) -> Message: ...
+
+
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame, without its length prefix."""
+    return json.dumps(_plain(message), separators=(",", ":"), default=_plain).encode()
+
+
+def encode_within(message: Message, most_bytes: int) -> bytes:
+    """Return the message as one frame, with texts and lists cut if it is too long."""
+    frame, most = encode(message), most_bytes // 16
+    while len(frame) > most_bytes and most:
+        frame, most = json.dumps(_cut(json.loads(frame), most)).encode(), most // 4
+    return frame
+
+
+def _cut(value: object, most: int) -> object:
+    if isinstance(value, dict):
+        return {cut_middle(k, most): _cut(v, most) for k, v in islice(value.items(), most)}
+    if isinstance(value, list):
+        return [_cut(v, most) for v in islice(value, most)]
+    return cut_middle(value, most) if isinstance(value, str) else value
+
+
+def decode(frame: bytes) -> Message:
+    """Return the message of a frame.
+
+    Raises:
+        ValueError: It is not a known message.
+    """
+    try:
+        name, values = json.loads(frame)
+        if name == Fork.__name__:
+            return Fork(configs=tuple(RankConfig(**config[1]) for config in values["configs"]))
+        make = cast("_Make", _TYPES[name])
+        return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"not a message: {frame[:200]!r}") from error
+
+
+def _plain(value: object) -> list[object]:
+    if isinstance(value, RankConfig):
+        return ["RankConfig", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
+    names = _FIELDS.get(cast("type[Message]", type(value)))
+    if names is None:
+        raise TypeError(f"cannot be sent: {value!r}")
+    return [type(value).__name__, {name: getattr(value, name) for name in names}]

@@ -1,0 +1,558 @@
+"""The state machine of one gang: from messages and the clock to actions, without effects.
+
+A gang lives and dies as a whole. The first failure (a rank that failed, skipped or died) starts the
+grace period in which the others may still end; without one the time limit applies. Ranks that are
+not done by then are asked for their stacks and killed with the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.gangs.ipc.messages import (
+    Broken,
+    Closed,
+    DebuggerLeft,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+    Died,
+    Done,
+    Killed,
+    Message,
+    PhaseEnded,
+    Ready,
+    Run,
+    Stacks,
+)
+from pytest_megatron.gangs.merge import is_consequence
+from pytest_megatron.gangs.spec import (
+    Action,
+    AskForStacks,
+    Finish,
+    KillGang,
+    RankResult,
+    Reason,
+    RunEnd,
+    SendClose,
+    SendRuns,
+)
+from pytest_megatron.gangs.timers import START_LIMIT_S, GangState, Timers
+
+MOST_AHEAD = 64  # tests of a gang beside the running one
+ORPHANED = "ended, as the process that starts ranks was killed"
+_EXIT_S = 1.0  # for other ranks to end, if one has ended the pytest session
+_STACKS_WAIT_S = 3.0  # for a fork server to send stacks; it gives ranks one second
+
+
+@dataclass(slots=True, kw_only=True)
+class RankState(RankResult):
+    """State of one rank, and its result of the running test.
+
+    Attributes:
+        is_lost: Whether its connection ended for a reason that is not reported yet.
+        death: Death in a test that was sent ahead and is not the running one yet.
+    """
+
+    is_ready: bool = False
+    is_lost: bool = False
+    death: Died | None = None
+    is_closed: bool = False
+    missing: dict[str, str] = field(default_factory=dict)
+    ended_phase: str = ""  # the last one that was reported
+
+    def reset(self) -> None:
+        """Clear the state of the test that ended."""
+        self.done = self.at = None
+        self.failed_phase = self.outcome = self.phase = self.ended_phase = ""
+        self.problem = self.stack = self.flight = ""
+        self.early = ()
+
+    def undo(self) -> None:
+        """Undo its end of the test: it was lost before the others ended it."""
+        if self.done is not None:
+            self.early = tuple(
+                report
+                for report in self.done.reports
+                if isinstance(report, dict) and report.get("outcome") != "passed"
+            )
+            self.done = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it sends no more messages about this test."""
+        is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
+        return is_ended and not self.is_lost
+
+    def end(self) -> RankResult:
+        """Return its result of the test."""
+        return RankResult(**{f.name: getattr(self, f.name) for f in fields(RankResult)})
+
+
+def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bool] | None:
+    """Return the reason of a test's end, and whether its gang may run another; None before."""
+    if not all(r.is_settled for r in ranks):
+        return None
+    done = [r.done for r in ranks if r.done is not None]
+    if len(done) < len(ranks):
+        return kind_of_first_failure(ranks), False
+    is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
+    if not is_in_step and all(r.outcome == "passed" for r in ranks):
+        return Reason.DESYNCHRONISED, False
+    # A rank that set up groups alone uses other keys of the store than the others; and a send
+    # without a receive would be received in a later test.
+    is_matched = len({d.num_rendezvous for d in done}) == 1 and not sum(
+        d.num_unmatched for d in done
+    )
+    is_dead = any(r.exit_code is not None for r in ranks)
+    is_sound = is_matched and not is_dead and not any(d.poison for d in done)
+    return Reason.DONE, is_in_step and is_sound
+
+
+def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
+    """Return the kind of the first failure; peers may notice a death before it is reported."""
+    failed = (r for r in ranks if r.at is not None)
+    first = min(failed, key=lambda r: (is_consequence(r), r.at, r.rank))
+    is_death = first.exit_code is not None and not first.failed_phase
+    return Reason.DIED if is_death else Reason.FAILED
+
+
+class RunQueue:
+    """The tests of one gang, in the order in which they run.
+
+    Attributes:
+        current: The running one, or the next of a gang that starts; None without any.
+        limit_s: Limit of each phase; 0 is no limit. It stays when the test has ended.
+        most_ahead: Number of tests to send ahead. A failure drops them all, so there is one after
+            it, and twice as many each time.
+    """
+
+    def __init__(self) -> None:
+        self.current: Run | None = None
+        self.limit_s = 0.0
+        self.most_ahead = MOST_AHEAD
+        self._ahead: deque[tuple[Run, float]] = deque()
+
+    @property
+    def number(self) -> int:
+        """Number of the running execution, 0 without one."""
+        return 0 if self.current is None else self.current.run
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all executions."""
+        return [] if self.current is None else [self.number, *(run.run for run, _ in self._ahead)]
+
+    @property
+    def last(self) -> int:
+        """Number of the last execution, 0 without any."""
+        return self._ahead[-1][0].run if self._ahead else self.number
+
+    @property
+    def num_ahead(self) -> int:
+        """Number of tests that were sent ahead and have not begun."""
+        return len(self._ahead)
+
+    @property
+    def has_enough(self) -> bool:
+        """True if enough tests were sent ahead for a while."""
+        return self.num_ahead > self.most_ahead // 2
+
+    def begin(self, run: Run, limit_s: float) -> None:
+        """Set the running test."""
+        self.current, self.limit_s = run, limit_s
+
+    def add(self, runs: Sequence[tuple[Run, float]]) -> None:
+        """Append tests, each with the limit of its phases."""
+        for run, limit_s in runs:
+            assert run.after == self.last
+            self._ahead.append((run, limit_s))
+        self.most_ahead = min(2 * self.most_ahead, MOST_AHEAD)
+
+    def next(self) -> tuple[Run, float]:
+        """Remove and return the next test with its limit."""
+        return self._ahead.popleft()
+
+    def drop(self) -> None:
+        """Remove all tests."""
+        self.current = None
+        if self._ahead:
+            self.most_ahead = 1
+        self._ahead.clear()
+
+
+class Lifecycle:
+    """One gang, from its first rank to its last.
+
+    Attributes:
+        queue: The running test, and those sent ahead.
+        problems: Errors after the last test that ended.
+        late: Rank -> report of a teardown that failed after that test was reported.
+        unbegun: Number of an execution that has to run elsewhere, as a rank had already died after
+            the test before it; 0 without one.
+    """
+
+    def __init__(self, log_dirs: Sequence[str], *, grace_s: float, now: float) -> None:
+        """Create the state of a gang that starts.
+
+        Args:
+            log_dirs: Log directory of each rank, in order.
+            grace_s: Time for the other ranks after the first failure.
+            now: Seconds of a monotonic clock.
+        """
+        self.state = GangState.STARTING
+        self.problems: list[str] = []
+        self.late: dict[int, JsonValue] = {}
+        self.outputs: dict[int, str] = {}
+        self.unbegun = 0
+        self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
+        self._timers = Timers(grace_s, now)
+        self.queue = RunQueue()
+        self._is_isolated = False
+        self._stop: tuple[Reason, float] | None = None
+
+    def assign(self, run: Run, *, limit_s: float, is_isolated: bool, now: float) -> list[Action]:
+        """Assign a test; it is sent as soon as every rank is ready.
+
+        Args:
+            run: The test.
+            limit_s: For one phase; 0 is no limit. The call may have one of its own, in `run`.
+            is_isolated: Whether nothing runs on this gang afterwards.
+            now: Seconds of the clock.
+        """
+        assert self.queue.current is None
+        self._is_isolated = is_isolated
+        self._begin(run, limit_s, now)
+        return self._send() if self.state is GangState.IDLE else []
+
+    def _begin(self, run: Run, limit_s: float, now: float) -> None:
+        self.queue.begin(run, limit_s)
+        for rank in self._ranks:
+            rank.reset()
+        self._timers.begin(now)
+        self._stop = None
+
+    def send_ahead(self, runs: Sequence[tuple[Run, float]]) -> list[Action]:
+        """Send tests ahead; ranks start each if the test before it passes on all of them.
+
+        Otherwise it is dropped, here and in the ranks, by the same rule.
+
+        Args:
+            runs: Each with the limit of its phases in seconds, as in `assign`.
+        """
+        self.queue.add(runs)
+        return [SendRuns(runs=tuple(run for run, _ in runs))]
+
+    @property
+    def room_ahead(self) -> int:
+        """Number of tests that may be sent ahead; 0 once the running one has failed."""
+        is_well = self.state is GangState.RUNNING and self._timers.first_failure_at is None
+        may_go_on = is_well and not self._is_isolated
+        return max(0, self.queue.most_ahead - self.queue.num_ahead) if may_go_on else 0
+
+    def is_past(self, rank: int) -> bool:
+        """Return whether messages of a rank may be about a test that was sent ahead.
+
+        If they are, all ranks have reported the end of the running one.
+        """
+        return self.queue.num_ahead > 0 and self._ranks[rank].done is not None
+
+    def is_awaited(self, rank: int) -> bool:
+        """Return whether only this rank has not ended the running test."""
+        busy = [r.rank for r in self._ranks if not r.is_settled]
+        return self.state is GangState.RUNNING and busy == [rank]
+
+    def lose(self, rank: int) -> None:
+        """Record that the connection of a rank ended; the reason is reported later.
+
+        Until then no test passes: the rank may have died before the others had ended it.
+        """
+        self._ranks[rank].is_lost = True
+
+    def close(self, now: float) -> list[Action]:
+        """Tear down an idle gang; one that is busy or starts is killed.
+
+        It has the time of a phase of the last test, whose fixtures these are.
+        """
+        if self.state is GangState.IDLE:
+            self.state = GangState.CLOSING
+            self._timers.begin_closing(self.queue.limit_s, now)
+            return [SendClose()]
+        return [] if self.state is GangState.CLOSING else self.kill()
+
+    def kill(self) -> list[Action]:
+        """Kill the gang in any state; its running test is not reported."""
+        if self.state in (GangState.KILLING, GangState.GONE):
+            return []
+        self.state = GangState.KILLING
+        self.queue.drop()
+        return [KillGang()]
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which `tick` has to be called."""
+        return self._timers.deadline(self.state, self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        """Limit of the running phase: the call may have one of its own."""
+        run = self.queue.current
+        if run is None or run.call_limit_s is None:
+            return self.queue.limit_s
+        ended = {rank.ended_phase for rank in self._ranks}  # "" of one in its setup
+        return run.call_limit_s if "setup" in ended and "" not in ended else self.queue.limit_s
+
+    def tick(self, now: float) -> list[Action]:
+        """Return the actions for deadlines that have passed."""
+        deadline = self.deadline
+        if deadline is None or now < deadline:
+            return []
+        match self.state:
+            case GangState.STOPPING:
+                return self._finish(now)
+            case GangState.CLOSING:
+                alive = [r for r in self._ranks if r.exit_code is None]
+                late = [r.rank for r in alive if not r.is_closed]
+                what = "end the teardown" if late else "exit after the teardown"
+                names = name_ranks(late or [r.rank for r in alive])
+                self.problems.append(f"{names} did not {what} in {self._timers.closing_s:g} s")
+                return self.kill()
+            case GangState.STARTING:
+                return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
+            case _ if self._timers.first_failure_at is not None:
+                limit_s = self._timers.after_failure_s
+                return self._begin_stop(kind_of_first_failure(self._ranks), limit_s, now)
+            case _:
+                return self._begin_stop(Reason.HUNG, self._limit_s, now)
+
+    def handle(self, rank: int, message: Message, now: float) -> list[Action]:
+        """Handle a message of a rank, or of a fork server about a rank."""
+        if self.state is GangState.GONE:
+            return []
+        match message:
+            case Killed():
+                ended = self._end_without_ranks(now)
+                self.state = GangState.GONE
+                return ended
+            case Stacks(stacks=stacks, flights=flights):
+                for name, text in stacks.items():
+                    self._ranks[int(name)].stack = text
+                for name, text in flights.items():
+                    self._ranks[int(name)].flight = text
+                for name, phase in message.phases.items():
+                    self._ranks[int(name)].phase = phase
+                return self._finish(now) if self.state is GangState.STOPPING else []
+            case Died():
+                return self._on_death(self._ranks[rank], message, now)
+            case _:
+                return self._on_message(self._ranks[rank], message, now)
+
+    def _on_message(self, rank: RankState, message: Message, now: float) -> list[Action]:
+        match message:
+            case Ready(missing=missing):
+                rank.is_ready, rank.missing = True, dict(missing)
+                return self._on_ready(now)
+            case PhaseEnded(run=run) if self._is_current(run):
+                self._timers.begin_phase(now)
+                rank.ended_phase = message.when
+                if message.report is not None:
+                    rank.early += (message.report,)
+                self._note(rank, message.when, message.outcome, now)
+            case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
+                rank.done = message
+                if not rank.outcome:
+                    rank.outcome = "passed"
+                if message.stop:  # the others may wait for it, as for a failed rank
+                    self._record_failure(rank, now)
+                    self._timers.hurry(_EXIT_S)
+                return self._settle(now)
+            case Broken(problem=problem):
+                rank.is_lost = False
+                rank.problem = rank.problem or problem
+                return self._on_loss(rank, problem, now)
+            case Closed():
+                self._on_closed(rank, message)
+            case _:
+                self._on_debugger(rank, message, now)
+        return []
+
+    def _on_closed(self, rank: RankState, message: Closed) -> None:
+        rank.is_closed = True
+        self.outputs[rank.rank] = message.workeroutput
+        if message.late is not None:
+            self.late[rank.rank] = message.late
+        if message.problem:
+            self.problems.append(f"rank {rank.rank} in the last teardown: {message.problem}")
+
+    def _on_ready(self, now: float) -> list[Action]:
+        if self.state is not GangState.STARTING or not all(r.is_ready for r in self._ranks):
+            return []
+        self.state = GangState.IDLE
+        if self.queue.current is None:
+            return []
+        self._timers.begin(now)
+        return self._send()
+
+    def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
+        """Stop the timers while a debugger is open, and restart them when it is left."""
+        match message:
+            case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
+                self._timers.suspend(rank.rank)
+            case DebuggerLeft():
+                self._timers.resume(rank.rank, self.state, now)
+            case _:
+                pass
+
+    def _end_without_ranks(self, now: float) -> list[Action]:
+        """End a test that runs still, as nothing more will be reported of the ranks."""
+        if self.state not in (GangState.RUNNING, GangState.STOPPING):
+            return []
+        for rank in self._ranks:
+            if not rank.is_settled:
+                rank.undo()
+                rank.is_lost, rank.problem = False, rank.problem or ORPHANED
+                self._record_failure(rank, now)
+        if self.state is GangState.RUNNING:
+            self._stop = kind_of_first_failure(self._ranks), 0.0
+        return [action for action in self._finish(now) if isinstance(action, Finish)]
+
+    def _is_current(self, run: int) -> bool:
+        return 0 < run == self.queue.number and self.state is not GangState.KILLING
+
+    def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
+        if outcome != "passed" and not rank.failed_phase:
+            rank.failed_phase, rank.outcome = when, outcome
+            self._record_failure(rank, now)
+
+    def _record_failure(self, rank: RankState, now: float) -> None:
+        if rank.at is None:
+            rank.at = now
+        self._timers.record_failure(now)
+
+    def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
+        if rank.exit_code is not None or rank.death is not None:
+            return []
+        rank.is_lost = False
+        self._timers.forget(rank.rank)
+        if self.state is GangState.RUNNING and died.run in self.queue.numbers[1:]:
+            rank.death = died  # it ended the running test, which others still report
+            return self._settle(now)
+        rank.exit_code, rank.phase = died.exit_code, died.phase
+        what = describe_exit(died.exit_code)
+        if (
+            self.state is GangState.RUNNING
+            and 0 < died.run < self.queue.number
+            and not rank.problem
+        ):
+            self.unbegun = self.queue.number
+            self._blame_last(rank, f"{what} after its test")
+            return self.kill()
+        return self._on_loss(rank, what, now)
+
+    def _blame_last(self, rank: RankState, what: str) -> None:
+        """Record a problem of the test that ended last."""
+        if not rank.is_closed:
+            self.problems.append(f"rank {rank.rank} {what}")
+
+    def _on_loss(self, rank: RankState, what: str, now: float) -> list[Action]:
+        """Handle the loss of a rank's process or connection."""
+        if self.state is GangState.IDLE:
+            self._blame_last(rank, f"{what} after its test")
+        if self.state is GangState.CLOSING:
+            self._blame_last(rank, f"{what} in the last teardown")
+        match self.state:
+            case GangState.STARTING:
+                self._record_failure(rank, now)
+                return self._begin_stop(Reason.NOT_STARTED, 0.0, now)
+            case GangState.RUNNING:
+                rank.undo()
+                self._record_failure(rank, now)
+                return self._settle(now)
+            case GangState.IDLE:
+                return self.kill()
+            case GangState.CLOSING if all(r.exit_code is not None for r in self._ranks):
+                return self.kill()
+            case _:
+                return []
+
+    def _send(self) -> list[Action]:
+        assert self.queue.current is not None
+        self.state = GangState.RUNNING
+        node_id = self.queue.current.node_id
+        lacking = [r for r in self._ranks if node_id in r.missing]
+        if lacking:
+            for rank in lacking:
+                rank.problem = rank.missing[node_id]
+                rank.at = self._timers.began_at
+            return self._end(Reason.NOT_COLLECTED, 0.0, self._timers.began_at, is_kept=True)
+        return [SendRuns(runs=(self.queue.current,))]
+
+    def _settle(self, now: float) -> list[Action]:
+        """End the test if every rank has ended it."""
+        if self.state is not GangState.RUNNING:
+            return []
+        found = settle(self._ranks, is_isolated=self._is_isolated)
+        if found is None:
+            return []
+        reason, is_kept = found
+        if (
+            is_kept
+            and self.queue.num_ahead
+            and all(r.done and r.done.is_clean for r in self._ranks)
+        ):
+            return self._go_on(now)
+        return self._end(reason, 0.0, now, is_kept=is_kept)
+
+    def _go_on(self, now: float) -> list[Action]:
+        """End the test and switch to the one that the ranks have started in lockstep."""
+        actions: list[Action] = [self._finished(Reason.DONE, 0.0, now, is_kept=True)]
+        self._begin(*self.queue.next(), now)
+        for rank in self._ranks:
+            if rank.death is not None and rank.death.run == self.queue.number:
+                died, rank.death = rank.death, None
+                actions += self._on_death(rank, died, now)
+        return actions
+
+    def _begin_stop(self, reason: Reason, limit_s: float, now: float) -> list[Action]:
+        """Request the stacks of busy ranks; without any, end at once."""
+        self._stop = (reason, limit_s)
+        late = tuple(r.rank for r in self._ranks if not r.is_settled)
+        if not late or (reason is Reason.NOT_STARTED and limit_s == 0.0):
+            return self._end(reason, limit_s, now, is_kept=False)
+        self.state = GangState.STOPPING
+        self._timers.begin_stopping(_STACKS_WAIT_S, now)
+        return [AskForStacks(ranks=late)]
+
+    def _finish(self, now: float) -> list[Action]:
+        assert self._stop is not None
+        reason, limit_s = self._stop
+        return self._end(reason, limit_s, now, is_kept=False)
+
+    def _end(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> list[Action]:
+        is_kept = is_kept and not self._is_isolated and all(r.death is None for r in self._ranks)
+        actions: list[Action] = []
+        if is_kept:
+            self.state = GangState.IDLE
+        else:
+            self.state = GangState.KILLING
+            actions.append(KillGang())
+        if self.queue.current is not None:
+            actions.append(self._finished(reason, limit_s, now, is_kept=is_kept))
+        self.queue.drop()
+        return actions
+
+    def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:
+        return Finish(
+            end=RunEnd(
+                run=self.queue.number,
+                reason=reason,
+                ranks=tuple(r.end() for r in self._ranks),
+                limit_s=limit_s,
+                duration_s=now - self._timers.began_at,
+                is_kept=is_kept,
+            )
+        )

@@ -1,0 +1,305 @@
+"""Markers of tests, and the gang that a test needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+from _pytest.doctest import DoctestItem
+
+from pytest_megatron.session.options import Options, chosen_ini, seconds_of
+
+if TYPE_CHECKING:
+    from pytest_megatron.gangs.spec import GangSpec
+
+SIZE_FIXTURE = "_megatron_world_size"
+QUARANTINE = "quarantine"
+_LINES = (
+    "world_size(n, ...): run on a gang of n ranks; several numbers parametrise",
+    "controller: run in the pytest process that was started, on no gang",
+    "isolated: run on a gang of fresh processes that runs nothing else",
+    "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
+    "audit(allow): what a test may leave behind in its ranks, such as ['threads'], or ['all']",
+    "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
+    "owner(name, ...): who looks after a test, for `pytest-megatron cost --by owner`",
+)
+_NO_LABELS = ("controller", "isolated", "rerun_transient", "skip", "xfail")
+
+_NO_LIMIT = " (0 is no limit)"
+_TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
+_TIMEOUT_LINE = (
+    "timeout(s, func_only=False): limit for each phase of a test on a gang, or for its call alone, "
+    "in seconds; 0 is none"
+)
+
+
+def declare_marks(config: pytest.Config) -> None:
+    """Register the markers with pytest."""
+    for line in _LINES:
+        config.addinivalue_line("markers", line)
+    if not _has_timeout_plugin(config):  # which declares it
+        config.addinivalue_line("markers", _TIMEOUT_LINE)
+
+
+def asks_for_gang(item: pytest.Item) -> bool:
+    """Return whether a test has a marker that requests a gang, valid or not."""
+    return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
+
+
+def labels_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names of a test's marks that have no arguments and change nothing by themselves.
+
+    Marks of pytest and of this plugin are none.
+    """
+    names = {mark.name for mark in item.iter_markers() if not (mark.args or mark.kwargs)}
+    return tuple(sorted(names.difference(_NO_LABELS)))
+
+
+def owners_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return the names that the nearest mark `owner` of a test has."""
+    mark = item.get_closest_marker("owner")
+    return () if mark is None else tuple(name for name in mark.args if isinstance(name, str))
+
+
+def is_quarantined_by_us(item: pytest.Item) -> bool:
+    """Return whether a test has the `quarantine` marker of this plugin, not a project's own."""
+    mark = item.get_closest_marker(QUARANTINE)
+    return mark is not None and not mark.kwargs.keys().isdisjoint(("reason", "until"))
+
+
+def parametrise_sizes(metafunc: pytest.Metafunc) -> None:
+    """Parametrise a test by the numbers of `world_size`, if there are several.
+
+    A wrong marker is ignored here: `spec_of` raises a usage error.
+    """
+    mark = metafunc.definition.get_closest_marker("world_size")
+    sizes = None if mark is None else _numbers(mark)
+    if sizes is None or len(sizes) == 1:
+        return
+    metafunc.fixturenames.append(SIZE_FIXTURE)
+    metafunc.parametrize(SIZE_FIXTURE, sizes, indirect=True, ids=[f"world{n}" for n in sizes])
+
+
+def spec_of(
+    item: pytest.Item, options: Options, *, default_size: int, room: int
+) -> GangSpec | None:
+    """Return the gang that an item runs on, or None for the controller.
+
+    Args:
+        item: A collected item.
+        options: Options of the session.
+        default_size: World size of tests without a marker; 0 if they run in the controller.
+        room: Ranks of one gang that the GPUs of this host can take.
+
+    Raises:
+        pytest.UsageError: A mark is wrong.
+    """
+    if not isinstance(item, pytest.Function | DoctestItem):
+        return None
+    for name in ("controller", "isolated"):
+        plain = item.get_closest_marker(name)
+        if plain is not None and (plain.args or plain.kwargs):
+            given = ", ".join([*map(repr, plain.args), *map(repr, plain.kwargs)])
+            raise pytest.UsageError(
+                f"{item.nodeid}: mark {name}: {given} is given, expected nothing; use world_size "
+                f"to choose a number of ranks"
+            )
+    if item.get_closest_marker("controller") is not None:
+        return None
+    allowed_leaks(item)
+    num_reruns_of(item, 0)  # a wrong mark is an error before anything runs
+    mark = item.get_closest_marker("world_size")
+    is_isolated = item.get_closest_marker("isolated") is not None
+    size = default_size
+    if mark is not None:
+        size = _chosen_size(item, mark)
+    elif is_isolated:
+        size = default_size or 1
+    if size == 0:
+        return None
+    from pytest_megatron.gangs.spec import GangSpec  # loads every message between processes
+
+    device = device_of(options, size, room)
+    return GangSpec(world_size=size, device=device, is_isolated=is_isolated)
+
+
+def num_reruns_of(item: pytest.Item, default: int) -> int:
+    """Return the number of reruns after transient failures: the marker wins.
+
+    Raises:
+        pytest.UsageError: The mark is wrong.
+    """
+    mark = item.get_closest_marker("rerun_transient")
+    if mark is None:
+        return default
+    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
+    if type(number) is not int or number < 0:
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark rerun_transient: {_arguments_of(mark)} is given, "
+            f"expected one number of reruns from 0 on"
+        )
+    return number
+
+
+def allowed_leaks(item: pytest.Item) -> frozenset[str]:
+    """Return kinds of what a test may leave behind; the marks of class and module count as well.
+
+    A mark of that name without `allow` is a project's own.
+
+    Raises:
+        pytest.UsageError: A mark is wrong.
+    """
+    marks = [mark for mark in item.iter_markers("audit") if "allow" in mark.kwargs]
+    if not marks:
+        return frozenset()
+    from pytest_megatron.gangs.rank.audit import KINDS  # loads what ranks need
+
+    allowed: set[str] = set()
+    for mark in marks:
+        kinds = mark.kwargs["allow"]
+        if not isinstance(kinds, list | tuple) or not {*kinds} <= {*KINDS, "all"}:
+            raise pytest.UsageError(
+                f"{item.nodeid}: mark audit: {_arguments_of(mark)} is given, expected a list of "
+                f"{', '.join(KINDS)}, all"
+            )
+        allowed.update(KINDS if "all" in kinds else kinds)
+    return frozenset(allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """Time limit of a phase, and the setting that it comes from.
+
+    Attributes:
+        seconds: 0 is no limit.
+        source: The setting that the user would change.
+        is_of_call: Whether it limits the call alone.
+    """
+
+    seconds: float
+    source: str
+    is_of_call: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseLimits:
+    """Time limits of the phases of a test, in seconds; 0 is no limit.
+
+    Attributes:
+        call_s: Limit of the call; None where all phases have the same.
+    """
+
+    phase_s: float
+    call_s: float | None = None
+
+
+def limits_of(item: pytest.Item, options: Options) -> PhaseLimits:
+    """Return the limits of a test. Fixtures have ours where pytest-timeout limits the call alone.
+
+    Raises:
+        pytest.UsageError: A limit is no time, or `func_only` of a mark is neither true nor false.
+    """
+    limit = _limit_of(item, options)
+    if not limit.is_of_call:
+        return PhaseLimits(limit.seconds)
+    ours_s = options.rank_timeout_s
+    is_limited = limit.seconds and "rank-timeout" not in options.given
+    return PhaseLimits(
+        max(ours_s, limit.seconds) if ours_s and is_limited else ours_s, limit.seconds
+    )
+
+
+def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
+    """Return the limit of a test: a `timeout` mark wins, as long as it has a time."""
+    mark = item.get_closest_marker("timeout")
+    if mark is None:
+        return limit_of_session(item.config, options)
+    seconds = mark.args[0] if mark.args else mark.kwargs.get("timeout")
+    is_of_call = mark.kwargs.get("func_only")
+    if not (is_of_call is None or isinstance(is_of_call, bool)):
+        problem = f"func_only is {is_of_call!r}, expected True or False"
+        raise pytest.UsageError(f"{item.nodeid}: mark timeout: {problem}")
+    if seconds is None:  # the mark may only choose pytest-timeout's method
+        limit = limit_of_session(item.config, options)
+    else:
+        where = f"{item.nodeid}: mark timeout"
+        limit = TimeLimit(seconds_of(seconds, where, _NO_LIMIT), where, _is_of_call(item.config))
+    return limit if is_of_call is None else replace(limit, is_of_call=is_of_call)
+
+
+def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
+    """Return the limit of tests without a marker.
+
+    `--rank-timeout` wins, then settings of pytest-timeout, then the default.
+
+    Raises:
+        pytest.UsageError: It is no time.
+    """
+    if "rank-timeout" not in options.given and _has_timeout_plugin(config):
+        settings: dict[str, object] = {
+            "--timeout": config.getoption("timeout", None),
+            "PYTEST_TIMEOUT": os.environ.get("PYTEST_TIMEOUT"),
+            "timeout in the ini file": chosen_ini(config, "timeout"),
+        }
+        for source, value in settings.items():
+            if value not in (None, ""):
+                return TimeLimit(seconds_of(value, source, _NO_LIMIT), source, _is_of_call(config))
+    return TimeLimit(options.rank_timeout_s, "--rank-timeout")
+
+
+def _is_of_call(config: pytest.Config) -> bool:
+    """Return true if pytest-timeout is set to limit calls alone."""
+    return _has_timeout_plugin(config) and chosen_ini(config, "timeout_func_only") is True
+
+
+def _has_timeout_plugin(config: pytest.Config) -> bool:
+    return any(map(config.pluginmanager.has_plugin, _TIMEOUT_PLUGINS))
+
+
+def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
+    sizes = _numbers(mark)
+    if sizes is None:
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark world_size: {_arguments_of(mark)} is given, "
+            f"expected numbers of ranks from 1 on"
+        )
+    if len(sizes) == 1:
+        return sizes[0]
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or SIZE_FIXTURE not in callspec.params:
+        raise pytest.UsageError(
+            f"{item.nodeid}: mark world_size has several numbers, {sizes}, and this kind of test "
+            f"cannot be parametrised; give one"
+        )
+    return int(callspec.params[SIZE_FIXTURE])
+
+
+def _arguments_of(mark: pytest.Mark) -> str:
+    """Return the arguments of a mark as they were typed, or `nothing`."""
+    given = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
+    return ", ".join(given) or "nothing"
+
+
+def _numbers(mark: pytest.Mark) -> list[int] | None:
+    """Return the numbers of a `world_size` marker, or None if it is wrong."""
+    numbers = [number for a in mark.args for number in (a if isinstance(a, list | tuple) else [a])]
+    is_right = numbers and all(type(n) is int and n > 0 for n in numbers) and not mark.kwargs
+    return numbers if is_right else None
+
+
+def device_of(options: Options, size: int, room: int) -> str:
+    """Return `cuda` or `cpu` for a gang.
+
+    Args:
+        options: Options of the session.
+        size: World size of the test.
+        room: Ranks of one gang that the GPUs of this host can take.
+    """
+    if options.num_gpus is not None:
+        return "cuda"
+    if options.device != "auto":
+        return options.device
+    per_node = max(-(-size // options.num_nodes), min(size, options.num_ranks or 0))
+    return "cuda" if room >= per_node else "cpu"

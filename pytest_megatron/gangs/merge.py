@@ -1,0 +1,713 @@
+"""Merge the reports of N ranks into the one outcome of a test: pure.
+
+A test passed only if every rank passed it, and was skipped only if every rank skipped it. A rank
+that died, hung or sent no report fails the test. The first failure in time is the headline; ranks
+that failed or were stopped because of it are named, not reported as failures of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Literal, TypeAlias, cast
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.gangs.crash import describe_flights, innermost_frame, shorten_stack
+from pytest_megatron.gangs.ipc.messages import Done
+from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
+from pytest_megatron.runs.headline import make_headline, where_ranks_were
+
+Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+PHASES = ("setup", "call", "teardown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """One phase as one rank reported it."""
+
+    rank: int
+    outcome: Outcome
+    start: float
+    stop: float
+    full: JsonObject | None
+
+    @property
+    def is_xfail(self) -> bool:
+        """True if it was expected to fail, regardless of its outcome."""
+        return self.full is not None and "wasxfail" in self.full
+
+    @property
+    def text(self) -> str:
+        """The failure as text, to compare failures and detect consequences."""
+        return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """The line that raised, `file:line`, and the exception, "" of an assertion, if known."""
+        longrepr = None if self.full is None else self.full.get("longrepr")
+        crash = _mapping(longrepr, "reprcrash")
+        if not crash:
+            return None
+        kind = self.message.partition(":")[0]
+        return f"{crash.get('path')}:{crash.get('lineno')}", "" if " " in kind else kind
+
+    @property
+    def where(self) -> str:
+        """The line that raised, `test_moe.py:14`; empty where it is not known."""
+        return "" if self.place is None else PurePath(self.place[0]).name
+
+    @property
+    def message(self) -> str:
+        """The line with the exception."""
+        return "" if self.full is None else crash_message(self.full.get("longrepr"))
+
+
+def reported(rank: RankResult, when: str) -> PhaseReport | None:
+    """Return a phase of a rank, or None if the rank did not end it.
+
+    A rank that did not end the test has passed the phases before its last.
+    """
+    for report in rank.early if rank.done is None else rank.done.reports:
+        if isinstance(report, list):
+            if report[0] == when:
+                _, start, stop = cast("tuple[str, float, float]", tuple(report))
+                return PhaseReport(
+                    rank=rank.rank, outcome="passed", start=start, stop=stop, full=None
+                )
+        elif isinstance(report, Mapping) and not is_subtest(report) and report["when"] == when:
+            return phase_of(rank.rank, report)
+    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
+        return PhaseReport(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
+    return None
+
+
+def _last_phase(rank: RankResult) -> str:
+    """Return the first phase that a rank did not pass, or its current one; may be ""."""
+    for report in rank.early:
+        if isinstance(report, Mapping) and not is_subtest(report):
+            return str(report["when"])
+    return rank.phase
+
+
+def phase_of(rank: int, report: JsonObject) -> PhaseReport:
+    """Return a report as pytest serialised it."""
+    return PhaseReport(
+        rank=rank,
+        outcome=cast("Outcome", report["outcome"]),
+        start=cast("float", report.get("start") or 0.0),
+        stop=cast("float", report.get("stop") or 0.0),
+        full=report,
+    )
+
+
+def is_subtest(report: JsonObject) -> bool:
+    """Return whether a report is of a subtest."""
+    return report.get("$report_type", report.get("_report_type")) not in (None, "TestReport")
+
+
+def sections_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, str], ...]:
+    """Return captured output, with the rank in the name where ranks differ."""
+    by_name: dict[str, dict[str, list[int]]] = {}
+    for phase in found:
+        if phase.full is None:
+            continue
+        for pair in cast("list[list[str]]", phase.full.get("sections") or []):
+            by_name.setdefault(pair[0], {}).setdefault(pair[1], []).append(phase.rank)
+    return tuple(
+        (f"{name} of {name_ranks(ranks)}", text)
+        for name, texts in by_name.items()
+        for text, ranks in texts.items()
+    )
+
+
+def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], ...]:
+    """Return the recorded properties, each name and value once, of the lowest rank."""
+    kept: list[tuple[str, JsonValue]] = []
+    for phase in found:
+        if phase.full is None:
+            continue
+        for name, value in cast("list[list[JsonValue]]", phase.full.get("user_properties") or []):
+            if (str(name), value) not in kept:
+                kept.append((str(name), value))
+    return tuple(kept)
+
+
+def skip_reason(report: JsonObject | None) -> str:
+    """Return the reason of a skip, from the report as pytest serialised it."""
+    longrepr = None if report is None else report.get("longrepr")
+    if isinstance(longrepr, list) and longrepr:
+        return str(longrepr[-1]).removeprefix("Skipped: ")
+    return "without a reason"
+
+
+def crash_message(longrepr: JsonValue) -> str:
+    """Return the line with the exception."""
+    if crash := _mapping(longrepr, "reprcrash"):
+        return str(crash.get("message", "")).strip().split("\n")[0]
+    lines = longrepr_text(longrepr).strip().splitlines()
+    return lines[-1].strip() if lines else "failed"
+
+
+def longrepr_text(longrepr: JsonValue) -> str:
+    """Return a serialised traceback as plain text, similar to pytest's output."""
+    if isinstance(longrepr, str):
+        return longrepr
+    if not isinstance(longrepr, Mapping):
+        return "" if longrepr is None else str(longrepr)
+    chain = cast("list[list[JsonValue]]", longrepr.get("chain") or [])
+    trace = chain[-1][0] if chain else longrepr.get("reprtraceback")
+    lines: list[str] = []
+    for entry in _list(trace, "reprentries"):
+        data = _mapping(entry, "data")
+        lines += [str(line) for line in _list(data, "lines")]
+        if place := _mapping(data, "reprfileloc"):
+            lines.append(f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}")
+    return "\n".join(lines) or str(_mapping(longrepr, "reprcrash").get("message", ""))
+
+
+def _mapping(value: object, key: str) -> JsonObject:
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _list(value: object, key: str) -> list[JsonValue]:
+    found = value.get(key) if isinstance(value, Mapping) else None
+    return found if isinstance(found, list) else []
+
+
+# Errors of ranks whose peer died or was stopped.
+CONSEQUENCE = re.compile(
+    r"Connection (?:closed|reset) by peer|Connection refused|Broken pipe|ncclRemoteError"
+    r"|NCCL communicator was aborted|Socket closed|Read error|Timed out waiting \d+ms for"
+)
+
+
+def is_consequence(rank: RankResult) -> bool:
+    """Return whether a rank failed only because a peer of it had died or was stopped."""
+    phase = reported(rank, rank.failed_phase) if rank.failed_phase else None
+    return phase is not None and CONSEQUENCE.search(phase.text) is not None
+
+
+def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
+    if failure is not None:
+        consequence = CONSEQUENCE.search(failure.text)
+        text = f"failed: {failure.message if consequence is None else consequence[0]}"
+        if rank.done is None and (rank.exit_code is not None or rank.phase != when):
+            text += f", then {_end_word(end, rank)}"
+        return text if consequence is None else f"{text} (a consequence)"
+    if rank.done is None:
+        return _end_word(end, rank)
+    return _done_word(end, rank, rank.done.num_collectives)
+
+
+def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
+    for phase in (p for name in PHASES if (p := reported(rank, name)) is not None):
+        if phase.outcome != "passed":
+            return _phase_word(phase)
+    if end.reason is Reason.DESYNCHRONISED:
+        return f"passed after {num_collectives} collectives"
+    return "passed"
+
+
+def _phase_word(phase: PhaseReport) -> str:
+    """Return the outcome of a phase or subtest on one rank, with its reason."""
+    match phase.outcome:
+        case "skipped":
+            return f"skipped: {skip_reason(phase.full)}"
+        case "failed":
+            return f"failed: {phase.message}"
+        case _:
+            return "passed"
+
+
+def _end_word(end: RunEnd, rank: RankResult) -> str:
+    """Return the end of a rank that did not end the test."""
+    if rank.problem:
+        problem = rank.problem.strip().splitlines()[-1]
+        return f"did not start: {problem}" if end.reason is Reason.NOT_STARTED else problem
+    frame = innermost_frame(rank.stack)
+    where = f" at {frame}" if frame else ""
+    if rank.exit_code is not None:
+        phase = f" in {rank.phase}" if rank.phase not in ("", "call") else ""
+        return f"{describe_exit(rank.exit_code)}{phase}{where}"
+    if end.reason is Reason.NOT_COLLECTED:
+        return "did not run it"
+    if end.reason is Reason.NOT_STARTED:
+        return "did not start" if end.limit_s else "was stopped before it started"
+    return f"was still in {rank.phase or 'the test'}{where}, and was stopped"
+
+
+def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
+    """Return the headline of a failure that no single rank caused."""
+    match end.reason:
+        case Reason.HUNG:
+            late = [r.rank for r in end.ranks if r.done is None]
+            return f"{name_ranks(late)} did not end in {end.limit_s:g} s"
+        case Reason.DESYNCHRONISED:
+            return (
+                "every rank passed, but they took part in different collectives of the default "
+                "process group; the next test would have met what is left"
+            )
+        case Reason.NOT_STARTED:
+            return f"the gang did not start in {end.limit_s:g} s"
+        case _:
+            skipped = [rank for rank, word in words.items() if word.startswith("skipped")]
+            others = [rank for rank in words if rank not in skipped]
+            if skipped and others:
+                return f"{name_ranks(skipped)} skipped, {name_ranks(others)} did not"
+            return str(end.reason.value)
+
+
+def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
+    """Return a line for each outcome with its ranks, the first failure on top."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(words, key=lambda r: (r != first, r)):
+        groups.setdefault(words[rank], []).append(rank)
+    return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_MOST_OF_A_LINE = 2  # tracebacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """One report for pytest.
+
+    Attributes:
+        when: The phase.
+        base: The report of the rank in the headline, as pytest serialised it; None where no rank
+            has one.
+        message: What failed, if it did, and on which rank.
+        where: Where that was, as far as it is known.
+        blocks: Title and text of sections of the report beside `base`.
+        sections: Captured output, by name.
+        start: Earliest of all ranks, seconds since the epoch.
+        stop: Latest of all ranks.
+        ranks: Outcome of each rank, for tools.
+    """
+
+    when: str
+    outcome: Outcome
+    base: JsonObject | None = None
+    message: str = ""
+    where: str = ""
+    blocks: tuple[tuple[str, str], ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, JsonValue], ...] = ()
+    start: float = 0.0
+    stop: float = 0.0
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The line that every place shows of a failure."""
+        return make_headline("", self.message, where=self.where)
+
+
+def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
+    """Return the reports of one execution, in the order in which pytest reports them.
+
+    Subtests come before the call that they belong to.
+    """
+    if _is_plain(end):
+        return _merge_plain(end)
+    end = _with_lost_peers_in_call(end)
+    merged: list[Merged] = []
+    waiting = _waiting_in_setup(end)
+    has_ended = False
+    for when in PHASES:
+        if has_ended and when == "call":
+            continue
+        is_reported = when == "teardown" and any(m.outcome == "failed" for m in merged)
+        if is_reported and not any(_has_failed(rank, when) for rank in end.ranks):
+            continue  # ranks stopped in teardown are a consequence of a reported failure
+        phase = _merge_phase(end, when, world_size, waiting)
+        if phase is None:
+            continue
+        if when == "call":
+            merged += _merge_subtests(end)
+        merged.append(phase)
+        has_ended = has_ended or (when == "setup" and phase.outcome != "passed")
+    if not merged or merged[0].when != "setup":
+        merged.insert(0, Merged(when="setup", outcome="passed"))
+    must_fail = end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
+    if must_fail and all(m.outcome == "passed" for m in merged):
+        merged = [merged[0], _fail(end, "call", (), world_size)]
+    if not any(m.when == "teardown" for m in merged):
+        stop = merged[-1].stop
+        merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
+    return tuple(merged)
+
+
+_FILES = "working-directory"  # a kind of what tests leave that all ranks see
+
+
+def merge_left(end: RunEnd) -> dict[str, str]:
+    """Return what a test left behind in its ranks -> its kind; ranks are named if not all did."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank in end.ranks:
+        for left in () if rank.done is None else rank.done.left:
+            kind, text = cast("list[str]", left)
+            found.setdefault((text, kind), []).append(rank.rank)
+    are_some = {key: len(ranks) < len(end.ranks) for key, ranks in found.items()}
+    return {
+        f"{text} on {name_ranks(ranks)}" if are_some[text, kind] and kind != _FILES else text: kind
+        for (text, kind), ranks in found.items()
+    }
+
+
+def fail_for_left(merged: Sequence[Merged], left: Collection[str]) -> tuple[Merged, ...]:
+    """Return the reports of a test that passed with a teardown that fails for what it left."""
+    *others, last = merged
+    message = f"the test left behind: {'; '.join(left)}"
+    if any(m.outcome == "failed" for m in merged):
+        return tuple(merged)
+    return (*others, replace(last, outcome="failed", message=message, base=None))
+
+
+def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+    """Return the report of a teardown that failed after the test was reported.
+
+    Args:
+        reports: Rank -> its report.
+        log_dirs: Log directory of each rank of the gang.
+    """
+    ranks = tuple(
+        RankResult(
+            rank=rank,
+            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            log_dir=log_dir,
+        )
+        for rank, log_dir in enumerate(log_dirs)
+    )
+    end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
+    found = [p for rank in ranks if (p := reported(rank, "teardown")) is not None]
+    return _fail(end, "teardown", found, len(ranks))
+
+
+def _is_plain(end: RunEnd) -> bool:
+    """Return whether every rank passed every phase without output, as for nearly all tests."""
+    return end.reason is Reason.DONE and all(
+        rank.done is not None
+        and len(rank.done.reports) == len(PHASES)
+        and all(isinstance(report, list) for report in rank.done.reports)
+        for rank in end.ranks
+    )
+
+
+def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
+    columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
+    merged = []
+    for when, column in zip(PHASES, columns, strict=True):
+        rows = [cast("tuple[str, float, float]", tuple(cast("list[JsonValue]", c))) for c in column]
+        merged.append(
+            Merged(
+                when=when,
+                outcome="passed",
+                start=min(row[1] for row in rows),
+                stop=max(row[2] for row in rows),
+            )
+        )
+    return tuple(merged)
+
+
+def _has_failed(rank: RankResult, when: str) -> bool:
+    """Return whether a rank failed a phase by itself."""
+    phase = reported(rank, when)
+    is_failure = phase is not None and phase.outcome == "failed"
+    return is_failure and not (phase and CONSEQUENCE.search(phase.text))
+
+
+def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> Merged | None:
+    found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
+    struck = [
+        "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
+    ]
+    if when in struck:
+        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        late = [r for r in end.ranks if r.done is not None or _is_late(r)]
+        if xfailed and _are_expected(found) and len(late) == len(end.ranks):
+            return _merged(when, "skipped", found, xfailed[0].full)  # others waited for it
+        return _fail(end, when, found, world_size)
+    if not found:
+        return None
+    if when == "setup" and waiting and all(p.outcome == "passed" for p in found):
+        return _passed(when, found)
+    return _merge_reported(end, when, found, world_size)
+
+
+def _waiting_in_setup(end: RunEnd) -> set[int]:
+    """Return ranks stopped in set-up only because of one that had passed it, and failed later.
+
+    The last collective of a set-up may end on one rank before it ends on others; if that one dies,
+    the test failed in the phase in which it died.
+    """
+    late = {r.rank for r in end.ranks if r.done is None and r.phase == "setup" and _is_late(r)}
+    return late if late and _has_passed_setup(_guilty(end)) else set()
+
+
+def _guilty(end: RunEnd) -> RankResult | None:
+    """Return the rank that first died or failed by itself, or None."""
+    guilty = [r for r in end.ranks if _is_dead(r) or any(_has_failed(r, w) for w in PHASES)]
+    return min(guilty, key=_when_failed, default=None)
+
+
+def _has_passed_setup(rank: RankResult | None) -> bool:
+    setup = None if rank is None else reported(rank, "setup")
+    return setup is not None and setup.outcome == "passed"
+
+
+def _with_lost_peers_in_call(end: RunEnd) -> RunEnd:
+    """Return an end in which ranks that lost a peer in set-up failed in the call.
+
+    The peer had passed its set-up and died in the call: how far the others were is chance.
+    """
+    lost = {
+        rank.rank
+        for rank in end.ranks
+        if (setup := reported(rank, "setup")) is not None
+        and setup.outcome == "failed"
+        and CONSEQUENCE.search(setup.text)
+    }
+    if not lost or not _has_passed_setup(_guilty(end)):
+        return end
+    ranks = tuple(_with_setup_in_call(r) if r.rank in lost else r for r in end.ranks)
+    return replace(end, ranks=ranks)
+
+
+def _with_setup_in_call(rank: RankResult) -> RankResult:
+    reports = rank.early if rank.done is None else rank.done.reports
+    moved: list[JsonValue] = []
+    for report in reports:
+        if isinstance(report, Mapping) and not is_subtest(report) and report["when"] == "setup":
+            start = report.get("start") or 0.0
+            moved += [["setup", start, start], {**report, "when": "call"}]
+        else:
+            moved.append(report)
+    if rank.done is None:
+        return replace(rank, early=tuple(moved))
+    return replace(rank, done=replace(rank.done, reports=tuple(moved)))
+
+
+def _merge_reported(
+    end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int
+) -> Merged:
+    """Merge a phase in which no rank died or was stopped; ranks that ended before it have none."""
+    failed = [p for p in found if p.outcome == "failed"]
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in skipped if p.is_xfail]
+    if xfailed and _are_expected(found):
+        return _merged(when, "skipped", found, xfailed[0].full)  # as a whole it failed, as expected
+    is_unanimous = len(found) == world_size and len(skipped) in (0, world_size)
+    if failed or not (is_unanimous or when != "call"):
+        return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
+    if skipped and not is_unanimous:
+        if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
+            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+        return _fail(end, when, found, world_size)
+    if skipped:
+        return _merged(when, "skipped", found, skipped[0].full)
+    xpassed = [p for p in found if p.is_xfail]
+    return _merged(when, "passed", found, xpassed[0].full) if xpassed else _passed(when, found)
+
+
+def _are_expected(found: Sequence[PhaseReport]) -> bool:
+    """Return whether every rank passed or failed as expected by xfail."""
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+
+
+def _is_late(rank: RankResult) -> bool:
+    """Return whether a rank was stopped, and did not end by itself."""
+    return rank.exit_code is None and not rank.problem
+
+
+def _is_dead(rank: RankResult) -> bool:
+    """Return whether a rank ended by itself before the end of the test."""
+    return rank.done is None and not _is_late(rank)
+
+
+def _when_failed(rank: RankResult) -> tuple[float, int]:
+    return float("inf") if rank.at is None else rank.at, rank.rank
+
+
+def _is_strict_xpass(phase: PhaseReport) -> bool:
+    return phase.outcome == "failed" and phase.text.startswith("[XPASS(strict)]")
+
+
+def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
+    full = [p.full for p in found if p.outcome == "passed" and p.full is not None]
+    return _merged(when, "passed", found, full[0] if full else None)
+
+
+def _merged(
+    when: str, outcome: Outcome, found: Sequence[PhaseReport], base: JsonObject | None
+) -> Merged:
+    return Merged(
+        when=when,
+        outcome=outcome,
+        base=base,
+        sections=sections_of(found),
+        properties=properties_of(found),
+        start=_start(found),
+        stop=max(p.stop for p in found),
+    )
+
+
+def _start(found: Sequence[PhaseReport]) -> float:
+    """Return the earliest known start of a rank, or 0."""
+    return min([p.start for p in found if p.start], default=0.0)
+
+
+def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
+    """Return a failure: the first rank, independent failures, and consequences."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    struck = {r.rank: r for r in end.ranks if r.done is None}
+    first = _first(end, failed)
+    words = {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
+    blocks: list[tuple[str, str]] = []
+    base, where = None, ""
+    if first is None:
+        message = split_message(end, words)
+        if end.reason is Reason.HUNG:
+            where = where_ranks_were({r: innermost_frame(one.stack) for r, one in struck.items()})
+    elif first in failed:
+        base, where = failed[first].full, failed[first].where
+        message = f"[rank {first}] {failed[first].message}"
+    else:
+        message = f"rank {first} of {world_size} {words[first]}"
+        if len(set(words.values())) == 1 and world_size > 1:
+            message = f"{name_ranks(list(words))} {words[first]}"
+    blocks.append(("ranks", describe_ranks(words, first)))
+    blocks += _other_failures(failed, first, words)
+    blocks += _stacks(end)
+    blocks += _logs(end, first, struck)
+    shown = [p for p in found if p.rank == first or (first is None and p is found[0])]
+    start = _start(found)
+    return Merged(
+        when=when,
+        outcome="failed",
+        base=base,
+        message=message,
+        where=where,
+        blocks=tuple(blocks),
+        sections=sections_of(shown),
+        properties=properties_of(found),
+        start=start,
+        stop=max([p.stop for p in found] + [start + end.duration_s]),
+        ranks={str(rank): text for rank, text in words.items()},
+    )
+
+
+def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
+    """Return the rank that caused the failure; None where no single rank did."""
+
+    def order(rank: RankResult) -> tuple[bool, float, int]:
+        phase = failed.get(rank.rank)
+        is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
+        return is_consequence, *_when_failed(rank)
+
+    guilty = [r for r in end.ranks if r.rank in failed or _is_dead(r)]
+    return min(guilty, key=order).rank if guilty else None
+
+
+def _other_failures(
+    failed: Mapping[int, PhaseReport], first: int | None, words: Mapping[int, str]
+) -> list[tuple[str, str]]:
+    """Return tracebacks that differ from the headline's, each once, at most two for a source line.
+
+    The values of other ranks that fail at the same line are in the block about ranks.
+    """
+    headline = failed.get(first) if first is not None else None
+    seen = set() if headline is None else {_normalise(headline.text)}
+    groups: dict[str, list[int]] = {}
+    for rank, phase in failed.items():
+        text = _normalise(phase.text)
+        if rank != first and text not in seen and not words[rank].endswith("(a consequence)"):
+            groups.setdefault(text, []).append(rank)
+    shown = Counter([] if headline is None else [headline.place])
+    more: dict[str, list[int]] = {}
+    blocks: list[tuple[str, str]] = []
+    for ranks in groups.values():
+        phase = failed[ranks[0]]
+        if phase.place is not None and shown[phase.place] >= _MOST_OF_A_LINE:
+            more.setdefault(phase.place[0], []).extend(ranks)
+            continue
+        shown[phase.place] += 1
+        blocks.append((f"failure of {name_ranks(ranks)}", phase.text))
+    blocks += [
+        (f"{len(ranks)} more at the same line", f"{name_ranks(sorted(ranks))}: {place}")
+        for place, ranks in more.items()
+    ]
+    return blocks
+
+
+def _normalise(text: str) -> str:
+    return _ADDRESS.sub("0x", text)
+
+
+def _stacks(end: RunEnd) -> list[tuple[str, str]]:
+    """Return the stacks of ranks that had to be stopped, equal ones once."""
+    groups: dict[str, list[int]] = {}
+    for rank in end.ranks:
+        if rank.stack:
+            stack = re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", rank.stack)
+            groups.setdefault(shorten_stack(stack), []).append(rank.rank)
+    blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
+    flights = {r.rank: r.flight for r in end.ranks if r.flight}
+    if flights and (text := describe_flights(flights)):
+        blocks.append(("collectives, by NCCL's flight recorder", text))
+    return blocks
+
+
+def _logs(
+    end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
+) -> list[tuple[str, str]]:
+    """Return problems of dead ranks, and the paths of logs."""
+    groups: dict[str, list[int]] = {}
+    for rank in struck.values():
+        if "\n" in rank.problem:
+            groups.setdefault(rank.problem, []).append(rank.rank)
+    blocks = [(name_ranks(ranks), problem) for problem, ranks in groups.items()]
+    shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
+    files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
+    if files and end.reason is not Reason.NOT_COLLECTED:
+        blocks.append(("logs", "\n".join(files)))
+    return blocks
+
+
+def _merge_subtests(end: RunEnd) -> list[Merged]:
+    """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
+    by_key: dict[str, list[PhaseReport]] = {}
+    for rank in end.ranks:
+        seen: dict[str, int] = {}
+        for report in () if rank.done is None else rank.done.reports:
+            if isinstance(report, Mapping) and is_subtest(report):
+                key = str(report.get("_subtest.context"))
+                seen[key] = seen.get(key, 0) + 1
+                by_key.setdefault(f"{key} {seen[key]}", []).append(phase_of(rank.rank, report))
+    return [_merge_subtest(end, found) for found in by_key.values()]
+
+
+def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
+    """Merge one subtest by the rules for tests; ranks without it are ignored."""
+    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    skipped = [p for p in found if p.outcome == "skipped"]
+    xfailed = [p for p in found if p.is_xfail]
+    if xfailed and not failed:
+        return _merged("call", xfailed[0].outcome, found, xfailed[0].full)
+    if not failed and len(skipped) in (0, len(found)):
+        return _merged("call", found[0].outcome, found, found[0].full)
+    chosen = [*failed.values(), *skipped][0]
+    words = {p.rank: _phase_word(p) for p in found}
+    message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
+    where = chosen.where if failed else ""
+    blocks = [("ranks", describe_ranks(words, chosen.rank))]
+    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    merged = _merged("call", "failed", found, chosen.full)
+    return replace(merged, message=message, where=where, blocks=tuple(blocks))

@@ -1,0 +1,315 @@
+"""The session of a node other than 0, which follows node 0's.
+
+It collects as well, starts a fork server for node 0, and repeats the reports of node 0, so that
+terminal, JUnit XML and exit code agree on every node.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from _pytest.junitxml import xml_key
+
+from pytest_megatron.base.text import counted
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.collection import digest_of
+from pytest_megatron.gangs.controller.reports import replay
+from pytest_megatron.gangs.ipc.channel import Channel, WrongKeyError, connect
+from pytest_megatron.gangs.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
+from pytest_megatron.gangs.nodes.leader import (
+    BROKEN,
+    DEVICES,
+    KEY_ADVICE,
+    MEETING_S,
+    RETRY_S,
+    addresses_of,
+    nodes_of,
+)
+from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
+from pytest_megatron.gangs.rank.process import temp_factory
+from pytest_megatron.gangs.start.environment import KEY
+from pytest_megatron.gangs.start.forkserver import SessionTemplate
+from pytest_megatron.gangs.start.start_mode import (
+    make_session_info,
+    modules_to_load,
+    serve_preloaded,
+)
+from pytest_megatron.gangs.topology import Nodes, find_key
+from pytest_megatron.gpu.host import Lease, lease_gpus, this_host
+from pytest_megatron.session.options import Options
+from pytest_megatron.session.state import write_line
+
+FOLLOWER_NAME = "megatron-follower"
+_HOPELESS_S = 20.0  # to connect, for a node with collection errors
+_END_S = 30.0  # for node 0 to print its summary
+_WRONG_KEY_S = 20.0  # to connect, if another session listens: node 0 may start on another port
+
+
+class FollowerPlugin:
+    """The session of a node other than 0."""
+
+    def __init__(self, config: pytest.Config, options: Options) -> None:
+        self._config = config
+        self._options = options
+        self._random_before = random.getstate()
+        self._exit_code: int | None = None
+        self._address = ""
+        self._channel: Channel | None = None
+        self._failed: list[str] = []
+        self._xml_before = _stamp_of(config.option.xmlpath)
+
+    def pytest_report_header(self) -> str:
+        """Name the node and its endpoint."""
+        options = self._options
+        return (
+            f"megatron: node {options.node_rank} of {options.num_nodes}, "
+            f"follows node 0 at {options.rdzv_endpoint}"
+        )
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what this node cannot collect."""
+        if report.failed:
+            self._failed.append(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Start a fork server for node 0, and repeat its reports."""
+        option = session.config.option
+        if option.collectonly:
+            return None
+        num_errors = 0 if option.continue_on_collection_errors else session.testsfailed
+        try:
+            key = find_key(os.environ, Path.home(), self._options.rdzv_step)
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+        channel = self._channel = self._call(key, _HOPELESS_S if num_errors else MEETING_S)
+        welcome = self._be_welcomed(channel)
+        if num_errors:
+            what = f"{counted(num_errors, 'error')} while it collected"
+            channel.send(Joined(problem=f"{what} {', '.join(self._failed)}; see its output"))
+            return None  # pytest's own loop reports that
+        self._follow(session, channel, welcome, key)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """End with node 0's exit code."""
+        if self._exit_code is not None:
+            session.exitstatus = self._exit_code
+
+    # Inside of the terminal plugin's hook, which prints the path.
+    @pytest.hookimpl(specname="pytest_sessionfinish", wrapper=True, trylast=True)
+    def pytest_megatron_keep_xml(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Do not overwrite node 0's JUnit XML, if nodes share the file."""
+        xml = session.config.stash.get(xml_key, None)
+        if xml is None or self._xml_before == _stamp_of(xml.logfile):
+            return (yield)
+        path, xml.logfile = xml.logfile, os.devnull
+        try:
+            return (yield)
+        finally:
+            xml.logfile = path
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Exit after node 0, as `srun --kill-on-bad-exit` ends all tasks after one that fails."""
+        if self._channel is None:
+            return
+        if self._exit_code is not None:
+            self._channel.wait_for_end(_END_S)
+        self._channel.close()
+
+    def _call(self, key: bytes, limit_s: float) -> Channel:
+        """Connect to node 0, which may start later.
+
+        Raises:
+            pytest.exit.Exception: It does not answer, or has another key.
+        """
+        options = self._options
+        registration = Register(
+            role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid()
+        )
+        started = time.monotonic()
+        wrong_key_s = _WRONG_KEY_S if options.rdzv_step else 0.0
+        while True:
+            waited_s, problem = time.monotonic() - started, ""
+            for host, port in addresses_of(options):
+                self._address = f"tcp:{host}:{port}"
+                try:
+                    return connect(self._address, key, registration)
+                except WrongKeyError:
+                    if waited_s >= wrong_key_s:
+                        raise pytest.exit.Exception(
+                            f"node 0 at {options.rdzv_endpoint} has another key than this node; "
+                            f"{KEY_ADVICE}",
+                            BROKEN,
+                        ) from None
+                except OSError as error:
+                    problem = problem or str(error)
+            if waited_s > limit_s:
+                raise pytest.exit.Exception(
+                    f"node 0 at {options.rdzv_endpoint} did not answer in {limit_s:g} s "
+                    f"({problem}); is its pytest running, and is the port open?",
+                    BROKEN,
+                )
+            time.sleep(RETRY_S)
+
+    def _be_welcomed(self, channel: Channel) -> Welcome:
+        """Return the settings of node 0.
+
+        Raises:
+            pytest.UsageError: They differ from those of this node.
+        """
+        match channel.receive():
+            case Welcome() as welcome:
+                pass
+            case SessionEnded(text=text):
+                raise pytest.UsageError(text)
+            case _:
+                raise self._is_gone()
+        own = nodes_of(self._options)
+        theirs = Nodes(num_nodes=welcome.num_nodes, ranks_per_node=welcome.ranks_per_node)
+        if own != theirs:
+            problem = (
+                f"--nnodes {own.num_nodes} with {own.ranks_per_node} ranks each, node 0 has "
+                f"--nnodes {theirs.num_nodes} with {theirs.ranks_per_node}; give both the same"
+            )
+            channel.send(Joined(problem=problem))
+            raise pytest.UsageError(problem)
+        return welcome
+
+    def _follow(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> None:
+        lease: Lease | None = None
+        if welcome.num_gpus:
+            lease = lease_gpus(
+                this_host().gpus, welcome.num_gpus, partial(write_line, self._config)
+            )
+            os.environ[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
+        start = self._start_preloaded if welcome.collecting else self._fork_template
+        end = start(session, channel, welcome, key)
+        try:
+            channel.send(_compare(session, welcome))
+            self._show(session, channel)
+        finally:
+            end()
+            if lease is not None:
+                lease.close()
+
+    def _fork_template(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> Callable[[], None]:
+        """Start the process that forks ranks; return a function that ends it."""
+        parent_pipe, own_end = os.pipe()
+
+        def forget() -> None:
+            os.close(own_end)
+            channel.close()
+
+        own = {item.nodeid: item for item in session.items}
+        template = SessionTemplate(
+            session=session,
+            address=self._address,
+            key=key,
+            random_state=state_if_seeded(self._random_before),
+            coverage={},
+            coverage_file="",
+            node_rank=self._options.node_rank,
+            items=tuple(own.get(node_id) for node_id in welcome.node_ids),
+            base_temp=self._base_temp,
+            parent_pipe=parent_pipe,
+            forget=forget,
+            loads=modules_to_load(session),
+        )
+        pid = template.fork_loaded()
+        os.close(parent_pipe)
+
+        def end() -> None:
+            os.close(own_end)
+            os.waitpid(pid, 0)
+
+        return end
+
+    def _start_preloaded(
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+    ) -> Callable[[], None]:
+        """Start the process for ranks that collect themselves; return a function that ends it."""
+        del session, channel
+        info = make_session_info(
+            self._config,
+            address=self._address,
+            key=key,
+            digest=digest_of(welcome.node_ids),
+            is_single=welcome.collecting == "fresh",
+        )
+        devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}
+        info = replace(
+            info,
+            node_rank=self._options.node_rank,
+            env={**info.env, **devices},
+            has_parent_pipe=True,
+            base_temp=self._base_temp,
+        )
+        return serve_preloaded(self._config.stash[KEY], info).stop
+
+    @property
+    def _base_temp(self) -> str:
+        factory = temp_factory(self._config)
+        return "" if factory is None else str(factory.getbasetemp())
+
+    def _show(self, session: pytest.Session, channel: Channel) -> None:
+        """Repeat the reports of node 0 until it ends, and end in the same way."""
+        while True:
+            match channel.receive():
+                case Mirrored() as mirrored:
+                    replay(self._config, mirrored)
+                case SessionEnded() as ended:
+                    break
+                case _:
+                    raise self._is_gone()
+        self._exit_code = ended.exit_code
+        match ended.kind:
+            case "failed":
+                session.shouldfail = ended.text  # shown by pytest's terminal
+                raise session.Failed(ended.text)
+            case "interrupted":
+                raise session.Interrupted(ended.text)
+            case "exit":
+                raise pytest.exit.Exception(ended.text, ended.exit_code)
+            case _:
+                session.shouldfail = session.shouldstop = False
+
+    def _is_gone(self) -> BaseException:
+        where = self._options.rdzv_endpoint
+        return pytest.exit.Exception(
+            f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN
+        )
+
+
+def _stamp_of(path: str | None) -> tuple[int, int] | None:
+    """Return a stamp that changes when a process writes the file, which nodes may share."""
+    try:
+        found = Path(path or "").stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
+
+
+def _compare(session: pytest.Session, welcome: Welcome) -> Joined:
+    """Compare this node's tests with node 0's, unless ranks collect for themselves."""
+    if welcome.collecting:
+        return Joined()
+    own = [item.nodeid for item in session.items]
+    theirs, known = set(welcome.node_ids), set(own)
+    return Joined(
+        missing=tuple(node_id for node_id in welcome.node_ids if node_id not in known),
+        extra=tuple(node_id for node_id in own if node_id not in theirs),
+    )

@@ -1,0 +1,193 @@
+"""Sessions that span nodes: the leader on node 0 sends its reports to the others.
+
+Node 0 collects, decides and reports as on one node; `follower.py` is the session of another node.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.controller.other_plugins import write_once
+from pytest_megatron.gangs.controller.reports import describe_warning, mirror_log, serialise
+from pytest_megatron.gangs.ipc.channel import Listener, listen_on
+from pytest_megatron.gangs.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
+from pytest_megatron.gangs.supervisor.connections import Followers
+from pytest_megatron.gangs.supervisor.supervisor import Supervisor
+from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, choose_ports, find_key
+from pytest_megatron.gpu.host import this_host
+from pytest_megatron.session.options import Options
+
+MEETING_S = 300.0  # for every node to start and collect
+RETRY_S = 0.2
+DEVICES = "CUDA_VISIBLE_DEVICES"
+BROKEN = 3  # exit code: not a test's fault
+KEY_ADVICE = f"set {KEY_VARIABLE} to the same text on every node, or share ~/.pytest_megatron/key"
+
+
+def nodes_of(options: Options) -> Nodes:
+    """Return the nodes of this session and their numbers of ranks."""
+    room = options.num_ranks or 0
+    if options.num_gpus is not None:
+        room = options.num_gpus or room_on_gpus(options)
+    return Nodes(num_nodes=options.num_nodes, ranks_per_node=room)
+
+
+def room_on_gpus(options: Options) -> int:
+    """Return the number of ranks of one gang that fit on the GPUs of this host."""
+    return len(this_host().gpus) * options.ranks_per_gpu
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """Return host and port of `HOST:PORT`."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def addresses_of(options: Options) -> tuple[tuple[str, int], ...]:
+    """Return hosts and ports of node 0: several for a Slurm step, else one."""
+    host, port = address_of(options.rdzv_endpoint)
+    ports = choose_ports(port) if options.rdzv_step else (port,)
+    return tuple((host, port) for port in ports)
+
+
+class Leader:
+    """Node 0's side: accepts the other nodes, and sends them its reports."""
+
+    def __init__(
+        self, config: pytest.Config, supervisor: Supervisor, *, welcome: Welcome, options: Options
+    ) -> None:
+        """Start listening.
+
+        Raises:
+            pytest.UsageError: There is no key, or the port is taken.
+        """
+        self._config = config
+        self._supervisor = supervisor
+        self._nodes = range(1, welcome.num_nodes)
+        self._stop: tuple[str, str] | None = None
+        self._followers = Followers(welcome)
+        listener = _listen(options)
+        self._endpoint = listener.address.removeprefix("tcp:")
+        supervisor.listen(listener, self._followers)
+
+    def wait(self) -> None:
+        """Wait until every node has joined.
+
+        Raises:
+            pytest.exit.Exception: A node did not connect, or cannot join.
+        """
+        deadline = time.monotonic() + MEETING_S
+        while missing := [n for n in self._nodes if not self._is_there(n)]:
+            names = ", ".join(map(str, missing))
+            write_once(self._config, [f"node 0 waits at {self._endpoint} for node {names}"])
+            if self._followers.num_wrong_keys:
+                write_once(self._config, [f"a node with another key was refused; {KEY_ADVICE}"])
+            if self._followers.refused:
+                raise pytest.exit.Exception("; ".join(self._followers.refused), BROKEN)
+            if time.monotonic() > deadline:
+                raise pytest.exit.Exception(
+                    f"node {names} did not come to {self._endpoint} in {MEETING_S:g} s; is its "
+                    f"pytest running, with the same --nnodes and --rdzv-endpoint?",
+                    BROKEN,
+                )
+            self._supervisor.pump(RETRY_S)
+
+    def missing(self, rank_configs: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
+        """Return rank -> node id -> reason why the rank lacks the test."""
+        joined = self._followers.joined
+        return {
+            rank_config.rank: dict.fromkeys(
+                joined[rank_config.node_rank].missing,
+                f"has no such test: node {rank_config.node_rank} did not collect it",
+            )
+            for rank_config in rank_configs
+            if rank_config.node_rank in joined and joined[rank_config.node_rank].missing
+        }
+
+    def extra(self) -> dict[str, str]:
+        """Return node id -> message, for tests that node 0 did not collect."""
+        return {
+            node_id: f"collected by node {node_rank}, not by node 0"
+            for node_rank, joined in self._followers.joined.items()
+            for node_id in joined.extra
+        }
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Mirror errors of ranks that collect; each node has reported its own collection."""
+        data = serialise(self._config, report)
+        self._followers.broadcast(Mirrored(hook="pytest_collectreport", data=data))
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Mirror."""
+        self._followers.broadcast(mirror_log("pytest_runtest_logstart", nodeid, location))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Mirror."""
+        data = serialise(self._config, report)
+        self._followers.broadcast(Mirrored(hook="pytest_runtest_logreport", data=data))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Mirror."""
+        self._followers.broadcast(mirror_log("pytest_runtest_logfinish", nodeid, location))
+
+    def pytest_warning_recorded(
+        self,
+        warning_message: warnings.WarningMessage,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        """Mirror warnings of tests; each node has its own of the collection."""
+        if when == "runtest":
+            data = describe_warning(warning_message, when, nodeid, location)
+            self._followers.broadcast(Mirrored(hook="pytest_warning_recorded", data=data))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Record the reason of the session's end."""
+        match excinfo.value:
+            case pytest.exit.Exception() as error:
+                self._stop = ("exit", error.msg)
+            case pytest.Session.Interrupted() as interrupted:
+                self._stop = ("interrupted", str(interrupted))
+            case _:
+                self._stop = ("interrupted", str(excinfo.value) or "Ctrl-C on node 0")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Send the end of the session to the other nodes."""
+        kind, text = self._stop or ("", "")
+        if not kind and session.shouldfail:
+            kind, text = "failed", str(session.shouldfail)
+        elif not kind and session.shouldstop:
+            kind, text = "interrupted", str(session.shouldstop)
+        self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), kind=kind, text=text))
+
+    def _is_there(self, node_rank: int) -> bool:
+        return node_rank in self._followers.joined and self._supervisor.fork_servers.has(node_rank)
+
+
+def _listen(options: Options) -> Listener:
+    """Listen for the other nodes.
+
+    Raises:
+        pytest.UsageError: There is no key, or every port is taken.
+    """
+    problem = ""
+    for host, port in addresses_of(options):
+        try:
+            return listen_on(host, port, find_key(os.environ, Path.home(), options.rdzv_step))
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+        except OSError as error:
+            problem = problem or str(error.strerror)
+    raise pytest.UsageError(
+        f"--rdzv-endpoint: {options.rdzv_endpoint} cannot be listened on ({problem}); "
+        f"give another port"
+    )

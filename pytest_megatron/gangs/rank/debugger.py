@@ -1,0 +1,205 @@
+"""Pytest's debugger in a rank, with permission and input from the controller.
+
+Active in ranks. `--pdb`, `--trace`, `breakpoint()` and `pytest.set_trace()` all call
+`pytestPDB._init_pdb`, which is replaced here; a rank without permission continues at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import IO, Protocol, TextIO, cast
+
+import pytest
+from _pytest.debugging import PdbInvoke, pytestPDB
+from typing_extensions import override
+
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
+    INTERRUPTED_LINE,
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+)
+from pytest_megatron.process.originals import os, threading
+
+_INVOKE, _INIT_PDB = "pdbinvoke", "_init_pdb"  # names of pytest
+
+
+class Divertible(Protocol):
+    """The rank's stand-in for pytest's terminal."""
+
+    diverted: IO[str] | None
+
+
+class RankDebugger:
+    """Debugger of this rank; the controller decides which rank may stop.
+
+    Attributes:
+        channel: To the controller.
+    """
+
+    channel: Channel
+
+    def __init__(self, printed: Divertible) -> None:
+        self._printed = printed
+        self._pid = 0
+        self._invoke: PdbInvoke | None = None
+        self._streams: tuple[TextIO, TextIO] | None = None
+        self.screen = cast("TextIO", _Screen(self))
+        self.keyboard = cast("TextIO", _Keyboard(self))
+
+    def begin(self, channel: Channel) -> None:
+        """Set the channel of this process, which is a rank now."""
+        self.channel = channel
+        self._pid = os.getpid()
+
+    def install(self, config: pytest.Config) -> None:
+        """Replace pytest's entry points of the debugger."""
+        manager = config.pluginmanager
+        if manager.has_plugin(_INVOKE):
+            self._invoke = cast("PdbInvoke", manager.unregister(name=_INVOKE))
+        capture = manager.get_plugin("capturemanager")
+        original = getattr(pytestPDB, _INIT_PDB)  # called by every way into the debugger
+
+        def make_debugger(method: str, *args: object, **settings: object) -> object:
+            if not self.is_or_gets_open():
+                return _NoDebugger()
+            if capture is not None:
+                capture.suspend(in_=True)
+            self._take_streams()  # pytest prints a headline
+            debugger = original(method, *args, **settings)
+            self._take_streams()  # a fixture that captures has restored its own
+            debugger.use_rawinput, debugger.nosigint = False, True
+            debugger.stdin, debugger.stdout = self.keyboard, self.screen
+            return debugger
+
+        setattr(pytestPDB, _INIT_PDB, make_debugger)
+
+    @property
+    def is_open(self) -> bool:
+        """True if this rank has permission."""
+        return self._streams is not None
+
+    def is_or_gets_open(self) -> bool:
+        """Return whether the debugger is open, after a request for permission if necessary."""
+        return self.is_open or self.open("breakpoint")
+
+    def open(self, reason: str) -> bool:
+        """Request permission; return whether it was granted."""
+        if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
+            return False  # only the main thread uses the channel
+        self.channel.send(DebuggerWanted(reason=reason))
+        answer = self.channel.receive()
+        if not (isinstance(answer, DebuggerAnswer) and answer.may_enter):
+            self.channel.send(DebuggerLeft())
+            return False
+        self._streams = sys.stdin, sys.stdout
+        self._printed.diverted = self.screen
+        return True
+
+    def close(self) -> None:
+        """Return the permission, if there is one."""
+        if self._streams is None:
+            return
+        self.screen.flush()
+        sys.stdin, sys.stdout = self._streams
+        self._streams = self._printed.diverted = None
+        self.channel.send(DebuggerLeft())
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_exception_interact(
+        self,
+        node: pytest.Item | pytest.Collector,
+        call: pytest.CallInfo[object],
+        report: pytest.TestReport,
+    ) -> None:
+        """Open the debugger at a failure, with `--pdb`."""
+        if self._invoke is None or not self.open("exception"):
+            return
+        try:
+            self._invoke.pytest_exception_interact(node=node, call=call, report=report)
+        finally:
+            self.close()
+
+    def pytest_leave_pdb(self) -> None:
+        """Return the permission at `continue`; a later breakpoint requests it again."""
+        self.close()
+
+    def _take_streams(self) -> None:
+        sys.stdin, sys.stdout = self.keyboard, self.screen
+
+
+class _NoDebugger:
+    """Debugger of ranks that may not stop."""
+
+    quitting = False
+
+    def set_trace(self, frame: object = None) -> None:
+        """Continue."""
+
+    def runcall(self, function: Callable[[], object]) -> object:
+        """Run the test."""
+        return function()
+
+
+class _Screen(io.TextIOBase):
+    """Writes to the user's terminal, line by line."""
+
+    encoding = "utf-8"
+
+    def __init__(self, debugger: RankDebugger) -> None:
+        self._debugger = debugger
+        self._parts: list[str] = []
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, text: str, /) -> int:
+        self._parts.append(text)
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        text = "".join(self._parts)
+        self._parts.clear()
+        if text and self._debugger.is_or_gets_open():
+            self._debugger.channel.send(DebuggerWrote(text=text))
+
+
+class _Keyboard(io.TextIOBase):
+    """Reads from the user's terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, debugger: RankDebugger) -> None:
+        self._debugger = debugger
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        """Return a line; empty at the end of input.
+
+        Raises:
+            KeyboardInterrupt: The user pressed Ctrl-C instead.
+        """
+        self._debugger.screen.flush()
+        if not self._debugger.is_or_gets_open():
+            return ""
+        self._debugger.channel.send(DebuggerReads())
+        line = self._debugger.channel.receive()
+        text = line.text if isinstance(line, DebuggerLine) else ""
+        if text == INTERRUPTED_LINE:
+            raise KeyboardInterrupt
+        return text

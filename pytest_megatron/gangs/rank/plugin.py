@@ -1,0 +1,460 @@
+"""The plugin of a rank: runs items of the controller, and sends reports as messages.
+
+It never writes to the terminal or to reports, and decides nothing: the controller does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator
+from gc import collect as collect_garbage
+from os import getpid  # a test may put another function in its place
+from pathlib import Path
+from typing import IO, TextIO
+
+import pluggy
+import pytest
+from _pytest.runner import runtestprotocol
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gangs.controller.other_plugins import (
+    draw_same_examples,
+    notes_on_failure,
+    write_snapshots,
+)
+from pytest_megatron.gangs.controller.reports import describe_warning, failed_subtests, serialise
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
+    NOTHING,
+    Done,
+    PhaseEnded,
+    RankConfig,
+    Run,
+)
+from pytest_megatron.gangs.markers import allowed_leaks
+from pytest_megatron.gangs.rank import bootstrap
+from pytest_megatron.gangs.rank import coverage as measure
+from pytest_megatron.gangs.rank.collectives import Delays, count_collectives
+from pytest_megatron.gangs.rank.debugger import RankDebugger
+from pytest_megatron.gangs.rank.lockstep import RankPipes
+from pytest_megatron.gangs.rank.logs import RankLogs, flush_streams
+from pytest_megatron.gangs.rank.process_state import (
+    StateKeeper,
+    continue_parent,
+)
+from pytest_megatron.process.originals import traceback
+from pytest_megatron.process.tree import end_if_forked
+
+_NOT_KNOWN = SystemExit(70)  # pytest does not pass on the exception of a finalizer
+_GROUP_TWICE = "initialize the default process group twice"  # as torch words it
+_SLOW_S = 0.2  # a phase this long is reported at its end, not with the test
+_OWN_ATTRIBUTES = frozenset(
+    vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others belong to plugins
+)
+
+
+class RankPlugin:
+    """Hooks of one rank; created and registered before ranks are forked, once for all of them.
+
+    Attributes:
+        rank_config: Configuration of the rank.
+        shared_dir: One directory for all ranks of the running test.
+        captured: 1 or 2 -> the stream into which pytest captured while tests were collected.
+    """
+
+    rank_config: RankConfig
+    _channel: Channel
+    _logs: RankLogs
+    _pipes: RankPipes
+    _state: StateKeeper
+    _delays: Delays
+    _pid: int
+
+    def __init__(self) -> None:
+        self.shared_dir = Path()
+        self._run: Run | None = None
+        self._reports: list[JsonValue] = []
+        self._warnings: list[JsonValue] = []
+        self._has_failed = False
+        self._has_failed_subtest = False
+        self._is_clean = True
+        self._is_in_phase = False
+        self._last: pytest.Item | None = None
+        self.printed = _Printed()
+        self._shown = ""
+        self.debugger = RankDebugger(self.printed)
+        self.measurement: measure.Measurement | None = None
+        self.captured: dict[int, TextIO] = {}
+
+    def begin(
+        self,
+        rank_config: RankConfig,
+        channel: Channel,
+        logs: RankLogs,
+        pipes: RankPipes,
+        state: StateKeeper,
+    ) -> None:
+        """Set the rank and its channel, in its own process."""
+        self._state = state
+        self.rank_config, self._channel, self._logs, self._pipes = rank_config, channel, logs, pipes
+        self._pid = getpid()
+        self._delays = Delays(rank_config.stress_seed, rank_config.rank, rank_config.world_size)
+        self.debugger.begin(channel)
+
+    def is_rerun(self, item: pytest.Item) -> bool:
+        """Return whether the test that just failed is to run again."""
+        return item is self._last and self._has_failed
+
+    def run_item(self, run: Run, item: pytest.Item, nextitem: pytest.Item | None) -> Done:
+        """Run a test; return its message."""
+        self._run = run
+        if self.is_rerun(item):
+            _forget_failure(item)
+        self._reports, self._warnings = [], []
+        self._has_failed = self._has_failed_subtest = False
+        self._is_clean = True
+        self._last = item
+        self.shared_dir = Path(run.shared_dir)
+        self.printed.take()
+        self._shown = ""
+        draw_same_examples(self.rank_config)
+        self._pipes.begin_run(run.run)
+        self._pipes.note("setup")
+        self._state.begin()
+        item.session.shouldfail = item.session.shouldstop = False
+        stop: tuple[JsonValue, ...] = ()
+        try:
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        except pytest.exit.Exception as error:
+            stop = ("exit", error.msg, error.returncode)
+        except KeyboardInterrupt as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            stop = ("interrupt", f"{place.filename}:{place.lineno}", None)
+        self.end_if_forked()
+        self._pipes.note("")
+        write_snapshots(item.config, self.rank_config)
+        if self.measurement is not None:
+            self.measurement.end_test(is_last=run.next_index == NOTHING)
+        poison = bootstrap.find_poison() if self._has_failed else ""
+        if self._has_failed:
+            _free_failure()
+        poison = self._mend(item, is_last=run.next_index == NOTHING) or poison
+        left = self._find_leaks(item)
+        bootstrap.calm_gloo()
+        counts = count_collectives(self.rank_config.world_size)
+        return Done(
+            run=run.run,
+            reports=tuple(self._reports),
+            warnings=tuple(self._warnings),
+            num_collectives=counts.num_collectives,
+            num_rendezvous=counts.num_rendezvous,
+            num_unmatched=counts.num_unmatched,
+            poison=poison,
+            stop=stop,
+            printed=self._shown,
+            printed_late=self.printed.take(),
+            is_clean=self._is_clean and not stop and not poison,
+            left=left,
+        )
+
+    def _mend(self, item: pytest.Item, *, is_last: bool) -> str:
+        """Restore the state that the test changed, with a warning that names the test.
+
+        Returns:
+            Reason why this rank cannot run another test, or "".
+        """
+        lack = self._state.find_lack_of_descriptors()
+        found, problem = ([], "") if is_last else self._state.restore(item.nodeid)
+        if continue_parent():
+            found.append("it stopped the process that starts ranks, which was continued")
+        found += [f"{what}, and its gang is replaced" for what in (problem, lack) if what]
+        for what in found:
+            self._warnings.append(
+                {
+                    "text": f"the test left its rank in another state: {what}",
+                    "module": pytest.__name__,
+                    "category": pytest.PytestWarning.__name__,
+                    "filename": str(item.path),
+                    "lineno": (item.location[1] or 0) + 1,
+                    "when": "runtest",
+                    "nodeid": item.nodeid,
+                    "location": None,
+                }
+            )
+        return problem or lack
+
+    def _find_leaks(self, item: pytest.Item) -> tuple[JsonValue, ...]:
+        """Return kind and text of what the test left behind, as far as no mark excuses it."""
+        if item.get_closest_marker("isolated") is not None:
+            return ()  # what it left ends with its processes
+        allowed = allowed_leaks(item)
+        return tuple(
+            [leak.kind, f"{leak.text}, of fixture {leak.fixture}" if leak.fixture else leak.text]
+            for leak in self._state.find_leaks()
+            if leak.kind not in allowed
+        )
+
+    def may_start(self, run: Run) -> bool:
+        """Wait for the other ranks; return whether the test before this one passed on all."""
+        lockstep = self._pipes.lockstep
+        assert lockstep is not None
+        return lockstep.may_start(self.rank_config.rank, run=run.run, after=run.after)
+
+    def publish_ending(self, done: Done) -> None:
+        """Publish the end of the test to other ranks, after it was sent to the controller."""
+        lockstep = self._pipes.lockstep
+        if lockstep is not None and not self._channel.is_closed:
+            lockstep.publish(self.rank_config.rank, done)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run the phases; plugins that would rerun the item do so in the controller."""
+        runtestprotocol(item, log=False, nextitem=nextitem)
+        return True
+
+    # Old-style wrappers leave no frame of ours in tracebacks; innermost, as pytest's own capturing
+    # is, so that sections come in the same order.
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_setup(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Capture the output of setup."""
+        with self._capturing(item, "setup"):
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_call(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Capture the output of the test; wait for its GPU before it passes."""
+        with self._capturing(item, "call"):
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+            if outcome.exception is None:
+                try:
+                    bootstrap.synchronize()
+                except RuntimeError as error:
+                    outcome.force_exception(error)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_runtest_teardown(
+        self, item: pytest.Item
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Capture the output of teardown."""
+        self._shown = self.printed.take()
+        with self._capturing(item, "teardown"):
+            outcome = yield
+            self.end_if_forked(outcome.exception)
+
+    @pytest.hookimpl(hookwrapper=True, trylast=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, pluggy.Result[object], None]:
+        """Expect the changes of a fixture with a wider scope until it is torn down.
+
+        A child that a fixture forked sets up no further fixtures.
+        """
+        before = None if fixturedef.scope == "function" else self._state.look()
+        outcome = yield
+        self.end_if_forked(outcome.exception)
+        if before is not None:
+            self._state.accept(fixturedef, fixturedef.argname, before)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:
+        """Expect the state before that fixture; a forked child tears nothing down."""
+        self.end_if_forked(_NOT_KNOWN)
+        self._state.release(fixturedef)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep the report of a phase; send it at once if it did not pass."""
+        self.end_if_forked(call.excinfo and call.excinfo.value)
+        report = yield
+        if self._is_in_phase:  # a subtest, which is logged as well
+            return report
+        if report.failed:
+            report.sections += notes_on_failure(item)
+            report.sections += self._notes_on_groups(call.excinfo)
+        self._take(item.config, report)
+        run = self._run
+        assert run is not None
+        is_failed = report.when == "call" and self._has_failed_subtest
+        is_passed = report.outcome == "passed" and not is_failed
+        self._is_clean = self._is_clean and is_passed
+        is_timed = run.call_limit_s is not None
+        if not is_passed or is_timed or report.duration > _SLOW_S:
+            self._channel.send(
+                PhaseEnded(
+                    run=run.run,
+                    when=report.when,
+                    outcome="failed" if is_failed else report.outcome,
+                    report=None if report.outcome == "passed" else self._reports[-1],
+                )
+            )
+        if report.failed or is_failed:
+            self._has_failed = True
+            if run.is_last_if_failed:
+                item.session.shouldfail = "the session ends here"
+        return report
+
+    def _notes_on_groups(
+        self, error: pytest.ExceptionInfo[BaseException] | None
+    ) -> list[tuple[str, str]]:
+        """Name the test that made the default group that is in the way."""
+        maker = self._state.group_maker
+        if error is None or not maker or _GROUP_TWICE not in str(error.value):
+            return []
+        text = f"{maker} initialized it and left it open: end it there by destroy_process_group()"
+        return [("default process group", text)]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
+        """Keep the report of a subtest; pytest itself logs no others here.
+
+        Nothing is printed, as the controller logs it again.
+        """
+        with self.printed.nothing():
+            yield
+        if self._config is not None:
+            self._take(self._config, report)
+        self._has_failed_subtest = self._has_failed_subtest or report.failed
+
+    def pytest_warning_recorded(
+        self,
+        warning_message: object,
+        when: str,
+        nodeid: str,
+        location: tuple[str, int, str] | None,
+    ) -> None:
+        """Keep a warning."""
+        self._warnings.append(describe_warning(warning_message, when, nodeid, location))
+
+    _config: pytest.Config | None = None
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Keep the configuration; also called at registration."""
+        self._config = config
+
+    def end_if_forked(self, error: BaseException | None = None) -> None:
+        """Exit if this process was forked by a test and returned to pytest."""
+        end_if_forked(self._pid, error)
+
+    def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
+        """Tear down fixtures that `item` does not need, after the test before it was reported.
+
+        Returns:
+            A report of that test's teardown, or None if it passed.
+        """
+        state = session._setupstate
+        previous, self._last = self._last, None
+        if previous is None:
+            state.teardown_exact(item)
+            return None
+        call = pytest.CallInfo.from_call(lambda: state.teardown_exact(item), when="teardown")
+        if call.excinfo is None:
+            return None
+        report = pytest.TestReport.from_item_and_call(previous, call)
+        return serialise(session.config, report)
+
+    def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
+        if (
+            report.outcome == "passed"
+            and type(report) is pytest.TestReport
+            and not (report.sections or report.user_properties)
+            and vars(report).keys() <= _OWN_ATTRIBUTES
+        ):
+            self._reports.append([report.when, report.start, report.stop])
+            return
+        self._reports.append(serialise(config, report))
+
+    @contextlib.contextmanager
+    def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
+        self._pipes.note(when)
+        self._delays.before_phase(item.nodeid)
+        self._is_in_phase = True
+        if self.measurement is not None:
+            self.measurement.enter(item.nodeid, when)
+        try:
+            yield
+        finally:
+            self._is_in_phase = False
+            self.debugger.close()
+            flush_streams()
+            if self.rank_config.is_capturing:
+                for stream, text in self._logs.new_text():
+                    item.add_report_section(when, stream, text)
+
+
+class _Printed:
+    """Replaces pytest's terminal in a rank, and keeps the text.
+
+    Attributes:
+        diverted: Stream for the text while a debugger is open.
+    """
+
+    def __init__(self) -> None:
+        self.diverted: IO[str] | None = None
+        self._parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        if self.diverted is not None:
+            return self.diverted.write(text)
+        self._parts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self.diverted is not None:
+            self.diverted.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def nothing(self) -> Generator[None]:
+        """Drop what is written meanwhile."""
+        num_parts = len(self._parts)
+        try:
+            yield
+        finally:
+            del self._parts[num_parts:]
+
+    def take(self) -> str:
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text
+
+
+def _free_failure() -> None:
+    """Free the variables of a failed test: its tensors would fill the GPU of the next ones.
+
+    pytest keeps the exception, for a debugger, until the next test is called; its frames refer to
+    each other.
+    """
+    for name in ("exc", "value", "traceback", "type"):
+        vars(sys).pop(f"last_{name}", None)
+    collect_garbage()
+
+
+def _forget_failure(item: pytest.Item) -> None:
+    """Clear the failure of a test, so that a rerun sets its fixtures up again.
+
+    Source: pytest-rerunfailures 16, _remove_cached_results_from_failed_fixtures(), which does so
+    if a test is rerun in its own process.
+    """
+    info = getattr(item, "_fixtureinfo", None)
+    for definitions in () if info is None else info.name2fixturedefs.values():
+        for definition in definitions:
+            if definition.cached_result is not None and definition.cached_result[2]:
+                definition.cached_result = None
+                definition._finalizers.clear()  # pytest checks that it is empty
+    if getattr(item, "_instance", None) is not None:
+        del vars(item)["_instance"]  # a class of its own again
+        vars(item)["_obj"] = None  # bound to the old instance
+    if (counts := failed_subtests(item.config)) is not None:
+        counts.clear()

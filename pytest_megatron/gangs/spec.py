@@ -1,0 +1,128 @@
+"""Requirements of a test for its gang, and results of one execution: frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gangs.ipc.messages import Done, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class GangSpec:
+    """Gang that a test needs; tests of equal specs share one.
+
+    Attributes:
+        world_size: Ranks over all nodes.
+        device: `cuda` or `cpu`.
+        is_isolated: Whether the gang runs this one test only.
+    """
+
+    world_size: int
+    device: str
+    is_isolated: bool = False
+
+
+class Reason(Enum):
+    """Reason why an execution ended."""
+
+    DONE = "every rank ended it"
+    FAILED = "a rank failed, and others died or did not end in time"
+    DIED = "a rank died"
+    HUNG = "the time limit passed"
+    NOT_STARTED = "the gang did not start"
+    NOT_COLLECTED = "a rank has no such test"
+    DESYNCHRONISED = "ranks took part in different collectives"
+
+
+@dataclass(slots=True, kw_only=True)
+class RankResult:
+    """Result of one execution on one rank.
+
+    Attributes:
+        done: The rank's message at the end of the test, or None.
+        early: Reports of phases that did not pass, sent before the end of the test.
+        exit_code: `Popen.returncode` of its process if that died by itself.
+        at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
+            None if it did neither.
+        failed_phase: The phase that it reported as failed or skipped, or "".
+        outcome: `passed`, `failed` or `skipped` if it was reported, else "".
+        phase: The phase in which it died or was stopped, or "".
+        problem: A traceback of pytest itself, or the reason why the rank lacks the test, or "".
+        stack: Text of faulthandler if it crashed or had to be stopped, or "".
+        flight: JSON of NCCL's flight recorder, or "".
+        log_dir: Directory of its logs.
+    """
+
+    rank: int
+    done: Done | None = None
+    early: tuple[JsonValue, ...] = ()
+    exit_code: int | None = None
+    at: float | None = None
+    failed_phase: str = ""
+    outcome: str = ""
+    phase: str = ""
+    problem: str = ""
+    stack: str = ""
+    flight: str = ""
+    log_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """Result of an execution of a test on its gang.
+
+    Attributes:
+        ranks: Results by rank.
+        limit_s: The time limit or grace period that passed; 0 without one.
+        duration_s: Time since its start on the gang.
+        is_kept: Whether the gang may run the next test.
+    """
+
+    run: int
+    reason: Reason
+    ranks: tuple[RankResult, ...]
+    limit_s: float
+    duration_s: float
+    is_kept: bool
+
+    @property
+    def internal_error(self) -> str:
+        """Traceback of an error of pytest itself in a rank, or ""."""
+        return next((r.problem for r in self.ranks if r.done is None and "\n" in r.problem), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRuns:
+    """Send tests to every rank, in order."""
+
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendClose:
+    """Send `Close` to every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskForStacks:
+    """Request the stacks of these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillGang:
+    """Kill every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Hand the result of the test to the controller."""
+
+    end: RunEnd
+
+
+Action: TypeAlias = SendRuns | SendClose | AskForStacks | KillGang | Finish

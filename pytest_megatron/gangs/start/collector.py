@@ -1,0 +1,348 @@
+"""Process that collects for one rank, with the environment of that rank.
+
+A child of the preloaded process. After collecting it is the fork server of that rank, for each new
+gang. If it cannot be forked (CUDA, threads), it becomes the rank itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import _pytest
+import pluggy
+import pytest
+from _pytest._code.code import TracebackEntry
+from _pytest.assertion.rewrite import AssertionRewritingHook
+from _pytest.config import ConftestImportFailure, _prepareconfig
+
+import pytest_megatron
+from pytest_megatron.gangs.collection import SKIPPED, digest_of
+from pytest_megatron.gangs.controller.worker_contract import decode
+from pytest_megatron.gangs.forkserver.server import ForkServer, fork_rank
+from pytest_megatron.gangs.forkserver.store import StoreKeeper
+from pytest_megatron.gangs.ipc.channel import Channel, connect
+from pytest_megatron.gangs.ipc.messages import Collected, Fork, RankConfig, Register
+from pytest_megatron.gangs.rank import bootstrap
+from pytest_megatron.gangs.rank.lockstep import RankPipes
+from pytest_megatron.gangs.rank.logs import RankLogs
+from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank, with_own_temp
+from pytest_megatron.process.fork_safety import HARMLESS_ENV, find_obstacle, reseed
+from pytest_megatron.process.tree import end_if_forked
+from pytest_megatron.session.options import COLLECTING_PLUGIN, findable
+
+_RECIPES = (".yaml", ".yml")
+_PACKAGES_OF_PYTEST = [
+    Path(module.__file__ or "").parent for module in (_pytest, pluggy, importlib, pytest_megatron)
+]
+_WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """Data of the session for ranks that collect for themselves.
+
+    Attributes:
+        address: Address of the controller.
+        key: Key of the session, in hexadecimal.
+        arguments: Arguments of pytest as typed, and those that ranks add.
+        argv: `sys.argv` of the controller.
+        path: `sys.path` before any import of the user's code.
+        env: The environment at that time.
+        digest: Digest of the controller's node ids.
+        is_single: Whether ranks must never be forked.
+        has_parent_pipe: Whether all processes end when the sender closes its pipe.
+        base_temp: Directory for temporary files, see `SessionTemplate`.
+    """
+
+    address: str
+    key: str
+    node_rank: int
+    directory: str
+    arguments: list[str]
+    argv: list[str]
+    path: list[str]
+    env: Mapping[str, str]
+    digest: str
+    is_single: bool
+    has_parent_pipe: bool = False
+    base_temp: str = ""
+
+
+def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+    """Collect as a rank, and serve as its fork server."""
+    rank_config = with_own_temp(rank_config, info.base_temp)
+    plugin = CollectingPlugin(_become_collector(info, rank_config))
+    plugin.serve(info, rank_config, pipes)
+
+
+def load_and_serve(
+    info: SessionInfo,
+    rank_config: RankConfig,
+    receive: Callable[[], tuple[SessionInfo, RankConfig, RankPipes]],
+) -> NoReturn:
+    """Load plugins and the first conftest files as a rank; collect and serve once it is started.
+
+    Args:
+        info: Data of the session, without a connection to it.
+        rank_config: As far as it is known.
+        receive: Waits for all of them.
+    """
+    plugin = CollectingPlugin(_become_collector(info, rank_config))
+    plugin.load(info.arguments)
+    plugin.serve(*receive())
+
+
+def _become_collector(info: SessionInfo, rank_config: RankConfig) -> list[str]:
+    """Take the environment and the logs of a rank; return variables that its tests do not have."""
+    harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in info.env}
+    os.environ.clear()
+    os.environ.update({**info.env, **harmless, **rank_config.env})
+    _begin_anew(info)
+    RankLogs(Path(rank_config.log_dir)).redirect()
+    bootstrap.write_stacks_on_signal(Path(rank_config.log_dir))
+    return list(harmless)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error as pytest shows it, with the frames of the user's code alone.
+
+    The last line is the error with its place.
+    """
+    if isinstance(error, pytest.UsageError | pytest.exit.Exception):  # for which it has no frames
+        return f"could not collect: {type(error).__name__}: {error}"
+    cause = error.__cause__ or error if isinstance(error, ConftestImportFailure) else error
+    assert cause.__traceback__ is not None
+    found = pytest.ExceptionInfo.from_exc_info((type(cause), cause, cause.__traceback__))
+    found.traceback = found.traceback.filter(_is_of_user) or found.traceback
+    entry = found.traceback[-1]
+    place = f"{os.path.relpath(entry.path)}:{entry.lineno + 1}"
+    what = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+    return f"{found.getrepr(style='short')}\ncould not collect: {what} ({place})"
+
+
+def _is_of_user(entry: TracebackEntry) -> bool:
+    path = Path(entry.path)
+    return "<frozen" not in path.name and not any(map(path.is_relative_to, _PACKAGES_OF_PYTEST))
+
+
+def _expect_early_imports() -> None:
+    """Disable pytest's warning about plugins that were imported before it started.
+
+    If warnings are errors, no rank could collect.
+    """
+    setattr(AssertionRewritingHook, _WARN_IMPORTED, lambda *_: None)
+
+
+def _put_away_reruns(config: pytest.Config) -> None:
+    """Leave reruns to the controller: in a worker, pytest-rerunfailures needs its socket."""
+    manager = config.pluginmanager
+    names = ("rerunfailures", "pytest_rerunfailures")  # the second one if `-p` loads it
+    plugin = next(filter(None, map(manager.get_plugin, names)), None)
+    if plugin is not None:
+        manager.unregister(plugin)
+        config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+
+
+class CollectingPlugin:
+    """Hooks of a rank that collects for itself.
+
+    Attributes:
+        end: Exception that ended pytest before it had collected.
+    """
+
+    _info: SessionInfo
+    _rank_config: RankConfig
+    _pipes: RankPipes
+    _channel: Channel
+
+    def __init__(self, harmless: list[str]) -> None:
+        self._pid = os.getpid()
+        self._harmless = harmless
+        self._random_before = random.getstate()
+        self._random_state: bootstrap.RandomState | None = None
+        self._problems: dict[str, str] = {}
+        self._config: pytest.Config | None = None
+        self.end: BaseException | None = None
+
+    def load(self, arguments: Sequence[str]) -> None:
+        """Load plugins and the first conftest files."""
+        _expect_early_imports()
+        try:
+            self._config = _prepareconfig(list(arguments), [_Named(self)])
+        except BaseException as error:  # noqa: BLE001 - report every error to the controller
+            self.end = error
+
+    def serve(self, info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+        """Collect, unless that was not possible, and serve the controller."""
+        self._info, self._rank_config, self._pipes = info, rank_config, pipes
+        registration = Register(
+            role="fork_server",
+            gang=rank_config.gang,
+            rank=rank_config.rank,
+            node_rank=rank_config.node_rank,
+            pid=os.getpid(),
+            world_size=rank_config.world_size,
+        )
+        channel = self._channel = connect(info.address, bytes.fromhex(info.key), registration)
+        if self._config is None and self.end is None:
+            self.load(info.arguments)
+        try:
+            if self._config is not None:
+                self._collect(self._config)
+        except BaseException as error:  # noqa: BLE001 - report every error to the controller
+            self.end = error
+        problem = "pytest ended before it had collected"
+        if self.end is not None:
+            sys.stderr.write("".join(traceback.format_exception(self.end)))
+            problem = describe_error(self.end)
+        channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
+        channel.receive()
+        os._exit(0)
+
+    def _collect(self, config: pytest.Config) -> None:
+        """Run a session as far as its loop, as a worker of pytest-xdist does."""
+        _put_away_reruns(config)
+        option = config.option
+        settings: dict[str, object] = {
+            "numprocesses": None,
+            "tx": [],
+            "dist": "no",
+            "looponfail": False,
+            "clean_alluredir": False,
+        }
+        vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
+        option.maxfail = 0
+        option.cacheclear = False
+        option.basetemp = self._rank_config.base_temp
+        vars(config)["workerinput"] = decode(self._rank_config.workerinput)
+        vars(config)["workeroutput"] = {}
+        arguments = findable(config.args, self._info.directory)
+        files = [argument.partition("::")[0] for argument in arguments]
+        config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
+        Path(self._rank_config.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.hook.pytest_cmdline_main(config=config)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Discard terminal output, as the controller reports."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = io.StringIO()
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep the exception of a hook, as terminal output is discarded."""
+        self.end = excinfo.value
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep `pytest.exit` and similar exceptions."""
+        self.end = excinfo.value
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Unregister plugins of the controller."""
+        manager = session.config.pluginmanager
+        if manager.has_plugin("_cov"):
+            manager.unregister(name="_cov")
+        if manager.has_plugin("pdbinvoke"):  # there is no terminal
+            self._debugger = manager.unregister(name="pdbinvoke")
+
+    _debugger: object = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> pytest.CollectReport | None:
+        """Write the current collector, in case the process dies; skip one that ended a process."""
+        reason = self._rank_config.avoided.get(collector.nodeid)
+        if reason is not None:
+            self._problems[collector.nodeid] = reason
+            return pytest.CollectReport(collector.nodeid, "passed", None, [])
+        self._pipes.note(collector.nodeid)
+        return None
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep errors and skips of collectors."""
+        place = report.nodeid or "."
+        if report.failed:
+            text = str(report.longreprtext).strip()
+            reason = text.splitlines()[-1].removeprefix("E").strip() if text else "no reason"
+            self._problems[report.nodeid] = f"{text}\ncould not collect {place}: {reason}"
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self._problems[report.nodeid] = f"{SKIPPED}{place}: {report.longrepr[2]}"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
+        """Send the collected tests, and serve: forked ranks run tests from here."""
+        end_if_forked(self._pid)
+        manager = session.config.pluginmanager
+        if self._debugger is not None:
+            manager.register(self._debugger, "pdbinvoke")
+        self._random_state = bootstrap.state_if_seeded(self._random_before)
+        for name in self._harmless:
+            os.environ.pop(name, None)
+        os.environ.update(self._rank_config.env)
+        node_ids = tuple(item.nodeid for item in session.items)
+        is_same = digest_of(node_ids) == self._info.digest
+        self._pipes.note("")
+        obstacle = "--gang-start fresh" if self._info.is_single else find_obstacle()
+        self._channel.send(
+            Collected(
+                is_same=is_same,
+                node_ids=() if is_same else node_ids,
+                problems={} if is_same else self._problems,
+                obstacle=obstacle,
+            )
+        )
+        context = RankContext(
+            session=session,
+            plugin=prepare(session),
+            address=self._info.address,
+            key=bytes.fromhex(self._info.key),
+            random_state=self._random_state,
+            base_temp=self._info.base_temp,
+            is_own_session=True,
+        )
+        if obstacle:
+            self._become_rank(context)
+        keeper = StoreKeeper()
+        start_rank = fork_rank(self._channel, keeper, partial(run_rank, context))
+        ForkServer(self._channel, start_rank, keeper).serve()
+        os._exit(0)
+
+    def _become_rank(self, context: RankContext) -> NoReturn:
+        """Wait for the configuration of a rank, and run it in this process."""
+        message = self._channel.receive()  # descriptors of locks that came along stay open
+        if not isinstance(message, Fork):
+            os._exit(0)
+        self._channel.close()
+        run_rank(context, message.configs[0], self._pipes)
+
+
+class _Named:
+    """Registers the plugin under its name, as early as pytest accepts plugins."""
+
+    def __init__(self, plugin: CollectingPlugin) -> None:
+        self._plugin = plugin
+
+    def pytest_plugin_registered(self, plugin: object, manager: pytest.PytestPluginManager) -> None:
+        """Register the plugin with this one."""
+        if plugin is self:
+            manager.register(self._plugin, COLLECTING_PLUGIN)
+
+
+def _begin_anew(info: SessionInfo) -> None:
+    """Restore the state of a process that starts."""
+    os.chdir(info.directory)
+    sys.path[:] = info.path
+    sys.argv[:] = info.argv
+    reseed()

@@ -1,0 +1,221 @@
+"""The template process: a fork of the collected session, from which ranks are forked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.forkserver.server import ForkServer, fork_rank
+from pytest_megatron.gangs.forkserver.store import StoreKeeper
+from pytest_megatron.gangs.ipc.channel import connect_unless_ended, remove_socket
+from pytest_megatron.gangs.ipc.messages import Register
+from pytest_megatron.gangs.rank import coverage as measure
+from pytest_megatron.gangs.rank.bootstrap import RandomState
+from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank
+from pytest_megatron.gangs.supervisor.supervisor import Supervisor
+from pytest_megatron.process.tree import large_imports, run_guarded
+
+_FORK_SERVER_S = 120.0  # to load torch and register
+_CALL_S = 0.02  # between checks whether it has registered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTemplate:
+    """Data of the template process, which ranks inherit.
+
+    Attributes:
+        address: Address of the controller.
+        key: Key of the session.
+        random_state: State of `random`, if collecting seeded it: a fork reseeds it.
+        coverage: What the template itself measures, see `RankConfig`.
+        coverage_file: Data file of the coverage.
+        forget: Closes descriptors of the session.
+        node_rank: Index of this host.
+        items: On other nodes than 0, the items that node 0 collected, by index; None where this
+            node has no such item.
+        base_temp: On other nodes than 0, the directory for temporary files of ranks.
+        parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
+            the connection to the controller closes instead.
+        loads: Modules that it loads first; if one cannot be loaded, it exits.
+        loaded: Write end of a pipe, which gets a byte when they are loaded.
+    """
+
+    session: pytest.Session
+    address: str
+    key: bytes
+    random_state: RandomState | None
+    coverage: Mapping[str, JsonValue]
+    coverage_file: str
+    forget: Callable[[], None]
+    node_rank: int = 0
+    items: tuple[pytest.Item | None, ...] | None = None
+    base_temp: str = ""
+    parent_pipe: int | None = None
+    loads: tuple[str, ...] = ()
+    loaded: int | None = None
+
+    def fork(self) -> int:
+        """Fork the template; return the process that ends after all of its descendants."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do no harm
+            pid = os.fork()
+        if pid:
+            return pid
+        try:
+            self.forget()
+            os.setsid()
+            run_guarded(self._serve)
+        except BaseException:  # noqa: BLE001 - must never go on as a second controller
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def fork_loaded(self) -> int:
+        """Fork the template and wait for its modules; without them if it ends meanwhile."""
+        if not self.loads:
+            return self.fork()
+        read_end, write_end = os.pipe()
+
+        def forget() -> None:
+            os.close(read_end)
+            self.forget()
+
+        pid = replace(self, forget=forget, loaded=write_end).fork()
+        os.close(write_end)
+        has_loaded = bool(os.read(read_end, 1))
+        os.close(read_end)
+        if has_loaded:
+            return pid
+        os.waitpid(pid, 0)
+        return replace(self, loads=()).fork()
+
+    def _serve(self) -> None:
+        measurement = measure.start(self.coverage, self.coverage_file)
+        if self.items is not None:
+            self.session.items = cast("list[pytest.Item]", list(self.items))
+        try:
+            self._load()
+        except Exception:  # noqa: BLE001 - ranks that load it report the error
+            return
+        if self.loaded is not None:
+            os.write(self.loaded, b"1")
+            os.close(self.loaded)
+        plugin = prepare(self.session)
+        registration = Register(
+            role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
+        )
+        channel = connect_unless_ended(self.address, self.key, registration)
+        if channel is None:  # a worker of pytest-xdist may have no test to run
+            return
+        context = RankContext(
+            session=self.session,
+            plugin=plugin,
+            address=self.address,
+            key=self.key,
+            random_state=self.random_state,
+            base_temp=self.base_temp,
+        )
+        keeper = StoreKeeper()
+        start_rank = fork_rank(channel, keeper, partial(run_rank, context))
+        ForkServer(channel, start_rank, keeper, self.parent_pipe).serve()
+        if channel.is_closed:
+            remove_socket(self.address)  # a controller that was killed leaves it
+        if measurement is not None:
+            measurement.save()
+
+    def _load(self) -> None:
+        with warnings.catch_warnings(), large_imports():
+            warnings.simplefilter("ignore")
+            for name in self.loads:
+                if importlib.util.find_spec(name) is not None:
+                    importlib.import_module(name)
+
+
+def wait_for_fork_server(
+    supervisor: Supervisor,
+    limit_s: float,
+    problem: Callable[[], str],
+    restart: Callable[[], None],
+) -> None:
+    """Wait until the fork server of this node has registered; restart it once if it ended.
+
+    Args:
+        supervisor: The connections of ranks.
+        limit_s: Time limit.
+        problem: Returns the reason of its end, or "" while it runs.
+        restart: Starts another one.
+
+    Raises:
+        LaunchError: It ended twice, or did not register in time.
+    """
+    deadline = time.monotonic() + limit_s
+    is_restarted = False
+    while not supervisor.fork_servers.has(0):
+        if reason := problem():
+            if is_restarted:
+                raise LaunchError("gang", f"the process that starts ranks ended: {reason}")
+            is_restarted = True
+            restart()
+        supervisor.pump(_CALL_S)
+        if time.monotonic() > deadline:
+            what = f"the process that starts ranks did not connect in {limit_s:g} s"
+            raise LaunchError("gang", what)
+
+
+class TemplateProcess:
+    """The template process of this node, restarted once if it dies before it registers."""
+
+    def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
+        """Fork it."""
+        self._make = template
+        self._supervisor = supervisor
+        self._pid: int | None = template.fork()
+
+    def wait(self) -> None:
+        """Wait until it has registered; one that was killed is restarted once.
+
+        The second one preloads nothing, as that may have killed the first.
+
+        Raises:
+            LaunchError: Neither registers.
+        """
+
+        def restart() -> None:
+            self._pid = replace(self._make, loads=()).fork()
+
+        def problem() -> str:
+            return "it was killed" if self._has_ended() else ""
+
+        wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
+
+    def close(self) -> None:
+        """Wait until it has ended, once the supervisor was stopped."""
+        if self._pid is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+
+    def _has_ended(self) -> bool:
+        if self._pid is None:
+            return True
+        try:
+            pid, _ = os.waitpid(self._pid, os.WNOHANG)
+        except ChildProcessError:  # other code has waited for it
+            pid = self._pid
+        if pid:
+            self._pid = None
+        return bool(pid)

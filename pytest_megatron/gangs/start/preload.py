@@ -1,0 +1,392 @@
+"""The preloaded process: has imported torch and pytest, for ranks that collect for themselves.
+
+It is a fork server whose children are fork servers, one for each rank of each size of gang; see
+`gangs.start.collector`. It imports no code of the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import BinaryIO, Literal, NoReturn
+
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.forkserver.server import ForkServer, StartRank, fork_rank
+from pytest_megatron.gangs.forkserver.store import StoreKeeper, with_store
+from pytest_megatron.gangs.ipc.channel import Channel, connect_unless_ended, remove_socket
+from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig, Register
+from pytest_megatron.gangs.rank.lockstep import RankPipes
+from pytest_megatron.gangs.rank.logs import close_stdin
+from pytest_megatron.gangs.start import kept
+from pytest_megatron.gangs.start.collector import (
+    SessionInfo,
+    collect_and_serve,
+    load_and_serve,
+)
+from pytest_megatron.gangs.start.kept import ForkedProgram
+from pytest_megatron.process.fork_safety import find_obstacle
+from pytest_megatron.process.tree import (
+    begin_child,
+    close_descriptors,
+    die_with,
+    end_process,
+    large_imports,
+    python_command,
+    run_guarded,
+)
+
+PreloadMode = Literal["fork", "fresh"]
+_PRELOADED = ("numpy", "torch")
+_MOST_BYTES = 1 << 16  # of the data with which ranks begin to load
+_CODE = """
+import sys
+sys.path[:] = {path!r}
+from pytest_megatron.gangs.start.preload import {name}
+{name}({argument!r})
+"""
+
+
+@dataclass(slots=True)
+class PreloadedProcess:
+    """The preloaded process, seen from the controller.
+
+    Attributes:
+        stdin: Write end of its stdin.
+        log: Descriptor of its output, a file in memory.
+    """
+
+    mode: PreloadMode
+    process: subprocess.Popen[bytes] | ForkedProgram
+    stdin: BinaryIO
+    log: int
+
+    def begin(self, info: SessionInfo, rank_configs: Sequence[RankConfig]) -> None:
+        """Have ranks load plugins and the first conftest files, before the session is known.
+
+        Args:
+            info: What is known of it.
+            rank_configs: Configurations of the first collectors.
+        """
+        configs = [asdict(rank_config) for rank_config in rank_configs]
+        line = json.dumps({"info": asdict(info), "configs": configs}).encode()
+        if len(line) < _MOST_BYTES:
+            self.write(line)
+
+    def send(self, info: SessionInfo) -> None:
+        """Send the data of the session; the process then connects to the controller."""
+        self.write(json.dumps(asdict(info)).encode())
+        if not info.has_parent_pipe:
+            self._close_stdin()
+
+    def write(self, line: bytes) -> None:
+        """Write a line to its stdin; `problem` reports if it is gone."""
+        with contextlib.suppress(OSError):
+            self.stdin.write(line + b"\n")
+            self.stdin.flush()
+
+    def _close_stdin(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+
+    def stop(self, *, has_ranks: bool = True) -> None:
+        """Wait for its end, which follows the end of its connection to the controller.
+
+        Args:
+            has_ranks: False kills it: it still imports.
+        """
+        if not has_ranks:
+            self.process.kill()
+        self._close_stdin()
+        self.process.wait()
+        os.close(self.log)
+
+    def problem(self) -> str:
+        """Return the reason of its end, or "" while it runs."""
+        exit_code = self.process.poll()
+        if exit_code is None:
+            return ""
+        text = os.pread(self.log, 1 << 16, 0).decode(errors="replace").strip()
+        return text or f"exited with code {exit_code}"
+
+
+def start_preloaded(
+    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str], modules: Sequence[str] = ()
+) -> PreloadedProcess:
+    """Start the process, which preloads modules until it receives the session's data.
+
+    Args:
+        mode: Whether ranks are forked, or fresh interpreters.
+        env: Start environment of the session.
+        path: `sys.path` of the session.
+        modules: Modules of third-party packages to import beside torch, for ranks that are forked.
+    """
+    log = os.memfd_create("preload")
+    read_end, write_end = os.pipe()
+    process: subprocess.Popen[bytes] | ForkedProgram | None = None
+    if mode == "fork":
+        process = _fork_off_kept(env, path, (read_end, log, log))
+    if process is None:
+        process = subprocess.Popen(
+            _command(path, "main", mode),
+            env=dict(env),
+            stdin=read_end,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    os.close(read_end)
+    stdin = os.fdopen(write_end, "wb")
+    names = json.dumps(list(modules)).encode()
+    try:  # nothing that is written waits for imports
+        fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + _MOST_BYTES + (1 << 16))
+    except OSError:
+        names = b"[]"
+    preloaded = PreloadedProcess(mode, process, stdin, log)
+    preloaded.write(names)
+    return preloaded
+
+
+def _fork_off_kept(
+    env: Mapping[str, str], path: Sequence[str], streams: tuple[int, int, int]
+) -> ForkedProgram | None:
+    """Start the process in the kept process of this session; None if that is impossible."""
+    if kept.session is None:
+        return None
+    found = kept.find_kept(kept.session.record)
+    if found is None or found.is_stopped:
+        return None
+    request = replace(kept.make_request("preload", path, env, ()), descriptors=(0, 1, 2))
+    started = kept.start_program(found, request, streams)
+    return None if isinstance(started, str) else started
+
+
+def main(mode: PreloadMode) -> NoReturn:
+    """Load torch and pytest, wait for the session's data, and serve."""
+    run_guarded(lambda: _serve(mode))
+    end_process(0, loaded=sys.modules)
+
+
+def _import_in_child(modules: Sequence[str]) -> None:
+    """Import modules in a fork, which goes on instead of this process.
+
+    This one goes on if a module cannot be imported or keeps the fork from being forked: ranks
+    import them where the user's code does.
+    """
+    parent = os.getpid()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        die_with(parent)
+        os.close(read_end)
+        try:
+            with large_imports():
+                for name in modules:
+                    importlib.import_module(name)
+            obstacle = find_obstacle()
+        except BaseException as error:  # noqa: BLE001 - ranks report it
+            obstacle = repr(error)
+        if obstacle:
+            os._exit(0)
+        os.write(write_end, b"1")
+        os.close(write_end)
+        return
+    os.close(write_end)
+    has_imported = bool(os.read(read_end, 1))
+    os.close(read_end)
+    os.waitpid(pid, 0)
+    if has_imported:
+        os._exit(0)
+
+
+def _load(modules: Sequence[str]) -> None:
+    """Import torch, and then modules in a fork that goes on instead of this process."""
+    with large_imports():
+        for name in _PRELOADED:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
+    if modules:
+        _import_in_child(modules)
+
+
+def _serve(mode: PreloadMode) -> None:
+    """Load torch, wait for the session's data, and start ranks until the session ends."""
+    ahead: LoadingRanks | None = None
+    env, path = dict(os.environ), list(sys.path)
+    modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
+    if mode == "fork":
+        _load(modules)
+    changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
+    added = [entry for entry in sys.path if entry not in path]
+    keeper = StoreKeeper()
+    while True:
+        line = sys.stdin.buffer.readline()
+        if not line.endswith(b"\n"):
+            return
+        content = json.loads(line)
+        info = SessionInfo(**content.pop("info", content))
+        # With what importing packages has changed:
+        info = replace(info, env={**info.env, **changed}, path=[*info.path, *added])
+        if "configs" not in content:
+            break
+        rank_configs = [RankConfig(**config) for config in content["configs"]]
+        with contextlib.suppress(LaunchError):  # they are forked later
+            ahead = LoadingRanks(info, rank_configs, keeper)
+    parent_pipe = os.dup(0) if info.has_parent_pipe else None
+    close_stdin()
+    registration = Register(
+        role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
+    )
+    channel = connect_unless_ended(info.address, bytes.fromhex(info.key), registration)
+    if channel is None:
+        return
+    start_rank: StartRank = partial(_execute_rank, info)
+    if mode == "fork":
+        start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
+    if ahead is not None:
+        start_rank = ahead.start_first(start_rank, info)
+    ForkServer(channel, start_rank, keeper, parent_pipe).serve()
+    if channel.is_closed:
+        remove_socket(info.address)  # a controller that was killed leaves it
+
+
+class LoadingRanks:
+    """Processes that load what their ranks collect with, while the controller does.
+
+    They go on as collectors if the session starts ranks of the same environment.
+    """
+
+    def __init__(
+        self, info: SessionInfo, rank_configs: Sequence[RankConfig], keeper: StoreKeeper
+    ) -> None:
+        """Fork them.
+
+        Raises:
+            LaunchError: There is no port for their store.
+        """
+        self._ranks: dict[int, tuple[int, Channel]] = {}
+        self._info = info
+        port = keeper.open_ahead(rank_configs[0].env["MASTER_ADDR"])
+        self._configs = {config.rank: config for config in with_store(rank_configs, port)}
+        for config in self._configs.values():
+            self._fork(config)
+
+    def _fork(self, rank_config: RankConfig) -> None:
+        """Fork the process of a rank, with the connection by which it gets what it has to be."""
+        own, other = socket.socketpair()
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            try:
+                begin_child(parent)
+                close_descriptors([other.fileno()])
+                os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                close_stdin()
+                load_and_serve(self._info, rank_config, partial(_receive_rank, Channel(other)))
+            except BaseException:  # noqa: BLE001 - a rank must never go on as its parent
+                traceback.print_exc()
+            finally:
+                os._exit(70)
+        other.close()
+        self._ranks[rank_config.rank] = pid, Channel(own)
+
+    def _fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
+        """Return whether it has the environment, the arguments and the logs of what was begun."""
+        known = self._configs.get(rank_config.rank)
+        if known is None:
+            return False
+        own = replace(self._info, address=info.address, key=info.key)
+        fields = ("world_size", "device", "log_dir", "env")
+        is_same = all(getattr(known, name) == getattr(rank_config, name) for name in fields)
+        return is_same and own == info
+
+    def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
+        """Return a function that starts ranks in these processes where they fit, once."""
+
+        def start(
+            config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
+        ) -> int:
+            if not self._fits(info, config):
+                for _, channel in self._ranks.values():
+                    channel.close()
+                self._ranks.clear()
+            pid, waiting = self._ranks.pop(config.rank, (0, None))
+            if waiting is not None:
+                content = _rank_content(info, config, pipes)
+                waiting.send(BecomeRank(content=content), [pipes.trigger, pipes.notes, *inherited])
+                if not waiting.is_closed:
+                    waiting.close()
+                    return pid
+            return otherwise(config, pipes, inherited, unwanted)
+
+        return start
+
+
+def _receive_rank(channel: Channel) -> tuple[SessionInfo, RankConfig, RankPipes]:
+    """Wait until this process is to become a rank; it ends if there is no such rank."""
+    message, descriptors = channel.receive_with_descriptors()
+    if not isinstance(message, BecomeRank):
+        os._exit(0)
+    channel.close()
+    content = json.loads(message.content)
+    pipes = RankPipes(trigger=descriptors[0], notes=descriptors[1])
+    return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes
+
+
+def _execute_rank(
+    info: SessionInfo,
+    rank_config: RankConfig,
+    pipes: RankPipes,
+    inherited: Sequence[int],
+    unwanted: Sequence[int],
+) -> int:
+    """Start a rank as a fresh interpreter; return its process."""
+    del unwanted  # it gets the descriptors that are passed
+    with tempfile.TemporaryFile() as file:
+        file.write(_rank_content(info, rank_config, pipes).encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            _command(info.path, "fresh_main", os.getpid()),
+            env={**info.env, **rank_config.env},
+            stdin=file,
+            pass_fds=[pipes.trigger, pipes.notes, *inherited],
+            start_new_session=True,
+        )
+    process.returncode = 0  # the fork server waits for it
+    return process.pid
+
+
+def _rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
+    """Return the data of a rank that is started by another process than a fork."""
+    content = {
+        "info": asdict(info),
+        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
+        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
+    }
+    return json.dumps(content)
+
+
+def fresh_main(fork_server: int) -> None:
+    """Run a rank that was executed, with the data of its stdin."""
+    die_with(fork_server)
+    content = json.loads(sys.stdin.buffer.read())
+    close_stdin()
+    info = SessionInfo(**content["info"])
+    rank_config = RankConfig(**content["config"])
+    collect_and_serve(info, rank_config, RankPipes(**content["pipes"]))
+
+
+def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
+    """Return the command that calls a function of this module in a fresh interpreter."""
+    return python_command(_CODE.format(path=list(path), name=function, argument=argument))

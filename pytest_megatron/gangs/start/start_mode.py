@@ -1,0 +1,528 @@
+"""Start mode of ranks: forked from the session, or from processes that collect for themselves.
+
+Forking the session is fastest, and correct if collecting did not depend on the rank and left no
+state that a fork breaks. Otherwise each rank collects for itself, in a child of the preloaded
+process.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import assert_never
+
+import pytest
+from typing_extensions import override
+
+from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.collection import CollectionDifference, compare, digest_of, last_line
+from pytest_megatron.gangs.controller.rank_config import RankConfigs
+from pytest_megatron.gangs.controller.worker_contract import (
+    RankNode,
+    configure_node,
+    encode,
+    node_down,
+)
+from pytest_megatron.gangs.crash import shorten_stack
+from pytest_megatron.gangs.ipc.channel import Listener
+from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
+from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of
+from pytest_megatron.gangs.spec import GangSpec
+from pytest_megatron.gangs.start.collector import SessionInfo
+from pytest_megatron.gangs.start.environment import (
+    KEY,
+    StartEnvironment,
+    find_rank_words,
+    will_load_torch,
+)
+from pytest_megatron.gangs.start.forkserver import wait_for_fork_server
+from pytest_megatron.gangs.start.preload import PreloadedProcess, PreloadMode, start_preloaded
+from pytest_megatron.gangs.supervisor.collectors import CollectorMessage
+from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
+from pytest_megatron.gangs.timers import START_LIMIT_S
+from pytest_megatron.gangs.topology import Nodes, count_gpus
+from pytest_megatron.gpu.host import this_host, try_lease
+from pytest_megatron.process.fork_safety import find_obstacle
+from pytest_megatron.session.options import Options, read_options
+from pytest_megatron.session.state import RunSession, is_run_dir_open
+
+_TORCH = "torch"
+_TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
+_PRELOAD_S = 120.0  # to load torch from a slow file system and register
+_OTHERS_S = 2.0  # for other ranks to fail as well, if one could collect nothing
+_NOTHING_FOUND = "collected none of these tests: does a hook or a condition depend on the rank?"
+# Parts of texts that differ by rank for one error: addresses, and numbers except those of lines.
+_OF_ONE_RANK = re.compile(r"0x[0-9a-f]+|(?<!\.py:)(?<!\d)\d+")
+_STACKS_S = 5.0  # for stacks of ranks that are late
+
+
+def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], default: int) -> str:
+    """Return the reason why ranks have to collect for themselves, or "" if they can be forked.
+
+    Args:
+        config: Configuration of a session that has collected.
+        options: What the user asked for.
+        sizes: World sizes of its gangs.
+        default: World size that the controller collected as; 0 if as none.
+    """
+    if options.gang_start == "fresh":
+        return "--gang-start fresh"
+    watch = config.stash[KEY].watch
+    if watch is None:
+        found = find_rank_words(list(sys.modules.values()), config.rootpath)
+    else:
+        found = (watch.rank_readers or [""])[0]
+        if not found and (sizes != {default} or options.ranks_per_gpu > 1):
+            found = (watch.size_readers or [""])[0]
+    return found or find_obstacle()
+
+
+def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
+    """Return modules that the template process loads first, so that no rank has to.
+
+    That is torch, if collecting has not loaded it but tests will.
+    """
+    if _TORCH in sys.modules:
+        return ()
+    loaded, root = list(sys.modules.values()), session.config.rootpath
+    is_asked_for = any(
+        not _TORCH_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) for item in session.items
+    )
+    return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
+
+
+def make_session_info(
+    config: pytest.Config, *, address: str, key: bytes, digest: str, is_single: bool
+) -> SessionInfo:
+    """Return the data of a session on this node for ranks.
+
+    Args:
+        config: Configuration of the session.
+        address: Address of the controller.
+        key: Key of the session.
+        digest: Digest of the tests that the controller collected; "" while it does so.
+        is_single: Whether ranks must never be forked.
+    """
+    start_env = config.stash[KEY]
+    arguments = [str(argument) for argument in config.invocation_params.args]
+    if config.pluginmanager.has_plugin("capture"):  # ranks have logs instead
+        arguments.append("--capture=no")
+    if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
+        arguments.append("--no-cov")
+    return SessionInfo(
+        address=address,
+        key=key.hex(),
+        node_rank=0,
+        directory=str(config.invocation_params.dir),
+        arguments=arguments,
+        argv=start_env.argv,
+        path=start_env.path,
+        env=start_env.env,
+        digest=digest,
+        is_single=is_single,
+    )
+
+
+def load_ahead(config: pytest.Config) -> None:
+    """Have ranks load conftest files beside the controller, if those of the last session collected.
+
+    Call it before conftest files are loaded. Where the session turns out to need other ranks than
+    those that are predicted here, they have begun for nothing.
+    """
+    start_env = config.stash[KEY]
+    learnt, preloaded = start_env.learnt, start_env.preloaded
+    if learnt is None or preloaded is None:
+        return
+    before, config.option = config.option, copy.copy(config.known_args_namespace)
+    try:  # again later: a hook of a conftest.py may change options
+        run = RunSession(config, read_options(config))
+    except pytest.UsageError:  # reported then
+        return
+    finally:
+        config.option = before
+    options, (world_size, device) = run.options, learnt.gang
+    if options.is_plan or options.run_dir is not None:
+        return
+    num_slots = max(nodes_of(options).ranks_per_node, world_size)
+    nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
+    spec = GangSpec(world_size=world_size, device=device)
+    try:
+        if device == "cuda":
+            num_gpus = count_gpus(world_size, options.ranks_per_gpu)
+            start_env.lease = try_lease(this_host().gpus, num_gpus)
+            if start_env.lease is None:
+                return
+        writer = RankConfigs(config, run, nodes, {})
+        rank_configs = writer.write(0, spec, start_env.lease, is_ahead=True)
+    except LaunchError:  # reported when ranks are started
+        return
+
+    def end() -> None:
+        start_env.stop_preloaded()
+        if not is_run_dir_open(config):
+            writer.remove_ahead()
+
+    config.add_cleanup(end)
+    info = make_session_info(config, address="", key=b"", digest="", is_single=False)
+    preloaded.begin(info, [_for_collecting(rank_config, 1) for rank_config in rank_configs])
+
+
+def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> PreloadedProcess:
+    """Send the session's data to the preloaded process; start one if none of this mode runs."""
+    mode: PreloadMode = "fresh" if info.is_single else "fork"
+    preloaded, start_env.preloaded = start_env.preloaded, None
+    if preloaded is None or preloaded.mode != mode:
+        preloaded = start_preloaded(mode, start_env.env, start_env.path)
+    preloaded.send(info)
+    return preloaded
+
+
+@dataclass(slots=True)
+class _CollectorStart:
+    """State of the process that collects for one rank of gangs of one size."""
+
+    number: int
+    until: float
+    rank_config: RankConfig
+    is_ready: bool = False
+    is_single: bool = False
+    is_asked: bool = False
+
+    @property
+    def devices(self) -> str | None:
+        return self.rank_config.env.get(DEVICES)
+
+
+@dataclass(slots=True)
+class _World:
+    """All ranks of gangs of one size.
+
+    Attributes:
+        lost: Rank -> reason why it has none of its tests.
+        avoided: Rank -> node id of a collector that it must not collect again -> reason.
+        nodes: Rank -> its node for plugins of the controller.
+        lost_at: When the first rank was lost.
+    """
+
+    collectors: dict[int, _CollectorStart] = field(default_factory=dict)
+    differences: dict[int, CollectionDifference] = field(default_factory=dict)
+    lost: dict[int, str] = field(default_factory=dict)
+    avoided: dict[int, dict[str, str]] = field(default_factory=dict)
+    nodes: dict[int, RankNode] = field(default_factory=dict)
+    lost_at: float = 0.0
+
+
+class PerRank:
+    """Ranks of a session that collect for themselves.
+
+    They may begin before the controller has collected: what they collected is then compared later.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        supervisor: Supervisor,
+        listener: Listener,
+        options: Options,
+        items: Sequence[pytest.Item] | None,
+    ) -> None:
+        """Send the session to the preloaded process; ranks are started with their first gang.
+
+        Args:
+            config: Configuration of the session.
+            supervisor: Starts the ranks.
+            listener: Socket of the session.
+            options: What the user asked for.
+            items: Tests of the controller; None until it has collected them.
+        """
+        self._config = config
+        self._supervisor = supervisor
+        self._start_env: StartEnvironment = config.stash[KEY]
+        self._worlds: dict[int, _World] = {}
+        self._reported: set[tuple[str, str]] = set()
+        self._limit_s = options.rank_timeout_s or START_LIMIT_S
+        self._node_ids: list[str] | None = None if items is None else _node_ids(items)
+        self._uncompared: list[tuple[_World, int, Collected]] = []
+        self._has_nodes = any("::" in argument for argument in config.args)
+        self._info = make_session_info(
+            config,
+            address=listener.address,
+            key=listener.key,
+            digest="" if self._node_ids is None else digest_of(self._node_ids),
+            is_single=options.gang_start == "fresh",
+        )
+        self._has_served = False
+        self._preloaded = self._begin()
+
+    def start_ahead(self, rank_configs: Sequence[RankConfig]) -> None:
+        """Start the collectors of a gang, once, if they can be started already."""
+        size = rank_configs[0].world_size
+        self._has_served = self._has_served or self._supervisor.fork_servers.has(0)
+        if self._has_served and size not in self._worlds:
+            self._start_collectors(self._worlds.setdefault(size, _World()), rank_configs)
+
+    def compare_with(self, items: Sequence[pytest.Item]) -> None:
+        """Take the tests of the controller, which has collected after ranks had begun."""
+        self._node_ids = _node_ids(items)
+        for world, rank, word in self._uncompared:
+            self._compare(world, rank, word)
+        self._uncompared.clear()
+        until = time.monotonic() + self._limit_s  # nobody has read the messages of ranks meanwhile
+        for world in self._worlds.values():
+            for collector in world.collectors.values():
+                collector.until = until
+
+    def is_ready(self, rank_configs: Sequence[RankConfig]) -> bool:
+        """Return whether a gang can be started now; starts missing collectors of its ranks."""
+        self._wait_for_preloaded()
+        size = rank_configs[0].world_size
+        world = self._worlds.setdefault(size, _World())
+        self._drop_late(world)
+        are_all_there = all(
+            self._supervisor.fork_servers.has(rank_config.node_rank) for rank_config in rank_configs
+        )
+        if world.lost and are_all_there:
+            world.lost_at = world.lost_at or time.monotonic()
+            are_all_in = all(c.is_ready for c in world.collectors.values())
+            return are_all_in or time.monotonic() > world.lost_at + _OTHERS_S
+        if not are_all_there:
+            return True
+        for rank, collector in list(world.collectors.items()):
+            is_gone = collector.is_ready and not self._supervisor.collectors.can_start(
+                rank_configs[rank].node_rank, rank, size
+            )
+            devices = rank_configs[rank].env.get(DEVICES)
+            if is_gone or (collector.is_single and collector.devices != devices):
+                del world.collectors[rank]
+        wanted = [
+            rank_config for rank_config in rank_configs if rank_config.rank not in world.collectors
+        ]
+        if wanted:
+            self._start_collectors(world, wanted)
+        return not wanted and all(c.is_ready for c in world.collectors.values())
+
+    def missing(self, size: int) -> dict[int, dict[str, str]]:
+        """Return rank -> node id -> reason why the rank lacks the test."""
+        world = self._worlds[size]
+        missing = {rank: dict(d.missing) for rank, d in world.differences.items()}
+        for rank, reason in world.lost.items():
+            missing[rank] = dict.fromkeys(self._node_ids or (), last_line(reason))
+        return missing
+
+    def take_failures(self, size: int) -> list[tuple[str, str]]:
+        """Return collectors that failed on ranks, with reason and ranks, each once in a session.
+
+        Instead of a node id, ranks are named that could collect nothing.
+        """
+        world = self._worlds[size]
+        found = [((c, t), r) for r, d in world.differences.items() for c, t in d.failures.items()]
+        found += [(("", reason), rank) for rank, reason in world.lost.items()]
+        ranks: dict[tuple[str, str], list[int]] = {}
+        reasons: dict[tuple[str, str], str] = {}
+        for (place, reason), rank in found:
+            failure = place, _OF_ONE_RANK.sub("", reason)
+            if failure not in self._reported:
+                reasons.setdefault(failure, reason)
+                ranks.setdefault(failure, []).append(rank)
+        self._reported |= ranks.keys()
+        failures = []
+        for failure, who in ranks.items():
+            story, _, line = reasons[failure].rstrip().rpartition("\n")
+            where = failure[0] or name_ranks(who)
+            failures.append((where, f"{name_ranks(who)} of {size} {line}\n{story}".rstrip()))
+        return failures
+
+    def is_lost(self, size: int) -> bool:
+        """Return whether gangs of a size cannot be started, as a rank has none of their tests."""
+        return bool(self._worlds[size].lost)
+
+    def take(self, size: int) -> None:
+        """Record that a gang was started: collectors that became its ranks are used up."""
+        collectors = self._worlds[size].collectors
+        for rank in [rank for rank, c in collectors.items() if c.is_single]:
+            del collectors[rank]
+
+    def extra(self) -> dict[str, str]:
+        """Return node id -> message, for tests that only ranks have.
+
+        Empty if the user named single tests, as ranks collect whole files. Only gangs of the widest
+        size are compared, as others may have other parameters.
+        """
+        if self._has_nodes or not self._worlds:
+            return {}
+        size = max(self._worlds)
+        ranks: dict[str, list[int]] = {}
+        for rank, difference in sorted(self._worlds[size].differences.items()):
+            for node_id in difference.extra:
+                ranks.setdefault(node_id, []).append(rank)
+        return {
+            node_id: f"collected by {name_ranks(found)} of {size} only"
+            for node_id, found in ranks.items()
+        }
+
+    def take_outputs(self, gang: Gang) -> None:
+        """Pass the output of a gang's ranks to plugins, once the gang is gone."""
+        world = self._worlds.get(
+            gang.spec.world_size, _World()
+        )  # none after a restart of the preloaded process
+        for rank, node in world.nodes.items():
+            output = gang.lifecycle.outputs.get(rank)
+            node_down(node, output or "", None if output else "the rank was ended")
+
+    def close(self) -> None:
+        """Wait for the end of all processes, once the supervisor was stopped."""
+        self._preloaded.stop(has_ranks=self._has_served)
+
+    def _begin(self) -> PreloadedProcess:
+        return serve_preloaded(self._start_env, self._info)
+
+    def _wait_for_preloaded(self) -> None:
+        """Wait until the preloaded process has registered; restart it once if it was killed."""
+
+        def restart() -> None:
+            self._worlds.clear()
+            self._preloaded.stop()
+            self._preloaded = self._begin()
+
+        def problem() -> str:
+            return self._preloaded.problem()
+
+        wait_for_fork_server(self._supervisor, _PRELOAD_S, problem, restart)
+        self._has_served = True
+
+    def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
+        """Start the collectors of ranks."""
+        until = time.monotonic() + self._limit_s
+        argv = self._start_env.argv
+        world.nodes |= {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
+        rank_configs = tuple(
+            replace(
+                _for_collecting(rank_config, self._supervisor.collectors.next_number),
+                avoided=world.avoided.get(rank_config.rank, {}),
+                workerinput=encode(world.nodes[rank_config.rank].workerinput),
+            )
+            for rank_config in rank_configs
+        )
+        number = self._supervisor.collectors.start(
+            rank_configs, lambda number, word, rank: self._on_message(world, number, word, rank)
+        )
+        for rank_config in rank_configs:
+            world.collectors[rank_config.rank] = _CollectorStart(number, until, rank_config)
+
+    def _on_message(self, world: _World, number: int, word: CollectorMessage, rank: int) -> None:
+        """Handle the message of a collector: tests, its death, or stacks of late ones."""
+        collector = world.collectors.get(rank)
+        match word:
+            case Stacks():
+                self._give_up(world, number, word)
+            case StoreOpened(problem=problem):
+                world.lost[rank] = problem
+            case _ if collector is None or collector.number != number:
+                pass  # of a collector that was replaced
+            case Collected():
+                collector.is_ready, collector.is_single = True, bool(word.obstacle)
+                if self._node_ids is None:
+                    self._uncompared.append((world, rank, word))
+                else:
+                    self._compare(world, rank, word)
+            case Died(exit_code=exit_code, phase=node_id):
+                del world.collectors[rank]
+                if not collector.is_ready:
+                    what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
+                    log = f"{collector.rank_config.log_dir}/stderr.log"
+                    _blame(world, rank, node_id, f"{what}; see {log}")
+            case _:
+                assert_never(word)
+
+    def _compare(self, world: _World, rank: int, word: Collected) -> None:
+        """Compare the tests of a rank with those of the controller."""
+        known = self._node_ids or []
+        difference = CollectionDifference()
+        if not word.is_same and not word.node_ids and "" in word.problems:
+            world.lost[rank] = word.problems[""]  # pytest itself did not start
+        elif not word.is_same:
+            difference = compare(known, word.node_ids, word.problems)
+            if difference.is_total(len(known)):
+                world.lost[rank] = _NOTHING_FOUND
+        world.differences[rank] = difference
+
+    def _drop_late(self, world: _World) -> None:
+        """Request stacks of ranks that collect for too long; give up those that do not answer."""
+        now = time.monotonic()
+        late = {r: c for r, c in world.collectors.items() if not c.is_ready and now > c.until}
+        for number in {collector.number for collector in late.values()}:
+            ranks = tuple(rank for rank, collector in late.items() if collector.number == number)
+            if all(late[rank].is_asked for rank in ranks):
+                self._give_up(world, number, Stacks(gang=number, stacks={}, flights={}, phases={}))
+                continue
+            self._supervisor.collectors.ask(number, ranks)
+            for rank in ranks:
+                late[rank].is_asked, late[rank].until = True, now + _STACKS_S
+
+    def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
+        """Record the current collector of late ranks as failed, and kill them."""
+        collectors = {r: c for r, c in world.collectors.items() if c.number == number}
+        for rank, collector in collectors.items():
+            if collector.is_asked and not collector.is_ready:
+                node_id = stacks.phases.get(str(rank), "")
+                stack = shorten_stack(stacks.stacks.get(str(rank), ""))
+                what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
+                _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
+            del world.collectors[rank]
+        self._supervisor.collectors.kill(number)
+
+
+def _node_ids(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the tests that ranks collect as well: no workloads."""
+    own = __package__.partition(".")[0]
+    return [i.nodeid for i in items if type(i).__module__.partition(".")[0] != own]
+
+
+def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
+    """Skip a collector on a rank that died in it; if it is not known, the rank is lost."""
+    avoided = world.avoided.setdefault(rank, {})
+    if not node_id or node_id in avoided:
+        world.lost[rank] = reason
+    avoided[node_id] = reason
+
+
+class ExtraItem(pytest.Item):
+    """A test that only ranks collected: it fails."""
+
+    reason = ""
+
+    @override
+    def runtest(self) -> None:
+        """Fail."""
+        pytest.fail(self.reason, pytrace=False)
+
+    @override
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Return file and name of the test."""
+        file, _, name = self.nodeid.partition("::")
+        return self.config.rootpath / file, None, name.replace("::", ".")
+
+
+def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> ExtraItem:
+    """Return the item of a test that only ranks have."""
+    name = node_id.rpartition("::")[2]
+    item: ExtraItem = ExtraItem.from_parent(session, name=name, nodeid=node_id)
+    item.reason = reason
+    return item
+
+
+def _for_collecting(rank_config: RankConfig, number: int) -> RankConfig:
+    """Return a configuration with directories for collecting, before there is a gang."""
+    logs = Path(rank_config.log_dir).parents[1] / f"collect_{number}"
+    temp = Path(rank_config.base_temp).parents[1] / f"collect{number}"
+    return replace(
+        rank_config,
+        log_dir=str(logs / str(rank_config.rank)),
+        base_temp=str(temp / f"rank{rank_config.rank}"),
+    )

@@ -1,1 +1,0 @@
-"""pytest's side: options, session, markers, fixtures."""

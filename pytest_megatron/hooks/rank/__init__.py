@@ -1,1 +1,0 @@
-"""The pytest session inside a rank."""

@@ -1,0 +1,114 @@
+"""`pytest-megatron runs` and `report`: the runs that a project keeps, and their pages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from pytest_megatron.base.command import EXIT_UNUSABLE, PATH, HintingGroup, echo_error, root_option
+from pytest_megatron.base.text import counted, printable
+from pytest_megatron.errors import ReportError, RunError
+from pytest_megatron.runs.prune import kept_runs, remove_old_runs
+
+
+@click.group("runs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def runs() -> None:
+    """List and remove the runs below .pytest_megatron/runs."""
+
+
+@runs.command("list")
+@root_option
+def list_runs(*, root: Path) -> None:
+    """Print the runs of the project, the latest first: when, how it ended, how many items."""
+    kept = kept_runs(root)
+    for run in kept:
+        ended = "not ended" if run.exit_code is None else f"exit code {run.exit_code}"
+        click.echo(printable(f"{run.directory.name}  {ended}, {counted(run.num_items, 'item')}"))
+    if not kept:
+        click.echo("no runs")
+
+
+@runs.command("prune")
+@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="The latest.")
+@root_option
+def prune(*, keep: int, root: Path) -> None:
+    """Remove all but the latest N runs of the project, with their logs, pages and candidates.
+
+    A run that has not ended is never removed: it may be going on, or be taken over with --attach.
+    """
+    try:
+        removed = remove_old_runs(root, keep)
+    except OSError as error:
+        raise ReportError(
+            str(error.filename or root), f"{error.strerror}; the rest is kept"
+        ) from error
+    for directory in removed:
+        click.echo(f"removed: {directory}")
+    if not removed:
+        click.echo("nothing to remove")
+
+
+@click.command(name="report")
+@click.argument("paths", metavar="RUN...", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--output",
+    metavar="DIR|FILE",
+    type=PATH,
+    help="Where pages go; by default into the run directory, or into ./report.",
+)
+@click.option(
+    "--svg",
+    "pictures",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write a picture of each metric into a directory, and no pages.",
+)
+@click.option("--png", "is_png", is_flag=True, help="PNG beside SVG; needs the extra 'png'.")
+@click.option("--metric", "metrics", multiple=True, help="Only this one in pictures (repeatable).")
+@click.option("--failed", "is_failed_only", is_flag=True, help="Pictures of what failed only.")
+def report(
+    *,
+    paths: tuple[Path, ...],
+    output: Path | None,
+    pictures: Path | None,
+    is_png: bool,
+    metrics: tuple[str, ...],
+    is_failed_only: bool,
+) -> None:
+    """Write pages of runs: run directories, zip and tar artifacts, folders of them.
+
+    Exit code 2: a run could not be read; the pages have all others.
+    """
+    from pytest_megatron.pages.write import (  # noqa: PLC0415 - slow to import
+        write_pictures,
+        write_report,
+    )
+
+    if pictures is None:
+        if is_png or metrics or is_failed_only:
+            raise ReportError(
+                "--png, --metric, --failed", "are for pictures; give their directory by --svg"
+            )
+        index, damaged = write_report(paths, output)
+        click.echo(index)
+        _end(damaged)
+    if output is not None:
+        raise ReportError("--output", "is for pages, --svg for pictures; give one of them")
+    written, damaged = write_pictures(
+        paths, pictures, metrics=metrics, is_png=is_png, is_failed_only=is_failed_only
+    )
+    for path in written:
+        click.echo(path)
+    if not written:
+        raise ReportError(", ".join(map(str, paths)), "there is no such curve to draw")
+    _end(damaged)
+
+
+def _end(damaged: Sequence[RunError]) -> NoReturn:
+    for error in damaged:
+        echo_error(f"{error}; all other runs are shown")
+    sys.exit(EXIT_UNUSABLE if damaged else 0)

@@ -1,0 +1,278 @@
+"""The command that does an item again, and the environment that it gets. Pure.
+
+Nothing that an artifact holds is run, and no text of it passes through a shell: it only chooses a
+test of the checkout, numbers, and variables that change how a training computes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.record import RecordedAttempt, RecordedTest, RecordedWorkload
+from pytest_megatron.runs.redact import REDACTED
+from pytest_megatron.workloads.training.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
+
+# Of the machine that it was: set again by us, or of no meaning here.
+_OF_MACHINE = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "VIRTUAL_ENV"}
+    | {"VIRTUAL_ENV_PROMPT", "VIRTUAL_ENV_DISABLE_PROMPT"}  # of a shell, and of Python's own
+    | {"PYTHON_BASIC_REPL", "PYTHON_COLORS", "PYTHON_HISTORY"}
+    | {"PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
+)
+# Numbers and switches that change how a training computes or communicates. Any other variable of an
+# artifact could make a program load a library, or write to a file, that it names.
+_HARMLESS_NAMES = """
+CUBLASLT_WORKSPACE_SIZE CUBLAS_WORKSPACE_CONFIG CUDA_DEVICE_MAX_CONNECTIONS
+CUDA_DEVICE_MAX_COPY_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING GLOO_SOCKET_IFNAME
+HF_DATASETS_OFFLINE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE MKL_CBWR MKL_DYNAMIC MKL_NUM_THREADS
+MKL_THREADING_LAYER NVIDIA_TF32_OVERRIDE OMP_DYNAMIC OMP_MAX_ACTIVE_LEVELS OMP_NUM_THREADS
+OMP_PLACES OMP_PROC_BIND OMP_SCHEDULE OMP_THREAD_LIMIT OMP_WAIT_POLICY PYTHONHASHSEED
+PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF TOKENIZERS_PARALLELISM TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+TORCH_DETERMINISTIC NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_BUFFSIZE
+NCCL_CGA_CLUSTER_SIZE NCCL_CHECKS_DISABLE NCCL_CHECK_POINTERS NCCL_COLLNET_ENABLE
+NCCL_COMM_BLOCKING NCCL_COMM_SPLIT_SHARE_RESOURCES NCCL_CROSS_NIC NCCL_CUMEM_ENABLE
+NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_GRAPH_MIXING_SUPPORT
+NCCL_GRAPH_REGISTER NCCL_HOSTID NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA
+NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_TC NCCL_IB_TIMEOUT
+NCCL_LAUNCH_MODE NCCL_LOCAL_REGISTER NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MAX_NRINGS
+NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_MIN_NRINGS NCCL_MNNVL_ENABLE NCCL_NCHANNELS_PER_NET_PEER
+NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVB_DISABLE
+NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_P2P_NET_CHUNKSIZE NCCL_P2P_PXN_LEVEL
+NCCL_PROTO NCCL_PXN_DISABLE NCCL_RUNTIME_CONNECT NCCL_SET_STACK_SIZE NCCL_SHM_DISABLE
+NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_WORK_FIFO_DEPTH
+NVTE_ALLOW_NONDETERMINISTIC_ALGO NVTE_APPLY_QK_LAYER_SCALING NVTE_BATCH_MHA_P2P_COMM
+NVTE_BIAS_DROPOUT_FUSION NVTE_BIAS_GELU_NVFUSION NVTE_BWD_LAYERNORM_SM_MARGIN NVTE_DEBUG
+NVTE_DEBUG_LEVEL NVTE_FLASH_ATTN NVTE_FP8_DPA_BWD NVTE_FUSED_ATTN NVTE_FUSED_ATTN_BACKEND
+NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_TORCH_COMPILE NVTE_UNFUSED_ATTN TORCH_FR_BUFFER_SIZE
+TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
+TORCH_NCCL_COORD_CHECK_MILSEC TORCH_NCCL_CUDA_EVENT_CACHE TORCH_NCCL_DESYNC_DEBUG
+TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_ENABLE_TIMING
+TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_HIGH_PRIORITY TORCH_NCCL_NAN_CHECK
+TORCH_NCCL_RETHROW_CUDA_ERRORS TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_TRACE_CPP_STACK
+TORCH_NCCL_USE_COMM_NONBLOCKING TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK
+TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC UCX_IB_GPU_DIRECT_RDMA UCX_MEMTYPE_CACHE UCX_NET_DEVICES
+UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_TLS
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+_DEFAULT_POLICY = "strict"
+_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
+SEEDED = ("pytest_randomly", "hypothesis")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user says beside the item.
+
+    Attributes:
+        num_ranks: None leaves the number that it ran on.
+        phase: Phase of a workload; None runs all.
+        checkpoints: What earlier phases of it saved, as a path, or "".
+        is_traced: Whether a trace of its tensors is recorded, of a workload.
+        is_trusted: Whether every variable and option of the run may be used.
+        words: Arguments for pytest of the user's own.
+    """
+
+    num_ranks: int | None = None
+    phase: int | None = None
+    checkpoints: str = ""
+    is_traced: bool = False
+    is_trusted: bool = False
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What is started.
+
+    Attributes:
+        argv: Program and arguments; no shell comes between.
+        env: Variables beside those of the user.
+        left_out: Variables of the run that are not set here, with the reason.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The same, to be pasted into a shell."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
+        return " ".join([*words, shlex.join(self.argv)])
+
+
+def command_for(
+    chosen: Chosen,
+    wishes: Wishes,
+    before: Sequence[str],
+    *,
+    python: str,
+    seeded: Collection[str],
+    run_dir: str,
+) -> Again:
+    """Return the command that does an item again.
+
+    Args:
+        chosen: The item.
+        wishes: The user's.
+        before: Node ids to run before it on the same gang.
+        python: Interpreter.
+        seeded: Modules of `SEEDED` that are installed here, whose plugins take a seed.
+        run_dir: Where results go.
+    """
+    env, left_out = _environment(chosen, wishes)
+    if isinstance(chosen.item, RecordedTest):
+        words = _test_words(chosen, chosen.item, wishes)
+    else:
+        words = _workload_words(chosen, chosen.item, wishes)
+        env |= _replay_env(chosen, wishes)
+    words += _seed_words(chosen.run.seeds, seeded)
+    words += [*wishes.words, *before, chosen.node_id]
+    argv = pytest_argv(python, run_dir, words)
+    return Again(argv=argv, env=env, left_out=tuple(left_out))
+
+
+def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that runs pytest once, with the plugin and without a history."""
+    own = (
+        "--rootdir",
+        ".",
+        "--megatron-run-dir",
+        run_dir,
+        "--megatron-history",
+        "off",
+        "--maxfail",
+        "0",
+    )
+    return (python, "-m", "pytest", "-p", "megatron", *own, *words)
+
+
+def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> list[str]:
+    options = chosen.run.options
+    words = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1"]
+    words += [f"--megatron-platform={item.platform}"] if item.platform else []
+    if options.golden == "off" or wishes.phase is not None:
+        words += ["--megatron-golden", "off"]
+    policy = options.golden_policy or _DEFAULT_POLICY
+    if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
+        words.append(f"--megatron-golden-policy={policy}")
+    words += ["--megatron-lightweight"] if options.lightweight else []
+    words += ["--megatron-audit-determinism"] if options.audit_determinism else []
+    words += ["--megatron-tensor-trace", "hash"] if wishes.is_traced else []
+    words += ["--megatron-stop-early", "off"] if options.stop_early == "off" else []
+    if options.workload_start in ("fork", "fresh"):
+        words += ["--megatron-workload-start", options.workload_start]
+    return words + [
+        f"--megatron-signatures={path}" for path in options.signatures if _may_name(path, wishes)
+    ]
+
+
+def _may_name(text: str, wishes: Wishes) -> bool:
+    """Whether a file that a run names may be used: one of the checkout."""
+    path = PurePosixPath(text)
+    return wishes.is_trusted or not (path.is_absolute() or ".." in path.parts)
+
+
+def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
+    env = {}
+    if isinstance(chosen.attempt, RecordedAttempt) and (chosen.attempt.repeat or 1) > 1:
+        env[REPEAT] = str(chosen.attempt.repeat)
+    if wishes.phase is not None:
+        env[PHASE] = str(wishes.phase)
+    if wishes.num_ranks is not None:
+        env[RANKS] = str(wishes.num_ranks)
+    if wishes.checkpoints:
+        env[CHECKPOINTS] = wishes.checkpoints
+    return env
+
+
+def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]:
+    options = chosen.run.options
+    words = ["--megatron-ranks", str(wishes.num_ranks or item.world_size)]
+    words += ["--megatron-device", item.device] if item.device else []
+    for name, value, default in (
+        ("--megatron-rank-timeout", options.rank_timeout, 300.0),
+        ("--megatron-rank-grace", options.rank_grace, 10.0),
+        ("--megatron-ranks-per-gpu", options.ranks_per_gpu, 1),
+    ):
+        if value is not None and value != default:
+            words += [name, f"{value:g}"]
+    if options.stress is not None:
+        words += [
+            "--megatron-stress",
+            str(options.stress),
+            "--megatron-stress-seed",
+            str(options.stress_seed or 0),
+        ]
+    if options.gang_start == "fresh":
+        words += ["--megatron-gang-start", "fresh"]
+    if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:
+        words.append("-n0")  # it ran in a worker of pytest-xdist, which `addopts` may ask for
+    return words
+
+
+def _seed_words(seeds: Mapping[str, str | None], seeded: Collection[str]) -> list[str]:
+    """Return the seeds that plugins had, and keep them from shuffling what is given here."""
+    known = {name: seed for name, seed in seeds.items() if re.fullmatch(r"\d{1,20}", seed or "")}
+    words = []
+    if "pytest_randomly" in seeded and "randomly_seed" in known:
+        words += [f"--randomly-seed={known['randomly_seed']}", "--randomly-dont-reorganize"]
+    elif "pytest_randomly" in seeded:
+        words += ["-p", "no:randomly"]
+    if "hypothesis" in seeded and "hypothesis_seed" in known:
+        words.append(f"--hypothesis-seed={known['hypothesis_seed']}")
+    return words
+
+
+def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that are set again, and those that are not, with the reason."""
+    recorded = dict(chosen.run.env)
+    if (seed := chosen.run.seeds.get("PYTHONHASHSEED")) is not None:
+        recorded["PYTHONHASHSEED"] = seed
+    env: dict[str, str] = {}
+    left_out: list[str] = []
+    for name, value in sorted(recorded.items()):
+        if name in _OF_MACHINE:
+            continue
+        if REDACTED in value:
+            left_out.append(f"{name} was set there, to a secret that is not kept; set it yourself")
+        elif wishes.is_trusted or _is_harmless(name, value):
+            env[name] = value
+        else:
+            shown = f"{name}={shlex.quote(value)}"
+            left_out.append(f"{shown} was set there and is not taken over; --trust takes it over")
+    return env, left_out
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    return name in _HARMLESS and "/" not in value and value.isprintable()
+
+
+def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
+    """Return what runs a command in the container image that a run had, for docker and for Slurm.
+
+    The project is mounted where it lies here; variables are handed in by name and value.
+    """
+    if _IMAGE_TAG(image):
+        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
+    inside = ("python", *again.argv[1:])
+    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
+    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
+    docker += ["--gpus", "all"] if num_gpus else []
+    docker += [word for pair in variables for word in ("-e", pair)]
+    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
+    registry, _, rest = image.partition("/")
+    enroot = f"{registry}#{rest}" if "." in registry and rest else image
+    srun.append(f"--container-image={enroot}")
+    place = '-v "$PWD:$PWD" -w "$PWD"'
+    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    prefix = shlex.join(["env", *variables]) + " " if variables else ""
+    return [
+        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
+        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
+    ]

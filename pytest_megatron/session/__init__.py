@@ -1,0 +1,1 @@
+"""A pytest session: its options, its state, the files that it leaves."""

@@ -1,0 +1,940 @@
+"""The options of the plugin: kinds of values, and a table, whose rows are the fields of `Options`.
+
+From a row come the option of pytest, its ini option, its typed value, and the start of its line in
+`docs/reference/options.md`. A wrong value is a usage error. Runs at every pytest start, so it
+imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeVar, cast
+
+import pytest
+from typing_extensions import override
+
+from pytest_megatron.base.text import one_of as one_word_of
+from pytest_megatron.errors import REMOVED, MegatronError
+from pytest_megatron.session.short_names import PREFIX, ShortNames
+
+if TYPE_CHECKING:
+    from pytest_megatron.ci.decide import Decision
+    from pytest_megatron.gangs.topology import SlurmStep
+
+
+T_co = TypeVar("T_co", covariant=True)
+D = TypeVar("D")
+ChoiceT = TypeVar("ChoiceT", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueKind(Generic[T_co]):
+    """A kind of value; called, it declares a field that is an option of this kind.
+
+    Attributes:
+        parse: Return the value for an option's name and the user's input.
+        metavar: Its placeholder in the help; "" for a flag, which takes no value.
+        is_repeatable: Whether the command line may hold the option several times.
+        bare: The value of an option that was typed without one; None if it needs one.
+    """
+
+    parse: Callable[[str, object], T_co]
+    metavar: str = ""
+    is_repeatable: bool = False
+    bare: str | None = None
+
+    def __call__(
+        self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
+    ) -> T_co | D:
+        """Return the field; for the arguments see `OptionRow`."""
+        row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
+        declared: D = field(metadata={"row": row})
+        return declared
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """One option.
+
+    Attributes:
+        name: Without the dashes in front.
+        text: Its meaning, with which its text in the reference begins.
+        kind: How its value is parsed.
+        default: Its value where none is given.
+        shown: The default in texts, where the value itself does not explain it.
+        metavar: Placeholder of the value.
+    """
+
+    name: str
+    text: str
+    kind: ValueKind[object]
+    default: object
+    shown: str
+    metavar: str
+
+    @property
+    def help(self) -> str:
+        """The text for `--help`."""
+        has_default = self.shown_default not in ("false", "no filter", "none")
+        return f"{self.text} (default: {self.shown_default})" if has_default else self.text
+
+    @property
+    def shown_default(self) -> str:
+        """The default as text."""
+        if self.shown or self.default in (None, ""):
+            return self.shown or "none"
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default)) or "no filter"
+        is_float = isinstance(self.default, float)
+        return f"{self.default:g}" if is_float else str(self.default).lower()
+
+    def read(self, config: pytest.Config) -> object:
+        """Return the parsed value."""
+        value = given(config, self.name)
+        return self.default if value is None else self.kind.parse(self.name, value)
+
+
+def typed(config: pytest.Config, name: str) -> object:
+    """Return the value of an option on the command line, else None."""
+    value: object = config.getoption(dest(name))
+    return None if value is False else value
+
+
+def given(config: pytest.Config, name: str) -> object:
+    """Return the value on the command line, else the one in the ini file, else None."""
+    value = typed(config, name)
+    return chosen_ini(config, dest(name)) if value is None else value
+
+
+def dest(name: str) -> str:
+    """Return the name of an option in the ini file, and in pytest's namespace."""
+    return f"megatron_{name.replace('-', '_')}"
+
+
+def chosen_ini(config: pytest.Config, name: str) -> object:
+    """Return an ini value where the user set it, else None.
+
+    A default is not the user's choice, and differs between releases of pytest and of the plugin
+    that declares it: "", 0.0, None.
+    """
+    try:
+        value: object = config.getini(name)
+    except ValueError:  # nobody declares it
+        return None
+    attributes = vars(config)  # the public name is deprecated from pytest 9.1 on
+    in_file = name in attributes.get("_inicfg", attributes.get("inicfg", ()))
+    typed_lines = getattr(config.known_args_namespace, "override_ini", None) or ()
+    is_typed = any(line.partition("=")[0].strip() == name for line in typed_lines)
+    return value if in_file or is_typed else None
+
+
+@contextlib.contextmanager
+def usage_errors() -> Generator[None]:
+    """Make usage errors of pytest of the plugin's own errors."""
+    try:
+        yield
+    except MegatronError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def has_workers(config: pytest.Config) -> bool:
+    """Return true if pytest-xdist hands tests to workers; `--dist` without `-n` does not."""
+    option = config.option
+    return getattr(option, "dist", "no") != "no" and bool(getattr(option, "tx", None))
+
+
+def _flag(name: str, value: object) -> bool:
+    found = str(value).lower()
+    if found in ("true", "1", "yes"):
+        return True
+    if found in ("", "false", "0", "no"):
+        return False
+    raise pytest.UsageError(f"{dest(name)}: {found!r} is neither true nor false")
+
+
+def _count(name: str, value: object, also: str = "") -> int:
+    if not str(value).isdecimal() or int(str(value)) < 1:
+        raise pytest.UsageError(
+            f"--{name}: {value!r} is not a count, expected a number from 1 on{also}"
+        )
+    return int(str(value))
+
+
+def _index(name: str, value: object) -> int:
+    if not str(value).isdecimal():
+        raise pytest.UsageError(f"--{name}: {value!r} is not a number, expected one from 0 on")
+    return int(str(value))
+
+
+def _seed(name: str, value: object) -> str:
+    if str(value) not in ("", "off") and not str(value).isdecimal():
+        raise pytest.UsageError(f"--{name}: {value!r} is no seed, expected a number or off")
+    return str(value)
+
+
+def _seconds(name: str, value: object) -> float:
+    return seconds_of(str(value), f"--{name}")
+
+
+def seconds_of(value: object, where: str, more: str = "") -> float:
+    """Return a time.
+
+    Raises:
+        pytest.UsageError: It is none.
+    """
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise pytest.UsageError(
+            f"{where}: {value!r} is not a time, expected seconds from 0 on{more}"
+        )
+    return seconds
+
+
+def _minutes(name: str, value: object) -> float:
+    found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
+    try:
+        minutes = float(found)
+    except ValueError:
+        minutes = -1.0
+    if not 0 <= minutes < float("inf"):
+        raise pytest.UsageError(
+            f"--{name}: {found!r} is no number of minutes, expected one such as "
+            f"--{name}={DEFAULT_MINUTES}"
+        )
+    return minutes
+
+
+def _words(name: str, value: object) -> tuple[str, ...]:
+    lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
+    found = [word.strip() for line in lists for word in str(line).split(",")]
+    if not all(found):
+        raise pytest.UsageError(f"--{name}: {','.join(map(str, lists))!r} holds an empty word")
+    return tuple(found)
+
+
+def _ranks(name: str, value: object) -> tuple[int, ...] | None:
+    found = str(value)
+    if found in ("all", "none"):
+        return None if found == "all" else ()
+    numbers = [word.strip() for word in found.split(",")]
+    if not all(word.isdecimal() for word in numbers):
+        raise pytest.UsageError(
+            f"--{name}: {found!r} names no ranks, expected numbers with commas, all or none"
+        )
+    return tuple(sorted({int(word) for word in numbers}))
+
+
+def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]:
+    """Return the kind of a value that is one of `choices`."""
+
+    def parse(name: str, value: object) -> ChoiceT:
+        for choice in choices:
+            if choice == value:
+                return choice
+        expected = one_word_of(str(value), choices)
+        raise pytest.UsageError(f"--{name}: {str(value)!r} {problem}, expected {expected}")
+
+    return ValueKind(parse, "|".join(choices))
+
+
+TEXT = ValueKind(lambda _, value: str(value), "TEXT")
+SEED = ValueKind(_seed, "SEED")
+PATH = ValueKind(lambda _, value: Path(str(value)) if value else None, "PATH")
+FLAG = ValueKind(_flag)
+COUNT = ValueKind(_count, "N")
+INDEX = ValueKind(_index, "N")
+SECONDS = ValueKind(_seconds, "S")
+DEFAULT_MINUTES = "10"
+MINUTES = ValueKind(_minutes, "MINUTES", bare=DEFAULT_MINUTES)
+WORDS = ValueKind(_words, "LIST", is_repeatable=True)
+FILES = ValueKind(lambda name, v: tuple(map(Path, _words(name, v))), "FILE", is_repeatable=True)
+BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", bare="")
+REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
+RANKS = ValueKind(_ranks, "LIST")
+GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
+
+
+def findable(arguments: Sequence[str], directory: str) -> list[str]:
+    """Return arguments without the directory where pytest would take its name for a node id's.
+
+    Without arguments, pytest names the directory in full; it splits at `::` and `[` before it looks
+    for a file.
+    """
+    if "::" not in directory and "[" not in directory:
+        return list(arguments)
+    start = f"{directory}{os.sep}"
+    return ["." if a == directory else a.removeprefix(start) for a in arguments]
+
+
+GoldenMode = Literal["check", "record", "refresh", "off"]
+Device = Literal["auto", "cuda", "cpu"]
+GangStart = Literal["fork", "fresh"]
+WorkloadStart = Literal["auto", "fork", "fresh"]
+TensorTrace = Literal["off", "hash", "full"]
+Switch = Literal["on", "off"]
+AuditMode = Literal["off", "report", "fail"]
+Experimental = Literal["exclude", "include", "only"]
+MIN_REFRESH_REPEATS = 2
+LOCAL = "local"
+WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and selects them
+TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
+LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
+COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
+CI_LOG_PLUGIN = "megatron-ci-log"
+# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
+LIMITS_OF_OTHERS = "megatron_limits_of_others"
+SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
+_ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
+_SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+_LAST_PORT = 65_535
+_OF_WORKERS = re.compile(r"-n|-d$|--numprocesses|--tx|--dist")  # of pytest-xdist
+
+
+_EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
+_GOLDEN: ValueKind[GoldenMode] = one_of(
+    "check", "record", "refresh", "off", problem="is not a way to use goldens"
+)
+_STOP_EARLY: ValueKind[Switch] = one_of("on", "off")
+_DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
+_TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
+_AUDIT: ValueKind[AuditMode] = one_of("off", "report", "fail")
+_GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
+_WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of a session.
+
+    Attributes:
+        typed: Names of the options on the command line.
+        given: The same, with those that the ini file sets.
+        decision: The one for labels and an event; None where neither is given.
+        rdzv_step: Name of the step of Slurm that has the endpoint, or "".
+    """
+
+    num_ranks: int | None = COUNT(
+        "ranks",
+        "run python tests on a gang of N ranks, on any device",
+        None,
+        "python tests run in pytest's own process",
+    )
+    num_gpus: int | None = GPUS(
+        "gpus",
+        "run python tests on a gang of N ranks, one for each CUDA device, with NCCL",
+        None,
+        "as above",
+    )
+    device: Device = _DEVICE(
+        "device",
+        "device of the ranks",
+        "auto",
+        "auto: cuda if there are as many GPUs as ranks, else cpu; the header shows it",
+    )
+    rank_timeout_s: float = SECONDS(
+        "rank-timeout", "limit for one phase (setup, call, teardown) of a distributed test", 300.0
+    )
+    golden: GoldenMode = _GOLDEN(
+        "golden",
+        "what to do with goldens: check compares, record writes missing ones, refresh replaces "
+        "them after a clean run, off does neither",
+        "check",
+    )
+    platform: tuple[str, ...] = WORDS(
+        "platform",
+        "only workloads of this hardware (cpu, dgx_h100, ...)",
+        (),
+        "no filter; rows for hardware that is not here are skipped",
+    )
+    scope: tuple[str, ...] = WORDS(
+        "scope", "only workloads of this cost tier (L0, L1, nightly, mr, ...)", ()
+    )
+    model: tuple[str, ...] = WORDS(
+        "model", "only workloads of this model family, the folder above a test case", ()
+    )
+    test_case: tuple[str, ...] = WORDS("test-case", "only workloads of this test case", ())
+    is_plan: bool = FLAG("plan", "print what would run and run nothing", default=False)
+    executor: str = TEXT(
+        "executor",
+        "where workloads run: local, docker, slurm or an engine that another package brings",
+        LOCAL,
+        metavar="NAME",
+    )
+    cadence: tuple[str, ...] = WORDS(
+        "cadence", "only workloads of this trigger (pr, nightly, mergegroup, weekly)", ()
+    )
+    environment: tuple[str, ...] = WORDS(
+        "environment", "only workloads of this software stack (dev, lts)", ()
+    )
+    tag: tuple[str, ...] = WORDS("tag", "only rows with this tag", ())
+    labels: str = TEXT(
+        "labels", "CI labels of a pull request, with commas or as a JSON array", "", metavar="LIST"
+    )
+    ci_event: str = TEXT(
+        "ci-event",
+        "what CI runs for: merge_group, schedule, ...",
+        "pull_request",
+        "pull_request, with --labels",
+        metavar="NAME",
+    )
+    bucket: tuple[str, ...] = WORDS(
+        "bucket",
+        "python tests of these files or dir/**/*.py, without those of !pattern",
+        (),
+        "all files",
+    )
+    changed: str | None = BASE(
+        "changed",
+        "run the tests and workloads for which something changed since they were recorded",
+        None,
+        "all run",
+    )
+    is_recording_changed: bool = FLAG(
+        "record-changed",
+        "record the code and the files that tests and workloads use, for --changed",
+        default=False,
+    )
+    changed_file: Path | None = PATH(
+        "changed-file",
+        "the record of --changed and --record-changed",
+        None,
+        ".pytest_megatron/changed.z below the project's root",
+        metavar="FILE",
+    )
+    changed_draw: str = SEED(
+        "changed-draw",
+        "draws tests that --changed runs although nothing changed for them, or off",
+        "",
+        "another in each session",
+        metavar="SEED|off",
+    )
+    experimental: Experimental = _EXPERIMENTAL(
+        "experimental-tests",
+        "tests with the mark experimental, where python tests are selected",
+        "exclude",
+    )
+    run_dir: Path | None = PATH(
+        "run-dir",
+        "where logs and results go",
+        None,
+        ".pytest_megatron/runs/<time>-<id> below the project's root",
+        metavar="DIR",
+    )
+    num_repeats: int | None = COUNT(
+        "n-repeat", "how often each workload is trained", None, "what the recipe says, else 1"
+    )
+    max_attempts: int | None = COUNT(
+        "max-attempts",
+        "starts of a repeat that fails for a transient cause",
+        None,
+        "what the row says, else 3",
+    )
+    max_retries: int = INDEX(
+        "max-retries-per-run",
+        "further attempts that all workloads and distributed tests of a run may have",
+        10,
+    )
+    retry_backoff_s: float = SECONDS("retry-backoff", "pause before a second attempt", 5.0)
+    is_flaky_failure: bool = FLAG(
+        "fail-flaky", "exit code 1 if an item passed only when it was run again", default=False
+    )
+    history: str = TEXT(
+        "history",
+        "the file of past outcomes, or off",
+        "",
+        ".pytest_megatron/history.jsonl below the project's root",
+        metavar="FILE|off",
+    )
+    num_kept_runs: int | None = COUNT(
+        "keep-runs",
+        "when this run ends, remove all but the latest N runs below .pytest_megatron/runs",
+        None,
+        "all",
+    )
+    is_lightweight: bool = FLAG(
+        "lightweight", "4 iterations, one repeat, not compared with a golden", default=False
+    )
+    executor_config: Path | None = PATH(
+        "executor-config", "settings of the executor", None, metavar="FILE"
+    )
+    workload_start: WorkloadStart = _WORKLOAD_START(
+        "workload-start",
+        "fork ranks of workloads from a process that has imported torch, or start fresh "
+        "interpreters",
+        "auto",
+        "auto: fork on platform cpu, fresh where goldens are written",
+    )
+    queue_timeout_s: float = SECONDS(
+        "queue-timeout",
+        "limit for the wait of each attempt in the queue of --executor",
+        0.0,
+        "0: no limit",
+    )
+    attach: Path | None = PATH(
+        "attach",
+        "take over the run in this directory, whose pytest is gone, with its options",
+        None,
+        "none; the ini option is not read",
+        metavar="RUN",
+    )
+    golden_policy: str = TEXT(
+        "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
+    )
+    stop_early: Switch = _STOP_EARLY(
+        "stop-early", "end a training at once when its verdict can only be failed", "on"
+    )
+    golden_reason: str | None = REASON(
+        "golden-reason", "why goldens change, which they record", None
+    )
+    is_audited: bool = FLAG(
+        "audit-determinism",
+        "train the first steps of each workload twice, and find the first tensor whose bits differ",
+        default=False,
+    )
+    tensor_trace: TensorTrace = _TENSOR_TRACE(
+        "tensor-trace",
+        "record tensors of the first steps of each workload: hash their statistics, full also "
+        "their values",
+        "off",
+    )
+    tee_ranks: tuple[int, ...] | None = RANKS(
+        "tee-ranks",
+        "ranks whose output is copied live to the terminal: numbers with commas, all or none",
+        (0, 3),
+    )
+    ranks_per_gpu: int = COUNT(
+        "ranks-per-gpu",
+        "how many ranks of a gang share a GPU, on a host with fewer GPUs than ranks",
+        1,
+    )
+    num_nodes: int = COUNT(
+        "nnodes", "nodes that a gang spans, each with --gpus or --ranks ranks", 1, "1, or Slurm's"
+    )
+    node_rank: int = INDEX("node-rank", "index of this node", 0, "0, or Slurm's")
+    rdzv_endpoint: str = TEXT(
+        "rdzv-endpoint",
+        "address of node 0, where the others connect",
+        "",
+        "Slurm's",
+        metavar="HOST:PORT",
+    )
+    audit: AuditMode = _AUDIT(
+        "audit",
+        "what distributed tests leave behind in their ranks: report names it, fail fails the test",
+        "report",
+    )
+    rank_grace_s: float = SECONDS(
+        "rank-grace", "after a rank failed, skipped or died, how long the others may take", 10.0
+    )
+    signatures: tuple[Path, ...] = FILES(
+        "signatures",
+        "TOML file with signatures of your own",
+        (),
+        "those of signatures in [tool.pytest-megatron]",
+    )
+    num_transient_reruns: int = INDEX(
+        "rerun-transient",
+        "reruns of a distributed test that failed for a transient cause, at most",
+        0,
+    )
+    num_stress: int | None = COUNT(
+        "stress",
+        "run each distributed test N times, in another order and with delays at random in its "
+        "ranks, and report its failure rate",
+        None,
+        "once, without delays",
+    )
+    stress_seed: int = INDEX("stress-seed", "seed of order and delays of --stress", 0)
+    pdb_rank: int | None = INDEX(
+        "pdb-rank",
+        "with --pdb, the rank to debug",
+        None,
+        "the first rank that fails; rank 0 at breakpoints",
+    )
+    gang_start: GangStart = _GANG_START(
+        "gang-start", "fork ranks from what pytest has loaded, or start fresh interpreters", "fork"
+    )
+    keep_gangs_minutes: float = MINUTES(
+        "keep-gangs",
+        "after the session, keep a process with torch loaded for the next one, until it was not "
+        f"used for MINUTES; without a number, {DEFAULT_MINUTES}",
+        0.0,
+        "0: none is kept",
+    )
+    is_empty_allowed: bool = FLAG(
+        "allow-empty", "a selection that matches no workload is no error", default=False
+    )
+    is_dirty_allowed: bool = FLAG(
+        "allow-dirty", "write goldens from a tree that is not committed", default=False
+    )
+    typed: frozenset[str]
+    given: frozenset[str]
+    decision: Decision | None = None
+    rdzv_step: str = ""
+
+    @property
+    def selection(self) -> dict[str, tuple[str, ...]]:
+        """Option name without dashes in front -> words given; empty means no filter."""
+        return {name: getattr(self, name.replace("-", "_")) for name in SELECTION}
+
+    @property
+    def selected_by(self) -> str:
+        """The options that leave out tests or workloads, with the values that apply."""
+        words = (f"--{name} {','.join(w)}" for name, w in self.selection.items() if w)
+        return " ".join(words) + (" (--labels)" if self.decision is not None else "")
+
+    @property
+    def is_attached(self) -> bool:
+        """True if the run directory is that of a run whose controller is gone."""
+        return "attach" in self.typed
+
+    @property
+    def asks_for_workloads(self) -> bool:
+        """True if an option was typed that makes sense for workloads only.
+
+        The defaults of an ini file must not make a plain pytest train.
+        """
+        if "golden" in self.typed and self.is_writing_goldens:
+            return True
+        # With a bucket, the words choose among python tests.
+        return "bucket" not in self.typed and not self.typed.isdisjoint(
+            (*SELECTION, "plan", "labels", "ci-event")
+        )
+
+    @property
+    def settled_workload_start(self) -> WorkloadStart:
+        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`.
+
+        What a training imports is recorded while it does.
+        """
+        is_fresh = self.is_writing_goldens or self.is_recording_changed
+        if self.workload_start == "auto" and is_fresh:
+            return "fresh"
+        return self.workload_start
+
+    @property
+    def is_writing_goldens(self) -> bool:
+        """True if the session may write goldens at all."""
+        return self.golden in ("record", "refresh")
+
+    @property
+    def asks_for_gangs(self) -> bool:
+        """True if every python test runs on a gang."""
+        return self.num_gpus is not None or self.num_ranks is not None
+
+    @property
+    def has_selection(self) -> bool:
+        """True if an option selects workloads."""
+        return any(self.selection.values())
+
+
+# By field, in the order of `--help` and of the reference: what most sessions need comes first.
+OPTION_ROWS: dict[str, OptionRow] = {
+    f.name: f.metadata["row"] for f in fields(Options) if f.metadata
+}
+
+
+class _Removed(argparse.Action):
+    """Refuses an option of earlier versions, with what to do instead."""
+
+    @override
+    def __call__(self, *args: object, **_: object) -> NoReturn:
+        option = args[-1]
+        raise pytest.UsageError(f"{option}: {REMOVED[str(option)]}")
+
+
+def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> ShortNames:
+    """Declare every option, each also as the ini option `megatron_<name>`."""
+    names = ShortNames(parser, manager)
+    for row in OPTION_ROWS.values():
+        settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
+        settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
+        settings |= {"action": "append"} if row.kind.is_repeatable else {}
+        names.declare(row.name, dest(row.name), row.help, settings)
+        parser.addini(dest(row.name), help=f"default of --{row.name}", default=None)
+    group = parser.getgroup("pytest-megatron")
+    for option in (word for word in REMOVED if word.startswith("--")):
+        group.addoption(
+            option, action=_Removed, nargs="?", dest="megatron_removed", help=argparse.SUPPRESS
+        )
+    return names
+
+
+def read_options(config: pytest.Config) -> Options:
+    """Read the options of a session.
+
+    Raises:
+        pytest.UsageError: A value is not one that the option takes.
+    """
+    names = [row.name for row in OPTION_ROWS.values()]
+    options = Options(
+        **{f.name: f.metadata["row"].read(config) for f in fields(Options) if f.metadata},
+        typed=frozenset(name for name in names if typed(config, name) is not None),
+        given=frozenset(name for name in names if given(config, name) is not None),
+    )
+    if options.is_attached:
+        options = replace(options, run_dir=options.attach)
+    if getattr(config.option, "fail_on_flaky", None):  # the same, of pytest-rerunfailures
+        options = replace(options, is_flaky_failure=True)
+    options = _with_nodes(options)
+    if not options.given.isdisjoint(("labels", "ci-event")):
+        options = _with_labels(config, options)
+    _refuse_contradictions(options)
+    return options
+
+
+def _with_labels(config: pytest.Config, options: Options) -> Options:
+    """Return options with the decision for labels and event; what the user typed wins.
+
+    Raises:
+        pytest.UsageError: The event is unknown, or the project's table is wrong.
+    """
+    from pytest_megatron.base.project import load_config
+    from pytest_megatron.ci.decide import Trigger, decide, parse_labels
+    from pytest_megatron.ci.table import load_table
+    from pytest_megatron.workloads.recipe.load import project_words
+
+    cadence, environment = (
+        x[0] if len(x) == 1 else None for x in (options.cadence, options.environment)
+    )
+    with usage_errors():
+        trigger = Trigger(
+            event=options.ci_event,
+            labels=parse_labels(options.labels),
+            cadence=cadence,
+            environment=environment,
+            option="--ci-event",
+        )
+        root = config.rootpath
+        decision = decide(trigger, load_table(load_config(root), project_words(root)))
+    return replace(
+        options,
+        decision=decision,
+        scope=options.scope or decision.scope,
+        cadence=options.cadence or decision.cadence,
+        environment=options.environment or (decision.environment,),
+        is_lightweight=options.is_lightweight or decision.is_lightweight,
+    )
+
+
+def asks_for_changes(config: pytest.Config) -> bool:
+    """Return true if what tests use is recorded, or decides which of them run."""
+    return any(given(config, name) is not None for name in ("changed", "record-changed"))
+
+
+def asks_early_for_changes(early_config: pytest.Config) -> bool:
+    """Return the same before conftest files are loaded."""
+    given = vars(early_config.known_args_namespace)
+    names = [dest(name) for name in ("changed", "record-changed")]
+    return any(given.get(n) is not None or chosen_ini(early_config, n) is not None for n in names)
+
+
+def may_ask_for_units(config: pytest.Config) -> bool:
+    """Return true if an option is given that leaves out python tests by file or by mark.
+
+    Words that also choose among workloads have to be typed: their default in an ini file must not
+    leave out tests of a plain pytest.
+    """
+    is_theirs = any(given(config, name) is not None for name in ("bucket", "experimental-tests"))
+    return is_theirs or any(typed(config, name) is not None for name in _ALSO_ABOUT_UNITS)
+
+
+def _with_nodes(options: Options) -> Options:
+    """Return options with the nodes of Slurm's step where they are not given.
+
+    Raises:
+        pytest.UsageError: Options for several nodes are incomplete.
+    """
+    has_count = "nnodes" in options.given
+    has_node_rank = "node-rank" in options.given
+    if options.asks_for_gangs and not (has_count and options.num_nodes == 1):
+        step = _slurm_step()
+        if step is not None and (not has_count or options.num_nodes == step.num_nodes):
+            node_rank = options.node_rank if has_node_rank else step.node_rank
+            has_node_rank = True
+            options = replace(options, num_nodes=step.num_nodes, node_rank=node_rank)
+            if not options.rdzv_endpoint:
+                options = replace(options, rdzv_endpoint=step.endpoint, rdzv_step=step.name)
+    if options.num_nodes == 1:
+        return options
+    if not options.asks_for_gangs:
+        raise pytest.UsageError(
+            f"--nnodes: {options.num_nodes} nodes run tests on gangs; give --ranks or --gpus, "
+            f"the ranks of each node"
+        )
+    if not has_node_rank:
+        raise pytest.UsageError(
+            f"--node-rank: not given with --nnodes {options.num_nodes}, "
+            f"expected the index of this node, 0 to {options.num_nodes - 1}"
+        )
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise pytest.UsageError(
+            f"--rdzv-endpoint: {options.rdzv_endpoint!r} is no address, expected HOST:PORT of "
+            f"node 0, the same on every node"
+        )
+    return options
+
+
+def _slurm_step() -> SlurmStep | None:
+    """Return the step of Slurm on several nodes that this process is a task of.
+
+    Raises:
+        pytest.UsageError: The step has not one task on each node.
+    """
+    if not any(name in os.environ for name in _SLURM_STEP):
+        return None
+    from pytest_megatron.gangs.topology import find_slurm_step
+
+    with usage_errors():
+        return find_slurm_step(os.environ)
+
+
+def early_given(early_config: pytest.Config, name: str) -> object:
+    """Return what is given for an option before conftest files are loaded; typed words win."""
+    value: object = vars(early_config.known_args_namespace).get(dest(name))
+    return value or chosen_ini(early_config, dest(name))
+
+
+def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
+    """Return the words of an option before conftest files are loaded.
+
+    Wrong words are passed on: `read_options` reports them.
+    """
+    lists = cast("Sequence[str]", early_given(early_config, name) or ())
+    lines = [lists] if isinstance(lists, str) else lists
+    return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
+
+
+def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
+    """Have pytest read a path that follows a bare --keep-gangs or --changed.
+
+    argparse takes it for their value. Numbers, commits and further options stay. Runs before
+    conftest files are loaded.
+    """
+    for index, (option, value) in enumerate(itertools.pairwise(map(str, arguments))):
+        name = option.replace(f"--{PREFIX}", "--")
+        is_path = name == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
+        if is_path or (name == "--changed" and _is_only_path(value)):
+            arguments[index] = f"{option}={DEFAULT_MINUTES if is_path else ''}"
+            early_config.known_args_namespace = parser.parse_known_args(
+                arguments, namespace=copy.copy(early_config.option)
+            )
+
+
+def _is_only_path(text: str) -> bool:
+    """Return true for a path or a node id that is no commit."""
+    from pytest_megatron.base.project import ask_git
+
+    is_path = Path(text.partition("::")[0]).exists()
+    return is_path and ask_git(Path(), "rev-parse", "-q", "--verify", f"{text}^{{commit}}") is None
+
+
+def early_minutes(early_config: pytest.Config) -> float:
+    """Return the minutes of --keep-gangs before conftest files are loaded; 0 if they are wrong."""
+    with contextlib.suppress(pytest.UsageError):
+        return _minutes("keep-gangs", early_given(early_config, "keep-gangs") or 0)
+    return 0.0
+
+
+@contextlib.contextmanager
+def parsed_early(config: pytest.Config, parser: pytest.Parser) -> Generator[float]:
+    """Set `known_args_namespace` while plugins are loaded; yield the minutes of --keep-gangs.
+
+    It is 0 where conftest files are loaded already, or pytest has not read its ini file, or where
+    an option of a plugin that is not loaded yet forbids to keep gangs.
+    """
+    before: argparse.Namespace | None = getattr(config, "known_args_namespace", None)
+    if before is None or before.confcutdir is not None:
+        yield 0.0
+        return
+    words = [
+        *config.getini("addopts"),
+        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
+        *map(str, config.invocation_params.args),
+    ]
+    is_typed = any(word.startswith(("--keep-gangs", f"--{PREFIX}keep-gangs")) for word in words)
+    minutes = 0.0
+    if is_typed or config.getini(dest("keep-gangs")):
+        with contextlib.suppress(pytest.UsageError):  # pytest reports it
+            config.known_args_namespace, unknown = parser.parse_known_and_unknown_args(
+                words, namespace=copy.copy(config.option)
+            )
+            release_paths(config, parser, words)
+            is_for_others = any(_OF_WORKERS.match(word) for word in unknown)
+            minutes = 0.0 if is_for_others else early_minutes(config)
+    try:
+        yield minutes
+    finally:
+        config.known_args_namespace = before
+
+
+def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
+    """Return ranks of a node and nodes, before conftest files are loaded; None without gangs.
+
+    A wrong value gives None: `read_options` reports it.
+    """
+    texts = {
+        name: early_given(early_config, name)
+        for name in ("ranks", "gpus", "nnodes", "ranks-per-gpu")
+    }
+    num_ranks = texts["ranks"] or texts["gpus"]
+    if num_ranks and not texts["nnodes"]:
+        with contextlib.suppress(pytest.UsageError):
+            step = _slurm_step()
+            texts["nnodes"] = step.num_nodes if step else None
+    if num_ranks == "all":
+        from pytest_megatron.gpu.host import this_host
+
+        per_gpu = str(texts["ranks-per-gpu"] or 1)
+        num_ranks = len(this_host().gpus) * (int(per_gpu) if per_gpu.isdecimal() else 1)
+    words = str(num_ranks), str(texts["nnodes"] or 1)
+    if not all(word.isdecimal() and int(word) for word in words):
+        return None
+    return int(words[0]), int(words[1])
+
+
+def _refuse_contradictions(options: Options) -> None:
+    if options.num_gpus is not None and options.num_ranks is not None:
+        raise pytest.UsageError("--gpus: --ranks is given as well; give one of them")
+    if options.num_gpus is not None and options.device == "cpu":
+        raise pytest.UsageError("--gpus: --device is cpu; use --ranks for ranks on the CPU")
+    if options.ranks_per_gpu > 1 and options.num_nodes > 1:
+        raise pytest.UsageError(
+            f"--ranks-per-gpu: {options.ranks_per_gpu} ranks share a GPU on one node only, "
+            f"--nnodes is {options.num_nodes}; drop one of them"
+        )
+    if options.node_rank >= options.num_nodes:
+        raise pytest.UsageError(
+            f"--node-rank: {options.node_rank} of {options.num_nodes} nodes, "
+            f"expected 0 to {options.num_nodes - 1}; set --nnodes"
+        )
+    is_writing = options.is_writing_goldens
+    if is_writing and options.tensor_trace != "off":
+        raise pytest.UsageError(
+            f"--tensor-trace: the first steps of a traced training are slower, and --golden "
+            f"{options.golden} keeps their times; drop one of them"
+        )
+    if is_writing and options.is_lightweight:
+        raise pytest.UsageError(
+            f"--golden {options.golden}: a lightweight run measures nothing to keep; "
+            f"drop --lightweight"
+        )
+    if is_writing and options.num_repeats is not None and options.num_repeats < MIN_REFRESH_REPEATS:
+        raise pytest.UsageError(
+            f"--golden {options.golden}: needs at least {MIN_REFRESH_REPEATS} repeats to know "
+            f"their spread, --n-repeat is {options.num_repeats}; raise or drop it"
+        )

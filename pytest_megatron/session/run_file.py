@@ -1,0 +1,510 @@
+"""Files that a session leaves: `run.json`, pages and the history. `--fail-flaky` reads these.
+
+The roles for workloads and for distributed tests share them; reports carry their data. When
+everything has ended, secrets are removed from the files of the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.schema import validate
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.gangs.controller.other_plugins import seed_of_examples
+from pytest_megatron.gangs.markers import limit_of_session
+from pytest_megatron.runs import environment as patch
+from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
+from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
+from pytest_megatron.runs.layout import RUN_FILE, make_own_dir
+from pytest_megatron.runs.prune import remove_old_runs
+from pytest_megatron.runs.record import (
+    RecordedItem,
+    RecordedOptions,
+    RecordedPatch,
+    RecordedRun,
+    RecordedTest,
+    RecordedWorkload,
+    is_variable,
+    item_to_json,
+    read_if_whole,
+    run_text,
+)
+from pytest_megatron.session.deselected import deselected_of
+from pytest_megatron.session.options import Options
+from pytest_megatron.session.state import RunSession, link_latest
+
+_ATTRIBUTES: dict[str, type[RecordedWorkload | RecordedTest]] = {
+    "megatron_workload": RecordedWorkload,
+    "megatron_test": RecordedTest,
+}
+
+
+def put_record(report: pytest.TestReport, record: RecordedItem) -> None:
+    """Put the record of an item on its last report; `RecordCarrier` dumps it for a worker."""
+    name = next(name for name, kind in _ATTRIBUTES.items() if isinstance(record, kind))
+    report.__dict__[name] = record
+
+
+def record_on(report: pytest.TestReport) -> RecordedItem | None:
+    """Return the record on a report, or None; one from a worker is read once."""
+    for name, kind in _ATTRIBUTES.items():
+        found = report.__dict__.get(name)
+        if found is not None:
+            record = found if isinstance(found, kind) else validate(kind, found)
+            report.__dict__[name] = record
+            return record
+    return None
+
+
+class RecordCarrier:
+    """Base of the plugins that put records on reports: those cross to other processes as JSON."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_to_serializable(self) -> Generator[None, dict[str, object], object]:
+        """Dump the record of an item."""
+        data = yield
+        for name, kind in _ATTRIBUTES.items():
+            record = data.get(name)
+            if isinstance(record, kind):
+                data[name] = item_to_json(record)
+        return data
+
+
+def _session_env(session: RunSession) -> dict[str, str]:
+    """Return the variables to keep, redacted; only names that a shell can set."""
+    decision = session.options.decision
+    own = {} if decision is None else decision.env
+    kept = kept_variables({**os.environ, **own}, own, names=session.project.kept_variables)
+    return {k: v for k, v in session.redactor.env(kept).items() if is_variable(k)}
+
+
+def keep_patch(session: RunSession) -> RecordedPatch | None:
+    """Write the changes of the working tree into the run directory; None for a clean tree.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    if not session.facts.is_dirty:
+        return None
+    made = patch.make_patch(session.root)
+    if made.text:
+        path = session.run_dir / patch.NAME
+        write_text_atomically(path, session.redactor.text(made.text))
+    return RecordedPatch(file="dirty.patch" if made.text else None, problem=made.problem)
+
+
+def _positional(config: pytest.Config) -> list[str]:
+    found = getattr(config.known_args_namespace, "file_or_dir", None)
+    return [str(word) for word in found or ()]
+
+
+def _seeds(config: pytest.Config, run_id: str) -> dict[str, str | None]:
+    """Return the seeds that pytest's plugins and Python have, each null if it has none."""
+    seeds: dict[str, str | None] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
+    for name in ("randomly_seed", "random_order_seed"):
+        value = getattr(config.option, name, None)
+        if value is not None and not str(value).startswith("default"):  # one that is not in use
+            seeds[name] = str(value)
+    if hasattr(config.option, "hypothesis_seed"):
+        seeds["hypothesis_seed"] = str(config.option.hypothesis_seed or seed_of_examples(run_id))
+    return seeds
+
+
+def _options(config: pytest.Config, options: Options) -> RecordedOptions:
+    return RecordedOptions(
+        golden=options.golden,
+        golden_policy=options.golden_policy,
+        stop_early=options.stop_early,
+        lightweight=options.is_lightweight,
+        audit_determinism=options.is_audited,
+        rank_timeout=_rank_timeout_s(config, options),
+        rank_grace=options.rank_grace_s,
+        gang_start=options.gang_start,
+        workload_start=options.workload_start,
+        ranks_per_gpu=options.ranks_per_gpu,
+        stress=options.num_stress,
+        stress_seed=None if options.num_stress is None else options.stress_seed,
+        signatures=tuple(str(path) for path in options.signatures),
+    )
+
+
+def _rank_timeout_s(config: pytest.Config, options: Options) -> float:
+    """Return the limit of tests on gangs, whoever set it; one that is wrong limited none."""
+    try:
+        return limit_of_session(config, options).seconds
+    except pytest.UsageError:
+        return options.rank_timeout_s
+
+
+_RUN_FILE = "megatron-run-file"
+_MOST_SHOWN = 5
+_CHEAP_S = 0.1
+_SPARINGLY = 20  # a dear file is written in one twentieth of the time
+
+
+class RunFile(RecordCarrier):
+    """`run.json`, of workloads and distributed tests alike.
+
+    Attributes:
+        problem: Why the file lacks something, or None.
+    """
+
+    def __init__(self, config: pytest.Config, session: RunSession) -> None:
+        self._config = config
+        self._session = session
+        self._records: dict[str, RecordedItem] = {}
+        self._started = _started(session)
+        self._patch: RecordedPatch | None = None
+        self._has_patch = False
+        self._is_redacted = False
+        self._is_there = False
+        self._next_at = 0.0
+        self._unclean: tuple[str, ...] = ()
+        self._ended: str | None = None
+        self._exit_code: int | None = None
+        self._removed = 0
+        self._unremoved = ""
+        self.problem: str | None = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+        """Record the end of the run, after all other plugins could change it."""
+        yield
+        self._ended, self._exit_code = utc_now(), int(session.exitstatus)
+        if self._records or self._is_there or self._is_asked_for():
+            self.write()
+
+    def _is_asked_for(self) -> bool:
+        """Return true to record a run without items of ours; never over an earlier run."""
+        if self._exit_code == pytest.ExitCode.USAGE_ERROR:  # corrected and typed again
+            return False
+        options = self._session.options
+        if options.run_dir is None or options.is_plan or self._config.option.collectonly:
+            return False
+        return not (self._session.run_dir / RUN_FILE).exists()
+
+    def keep(self, node_id: str, record: RecordedItem) -> None:
+        """Take the record of an item; the next `write` has it."""
+        redactor = self._session.redactor
+        # Of a test that passed there is no text that it wrote; there may be many thousands.
+        if not (isinstance(record, RecordedTest) and record.outcome == "passed"):
+            record = validate(type(record), redactor.json(item_to_json(record)))
+        self._records[redactor.text(node_id)] = record
+
+    def update(self) -> None:
+        """Write the known results, unless that was done a moment ago and takes its time."""
+        if time.monotonic() >= self._next_at:
+            self.write()
+
+    def write(self) -> None:
+        """Write the known results, which a run that is killed later leaves behind."""
+        before = time.monotonic()
+        try:
+            self._write()
+            self._is_there = True
+            self.problem = None
+        except OSError as error:  # the disk is full; the terminal still shows the results
+            self.problem = self._session.cannot_write(error)
+        cost_s = time.monotonic() - before  # grows with the number of items: thousands, in a queue
+        self._next_at = before + (0.0 if cost_s < _CHEAP_S else cost_s * _SPARINGLY)
+
+    @pytest.hookimpl(specname="pytest_sessionfinish", trylast=True)
+    def pytest_megatron_redact(self) -> None:
+        """Remove secrets from the run's files, when everything has ended."""
+        from pytest_megatron.runs.redact import redact_file, redact_tree  # noqa: PLC0415 - late
+
+        run_dir, redactor = self._session.run_dir, self._session.redactor
+        if run_dir.is_dir():
+            self._unclean = redact_tree(run_dir, redactor)
+        junit = getattr(self._config.option, "xmlpath", None)
+        if junit and Path(junit).is_file():
+            try:
+                redact_file(Path(junit), redactor)
+            except OSError as error:
+                self._unclean += (f"{junit}: {error.strerror}",)
+        self._is_redacted = not self._unclean
+        self._remove_old_runs()
+
+    def _remove_old_runs(self) -> None:
+        """Remove the runs that are not to be kept; a run in a place of the user's counts for none.
+
+        This one is the latest, so it stays.
+        """
+        keep = self._session.options.num_kept_runs
+        if keep is None or not self._is_there or self._session.options.run_dir is not None:
+            return
+        try:
+            here = self._session.run_dir
+            self._removed = len(remove_old_runs(self._session.root, keep, spared=here))
+        except OSError as error:
+            self._unremoved = f"{error.filename or self._session.root}: {error.strerror}"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Report files that may still hold secrets."""
+        for text in self._unclean[:_MOST_SHOWN]:
+            line = f"megatron: secrets may be left in {self._session.shorten(text)}"
+            terminalreporter.write_line(line, red=True)
+        if self._removed:
+            what = "1 older run" if self._removed == 1 else f"{self._removed} older runs"
+            terminalreporter.write_line(f"megatron: removed {what} (--keep-runs)")
+        if self._unremoved:
+            line = f"megatron: --keep-runs: {self._session.shorten(self._unremoved)}"
+            terminalreporter.write_line(line, red=True)
+
+    def _write(self) -> None:
+        run_dir = self._session.run_dir
+        if not self._session.has_results:
+            if self._records or not self._is_asked_for():
+                return  # nothing could be started
+            run_dir.mkdir(parents=True, exist_ok=True)
+        if not self._has_patch:
+            self._patch, self._has_patch = keep_patch(self._session), True
+        config, session = self._config, self._session
+        run = RecordedRun(
+            started=self._started,
+            updated=utc_now(),
+            is_redacted=self._is_redacted,
+            ended=self._ended,
+            exit_code=self._exit_code,
+            arguments=tuple(session.arguments),
+            directory=os.path.relpath(config.invocation_params.dir, session.root),
+            positional=tuple(session.redactor.words(_positional(config))),
+            env=_session_env(session),
+            seeds=_seeds(config, session.run_dir.name),
+            options=_options(config, session.options),
+            **session.facts.as_keys(),
+            patch=self._patch,
+            deselected=self._deselected(),
+            items=self._records,
+        )
+        write_text_atomically(run_dir / RUN_FILE, run_text(run))
+        if self._session.options.run_dir is None:
+            link_latest(run_dir)
+
+    def _deselected(self) -> dict[str, dict[str, int]]:
+        redact = self._session.redactor.text
+        return {
+            redact(reason): {redact(node_id): number for node_id, number in tests.items()}
+            for reason, tests in deselected_of(self._config).items()
+        }
+
+
+_OWN = pytest.StashKey[RunFile]()
+
+
+def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
+    """Return the one `run.json` of a session, which all roles share."""
+    if _OWN not in config.stash:
+        config.stash[_OWN] = RunFile(config, session)
+        config.pluginmanager.register(config.stash[_OWN], _RUN_FILE)
+    return config.stash[_OWN]
+
+
+def _started(session: RunSession) -> str:
+    """Return when the run began; one that is taken over began earlier."""
+    if session.options.is_attached:
+        earlier = read_if_whole(session.run_dir / RUN_FILE, RecordedRun)
+        if earlier is not None and earlier.started is not None:
+            return earlier.started
+    return utc_now()
+
+
+_PAGES = "megatron-pages"
+_GOOD = ("passed", "skipped")
+
+
+class PagesPlugin:
+    """Writes `index.html` and every workload's `curves.html`; prints the path after failures."""
+
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
+        self._has_workloads = False
+        self._has_failures = False
+        self._line: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note whether there is anything to show."""
+        record = record_on(report)
+        self._has_workloads |= isinstance(record, RecordedWorkload)
+        self._has_failures |= record is not None and record.verdict not in _GOOD
+
+    @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
+    def pytest_sessionfinish(self) -> Generator[None]:
+        """Write them; a run whose pages cannot be written is as good or bad as without."""
+        yield
+        run_dir = self._session.run_dir
+        has_any = self._has_workloads or self._has_failures
+        if not has_any or not (run_dir / RUN_FILE).is_file():
+            return
+        # Loads all of goldens and triage, which a run of tests that pass does without.
+        from pytest_megatron.pages import read, write  # noqa: PLC0415
+
+        try:
+            index = write.write_in_place(read.RunReader(run_dir))
+        except (MegatronError, OSError) as error:
+            self._line = f"the pages of this run are not complete: {error}"
+            return
+        if self._has_failures:
+            self._line = f"the page of this run: {index}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the path of the pages."""
+        if self._line is not None:
+            terminalreporter.write_line(self._session.shorten(f"megatron: {self._line}"))
+
+
+def register_pages(config: pytest.Config, session: RunSession) -> None:
+    """Have pages written at the end of a session, once, whoever asks."""
+    if not config.pluginmanager.has_plugin(_PAGES):
+        config.pluginmanager.register(PagesPlugin(session), _PAGES)
+
+
+_HISTORY = "megatron-history"
+
+
+class HistoryPlugin:
+    """Writes a line for each item and run, and fails a session that was flaky, if asked to."""
+
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
+        # A repeat of --stress is no run of the test: it has delays, and an id of its own.
+        is_off = session.options.history == "off" or session.options.num_stress is not None
+        self._path = None if is_off else session.history_file
+        self._kept: dict[str, HistoryEntry] = {}
+        self._others: dict[tuple[object, ...], list[RecordedTest]] = {}  # tests without own lines
+        self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
+        self._known: frozenset[str] | None = None
+        self._num_flaky = 0
+        self._problem: str | None = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the record of an item; write that of a training at once."""
+        record = record_on(report)
+        if record is not None and self._is_worth_a_line(report.nodeid, record):
+            self._kept[report.nodeid] = self._entry(report.nodeid, record)
+            if isinstance(record, RecordedWorkload):
+                self._write()
+        elif isinstance(record, RecordedTest) and report.nodeid not in self._earlier:
+            file = report.nodeid.partition("::")[0]
+            key = (file, record.device, record.world_size, record.labels, record.owners)
+            self._others.setdefault(key, []).append(record)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the rest, and fail a session that was flaky, if asked to."""
+        for (file, *rest), records in self._others.items():
+            self._kept[f"{file} {rest}"] = self._entry_of_file(str(file), records)
+        self._write()
+        is_failure = self._num_flaky > 0 and self._session.options.is_flaky_failure
+        if is_failure and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Report that flaky items fail the session, and that the history lacks something."""
+        if self._num_flaky and self._session.options.is_flaky_failure:
+            items = "1 item was" if self._num_flaky == 1 else f"{self._num_flaky} items were"
+            terminalreporter.write_line(
+                f"megatron: {items} flaky, and --fail-flaky is given", red=True
+            )
+        if self._problem is not None:
+            terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
+
+    def _is_worth_a_line(self, node_id: str, record: RecordedItem) -> bool:
+        """Return true for every workload, and for tests with a failure now, once or expected."""
+        if record.verdict == "flaky" and not record.is_held:
+            self._num_flaky += 1
+        if self._path is None or node_id in self._earlier:
+            return False
+        if isinstance(record, RecordedWorkload) or record.quarantine is not None:
+            return True
+        return record.verdict in ("flaky", "failed") or self._knows(node_id)
+
+    def _of_this_run(self) -> frozenset[str]:
+        """Return the items of which the controller that is gone wrote already."""
+        if self._path is None:
+            return frozenset()
+        with contextlib.suppress(OSError):  # `_knows` says it
+            entries = read(self._path).entries
+            return frozenset(e.node_id for e in entries if e.run == self._session.run_dir.name)
+        return frozenset()
+
+    def _knows(self, node_id: str) -> bool:
+        """Return true if the history has an item: then its passes count as well."""
+        if self._known is None:
+            assert self._path is not None
+            try:
+                self._known = known_items(self._path)
+            except OSError as error:
+                self._known = frozenset()
+                self._problem = f"{self._session.shorten(str(self._path))}: {error.strerror}"
+        return node_id in self._known
+
+    def _entry(self, node_id: str, record: RecordedItem) -> HistoryEntry:
+        facts = self._session.facts
+        if isinstance(record, RecordedTest):
+            kind, platform, num_repeats = "test", f"{record.device} x{record.world_size}", 1
+        else:
+            kind, platform = "workload", str(record.platform)
+            num_repeats = len({attempt.repeat for attempt in record.attempts}) or 1
+        return HistoryEntry(
+            time=utc_now(),
+            run=self._session.run_dir.name,
+            node_id=self._session.redactor.text(node_id),
+            kind=kind,
+            verdict=record.verdict,
+            num_attempts=len(record.attempts),
+            causes=record.causes,
+            duration_s=round(record.duration_s or 0.0, 3),
+            commit=facts.commit,
+            is_dirty=facts.is_dirty,
+            platform=platform,
+            is_quarantined=record.is_held,
+            quarantined_until="" if record.quarantine is None else record.quarantine.until,
+            page=ci_page(os.environ) or "",
+            num_devices=record.num_devices,
+            attempts_s=round(sum(attempt.duration_s for attempt in record.attempts), 3),
+            num_repeats=num_repeats,
+            is_lightweight=self._session.options.is_lightweight,
+            scope=record.scope,
+            labels=record.labels,
+            owners=record.owners,
+        )
+
+    def _entry_of_file(self, file: str, records: Sequence[RecordedTest]) -> HistoryEntry:
+        """Return one line for tests of a file that passed or were skipped, for their cost."""
+        attempts = tuple(attempt for record in records for attempt in record.attempts)
+        together = replace(records[0], verdict="passed", attempts=attempts, quarantine=None)
+        entry = self._entry(file, together)
+        return replace(entry, kind="tests", causes=(), duration_s=entry.attempts_s or 0.0)
+
+    def _write(self) -> None:
+        """Append new entries; a history that cannot be written is reported and fails nothing."""
+        entries, self._kept = self._kept, {}
+        if self._path is None or not entries:
+            return
+        try:
+            if not self._session.options.history:
+                make_own_dir(self._session.root)
+            append(self._path, entries.values())
+        except OSError as error:
+            where = self._session.shorten(str(error.filename or self._path))
+            self._problem = (
+                f"{where}: {error.strerror}; the history lacks this run; "
+                "give --history FILE, or --history off"
+            )
+
+
+def register_history(config: pytest.Config, session: RunSession) -> None:
+    """Register the role, once for a session."""
+    if not session.is_worker and not config.pluginmanager.has_plugin(_HISTORY):
+        config.pluginmanager.register(HistoryPlugin(session), _HISTORY)

@@ -1,0 +1,306 @@
+"""State that every role of one pytest session shares: options, run directory, arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_megatron.base.project import ProjectConfig, load_config
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.runs.environment import SessionFacts, gather_facts
+from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
+from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.session.options import Options, read_options, usage_errors
+from pytest_megatron.triage.signatures import Table, load_table
+from pytest_megatron.workloads.verdict.retry import RunLedger
+
+if TYPE_CHECKING:  # sessions without workloads need none
+    from pytest_megatron.workloads.engine.api import Engine
+
+_ARGUMENTS_KEY = "megatron_arguments"
+NOTE_PREFIX = ".progress-"  # the name of a worker follows
+_LOCK = ".lock"  # in a run directory that the user named
+_RUN_DIR_KEY = "megatron_run_dir"
+_RUN_NAME = pytest.StashKey[str]()
+RECORDED = pytest.StashKey[list[str]]()  # arguments of the run that this session takes over
+
+
+class RunSession:
+    """One session, in the controller or in a worker of pytest-xdist.
+
+    Attributes:
+        root: The project: recipes, cases and goldens are found from here.
+        options: Values of the options.
+        run_dir: Made when the first workload starts; a worker has the controller's.
+        is_worker: Whether this is a worker of pytest-xdist.
+        is_open: Whether the run directory was made.
+        warned: Warnings about workloads that were shown, and are not shown again.
+    """
+
+    def __init__(self, config: pytest.Config, options: Options) -> None:
+        """Read the configuration; starts and writes nothing."""
+        self._directory = config.invocation_params.dir
+        self.root = config.rootpath
+        self.options = options
+        worker: dict[str, str] | None = getattr(config, "workerinput", None)
+        self.is_worker = worker is not None
+        self._worker_id = None if worker is None else worker["workerid"]
+        self.warned: set[str] = set()
+        self.is_open = False
+        self._is_ours = False
+        self._lock: int | None = None  # on the run directory
+        self._lock_owner: int | None = None  # a process
+        self._made_run_dir = False
+        if worker is not None:
+            self.run_dir = Path(worker[_RUN_DIR_KEY])
+            self._typed: list[str] = json.loads(worker[_ARGUMENTS_KEY])
+        else:
+            self.run_dir = self._new_run_dir(config)
+            typed = config.stash.get(RECORDED, config.invocation_params.args)
+            self._typed = [str(argument) for argument in typed]
+
+    @property
+    def facts(self) -> SessionFacts:
+        """Facts about host and environment of this session."""
+        return gather_facts(self.root)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The engine of workloads.
+
+        Raises:
+            pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
+        """
+        from pytest_megatron.workloads.engine import api, local  # noqa: PLC0415
+
+        file = self.options.executor_config
+        context = api.EngineContext(
+            root=self.root,
+            run_dir=self.run_dir,
+            facts=self.facts,
+            env=os.environ,
+            config_file=None if file is None else Path(self._directory, file),
+            copies_lines="tee-ranks" in self.options.typed,
+            workload_start=self.options.settled_workload_start,
+        )
+        try:
+            return local.open_engine(self.options.executor, context)
+        except MegatronError as error:
+            raise pytest.UsageError(self.shorten(str(error))) from None
+
+    def close(self) -> None:
+        """Close the engine, if there was anything for it to do; one with a queue has its owner."""
+        if "engine" in vars(self) and not self.engine.is_queue:
+            self.engine.close()
+
+    @functools.cached_property
+    def project(self) -> ProjectConfig:
+        """The project's settings.
+
+        Raises:
+            pytest.UsageError: They are wrong.
+        """
+        with usage_errors():
+            return load_config(self.root)
+
+    @functools.cached_property
+    def redactor(self) -> Redactor:
+        """Redactor for the secrets of this process and of the command line.
+
+        Raises:
+            pytest.UsageError: The project's settings are wrong.
+        """
+        return Redactor.of(os.environ, self._typed, self.project.secret_names)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of `pytest`, without secrets."""
+        return self.redactor.words(self._typed)
+
+    @functools.cached_property
+    def table(self) -> Table:
+        """The signatures, with those of the project and the user.
+
+        Raises:
+            pytest.UsageError: A file of theirs cannot be read.
+        """
+        typed = (Path(self._directory, path) for path in self.options.signatures)
+        with usage_errors():
+            return load_table((*self.project.signature_files, *typed))
+
+    @functools.cached_property
+    def ledger(self) -> RunLedger:
+        """Further attempts of this run so far; the run directory must exist."""
+        return RunLedger(
+            run_dir=self.run_dir,
+            max_retries=self.options.max_retries,
+            is_attached=self.options.is_attached,
+        )
+
+    @property
+    def ranks_dir(self) -> str:
+        """Name of the directory in the run directory that holds logs of gangs."""
+        return "ranks" if self._worker_id is None else f"ranks-{self._worker_id}"
+
+    @property
+    def progress_note(self) -> Path | None:
+        """File in which a worker notes how far its training is; None in the controller."""
+        return None if self._worker_id is None else self.run_dir / f"{NOTE_PREFIX}{self._worker_id}"
+
+    @property
+    def history_file(self) -> Path:
+        """The file of past outcomes; the project's own where `--history` names none."""
+        chosen = self.options.history
+        return self.root / (f"{OWN_DIR}/{HISTORY_FILE}" if chosen in ("", "off") else chosen)
+
+    def open_run_dir(self) -> Path:
+        """Make the run directory if it is not there yet, and return it.
+
+        Raises:
+            pytest.UsageError: It cannot be made.
+        """
+        if not self.is_open:
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                if self.options.run_dir is None:
+                    make_own_dir(self.root)
+                    link_latest(self.run_dir)
+            except OSError as error:
+                raise pytest.UsageError(self.cannot_write(error)) from None
+            self.is_open = True
+        return self.run_dir
+
+    def refuse_used_run_dir(self) -> None:
+        """Make sure that no file of another run can be taken for one of this.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run.
+        """
+        if self.options.is_attached or self._is_ours:
+            return
+        where = self.shorten(str(self.run_dir))
+        if (self.run_dir / RUN_FILE).exists():
+            raise pytest.UsageError(f"--run-dir: {where} holds an earlier run; give another")
+        if self.run_dir.exists() and not self.run_dir.is_dir():
+            raise pytest.UsageError(f"--run-dir: {where} is no directory; give another")
+        if self.options.run_dir is not None:
+            self._claim_run_dir(where)
+        self._is_ours = True  # from now on, what is there is of this run
+
+    def _claim_run_dir(self, where: str) -> None:
+        """Keep other sessions out of the run directory while this one lives.
+
+        Raises:
+            pytest.UsageError: Another session runs in it.
+        """
+        self._made_run_dir = not self.run_dir.exists()
+        try:
+            make_results_dir(self.run_dir)
+            self._lock = os.open(self.run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise pytest.UsageError(
+                f"--run-dir: another session runs in {where}; give each its own"
+            ) from None
+        except OSError:
+            return  # a file system without locks; who writes there names what else is wrong
+        self._lock_owner = os.getpid()
+
+    def release_run_dir(self) -> None:
+        """Let go of the run directory; one in which nothing was written goes as well."""
+        if self._lock is None or self._lock_owner != os.getpid():  # a rank has a copy
+            return
+        (self.run_dir / _LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        if not self._made_run_dir or any(self.run_dir.glob("[!.]*")):
+            return
+        with contextlib.suppress(OSError):  # something else is there, or it is gone
+            (self.run_dir / ".gitignore").unlink(missing_ok=True)
+            self.run_dir.rmdir()
+
+    @property
+    def has_results(self) -> bool:
+        """True if the run directory was opened, or holds more than the files that claim it."""
+        if not self.run_dir.is_dir():
+            return False
+        return self.is_open or any(
+            path.name not in (_LOCK, ".gitignore") for path in self.run_dir.iterdir()
+        )
+
+    @property
+    def where(self) -> str:
+        """The run directory, as the user would type it here."""
+        return self.shorten(str(self.run_dir))
+
+    def worker_input(self) -> dict[str, str]:
+        """Return the input for a worker of pytest-xdist."""
+        return {_RUN_DIR_KEY: str(self.run_dir), _ARGUMENTS_KEY: json.dumps(self._typed)}
+
+    def shorten(self, text: str) -> str:
+        """Name files as the user would type them here."""
+        return text.replace(f"{self._directory}{os.sep}", "")
+
+    def cannot_write(self, error: OSError) -> str:
+        """Return the message for a file that could not be written."""
+        where = error.filename or self.run_dir
+        return f"{where}: {error.strerror}; make room, or give another --run-dir"
+
+    def _new_run_dir(self, config: pytest.Config) -> Path:
+        if self.options.run_dir is not None:
+            chosen = Path(self._directory, self.options.run_dir)
+        else:
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            chosen = self.root / RUNS_DIR / config.stash.setdefault(_RUN_NAME, name)
+        # Once, for all: containers and other machines see it under its real path alone.
+        return chosen.resolve()
+
+
+_SESSION = pytest.StashKey[RunSession]()
+
+
+def session_of(config: pytest.Config) -> RunSession:
+    """Return the one session of a configuration: all roles share its run directory."""
+    if _SESSION not in config.stash:
+        config.stash[_SESSION] = RunSession(config, read_options(config))
+        config.add_cleanup(config.stash[_SESSION].release_run_dir)
+    return config.stash[_SESSION]
+
+
+def is_run_dir_open(config: pytest.Config) -> bool:
+    """Return whether the session has made its run directory."""
+    return _SESSION in config.stash and config.stash[_SESSION].is_open
+
+
+def write_line(config: pytest.Config, line: str) -> None:
+    """Write a line to the terminal, if this process has one."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(line)
+
+
+def show_no_stacks() -> None:
+    """Cancel `faulthandler_timeout` in this process, which only waits for others.
+
+    Call it in `pytest_runtest_protocol`, once its wrappers have begun.
+    """
+    faulthandler.cancel_dump_traceback_later()
+
+
+def link_latest(run_dir: Path) -> None:
+    """Point `latest` beside the run at it; the link is replaced, never missing."""
+    new = run_dir.parent / f".latest-{run_dir.name}-{os.getpid()}"  # workers do this as well
+    new.unlink(missing_ok=True)
+    new.symlink_to(run_dir.name)
+    new.replace(run_dir.parent / "latest")

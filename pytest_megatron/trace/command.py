@@ -1,0 +1,393 @@
+"""`pytest-megatron trace`: compares and prints traces of tensors, outside pytest.
+
+Thin: finds, compares and prints. Errors go up to `main`, which ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import click
+
+from pytest_megatron.base.command import (
+    EXIT_FAILED,
+    EXIT_UNUSABLE,
+    PATH,
+    HintingGroup,
+    echo_json,
+    format_option,
+)
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import columns, counted, listed, printable
+from pytest_megatron.errors import RunError, TraceError
+from pytest_megatron.runs.find import FoundRun, find_runs
+from pytest_megatron.runs.layout import PLAN_FILE, TRACE_DIR, item_dirs
+from pytest_megatron.runs.record import (
+    RecordedPhase,
+    RecordedPlan,
+    RecordedRun,
+    RecordedWorkload,
+    read_if_whole,
+    read_run,
+)
+from pytest_megatron.trace.bits import compare_bits, headline
+from pytest_megatron.trace.divergences import TraceComparison, as_text, comparison_to_json
+from pytest_megatron.trace.files import (
+    TraceRecord,
+    rank_files,
+    read_end,
+    read_header,
+    read_records,
+)
+
+_MOST_LISTED = 10
+_PHASE = re.compile(r"phase_(\d+)").fullmatch
+# Of a machine or a start, not of what is computed.
+_PASSED_OVER = frozenset(
+    (
+        *("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PATH", "PYTHONPATH"),
+        *("PYTEST_MEGATRON_TRACE", "VIRTUAL_ENV"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTrace:
+    """The trace of a phase.
+
+    Attributes:
+        node_id: Node id of the item; "" for a directory that is in no run.
+        number: Number of the phase; 0 for such a directory.
+        directory: With a file for each rank.
+        plan: Plan of the attempt, where it can be read.
+    """
+
+    node_id: str
+    number: int
+    directory: Path
+    plan: RecordedPlan | None = None
+
+    @property
+    def phase(self) -> RecordedPhase | None:
+        """The phase as it was planned."""
+        phases = () if self.plan is None else self.plan.phases
+        return next((phase for phase in phases if phase.number == self.number), None)
+
+    @property
+    def name(self) -> str:
+        """Item and phase, for a person."""
+        if not self.node_id:
+            return str(self.directory)
+        return f"{self.node_id}, {'phase' if self.phase is None else self.phase.name or 'phase'}"
+
+
+def find_traces(path: Path, scratch: Path, item: str | None = None) -> list[FoundTrace]:
+    """Return the traces at a path: those of the last attempt of the first repeat of each item.
+
+    Args:
+        path: A directory of a trace, a run directory, or an artifact of a run.
+        scratch: A directory for the files of an artifact.
+        item: A node id, or a part of one; None takes all.
+
+    Raises:
+        RunError: There is none.
+    """
+    bare = next((p for p in (path, path / TRACE_DIR) if any(p.glob("rank_*.jsonl"))), None)
+    if bare is not None:
+        return [FoundTrace(node_id="", number=0, directory=bare)]
+    runs = find_runs([path], scratch, _is_wanted, looks_up=True)
+    found = [trace for run in runs for trace in _traces_of(run)]
+    if not found:
+        raise RunError(
+            str(path), "has no trace of tensors; run it with --tensor-trace hash to record one"
+        )
+    if item is None:
+        return found
+    ids = dict.fromkeys(trace.node_id for trace in found)
+    named = [one for one in ids if one == item or one.endswith(f"::{item}")]
+    named = named or [one for one in ids if item in one]
+    if not named:
+        there = listed(list(ids), _MOST_LISTED)
+        raise RunError(str(path), f"has no trace of {item!r}, expected a part of one of {there}")
+    return [trace for trace in found if trace.node_id in named]
+
+
+def _is_wanted(name: PurePath) -> bool:
+    return name.name == PLAN_FILE or (name.parent.name == TRACE_DIR and name.suffix == ".jsonl")
+
+
+def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
+    record: RecordedRun = read_run(run.directory)
+    for node_id, item in record.items.items():
+        if isinstance(item, RecordedWorkload):
+            yield from _traces_in(item_dirs(run.directory, node_id).root, node_id)
+
+
+def _traces_in(directory: Path, node_id: str) -> Iterator[FoundTrace]:
+    attempts = {path.parents[1] for path in directory.glob(f"repeat_*/attempt_*/*/{TRACE_DIR}")}
+    if not attempts:
+        return
+    first = min(attempts, key=_numbers)
+    attempt = max((one for one in attempts if one.parent == first.parent), key=_numbers)
+    plan = read_if_whole(attempt / PLAN_FILE, RecordedPlan)
+    phases = {path: match for path in attempt.iterdir() if (match := _PHASE(path.name))}
+    for path, match in sorted(phases.items(), key=lambda pair: int(pair[1][1])):
+        trace = path / TRACE_DIR
+        if trace.is_dir() and not trace.is_symlink():
+            yield FoundTrace(node_id=node_id, number=int(match[1]), directory=trace, plan=plan)
+
+
+def _numbers(attempt: Path) -> tuple[int, ...]:
+    """Return repeat and attempt."""
+    return tuple(int(part.rpartition("_")[2]) for part in attempt.parts[-2:])
+
+
+def pair_traces(
+    reference: Sequence[FoundTrace], candidate: Sequence[FoundTrace]
+) -> list[tuple[FoundTrace, FoundTrace]]:
+    """Return traces that belong together: of one item and phase, or the only one on each side.
+
+    Phases of an item that one side alone has are left out; where the sides have none in common,
+    the first ones belong together.
+
+    Raises:
+        RunError: No two do.
+    """
+    theirs = {(one.node_id, one.number): one for one in candidate}
+    pairs = [
+        (one, theirs[key]) for one in reference if (key := (one.node_id, one.number)) in theirs
+    ]
+    if not pairs:
+        firsts = {one.node_id: one for one in reversed(candidate)}
+        ours = {one.node_id: one for one in reversed(reference)}
+        pairs = [(one, firsts[node_id]) for node_id, one in ours.items() if node_id in firsts]
+    if not pairs and len(reference) == len(candidate) == 1:
+        pairs = [(reference[0], candidate[0])]
+    if not pairs:
+        names = [listed([one.name for one in side], 3) for side in (reference, candidate)]
+        raise RunError(
+            "trace diff",
+            f"no trace of one item in both: the first has {names[0]}, the second {names[1]}; name "
+            f"ITEM, or give the directory of each trace",
+        )
+    return pairs
+
+
+def differences_beside(reference: FoundTrace, candidate: FoundTrace) -> list[str]:
+    """Return a line for each thing that two trainings were not given alike: `torch: 2.12 and 2.13`.
+
+    Paths below the run directories do not count.
+    """
+    a, b = reference.plan, candidate.plan
+    if a is None or b is None:
+        return []
+    rows: list[tuple[str, object, object]] = [
+        (name, getattr(a, name), getattr(b, name)) for name in ("commit", "image", "python")
+    ]
+    rows += _rows("", a.versions, b.versions)
+    rows += [(name, getattr(a, name), getattr(b, name)) for name in ("driver", "gpus", "cpu")]
+    one, other = reference.phase, candidate.phase
+    if one is not None and other is not None:
+        rows += _rows("", _arguments(one, reference), _arguments(other, candidate))
+        rows += _rows("variable ", _variables(one, reference), _variables(other, candidate))
+    lines = [f"{name}: {_shown(old)} and {_shown(new)}" for name, old, new in rows if old != new]
+    for plan, which in ((a, "first"), (b, "second")):
+        lines += [f"uncommitted changes in the {which}"] if plan.is_dirty else []
+    return lines
+
+
+def _rows(
+    prefix: str, old: Mapping[str, str], new: Mapping[str, str]
+) -> list[tuple[str, object, object]]:
+    names = dict.fromkeys((*old, *new))
+    return [(f"{prefix}{name}", old.get(name), new.get(name)) for name in names]
+
+
+def _arguments(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+    """Return the program's flags with their values; what is no flag belongs to the one before."""
+    words = phase.argv
+    start = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
+    found: dict[str, str] = {}
+    name = "program"
+    for word in words[start:]:
+        is_flag = word.startswith("--")
+        name = word if is_flag else name
+        value = "" if is_flag else _without_run(word, of)
+        found[name] = f"{found.get(name, '')} {value}".strip()
+    return found
+
+
+def _variables(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+    return {
+        name: _without_run(value, of)
+        for name, value in phase.env.items()
+        if name not in _PASSED_OVER
+    }
+
+
+def _without_run(text: str, of: FoundTrace) -> str:
+    """Return a text without the path of its run and the number of its phase."""
+    item = re.escape(item_dirs(Path(), of.node_id).root.name)
+    return re.sub(rf"[^\s\"'=]*/{item}/repeat_\d+/attempt_\d+/?(phase_\d+)?", "", text)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else str(value) or "given"
+
+
+_COLUMNS = ("step", "phase", "module", "tensor", "shape", "dtype", "norm", "hash")
+
+
+@click.group("trace", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Compare and print traces of tensors, which --tensor-trace and --audit-determinism record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """Two traces and how they compare; None with the problem where they cannot be compared."""
+
+    reference: FoundTrace
+    candidate: FoundTrace
+    comparison: TraceComparison | None
+    problem: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "unusable" if self.comparison is None else self.comparison.verdict
+
+    @property
+    def line(self) -> str:
+        """The verdict in a line."""
+        name = f"{self.verdict}: {self.reference.name}"
+        if self.comparison is None:
+            return f"{name}: {self.problem}"
+        if self.comparison.divergences:
+            return f"{name}: {headline(self.comparison.divergences[0])}"
+        tensors = counted(self.comparison.num_compared, "tensor")
+        return f"{name}: {tensors} of {counted(self.comparison.steps, 'step')}"
+
+
+@command.command("diff")
+@click.argument("run_a", type=PATH)
+@click.argument("run_b", type=PATH)
+@click.argument("item", required=False)
+@format_option("text", "json")
+def diff(*, run_a: Path, run_b: Path, item: str | None, form: str) -> None:
+    """Find the first tensor that two runs of one layout compute differently, bit by bit.
+
+    RUN_A and RUN_B are run directories, artifacts of runs, or directories of traces. ITEM is a node
+    id or a part of one; without it, every item with a trace in both.
+
+    Exit code 0: all are equal. 1: one differs. 2: the input is unusable.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        sides = [
+            find_traces(path, Path(scratch) / side, item)
+            for side, path in (("a", run_a), ("b", run_b))
+        ]
+        compared = [_compare(*pair) for pair in pair_traces(*sides)]
+        beside = dict.fromkeys(
+            line for one in compared for line in differences_beside(one.reference, one.candidate)
+        )
+    verdicts = {one.verdict for one in compared}
+    verdict = next(word for word in ("different", "unusable", "equal") if word in verdicts)
+    if form == "json":
+        traces: list[JsonValue] = [_to_json(one) for one in compared]
+        echo_json({"verdict": verdict, "differences": list(beside), "traces": traces})
+    else:
+        click.echo(printable("\n".join(_diff_lines(compared, list(beside)))))
+    sys.exit({"equal": 0, "different": EXIT_FAILED}.get(verdict, EXIT_UNUSABLE))
+
+
+def _compare(reference: FoundTrace, candidate: FoundTrace) -> _Compared:
+    comparison, problem = None, ""
+    try:
+        comparison = compare_bits(reference.directory, candidate.directory)
+    except TraceError as error:
+        problem = str(error)
+    return _Compared(
+        reference=reference, candidate=candidate, comparison=comparison, problem=problem
+    )
+
+
+def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterator[str]:
+    yield from beside
+    for one in compared:
+        yield one.line
+        if one.comparison is not None and one.comparison.divergences:
+            yield from (f"  {line}" for line in as_text(one.comparison).splitlines())
+    num_equal = sum(one.verdict == "equal" for one in compared)
+    if len(compared) > 1:
+        yield f"{num_equal} of {counted(len(compared), 'trace')} are equal"
+
+
+def _to_json(one: _Compared) -> JsonValue:
+    return {
+        "item": one.reference.node_id or None,
+        "phase": one.reference.number or None,
+        "reference": str(one.reference.directory),
+        "candidate": str(one.candidate.directory),
+        "verdict": one.verdict,
+        "text": one.line,
+        "comparison": None if one.comparison is None else comparison_to_json(one.comparison),
+    }
+
+
+@command.command("show")
+@click.argument("path", metavar="DIR", type=PATH)
+@click.argument("item", required=False)
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="0 are initial weights.")
+@click.option("--module", default="", metavar="TEXT", help="Modules whose name has this text.")
+@format_option("text", "json")
+def show(
+    *, path: Path, item: str | None, rank: int, step: int | None, module: str, form: str
+) -> None:
+    """Print a trace of a rank, one line a tensor.
+
+    DIR is the directory of a trace; or a run directory or an artifact of one, with ITEM where it
+    has traces of several.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        found = find_traces(path, Path(scratch), item)
+        if len(found) > 1:
+            names = "".join(f"\n  {one.name}: {one.directory}" for one in found)
+            raise RunError(str(path), f"has {len(found)} traces, expected one; name one:{names}")
+        files = rank_files(found[0].directory)
+        if rank not in files:
+            raise TraceError("--rank", f"{rank} is not in the trace, expected 0 to {max(files)}")
+        records = [
+            record
+            for record in read_records(files[rank])
+            if step in (None, record.step) and module in record.module
+        ]
+        header, end = read_header(files[rank]), read_end(files[rank])
+    num_steps = None if end is None else end.steps
+    if form == "json":
+        rows: list[JsonValue] = [dict(zip(_COLUMNS, _cells(one), strict=True)) for one in records]
+        echo_json({"rank": rank, "world_size": len(files), "steps": num_steps, "tensors": rows})
+        return
+    core = "" if header.megatron_core is None else f", megatron-core {header.megatron_core}"
+    steps = "cut off" if num_steps is None else counted(num_steps, "step")
+    click.echo(
+        printable(
+            f"rank {rank} of {len(files)} on {header.device}, torch {header.torch}{core}: "
+            f"{steps}, {counted(len(records), 'tensor')}"
+        )
+    )
+    click.echo(printable("\n".join(columns([_COLUMNS, *map(_cells, records)]))))
+
+
+def _cells(record: TraceRecord) -> tuple[str, ...]:
+    shape = "x".join(map(str, record.shape)) or "1"
+    norm = "not finite" if record.norm is None else f"{record.norm:.6g}"
+    place = (str(record.step), record.phase, record.module or "the model", record.tensor)
+    return (*place, shape, record.dtype, norm, record.hash)

@@ -1,0 +1,1 @@
+"""Training workloads: recipes, cases, goldens, trainings and their verdicts."""

@@ -1,0 +1,466 @@
+"""`pytest-megatron golden show` and `golden diff`: contents and differences of goldens."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+import click
+
+from pytest_megatron.base.command import (
+    EXIT_FAILED,
+    EXIT_UNUSABLE,
+    PATH,
+    echo_error,
+    echo_json,
+    format_option,
+    root_option,
+)
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import mend_of_owner, run_git
+from pytest_megatron.base.text import columns, counted, printable
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.workloads.golden.lint import find_goldens
+from pytest_megatron.workloads.golden.model import (
+    Generation,
+    Golden,
+    Series,
+    Value,
+    parse_provenance,
+    provenance_to_json,
+    series_of,
+)
+from pytest_megatron.workloads.golden.store import (
+    document_of,
+    is_baseline,
+    load_object,
+    parse_golden,
+    read_text,
+)
+from pytest_megatron.workloads.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
+from pytest_megatron.workloads.refresh.difference import FileChange, FileDifference, differ
+from pytest_megatron.workloads.refresh.pull_request import markdown
+from pytest_megatron.workloads.refresh.text import FORMS, differences_json, differences_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One file of a side.
+
+    Attributes:
+        where: Name of the file in messages.
+        content: Bytes of the file.
+    """
+
+    where: str
+    content: bytes
+
+
+def side_of_path(path: Path) -> Mapping[str, Text]:
+    """Return the goldens at a path by name: one file has the name "", below a directory its own.
+
+    Raises:
+        GoldenError: There is nothing, or it cannot be read.
+    """
+    if path.is_dir():
+        files = {p.relative_to(path).as_posix(): p for p in sorted(_goldens_below(path))}
+    elif path.exists():
+        files = {"": path}
+    else:
+        raise GoldenError(str(path), "no such file or directory")
+    try:
+        return {name: Text(where=str(p), content=p.read_bytes()) for name, p in files.items()}
+    except OSError as error:
+        raise GoldenError(
+            str(error.filename or path), f"cannot be read: {error.strerror}"
+        ) from error
+
+
+def side_of_tree(root: Path, paths: Sequence[str]) -> Mapping[str, Text]:
+    """Return the goldens below `paths` in the working tree of `root`, by path.
+
+    Raises:
+        GoldenError: One of them cannot be read.
+    """
+    found: dict[str, Text] = {}
+    for path in paths:
+        place = root / path
+        if place.exists():
+            for name, text in side_of_path(place).items():
+                found[PurePosixPath(path, name).as_posix()] = text
+    return found
+
+
+def side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> Mapping[str, Text]:
+    """Return the goldens below `paths` at a commit, by path.
+
+    Raises:
+        GoldenError: git does not know the commit, or `root` is in no repository.
+    """
+    prefix = _git(root, "rev-parse", "--show-prefix").decode().strip()
+    names = _git(root, "ls-tree", "-r", "-z", "--name-only", "--end-of-options", revision, *paths)
+    wanted = [name for name in names.decode().split("\0") if name and _is_golden(name)]
+    contents = _contents(root, [f"{revision}:{prefix}{name}" for name in wanted])
+    return {
+        name: Text(where=f"{revision}:{name}", content=content)
+        for name, content in zip(wanted, contents, strict=True)
+    }
+
+
+DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
+
+
+def compare_sides(
+    old: Mapping[str, Text], new: Mapping[str, Text]
+) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
+    """Return how goldens differ, file by file, and the problems of those that cannot be read.
+
+    Files whose bytes are the same are not parsed; they count as unchanged.
+    """
+    found: list[FileDifference] = []
+    problems: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        shown = name or (b or a or Text(where="", content=b"")).where
+        before, broken_before = _parse(a)
+        same = a is not None and b is not None and a.content == b.content
+        after, broken_after = (before, broken_before) if same else _parse(b)
+        problems += [p for p in dict.fromkeys((broken_before, broken_after)) if p]
+        if before is not None or after is not None:
+            found.append(differ(shown, before, after, broken=broken_before))
+    return tuple(found), tuple(problems)
+
+
+def _parse(text: Text | None) -> tuple[Golden | None, str]:
+    if text is None:
+        return None, ""
+    try:
+        return parse_golden(text.content.decode("utf-8-sig"), text.where), ""
+    except UnicodeDecodeError as error:
+        return None, f"{text.where}: not UTF-8 text, at byte {error.start}"
+    except GoldenError as error:
+        return None, str(error)
+
+
+def _goldens_below(directory: Path) -> Iterator[Path]:
+    return (p for p in directory.rglob(f"{GOLDEN_PREFIX}*.json") if p.is_file())
+
+
+def _is_golden(name: str) -> bool:
+    path = PurePosixPath(name)
+    is_named = path.name.startswith(GOLDEN_PREFIX) and path.suffix == ".json"
+    return is_named and "\n" not in name
+
+
+def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
+    """Yield the content of objects of git, with one process for all of them."""
+    answer = _git(root, "cat-file", "--batch", given="\n".join(objects) + "\n") if objects else b""
+    at = 0
+    for _ in objects:
+        end = answer.index(b"\n", at)
+        size = int(answer[at:end].rpartition(b" ")[2])
+        yield answer[end + 1 : end + 1 + size]
+        at = end + 1 + size + 1
+
+
+def _git(root: Path, *arguments: str, given: str = "") -> bytes:
+    try:
+        done = run_git(root, *arguments, given=given.encode())
+    except OSError as error:
+        raise GoldenError("git", f"cannot be started: {error.strerror}") from error
+    if done.returncode:
+        words = done.stderr.decode(errors="replace")
+        if (mend := mend_of_owner(words)) is not None:
+            raise GoldenError(str(root), f"git refuses it, another user owns it; {mend}")
+        said = words.strip().splitlines() or ["it failed"]
+        raise GoldenError(
+            str(root), f"git says: {said[-1]}; give a commit that `git log` shows here"
+        )
+    return done.stdout
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+_GAP = "·"
+_SHOWN_TEXT = 16  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSummary:
+    """One metric of a golden.
+
+    Attributes:
+        steps: First and last, such as `1-100`, or `1-100 by 5` where they are more than one apart.
+        spark: The finite values as a curve of at most the width asked for.
+    """
+
+    name: str
+    num_values: int
+    num_finite: int
+    steps: str
+    first: Value | None
+    last: Value | None
+    least: float | None
+    most: float | None
+    precision: str
+    spark: str
+
+
+def summarise(name: str, series: Series, *, width: int) -> MetricSummary:
+    """Return the summary of one metric; its curve has at most `width` characters."""
+    finite = series.finite().values()
+    return MetricSummary(
+        name=name,
+        num_values=len(series),
+        num_finite=len(finite),
+        steps=_steps(series.steps),
+        first=series.values[0] if len(series) else None,
+        last=series.values[-1] if len(series) else None,
+        least=min(finite, default=None),
+        most=max(finite, default=None),
+        precision="full" if series.is_full_precision else "5 decimals",
+        spark=sparkline(series.values, width=width),
+    )
+
+
+def sparkline(values: Sequence[Value], *, width: int) -> str:
+    """Return a curve of block characters; each stands for the mean of as many values.
+
+    A part without any finite number is a dot; where all are equal, the line is low.
+    """
+    num_parts = min(width, len(values))
+    bounds = [len(values) * i // max(num_parts, 1) for i in range(num_parts + 1)]
+    parts = [_mean(values[a:b]) for a, b in pairwise(bounds)]
+    finite = [mean for mean in parts if mean is not None]
+    least = min(finite, default=0.0)
+    height = max(finite, default=0.0) - least
+    return "".join(
+        _GAP if mean is None else SPARKS[_level((mean - least) / height if height > 0 else 0.0)]
+        for mean in parts
+    )
+
+
+def shown(value: Value | None) -> str:
+    """Return a value for a cell: text quoted and cut, so that it stays on its line."""
+    if value is None:
+        return "-"
+    return ascii(value[:_SHOWN_TEXT]) if isinstance(value, str) else f"{value:.10g}"
+
+
+def _level(share: float) -> int:
+    return min(int(share * len(SPARKS)), len(SPARKS) - 1)
+
+
+def _mean(values: Sequence[Value]) -> float | None:
+    finite = [v for v in values if isinstance(v, float) and math.isfinite(v)]
+    return sum(v / len(finite) for v in finite) if finite else None
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "-"
+    if len(steps) == 1:
+        return str(steps[0])
+    distances = {b - a for a, b in pairwise(steps[1:])}
+    every = f" by {distances.pop()}" if len(distances) == 1 and distances != {1} else ""
+    return f"{steps[0]}-{steps[-1]}{every}"
+
+
+_WIDTH = 24  # of a curve
+_COLUMNS = ("metric", "values", "steps", "first", "last", "least", "most", "precision", "curve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """One file: its kind, rows, notes and provenance."""
+
+    path: Path
+    kind: str
+    metrics: tuple[MetricSummary, ...]
+    notes: tuple[str, ...]
+    provenance: Mapping[str, JsonValue]
+
+
+@click.command("show")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
+def show(*, paths: tuple[Path, ...]) -> None:
+    """Print the content of goldens, one line a metric with its curve.
+
+    PATH is a golden or a directory of goldens. A file that cannot be read is named on stderr, the
+    others are shown, and the exit code is 2.
+    """
+    files = find_goldens(paths)
+    pages: list[_Shown] = []
+    for file in files:
+        try:
+            pages.append(_look_at(file))
+        except GoldenError as error:
+            echo_error(error)
+    is_named = len(files) > 1
+    if pages:
+        blocks = ("\n".join(_as_text(page, is_named=is_named)) for page in pages)
+        click.echo(printable("\n\n".join(blocks)))
+    sys.exit(EXIT_UNUSABLE if len(pages) < len(files) else 0)
+
+
+def _look_at(path: Path) -> _Shown:
+    value, notes = load_object(read_text(path), str(path))
+    if is_baseline(value):
+        metrics = tuple(_of_baseline(value))
+        return _Shown(
+            path=path,
+            kind="performance baseline, which no run is compared with",
+            metrics=metrics,
+            notes=tuple(notes),
+            provenance={},
+        )
+    document = document_of(value, str(path), notes)
+    provenance: Mapping[str, JsonValue] = {}
+    if document.provenance is not None:
+        provenance = provenance_to_json(parse_provenance(document.provenance, str(path)))
+    generation = document.generation
+    series = document.metrics.items()
+    return _Shown(
+        path=path,
+        kind="series of a training" if generation is None else _kind_of(generation),
+        metrics=tuple(summarise(name, one, width=_WIDTH) for name, one in series)
+        if generation is None
+        else tuple(_of_generation(generation)),
+        notes=document.notes,
+        provenance=provenance,
+    )
+
+
+def _kind_of(generation: Generation) -> str:
+    return f"output of an inference program, {counted(len(generation.requests), 'request')}"
+
+
+def _of_generation(generation: Generation) -> Iterator[MetricSummary]:
+    """Yield the generated values by position, and the figures of the whole run."""
+    for name, request in generation.requests.items():
+        rows: dict[str, Sequence[float | str]] = {}
+        if request.tokens is not None:
+            rows["generated_tokens"] = [float(token) for token in request.tokens]
+        rows |= request.logprobs
+        if request.text is not None:
+            rows["generated_text"] = (request.text,)
+        if request.routing is not None:
+            rows["routing_indices"] = [str(row) for row in request.routing.values()]
+        for metric, row in rows.items():
+            yield _row(f"{metric} of {name}", row)
+    yield from (
+        _row(name, row)
+        for name, row in (
+            ("throughput", generation.throughput),
+            ("mem-max-allocated-bytes", generation.memory_bytes),
+            *((name, (count,)) for name, count in generation.counts.items()),
+        )
+        if row
+    )
+
+
+def _of_baseline(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[MetricSummary]:
+    """Yield every number of a performance baseline, named by its way there."""
+    for name, item in value.items():
+        path = f"{prefix}{name}"
+        if isinstance(item, dict):
+            yield from _of_baseline(item, f"{path} / ")
+        elif isinstance(item, int | float) and not isinstance(item, bool):
+            yield _row(path, (float(item),))
+
+
+def _row(name: str, values: Sequence[float | str]) -> MetricSummary:
+    series = series_of(dict(enumerate(values, start=1)), is_full_precision=True)
+    return summarise(name, series, width=_WIDTH)
+
+
+def _cells(metric: MetricSummary) -> tuple[str, ...]:
+    num_holes = metric.num_values - metric.num_finite
+    is_text = isinstance(metric.first, str) and not metric.num_finite
+    values = f"{metric.num_values}" + (
+        f", {num_holes} no number" if num_holes and not is_text else ""
+    )
+    ends = (shown(metric.first), shown(metric.last), shown(metric.least), shown(metric.most))
+    return (metric.name, values, metric.steps, *ends, metric.precision, metric.spark)
+
+
+def _as_text(page: _Shown, *, is_named: bool) -> Iterator[str]:
+    if is_named:
+        yield f"{page.path}: {page.kind}"
+    elif not page.kind.startswith("series"):
+        yield page.kind
+    yield from columns([_COLUMNS, *map(_cells, page.metrics)])
+    yield from (f"note: {note}" for note in page.notes)
+    if not is_named:
+        yield from (f"{key}: {_fact(key, value)}" for key, value in page.provenance.items())
+
+
+def _fact(key: str, value: JsonValue) -> str:
+    """Return a fact of the provenance on one line; of a spread, the largest of each metric."""
+    if key == "spread" and isinstance(value, dict):
+        largest = {name: _most(spread) for name, spread in value.items()}
+        return ", ".join(f"{name} {most}" for name, most in largest.items()) + " at most"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _most(spread: JsonValue) -> float:
+    numbers = spread.values() if isinstance(spread, dict) else [spread]
+    return max((n for n in numbers if isinstance(n, int | float)), default=0.0)
+
+
+_MOST_REVISIONS = 2
+
+
+@click.command("diff")
+@click.argument("paths", nargs=-1, metavar="[OLD NEW | PATH...]")
+@click.option(
+    "--rev",
+    "revisions",
+    multiple=True,
+    metavar="COMMIT",
+    help="Compare the goldens of a commit with the working tree, or of two commits (A..B).",
+)
+@format_option(*FORMS)
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
+@root_option
+def diff(
+    *, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, exit_code: bool, root: Path
+) -> None:
+    """Print how goldens differ: two files, two directories, or with --rev a commit.
+
+    With --rev, PATH limits the comparison, by default to every golden of the project.
+    """
+    revisions = tuple(part for one in revisions for part in one.split("..", 1))
+    if len(revisions) > _MOST_REVISIONS or not all(revisions):
+        raise GoldenError("--rev", f"found {len(revisions)} commits, expected COMMIT or A..B")
+    if revisions:
+        wanted = paths or DEFAULT_PATHS
+        old = side_of_revision(root, revisions[0], wanted)
+        new = (
+            side_of_revision(root, revisions[1], wanted)
+            if len(revisions) == _MOST_REVISIONS
+            else side_of_tree(root, wanted)
+        )
+    else:
+        if len(paths) != 2:  # noqa: PLR2004 - old and new
+            raise GoldenError(
+                "golden diff", f"found {len(paths)} paths, expected OLD and NEW, or --rev COMMIT"
+            )
+        old, new = side_of_path(Path(paths[0])), side_of_path(Path(paths[1]))
+        if ("" in old) != ("" in new):
+            raise GoldenError(
+                paths[1], f"{paths[0]} is of the other kind; give two files or two directories"
+            )
+    differences, problems = compare_sides(old, new)
+    for problem in problems:
+        click.echo(printable(problem), err=True)
+    if form == "json":
+        echo_json(differences_json(differences))
+    else:
+        click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
+    if exit_code and (problems or any(d.state is not FileChange.UNCHANGED for d in differences)):
+        sys.exit(EXIT_FAILED)

@@ -1,0 +1,137 @@
+"""`pytest-megatron expand`, `lint` and `schema`: rows of recipes, their errors, formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from pytest_megatron.base.command import (
+    EXIT_UNUSABLE,
+    PATH,
+    echo_error,
+    findings_option,
+    findings_text,
+    format_option,
+    root_option,
+)
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import load_config
+from pytest_megatron.ci.table import load_table
+from pytest_megatron.flaky.command import history_option, read_known_entries
+from pytest_megatron.workloads.recipe.expand import Profile
+from pytest_megatron.workloads.recipe.lint import lint_recipes
+from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, project_words, read_recipe
+
+
+@click.command(name="expand")
+@click.argument("recipes", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--profile",
+    type=click.Choice([profile.value for profile in Profile]),
+    default=Profile.STRICT.value,
+    show_default=True,
+    help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
+)
+@format_option("text", "json", about="json holds every key of a row.")
+def expand(recipes: tuple[Path, ...], profile: str, form: str) -> None:
+    """Print the workloads of recipe files, and of the recipes in directories.
+
+    Exits with 2, one line for each problem and no rows if any recipe has an error.
+    """
+    words = project_words(Path.cwd())
+    files = [file for path in recipes for file in find_recipes([path])]
+    loaded = [read_recipe(file, Profile(profile), words) for file in files]
+    errors = [error for one in loaded for error in one.errors]
+    for error in errors:
+        echo_error(error)
+    if errors:
+        sys.exit(EXIT_UNUSABLE)
+    click.echo(_as_json(loaded) if form == "json" else _as_text(loaded), nl=False)
+
+
+def _as_json(loaded: list[Loaded]) -> str:
+    rows: list[JsonValue] = [
+        {"file": str(workload.file), "spec": dict(workload.spec)}
+        for one in loaded
+        for workload in one.workloads
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def _as_text(loaded: list[Loaded]) -> str:
+    lines = [
+        f"{workload.file}::{workload.item_name}  "
+        f"{workload.model} {workload.scope} {','.join(workload.cadence)} "
+        f"{workload.nodes}x{workload.gpus} ranks"
+        for one in loaded
+        for workload in one.workloads
+    ]
+    total = f"{len(lines)} workload{'' if len(lines) == 1 else 's'}\n"
+    return "".join(f"{line}\n" for line in lines) + total
+
+
+@click.command(name="lint")
+@click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
+@root_option
+@history_option
+@findings_option
+def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
+    """Report errors in recipes, their test cases and goldens, and scopes above their budget.
+
+    PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
+    an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
+    """
+    from pytest_megatron.ci.budget import check_budgets  # noqa: PLC0415 - slow to import
+    from pytest_megatron.workloads.training.checks.check import lint_checks  # noqa: PLC0415 - the same
+
+    config, words = load_config(root), project_words(root)
+    table = load_table(config, words)
+    entries = read_known_entries(path, root) if table.budget else ()
+    findings = lint_recipes(
+        paths or (Path("recipes"),),
+        root=root,
+        vocabulary=words,
+        other_names=config.golden_platforms,
+        row_checks=[
+            lambda rows, _: lint_checks(rows, root, os.environ),
+            lambda rows, _: check_budgets(tuple(rows), table, entries, config.file or root),
+        ],
+    )
+    click.echo(findings_text(findings, form), nl=False)
+    sys.exit(any(finding.is_error for finding in findings))
+
+
+# Name -> the files that it is for, as an editor takes them.
+SCHEMAS = {
+    "case": "tests/functional_tests/test_cases/**/model_config.yaml",
+    "ci": "[tool.pytest-megatron.ci] of pyproject.toml",
+    "executor-config": "the file of --executor-config",
+    "golden": "golden_values*.json",
+    "policy": "the file of --golden-policy",
+    "recipe": "recipes/**/*.yaml",
+    "run": "run.json of a run directory",
+}
+
+
+def schema_path(name: str) -> Path:
+    """Return the file of a schema."""
+    return Path(__file__).parents[2] / "schemas" / f"{name}.schema.json"
+
+
+@click.command(name="schema")
+@click.argument("name", type=click.Choice(list(SCHEMAS)), required=False)
+@click.option("--path", "is_path", is_flag=True, help="Print where the file is.")
+def schema(name: str | None, *, is_path: bool) -> None:
+    """Print a JSON Schema, or without NAME their names, files and paths."""
+    if name is None:
+        width = max(map(len, SCHEMAS))
+        for each, files in SCHEMAS.items():
+            click.echo(f"{each:{width}}  {files}\n{'':{width}}  {schema_path(each)}")
+    elif is_path:
+        click.echo(schema_path(name))
+    else:
+        click.echo(schema_path(name).read_text(encoding="utf-8"), nl=False)

@@ -1,0 +1,1 @@
+"""Engines of workloads: what an engine is, and the local one."""

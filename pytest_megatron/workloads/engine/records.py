@@ -1,0 +1,294 @@
+"""Files that a job reads and writes: `SPEC.json` and an outcome.
+
+While it runs, it leaves its phases so far for the controller, which may ask it to stop.
+
+A spec holds the plan without the environment that the controller has: a job has its own. It can
+hold what a case sets, and so is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Self
+
+from pytest_megatron.base.files import parse_json, read_bytes, write_json_atomically
+from pytest_megatron.base.schema import SchemaError, adapter, parse
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.workloads.engine.api import (
+    EngineError,
+    FindFailure,
+    Planned,
+    Submission,
+    SubmissionOutcome,
+)
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan
+from pytest_megatron.workloads.training.run.runner import JudgePace, PhaseEnd, PhaseResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """Specification of a job.
+
+    Attributes:
+        key: The submission's.
+        outcome: The file that the job leaves.
+        root: The project.
+        description: The content of `plan.json`, as JSON.
+        env: Variables of the engine's configuration, over the job's own and under the plan's.
+        watches_gpus: Whether the job asks its GPUs how they are.
+        stops_early: The controller judges the training while it runs.
+        secret: What tasks of one job on several nodes know one another by.
+        options: For the engine's own programs.
+    """
+
+    key: str
+    plan: AttemptPlan
+    outcome: Path
+    root: Path
+    description: str
+    env: dict[str, str]
+    watches_gpus: bool
+    stops_early: bool = False
+    secret: str = ""
+    options: dict[str, str]
+
+
+_RESULT = tuple(field.name for field in fields(PhaseResult))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord(PhaseResult):
+    """End of a phase without its plan, which the controller has."""
+
+    number: int
+
+    @classmethod
+    def of(cls, end: PhaseEnd) -> Self:
+        """Return the record of an end, without the environment that a script left."""
+        script = None if end.script is None else replace(end.script, env={})
+        result = {name: getattr(end, name) for name in _RESULT}
+        return cls(number=end.plan.number, **{**result, "script": script})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningRecord:
+    """Phases of a job that runs, the last as if it were stopped now; written now and then."""
+
+    ends: tuple[EndRecord, ...]
+    facts: SessionFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """Request of the controller to stop a job in a phase.
+
+    Attributes:
+        number: Number of the phase.
+        problem: Why it can only fail.
+    """
+
+    number: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """Outcome that a job writes when it ends.
+
+    Attributes:
+        job_id: The scheduler's, or "".
+        num_restarts: How often the scheduler started it again.
+        started, ended: Seconds since 1970.
+    """
+
+    key: str
+    ends: tuple[EndRecord, ...]
+    health: Health | None
+    facts: SessionFacts
+    hosts: tuple[str, ...]
+    trouble: EngineError | None
+    job_id: str = ""
+    num_restarts: int = 0
+    started: float = 0.0
+    ended: float = 0.0
+
+
+def write_spec(path: Path, spec: JobSpec) -> None:
+    """Write a spec for its owner's eyes; the plan's inherited environment is left out.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    phases = tuple(replace(phase, env={}) for phase in spec.plan.phases)
+    bare = replace(spec, plan=replace(spec.plan, phases=phases))
+    partial = path.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(adapter(JobSpec).dump_json(bare))
+    partial.replace(path)
+
+
+def read_spec(path: Path) -> JobSpec:
+    """Read a spec.
+
+    Raises:
+        LaunchError: It is missing, or no spec.
+    """
+    try:
+        return parse(JobSpec, read_bytes(path))
+    except OSError as error:
+        raise LaunchError(
+            str(path),
+            f"{error.strerror}; the job must see the run directory of the controller under the "
+            f"same path, so it belongs on a shared file system",
+        ) from error
+    except SchemaError as error:
+        raise LaunchError(
+            str(path),
+            f"is no spec of this version: {error.problems[0].in_output}; the job must have the "
+            f"same pytest-megatron as the controller",
+        ) from error
+
+
+def of_start(spec: JobSpec, number: int) -> JobSpec:
+    """Return what the so manieth start of a printed job carries out, with files of its own.
+
+    All paths of an attempt begin with its directory, wherever in the plan they are.
+    """
+    if number == 1:
+        return spec
+    first = spec.plan.dirs.root
+    own = first.with_name(f"attempt_{number}")
+    old, new = (json.dumps(str(path), ensure_ascii=False)[1:-1] for path in (first, own))
+    text = adapter(JobSpec).dump_json(spec).decode()
+    text = re.sub(rf"{re.escape(old)}(?!\d)", lambda _: new, text)
+    outcome = spec.outcome.with_stem(f"{spec.outcome.stem}-{number}")
+    key = f"{spec.key.rpartition('/')[0]}/{own.name}"
+    return replace(parse(JobSpec, text), outcome=outcome, key=key)
+
+
+def write_record(path: Path, record: JobRecord) -> None:
+    """Write the record of a job atomically.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, record)
+
+
+def _write(path: Path, record: JobRecord | RunningRecord | StopRequest) -> None:
+    write_json_atomically(path, parse_json(adapter(type(record)).dump_json(record)))
+
+
+def read_record(path: Path) -> JobRecord | None:
+    """Read the record of a job; None where there is no such file yet.
+
+    Raises:
+        LaunchError: The file is no record.
+    """
+    try:
+        return parse(JobRecord, read_bytes(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, SchemaError) as error:
+        raise LaunchError(str(path), f"cannot be read as the outcome of a job: {error}") from error
+
+
+def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) -> SubmissionOutcome:
+    """Return what the controller makes of a job's record.
+
+    Args:
+        record: The job's.
+        planned: What the job carried out.
+        controller: The commit is known by the controller's checkout.
+    """
+    facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
+    return SubmissionOutcome(
+        ends=_with_plans(record.ends, planned.plan),
+        health=record.health,
+        facts=facts,
+        hosts=record.hosts,
+        trouble=record.trouble,
+    )
+
+
+def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd, ...]:
+    phases = {phase.number: phase for phase in plan.phases}
+    return tuple(
+        PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
+        for end in ends
+    )
+
+
+def _running_file(outcome: Path) -> Path:
+    return outcome.with_name(f"{outcome.name}.running")
+
+
+def _stop_file(outcome: Path) -> Path:
+    return outcome.with_name(f"{outcome.name}.stop")
+
+
+def ask_controller(outcome: Path, facts: SessionFacts, ends: Sequence[PhaseEnd]) -> str | None:
+    """Leave a job's phases so far for the controller; return why it wants the last one stopped.
+
+    Args:
+        outcome: The file that the job leaves when it ends.
+        facts: Facts of the job.
+        ends: Ends of phases, for `StopEarly`.
+    """
+    running = RunningRecord(ends=tuple(map(EndRecord.of, ends)), facts=facts)
+    try:
+        _write(_running_file(outcome), running)
+        request = parse(StopRequest, read_bytes(_stop_file(outcome)))
+    except (OSError, SchemaError):  # no answer yet, or a full disk
+        return None
+    return request.problem if request.number == ends[-1].plan.number else None
+
+
+def remove_requests(outcome: Path) -> None:
+    """Remove what a job that has ended and the controller asked each other."""
+    for path in (_running_file(outcome), _stop_file(outcome)):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@dataclass(slots=True)
+class RunningJobs:
+    """The jobs of an engine that run, as the controller judges them."""
+
+    _pace: JudgePace = field(default_factory=JudgePace)
+
+    def judge(self, jobs: Iterable[tuple[Submission, Path]]) -> None:
+        """Have jobs stopped that can only fail, unless it is too soon to judge them again.
+
+        Args:
+            jobs: Orders, and the files that their jobs leave when they end.
+        """
+        if not self._pace.is_due:
+            return
+        began = time.monotonic()
+        for submission, outcome in jobs:
+            if submission.stop_early is not None:
+                self._judge(submission, submission.stop_early, outcome)
+        self._pace.pause(time.monotonic() - began)
+
+    @staticmethod
+    def _judge(submission: Submission, find_failure: FindFailure, outcome: Path) -> None:
+        with contextlib.suppress(OSError, SchemaError):  # it has just begun, or a full disk
+            running = parse(RunningRecord, read_bytes(_running_file(outcome)))
+            ends = _with_plans(running.ends, submission.planned(None).plan)
+            problem = find_failure(ends, running.facts)
+            if problem is not None:
+                _write(
+                    _stop_file(outcome), StopRequest(number=ends[-1].plan.number, problem=problem)
+                )

@@ -1,0 +1,236 @@
+"""Carries out one attempt inside the job of an engine.
+
+Started as `python -m pytest_megatron.workloads.engine.worker SPEC`. SPEC is a file, or a directory:
+element N of a job array then takes `N.json` in it. The environment is the job's, under the plan's
+own variables. It leaves the attempt's files as a local run does, and at the end the file that the
+spec names, whole or not at all; what kept it from running anything it also prints. The exit code is
+0 if every phase was clean, 1 if not, 2 if the spec cannot be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from pytest_megatron.engines.multitask.rendezvous import MissingTasksError
+from pytest_megatron.engines.multitask.step import REPEATABLE, Step, watches
+from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
+from pytest_megatron.workloads.engine.records import (
+    EndRecord,
+    JobRecord,
+    JobSpec,
+    ask_controller,
+    of_start,
+    read_spec,
+    remove_requests,
+    write_record,
+)
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, inherited
+from pytest_megatron.workloads.training.run.runner import (
+    ForwardingListener,
+    StartPhase,
+    run_attempt,
+)
+
+_ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
+
+
+class ToldToEndError(BaseException):
+    """The job is to end; everything that runs in it is ended on the way out."""
+
+
+class SecondStartError(Exception):
+    """The scheduler has started the job before, and what that left must not be mixed up."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a spec."""
+    try:
+        spec = read_spec(spec_path(Path(arguments[0]), os.environ))
+        step = Step.of(spec, os.environ)
+    except LaunchError as error:
+        _say(str(error))
+        return 2
+    if step is not None and step.place.task > 0:
+        has_gpus = spec.watches_gpus and watches(step.place, os.environ)
+        gpus = gather_facts(spec.root).host.gpus if has_gpus else ()
+        return step.serve(os.environ, gpus)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    if REPEATABLE not in spec.options:
+        return run(spec, step)
+    try:
+        spec = of_start(spec, claim_start(spec.outcome.parent / "starts"))
+    except OSError as error:
+        _say(f"{error.filename or spec.outcome.parent}: {error.strerror}; nothing was run")
+        return 2
+    code = run(spec, step)
+    _say(f"logs and metrics: {spec.plan.dirs.root}; outcome: {spec.outcome}")
+    return code
+
+
+def claim_start(directory: Path) -> int:
+    """Return the number of this start, which no other start has.
+
+    Raises:
+        OSError: It cannot be kept.
+    """
+    directory.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError), (directory / str(number)).open("x") as file:
+            file.write(f"{socket.gethostname()} {os.environ.get('SLURM_JOB_ID', '')}\n")
+            return number
+    raise AssertionError
+
+
+def spec_path(named: Path, env: Mapping[str, str]) -> Path:
+    """Return the spec's file.
+
+    Raises:
+        LaunchError: A directory is named outside of a job array.
+    """
+    if not named.is_dir():
+        return named
+    if _ARRAY_INDEX not in env:
+        raise LaunchError(str(named), f"is a directory and {_ARRAY_INDEX} is not set; name a spec")
+    return named / f"{env[_ARRAY_INDEX]}.json"
+
+
+def run(spec: JobSpec, step: Step | None) -> int:
+    """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
+    started, is_second = time.time(), False
+    ends: tuple[EndRecord, ...] = ()
+    health: Health | None = None
+    trouble: EngineError | None = None
+    host = socket.gethostname()
+    try:
+        if step is None:
+            ends, health = _carry_out(spec, None)
+        else:
+            ends, health, trouble = _carry_out_together(spec, step)
+    except SecondStartError as second:
+        trouble, is_second = EngineError(kind=TroubleKind.REQUEUED, text=str(second)), True
+    except MissingTasksError as missing:
+        trouble = missing.trouble
+    except ToldToEndError as told:
+        trouble = EngineError(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
+    except MegatronError as error:
+        trouble = EngineError(kind=TroubleKind.NOT_STARTED, text=str(error))
+    except OSError as error:
+        where = error.filename or spec.plan.dirs.root
+        trouble = EngineError(
+            kind=TroubleKind.NOT_STARTED, text=f"{where}: {error.strerror or error}"
+        )
+    record = JobRecord(
+        key=spec.key,
+        ends=ends,
+        health=health,
+        facts=gather_facts(spec.root),
+        hosts=(os.environ.get("SLURMD_NODENAME", host),) if step is None else step.place.hosts,
+        trouble=trouble,
+        job_id=os.environ.get("SLURM_JOB_ID", ""),
+        num_restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        started=started,
+        ended=time.time(),
+    )
+    if not (is_second and spec.outcome.exists()):  # which says how the first start ended
+        write_record(spec.outcome, record)
+    remove_requests(spec.outcome)
+    if trouble is not None and trouble.kind is not TroubleKind.CANCELLED:  # who told it knows
+        _say(trouble.text)
+    return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
+
+
+def _carry_out_together(
+    spec: JobSpec, step: Step
+) -> tuple[tuple[EndRecord, ...], Health | None, EngineError | None]:
+    """Run the attempt of a spec on all tasks; also return what became of tasks that were lost."""
+    with step.team(os.environ) as team:
+        try:
+            ends, health = _carry_out(spec, partial(step.start, team, os.environ))
+        except ToldToEndError:  # maybe since srun ends a step of which a task was lost
+            team.receive(0.0)
+            trouble = team.trouble()
+            if trouble is None or trouble.kind is TroubleKind.CANCELLED:
+                raise
+            return (), None, trouble
+        team.say_goodbye()
+        return ends, merge_health((health, *team.healths)), team.trouble()
+
+
+def _carry_out(
+    spec: JobSpec, start: StartPhase | None
+) -> tuple[tuple[EndRecord, ...], Health | None]:
+    """Run the attempt of a spec."""
+    if spec.plan.dirs.root.exists():
+        raise SecondStartError(
+            f"the job was started a second time, and {spec.plan.dirs.root} holds what the first "
+            f"start left; nothing was run"
+        )
+    plan = in_this_environment(spec, os.environ)
+    if start is None:
+        _need_one_node(spec.plan)
+    gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
+    with HealthWatch(gpus) as watch:
+        ask = partial(ask_controller, spec.outcome, gather_facts(spec.root))
+        ends = run_attempt(
+            plan,
+            json.loads(spec.description),
+            ForwardingListener(on_lines=_print_lines),
+            start=start,
+            stop_early=ask if spec.stops_early else None,
+        )
+        return tuple(map(EndRecord.of, ends)), watch.finish()
+
+
+def _need_one_node(plan: AttemptPlan) -> None:
+    """Refuse a plan for several nodes where there is one task alone.
+
+    Raises:
+        LaunchError: It is one.
+    """
+    num_nodes = max(phase.num_nodes for phase in plan.phases)
+    if num_nodes > 1:
+        raise LaunchError(
+            "srun",
+            f"started 1 task, expected some on each of {num_nodes} nodes; give srun "
+            f"--nodes={num_nodes}, in an allocation of as many",
+        )
+
+
+def in_this_environment(spec: JobSpec, env: Mapping[str, str]) -> AttemptPlan:
+    """Return the plan of a spec with the environment of the job around each phase."""
+    base = {**inherited(env), **spec.env}
+    phases = tuple(replace(phase, env={**base, **phase.own_env}) for phase in spec.plan.phases)
+    return replace(spec.plan, phases=phases)
+
+
+def _print_lines(lines: list[str]) -> None:
+    print(*lines, sep="\n", flush=True)  # noqa: T201 - the job's log
+
+
+def _say(text: str) -> None:
+    print(f"pytest-megatron: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the job's log
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough; ending takes a while
+    raise ToldToEndError(f"the job was told to end by {signal.Signals(number).name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

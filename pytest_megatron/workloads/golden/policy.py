@@ -1,0 +1,611 @@
+"""The policy of a comparison, and the limits by kind of metric that it changes.
+
+`ComparisonPolicy.STRICT` and `ComparisonPolicy.MEGATRON` come with the package; a policy file
+inherits from one of them and changes limits by metric, case, platform and environment.
+
+A limit that is a fraction is relative to the golden unless the name says otherwise. The values for
+a loss, a count and memory come from the movement of Megatron-LM's own goldens over 238 changes of
+container: 95 % of loss curves stay within 2e-3 at every step and within 3e-4 in the mean. Those of
+a learned band and of the first steps come from `benchmarks/compare_curves.py`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, ClassVar, TypeAlias, cast
+
+from annotated_types import Ge, Lt, MinLen
+from typing_extensions import TypedDict
+
+from pytest_megatron.base.files import JsonValue, digest_of
+from pytest_megatron.base.schema import (
+    FINITE,
+    About,
+    Count,
+    FormatVersion,
+    Texts,
+    closed,
+    json_schema,
+    read,
+    refuse_duplicates,
+)
+from pytest_megatron.base.text import nearest, one_of
+from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.workloads.golden.model import is_loss
+from pytest_megatron.workloads.recipe.model import Workload
+
+# What a training logs of its model beside the loss; judged without being asked for.
+NORMS = ("grad-norm", "params-norm")
+TAIL_FRACTION = 0.25
+# Absolute: the rounding of a golden of five decimals, and of one of full precision.
+ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
+# Of a time's repeats; a shared machine has many, a quiet one hardly any.
+TIME_SPREADS = 3.0
+FULL_PRECISION = "fp32"
+_FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
+_FLOOR = 1e-4  # of a precision that is not known
+# More steps than that of a golden without a band of its own are judged by windows.
+LONG_STEPS = 200
+NUM_WINDOWS, LEAST_WINDOW_STEPS = 20, 20
+# A step outside the band is off by so many times what most of its neighbours are off by, at most.
+NEIGHBOURS, NEIGHBOUR_PART, NEIGHBOUR_FACTOR = 8, 0.75, 8.0
+# Of a count, the part of the steps at either end that its mean leaves out, by how far they are off;
+# the mean of all steps may be off by so many times as much.
+TRIMMED_FRACTION, UNTRIMMED_FACTOR = 0.2, 3.0
+
+
+class LimitKind(Enum):
+    """Kinds of metrics; each kind has its own layers."""
+
+    LOSS = "loss"
+    COUNT = "count"
+    COST = "cost"
+    MEMORY = "memory"
+
+
+class Worse(Enum):
+    """The side of the golden on which a run is worse; it fails only there."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+    EITHER = "either"
+
+
+_BETTER: Mapping[Worse, str] = {
+    Worse.HIGHER: "lower_is_better",
+    Worse.LOWER: "higher_is_better",
+    Worse.EITHER: "either",
+}
+
+
+class Exact(Enum):
+    """Conditions under which every value must equal the golden bit for bit."""
+
+    AUTO = "auto"  # the golden is deterministic, and the run has its image, versions and host
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossLimits:
+    """Limits of a loss, and of every metric of no other kind.
+
+    Attributes:
+        exact: When every bit counts.
+        step_1: Limit of the first step, which has seen no update.
+        early_steps: How many steps are the early window, where no step may be outside.
+        early_band: There, of a golden without a band of its own.
+        band: Limit of every step of a golden without a band of its own.
+        floor: The narrowest band that is learned; by precision where it is None.
+        learned_floor: The same where the repeats were on the run's own platform, whose noise they
+            know.
+        absolute: Added to every band, in the metric's own unit.
+        outside_fraction: Part of the steps that may be outside the band.
+        outside_factor: How many bands such a step may be off.
+        mean: Limit of the mean of all steps.
+        tail_mean: Limit of the mean of the last quarter.
+        window_mean: Limit of each of the windows that the steps are cut into; None for no windows.
+        frozen_steps: From how many steps without a change on a curve is frozen.
+        frozen_fraction: The same as a part of all steps; the larger counts.
+    """
+
+    exact: Exact = Exact.AUTO
+    step_1: float = 1e-3
+    early_steps: int = 10
+    early_band: float = 1e-3
+    band: float = 2e-3
+    floor: float | None = None
+    learned_floor: float = 2e-5
+    absolute: float = 0.0
+    outside_fraction: float = 0.02
+    outside_factor: float = 5.0
+    mean: float = 3e-4
+    tail_mean: float = 5e-4
+    window_mean: float | None = None
+    frozen_steps: int = 5
+    frozen_fraction: float = 0.1
+
+    def fixed_at(self, step: int) -> float:
+        """Return the band of a step of a golden without a band of its own."""
+        return min(self.early_band, self.band) if step <= self.early_steps else self.band
+
+    def floor_in(self, precision: str | None, *, is_at_home: bool = False) -> float:
+        """Return the narrowest band of a model that computes in `precision`.
+
+        Args:
+            precision: That of the golden, or None.
+            is_at_home: Whether repeats on the platform of the run taught the band.
+        """
+        if is_at_home:
+            return self.learned_floor
+        return _FLOORS.get(precision or "", _FLOOR) if self.floor is None else self.floor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountLimits:
+    """Limits of a count, such as num-zeros; single steps are not compared.
+
+    Attributes:
+        exact: When every bit counts.
+        mean: Limit of the mean without the steps that differ most, either way (`TRIMMED_FRACTION`).
+        tail_mean: The same of the last quarter.
+        absolute: In counts; less than this is no difference.
+    """
+
+    exact: Exact = Exact.AUTO
+    mean: float = 0.085
+    tail_mean: float = 0.12
+    median: float = 0.15
+    absolute: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLimits:
+    """Limits of a time or a rate, compared on the golden's class of host only.
+
+    Attributes:
+        median: Limit of the median of the steps after the warm-up.
+        quartile: Limit of the border of the slowest quarter, so that slow steps do not hide.
+        warm_up: Part of the steps that is left out at the start.
+        worse: The side that fails.
+    """
+
+    median: float = 0.10
+    quartile: float = 0.25
+    warm_up: float = 0.1
+    worse: Worse = Worse.HIGHER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """Limits of memory, compared on the golden's class of host only."""
+
+    peak: float = 0.01
+    median: float = 0.01
+    worse: Worse = Worse.HIGHER
+
+
+Limits: TypeAlias = LossLimits | CountLimits | CostLimits | MemoryLimits
+
+# A metric that is computed from the schedule alone, and one that varies more than a loss does.
+_SCHEDULE = LossLimits(
+    step_1=1e-6,
+    early_band=1e-6,
+    band=1e-6,
+    floor=1e-6,
+    learned_floor=1e-6,
+    mean=1e-6,
+    tail_mean=1e-6,
+)
+_NORM = LossLimits(
+    step_1=5e-3,
+    early_band=1e-2,
+    band=2e-2,
+    floor=1e-3,
+    outside_factor=10.0,
+    mean=5e-3,
+    tail_mean=5e-3,
+)
+# The parameters add up what the steps did, so that their norm drifts and is off in the mean by as
+# much as at single steps (`benchmarks/compare_norms.py`).
+_PARAMETERS = LossLimits(mean=1e-3, tail_mean=2e-3)
+DEFAULTS: Mapping[str, Limits] = {
+    "grad-norm": _NORM,
+    "params-norm": _PARAMETERS,
+    "learning-rate": _SCHEDULE,
+    "num-zeros": CountLimits(),
+    "iteration-time": CostLimits(),
+    "throughput": CostLimits(worse=Worse.LOWER),
+    "mem-allocated-bytes": MemoryLimits(),
+    "mem-max-allocated-bytes": MemoryLimits(),
+}
+# A long training is chaotic: its single steps part by percents while its windows stay together.
+_LONG = LossLimits(band=3e-2, mean=1e-3, tail_mean=2.5e-3, window_mean=5e-3)
+_SAME_IF_LONG = DEFAULTS.keys() - {"params-norm"}
+BY_KIND: Mapping[LimitKind, Limits] = {
+    LimitKind.LOSS: LossLimits(),
+    LimitKind.COUNT: CountLimits(),
+    LimitKind.COST: CostLimits(),
+    LimitKind.MEMORY: MemoryLimits(),
+}
+
+
+def limits_of(metric: str, *, is_long: bool = False) -> Limits:
+    """Return the limits of a metric; `is_long` for a long golden without a band of its own."""
+    if is_long and metric not in _SAME_IF_LONG:
+        return _LONG
+    return DEFAULTS.get(metric, BY_KIND[LimitKind.LOSS])
+
+
+def kind_of(metric: str) -> LimitKind:
+    """Return the kind of a metric by its name."""
+    limits = limits_of(metric)
+    return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
+
+
+def direction_of(metric: str) -> str:
+    """Return the direction in which a metric improves, as provenance names it.
+
+    Less of a loss is better, although both sides of the golden fail; of other metrics nothing is
+    known.
+    """
+    limits = DEFAULTS.get(metric)
+    if isinstance(limits, CostLimits | MemoryLimits):
+        return _BETTER[limits.worse]
+    return _BETTER[Worse.HIGHER if is_loss(metric) else Worse.EITHER]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """Settings for learning a band from repeats.
+
+    Attributes:
+        least_repeats: Fewer give no band of their own; their spread only widens the fixed one.
+        few_factor: By how many of their standard deviations.
+        look_back_steps: The estimate of a step is the largest of so many values up to there ...
+        look_ahead_steps: ... and of those up to so many steps later: where noise grows, that of
+            another platform, which begins a little larger, is a few steps ahead.
+        mean_fraction: The limit of the mean, as a part of the limit of single steps.
+        tail_fraction: The same of the mean of the last quarter.
+        least_steps_for_means: Fewer steps have no mean worth judging.
+    """
+
+    least_repeats: int = 3
+    few_factor: float = 4.0
+    look_back_steps: int = 8
+    look_ahead_steps: int = 2
+    mean_fraction: float = 0.3
+    tail_fraction: float = 0.4
+    least_steps_for_means: int = 8
+
+
+LEARNING = Learning()
+
+
+_Part: TypeAlias = Annotated[float, Ge(0), FINITE]
+_Fraction: TypeAlias = Annotated[float, Ge(0), Lt(1)]
+
+
+@closed
+class MetricSettings(TypedDict, total=False):
+    """Limits that are changed of one metric; which keys it takes depends on its kind."""
+
+    judged: Annotated[bool, About("False leaves the metric out.")]
+    kind: Annotated[LimitKind, About("Of a metric that is not what its name says.")]
+    exact: Annotated[Exact | bool, About("When every bit counts; under megatron true or false.")]
+    approximate: Annotated[_Part, About("Under megatron: relative tolerance of a step.")]
+    step_1: Annotated[_Part, About("Of the first step.")]
+    early_steps: Annotated[Count, About("Length of the early window.")]
+    early_band: Annotated[_Part, About("Of each step in it.")]
+    band: Annotated[_Part, About("Of each step, where none is learned.")]
+    floor: Annotated[_Part, About("The narrowest band that is learned.")]
+    learned_floor: Annotated[_Part, About("The same on the platform of the repeats.")]
+    absolute: Annotated[_Part, About("In the metric's own unit, beside every band.")]
+    outside_fraction: Annotated[_Fraction, About("Of the steps, those that may be outside.")]
+    outside_factor: Annotated[float, Ge(1), About("By how many bands each of them.")]
+    mean: Annotated[_Part, About("Of the mean of all steps.")]
+    tail_mean: Annotated[_Part, About("Of that of the last quarter.")]
+    window_mean: Annotated[_Part, About("Of that of each twentieth of the steps.")]
+    median: Annotated[_Part, About("Of the median.")]
+    quartile: Annotated[_Part, About("Of the border of the worst quarter.")]
+    peak: Annotated[_Part, About("Of the largest value.")]
+    frozen_steps: Annotated[Count, About("From how many is frozen.")]
+    frozen_fraction: Annotated[_Fraction, About("As a part of all.")]
+    warm_up: Annotated[_Fraction, About("Part that is left out first.")]
+    worse: Annotated[Worse, About("The side that fails; either judges both.")]
+
+
+# One number or word of a policy file, as the field of the limits has it.
+Setting: TypeAlias = float | int | bool | LimitKind | Worse | Exact
+Settings: TypeAlias = Mapping[str, Setting]
+_Metrics: TypeAlias = Annotated[
+    dict[str, MetricSettings],
+    About("Name of a metric, or a pattern with * and ?, to its limits."),
+]
+
+
+class Base(Enum):
+    """The policies of the package; the value is its name in `--golden-policy`."""
+
+    STRICT = "strict"
+    MEGATRON = "megatron"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedWorkload:
+    """The workload that is compared.
+
+    Attributes:
+        case: `<model>/<test_case>`.
+    """
+
+    case: str
+    platform: str | None = None
+    environment: str | None = None
+
+    @staticmethod
+    def of(workload: Workload) -> ComparedWorkload:
+        """Return the properties by which a policy may select a workload."""
+        return ComparedWorkload(
+            case=f"{workload.model}/{workload.test_case}",
+            platform=workload.platform,
+            environment=workload.environment,
+        )
+
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """Limits for some workloads; without a list for all."""
+
+    cases: Annotated[Texts, About("<model>/<test_case>, with * and ?.")] = ()
+    platforms: Annotated[Texts, About("Such as dgx_h100.")] = ()
+    environments: Annotated[Texts, About("Such as dev.")] = ()
+    metrics: _Metrics
+
+    def is_at(self, place: ComparedWorkload | None) -> bool:
+        """Return True if it applies to a workload; None stands for any workload."""
+        wanted = (self.cases, self.platforms, self.environments)
+        here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
+        return all(
+            not patterns or (name is not None and any(fnmatch.fnmatch(name, p) for p in patterns))
+            for patterns, name in zip(wanted, here, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonPolicy:
+    """The rules of a comparison.
+
+    Attributes:
+        base: The policy that it inherits from.
+        name: Name of the policy in verdicts: the base's, or its file's.
+        metrics: Metric, or a pattern of metrics, to its changes; a later one wins.
+        overrides: The same for some workloads; a later one wins.
+        digest: SHA-256 of its file; None for a policy of the package.
+    """
+
+    STRICT: ClassVar[ComparisonPolicy]
+    MEGATRON: ClassVar[ComparisonPolicy]
+
+    base: Base
+    name: str
+    metrics: Mapping[str, Settings] = field(default_factory=dict)
+    overrides: tuple[Override, ...] = ()
+    digest: str | None = None
+
+    @property
+    def is_strict(self) -> bool:
+        """True if it is `strict`, or inherits from it."""
+        return self.base is Base.STRICT
+
+    def at(self, place: ComparedWorkload | None) -> ComparisonPolicy:
+        """Return the policy as it is for one workload."""
+        return replace(
+            self,
+            overrides=tuple(
+                replace(o, cases=(), platforms=(), environments=())
+                for o in self.overrides
+                if o.is_at(place)
+            ),
+        )
+
+    def as_json(self) -> dict[str, JsonValue]:
+        """Return the policy of a plan or a record; by `at` for which workload.
+
+        `metrics` is a list of changes, of which a later one wins.
+        """
+        return {
+            "name": self.name,
+            "inherit": self.base.value,
+            "sha256": self.digest,
+            "metrics": [
+                {
+                    pattern: {
+                        key: value.value if isinstance(value, Enum) else value
+                        for key, value in settings.items()
+                    }
+                    for pattern, settings in metrics.items()
+                }
+                for metrics in self._changes()
+                if metrics
+            ],
+        }
+
+    def _changes(self) -> list[Mapping[str, Settings]]:
+        """Return the changes for any workload; a later one wins."""
+        everywhere = [o.metrics for o in self.overrides if o.is_at(None)]
+        return [self.metrics, *cast("list[Mapping[str, Settings]]", everywhere)]
+
+    def settings(self, metric: str) -> Settings:
+        """Return the changes for a metric; use `at` first for those of a workload."""
+        found: dict[str, Setting] = {}
+        for metrics in self._changes():
+            for pattern, settings in metrics.items():
+                if fnmatch.fnmatchcase(metric, pattern):
+                    found |= settings
+        return found
+
+    def is_judged(self, metric: str) -> bool:
+        """Return True if a metric is judged at all."""
+        return self.settings(metric).get("judged") is not False
+
+    def limit(self, metric: str, key: str, default: float) -> float:
+        """Return one number of the settings of a metric, `default` where it is not set."""
+        value = self.settings(metric).get(key)
+        return float(value) if isinstance(value, int | float) else default
+
+    def worse(self, metric: str, default: Worse) -> Worse:
+        """Return the side of the golden that fails, `default` where it is not set."""
+        value = self.settings(metric).get("worse")
+        return value if isinstance(value, Worse) else default
+
+    def require_judged(self, metrics: Sequence[str]) -> None:
+        """Require that one of several metrics is judged, so that nothing passes unseen.
+
+        Raises:
+            GoldenError: The policy leaves out every one.
+        """
+        if metrics and not any(map(self.is_judged, metrics)):
+            raise GoldenError(
+                self.name,
+                f"judged is false for {', '.join(metrics)}, so nothing would be compared; judge "
+                "one of them, or run without comparing with `--golden off`",
+            )
+
+    def limits(self, metric: str, *, is_long: bool = False) -> Limits:
+        """Return the limits of a metric under `strict`, after the policy's changes.
+
+        Args:
+            metric: Name of the metric.
+            is_long: Whether its golden is long, and has no band of its own.
+        """
+        settings = dict(self.settings(metric))
+        if "floor" in settings:  # who names one means it wherever the repeats were
+            settings.setdefault("learned_floor", settings["floor"])
+        kind = settings.pop("kind", None)
+        if kind is None or kind is kind_of(metric):
+            limits = limits_of(metric, is_long=is_long)
+        else:
+            assert isinstance(kind, LimitKind)
+            limits = BY_KIND[kind]
+        known = keys_of(limits)
+        changes: dict[str, object] = {k: v for k, v in settings.items() if k in known}
+        return replace(limits, **changes)  # type: ignore[arg-type] # typed as the fields are
+
+
+ComparisonPolicy.STRICT = ComparisonPolicy(base=Base.STRICT, name=Base.STRICT.value)
+ComparisonPolicy.MEGATRON = ComparisonPolicy(base=Base.MEGATRON, name=Base.MEGATRON.value)
+
+
+def keys_of(limits: Limits) -> frozenset[str]:
+    """Return the names of the numbers of one kind."""
+    return frozenset(f.name for f in fields(limits))
+
+
+_OF_ALL = frozenset({"judged", "kind"})
+_OF_MEGATRON = frozenset({"approximate", "exact"})
+
+
+def policy_named(
+    text: str, where: str = "--golden-policy", root: Path | None = None
+) -> ComparisonPolicy:
+    """Return the policy that a user named.
+
+    Args:
+        text: `strict`, `megatron` or the path of a file.
+        where: Name of the option in the error.
+        root: Where a relative path is looked for after the current directory.
+
+    Raises:
+        GoldenError: It is none of them, or the file is wrong; with file and line.
+    """
+    for policy in (ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON):
+        if policy.name == text:
+            return policy
+    candidates = [Path(text)] if root is None else [Path(text), root / text]
+    for path in candidates:
+        if path.is_file():
+            return read_policy(path)
+    names = sorted(base.value for base in Base)
+    if Path(text).suffix in (".yaml", ".yml") or "/" in text:
+        raise GoldenError(where, f"no policy file {text!r}; give its path, or {' or '.join(names)}")
+    raise GoldenError(
+        where,
+        f"unknown policy {text!r}, expected {', '.join(names)} or a YAML file"
+        f"{nearest(text, names)}",
+    )
+
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFile:
+    """A policy of one's own."""
+
+    format_version: FormatVersion
+    inherit: Base
+    metrics: _Metrics = field(default_factory=dict)
+    overrides: Annotated[tuple[Override, ...], MinLen(1)] = ()
+
+
+def policy_json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a policy file."""
+    return json_schema(PolicyFile, "pytest-megatron golden policy")
+
+
+def read_policy(path: Path) -> ComparisonPolicy:
+    """Read a policy file.
+
+    Raises:
+        GoldenError: With file and line: it is not YAML, has a key twice, departs from the schema,
+            or gives a metric a limit that metrics of its kind do not have.
+    """
+    document = read_yaml(path, error=GoldenError)
+    refuse_duplicates(document, GoldenError)
+    found = read(PolicyFile, document, GoldenError)
+    _check_keys(document, ("metrics",), found.metrics, found.inherit)
+    for i, override in enumerate(found.overrides):
+        _check_keys(document, ("overrides", i, "metrics"), override.metrics, found.inherit)
+    return ComparisonPolicy(
+        base=found.inherit,
+        name=str(path),
+        digest=digest_of(path),
+        metrics=cast("Mapping[str, Settings]", found.metrics),
+        overrides=found.overrides,
+    )
+
+
+def _check_keys(
+    document: YamlDocument, path: YamlPath, metrics: Mapping[str, MetricSettings], base: Base
+) -> None:
+    """Require that each limit is one of its metric's kind, so that none is without effect."""
+    for metric, settings in metrics.items():
+        kinds = (settings["kind"],) if "kind" in settings else _kinds_of(metric)
+        known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
+        whose = f"a metric of kind {' or '.join(kind.value for kind in kinds)}"
+        if base is Base.MEGATRON:
+            known, whose = _OF_MEGATRON, "a metric under megatron"
+        for key in (key for key in settings if key not in known):
+            raise GoldenError(
+                document.where((*path, metric, key)),
+                f"{metric}: {key!r} is no limit of {whose}, expected {one_of(key, known)}",
+            )
+        exact = settings.get("exact")
+        if exact is not None and isinstance(exact, bool) != (base is Base.MEGATRON):
+            expected = "true, false" if base is Base.MEGATRON else "auto, always, never"
+            written = exact if isinstance(exact, bool) else exact.value
+            raise GoldenError(
+                document.where((*path, metric, "exact")),
+                f"{metric}: exact is {written!r}, expected one of {expected}",
+            )
+
+
+def _kinds_of(pattern: str) -> tuple[LimitKind, ...]:
+    """Return the kinds of the metrics that a name, or a pattern of names, means."""
+    meant = [metric for metric in DEFAULTS if fnmatch.fnmatchcase(metric, pattern)]
+    return tuple(dict.fromkeys(kind_of(metric) for metric in meant or [pattern]))

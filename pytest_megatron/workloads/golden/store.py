@@ -1,0 +1,666 @@
+"""Golden files and the metrics files of runs: places, names, JSON, reading and writing.
+
+The JSON is Megatron-LM's metric map, one block a metric:
+
+    {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": {"1": 10.9, ...}}}
+
+The output of inference programs is `model.py`'s. Other files under the name of a golden are
+recognised and named. A block of ours has two more keys: `value_precision: full` (newer Megatron-LM
+writes it too) and, in the metrics of a run only, `non_finite`, which keeps nan and inf apart from
+missing and from text; readers that do not know it see those steps as missing.
+
+Source: FORMATS of Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pytest_megatron.base.files import (
+    JsonValue,
+    parse_json,
+    read_bytes,
+    write_json_atomically,
+    write_text_atomically,
+)
+from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted
+from pytest_megatron.errors import EmptyGoldenError, GoldenError, MetricsError
+from pytest_megatron.workloads.golden.formats.layout import PROVENANCE_KEY, Form, lay_out
+from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
+from pytest_megatron.workloads.golden.model import (
+    AS_BLOCK,
+    Generation,
+    Golden,
+    MetricMap,
+    MetricsFile,
+    Observed,
+    Provenance,
+    Series,
+    Value,
+    find_not_finite,
+    generation_to_json,
+    is_finite,
+    is_generation,
+    kind_of,
+    parse_generation,
+    parse_provenance,
+    provenance_to_json,
+    series_of,
+    step_interval,
+    to_float32,
+)
+from pytest_megatron.workloads.recipe.case import (
+    CASES,
+    GOLDEN_PREFIX,
+    GOLDENS,
+    golden_name,
+    golden_paths,
+)
+from pytest_megatron.workloads.recipe.model import Workload
+
+_STEP = "step"
+
+
+def read_json_lines(path: Path) -> Observed:
+    """Read the metrics of one file; a last line that was not written to its end is dropped.
+
+    Several lines may have the same step, and the same metric too if its value is the same there.
+
+    Raises:
+        MetricsError: The file cannot be read or holds no metric; a line is not a JSON object, has
+            no step, has a value that is not a number, or another one than an earlier line has for
+            that step (with the line).
+    """
+    try:
+        data = read_bytes(path)
+    except OSError as error:
+        raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
+    metrics: dict[str, dict[int, Value]] = {}
+    lines = data.split(b"\n")
+    torn_at = None
+    num_records = num_repeated = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        is_unfinished = number == len(lines)
+        try:
+            record: JsonValue = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if is_unfinished:
+                torn_at = len(data) - len(line)
+                break
+            raise MetricsError(f"{path}:{number}", f"not JSON: {error}") from error
+        num_repeated += _add(metrics, record, f"{path}:{number}")
+        num_records += 1
+    if not metrics:
+        raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start?")
+    notes = []
+    if torn_at is not None:
+        notes.append(f"{path}: the last line, at byte {torn_at}, is torn; dropped")
+    if num_repeated:
+        notes.append(f"{path}: {counted(num_repeated, 'value')} more than once, each time the same")
+    return Observed(
+        metrics={
+            name: series_of(values, is_full_precision=True)
+            for name, values in sorted(metrics.items())
+        },
+        files=(MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at),),
+        notes=tuple(notes),
+    )
+
+
+def _add(metrics: dict[str, dict[int, Value]], record: JsonValue, where: str) -> int:
+    """Add the values of a line; return how many of its values were there before."""
+    if not isinstance(record, dict):
+        raise MetricsError(where, f"a {type(record).__name__}, expected an object of metrics")
+    step = record.get(_STEP)
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise MetricsError(where, f"{_STEP!r} is {step!r}, expected the training iteration")
+    num_repeated = 0
+    for name, value in record.items():
+        if name == _STEP:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise MetricsError(where, f"{name!r} is {value!r}, expected a number")
+        try:
+            number = float(value)
+        except OverflowError as error:
+            raise MetricsError(where, f"{name!r}: {error}") from error
+        series = metrics.setdefault(name, {})
+        if step in series:
+            num_repeated += 1
+            if repr(series[step]) != repr(number):  # nan is nan
+                raise MetricsError(
+                    where,
+                    f"step {step} has {name!r} again, {number!r} and before {series[step]!r}; have "
+                    "one rank write it, and each training a file of its own",
+                )
+        series[step] = number
+    return num_repeated
+
+
+def golden_path(root: Path, workload: Workload) -> Path:
+    """Return the golden of a workload under the repository `root`; it need not exist.
+
+    Of the places and names that it may have (`golden_paths`) the first that exists, else the
+    first of all.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    places = golden_paths(root, workload, load_config(root).golden_platforms)
+    return next((place for place in places if place.is_file()), places[0])
+
+
+def new_golden_path(root: Path, workload: Workload) -> Path:
+    """Return where a golden of the workload is written: always our place, under its own name.
+
+    A golden elsewhere may be read by others, so it stays; the new one comes before it.
+    """
+    return golden_paths(root, workload)[0]
+
+
+def project_form(root: Path) -> Form:
+    """Return how the project wants its goldens laid out.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    return Form(load_config(root).golden_form)
+
+
+def read_golden(path: Path) -> Golden:
+    """Read a golden file in any of the forms that Megatron-LM's repository holds.
+
+    Raises:
+        GoldenError: There is no such file, or it is not a golden; the text names what it is
+            instead, with line and column where the JSON is broken.
+    """
+    return parse_golden(read_text(path), str(path))
+
+
+def parse_golden(text: str, where: str) -> Golden:
+    """Return the golden in a text, wherever that is from: a file, a commit.
+
+    Raises:
+        GoldenError: The text is refused, as `read_golden` does; `where` names the place.
+    """
+    document = parse_document(text, where)
+    provenance = document.provenance
+    return Golden(
+        path=where,
+        metrics=document.metrics,
+        provenance=None if provenance is None else parse_provenance(provenance, where),
+        notes=document.notes,
+        generation=document.generation,
+    )
+
+
+def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
+    """Return the text of a golden's file, whichever kind it is; it must have a provenance.
+
+    Of a training: metrics sorted, steps ascending, full precision, `_provenance` last. Of an
+    inference program: the keys that such a program writes, and `_provenance`.
+
+    Raises:
+        GoldenError: There is no metric, a metric has no value, or a value is not a finite number;
+            `golden.path` names the place.
+    """
+    assert golden.provenance is not None
+    provenance = provenance_to_json(golden.provenance)
+    if golden.generation is not None:
+        if problem := find_not_finite(golden.generation):
+            raise GoldenError(golden.path, f"{problem}; not written")
+        document = generation_to_json(golden.generation)
+        document[PROVENANCE_KEY] = provenance
+        return lay_out(document, form)
+    if not golden.metrics:
+        raise GoldenError(golden.path, "no metric to write")
+    for name, series in sorted(golden.metrics.items()):
+        if not len(series):
+            raise GoldenError(golden.path, f"{name} has no value; not written")
+        for step, value in series.items():
+            if not is_finite(value):
+                raise GoldenError(
+                    golden.path, f"{name}, step {step}: {value!r} is not finite; not written"
+                )
+    document = metrics_to_json(golden.metrics)
+    document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance
+    return lay_out(document, form)
+
+
+def write_golden(
+    path: Path, metrics: MetricMap, provenance: Provenance, form: Form = Form.COMPACT
+) -> None:
+    """Write a golden of a training, see `golden_text`.
+
+    The directory must exist. A reader sees the old file or the new one, whole.
+
+    Raises:
+        GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
+        OSError: The file cannot be written; the old one is as it was.
+    """
+    golden = Golden(path=str(path), metrics=metrics, provenance=provenance)
+    write_text_atomically(path, golden_text(golden, form))
+
+
+def write_metrics(path: Path, metrics: MetricMap) -> None:
+    """Write the metrics of a run (`metrics.json`); nan, inf, text and missing stay apart."""
+    write_json_atomically(path, metrics_to_json(metrics))
+
+
+def read_metrics(path: Path) -> Observed:
+    """Read the metrics of a run: TensorBoard files, a `.jsonl` file or a metric map.
+
+    A directory is read as TensorBoard's; it must belong to one attempt.
+
+    Raises:
+        MetricsError: There is nothing of the kind, nothing in it, or it is damaged.
+    """
+    if path.is_dir() or "tfevents" in path.name:
+        return read_tensorboard(path)
+    if path.suffix == ".jsonl":
+        return read_json_lines(path)
+    try:
+        document = parse_document(read_text(path), str(path))
+    except GoldenError as error:
+        raise MetricsError(error.where, error.problem) from error
+    return Observed(
+        metrics=document.metrics,
+        files=(MetricsFile(path=str(path), num_records=len(document.metrics)),),
+        notes=document.notes,
+        generation=document.generation,
+    )
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a golden or metrics file.
+
+    Raises:
+        GoldenError: There is no such file, or it is no text.
+    """
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise GoldenError(str(path), "no such file") from None
+    except OSError as error:
+        raise GoldenError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise GoldenError(str(path), f"not UTF-8 text, at byte {error.start}") from error
+
+
+PATTERN = f"{GOLDEN_PREFIX}*.json"
+_SECOND_RUN = "_2nd"
+_TREES = (GOLDENS, CASES)
+_DEPTH = 3  # model, test case, file
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenOwner:
+    """The workload of a golden file, by its place and name.
+
+    Attributes:
+        tree: `golden_values`, or the directory of the test cases.
+        platform: Platform in the file's name; empty in a file that names none.
+        is_second_run: True if the name ends in `_2nd`.
+    """
+
+    tree: Path
+    model: str
+    test_case: str
+    environment: str
+    platform: str
+    is_second_run: bool
+
+    def moved(self, tree: Path, other_names: Mapping[str, str]) -> Path:
+        """Return the path, below the project, in another tree and with the platform's own name."""
+        platform = other_names.get(self.platform, self.platform)
+        return tree / self.model / self.test_case / golden_name(self.environment, platform)
+
+
+def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool] | None:
+    """Return environment, platform and whether it is of a second run; None for another name."""
+    stem = name.removesuffix(".json")
+    if stem == name or not stem.startswith(f"{GOLDEN_PREFIX}_"):
+        return None
+    is_second_run = stem.endswith(_SECOND_RUN)
+    words = stem.removeprefix(f"{GOLDEN_PREFIX}_").removesuffix(_SECOND_RUN)
+    for environment in sorted(environments, key=len, reverse=True):
+        if words == environment:
+            return environment, "", is_second_run
+        if words.startswith(f"{environment}_"):
+            return environment, words.removeprefix(f"{environment}_"), is_second_run
+    return None
+
+
+def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwner | None:
+    """Return the owner of the golden file `path`; None for another place or name."""
+    owner = owner_of(path, root)
+    found = parse_name(path.name, environments)
+    if owner is None or found is None:
+        return None
+    return GoldenOwner(*owner, *found)
+
+
+def owner_of(path: Path, root: Path) -> tuple[Path, str, str] | None:
+    """Return tree, model and test case of a file in its right place, whatever its name."""
+    tree = tree_of(path, root)
+    if tree is None:
+        return None
+    parts = path.absolute().relative_to(root.absolute() / tree).parts
+    return (tree, parts[0], parts[1]) if len(parts) == _DEPTH else None
+
+
+def tree_of(path: Path, root: Path) -> Path | None:
+    """Return the tree, relative to the project's `root`, that a path is below; None elsewhere."""
+    absolute = path.absolute()
+    return next((tree for tree in _TREES if absolute.is_relative_to(root.absolute() / tree)), None)
+
+
+def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
+    """Return the JSON object in a text, and notes on unusual forms.
+
+    The object may stand in a JSON string, as some of Megatron-LM's tools write it.
+
+    Raises:
+        EmptyGoldenError: There is nothing in the text.
+        GoldenError: The text is no JSON (with line and column), is JSON lines, has a key twice,
+            or is no object. `where` names the file.
+    """
+    notes: list[str] = []
+    value = _load(text, where, notes)
+    if isinstance(value, str):
+        notes.append("JSON inside a JSON string, decoded twice")
+        value = _load(value, where, notes)
+    if not isinstance(value, dict):
+        raise GoldenError(where, f"holds a JSON {_shown(value)}, expected an object of metrics")
+    return value, notes
+
+
+def _shown(value: JsonValue) -> str:
+    return f"list of {len(value)}" if isinstance(value, list) else kind_of(value)
+
+
+def _load(text: str, where: str, notes: list[str]) -> JsonValue:
+    if not text.strip():
+        size = len(text.encode())
+        raise EmptyGoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
+    literals: list[str] = []
+
+    def keep_literal(literal: str) -> float:
+        literals.append(literal)
+        return float(literal)
+
+    def refuse_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise GoldenError(where, f"the key {twice!r} is there twice; keep one of them")
+        return found
+
+    try:
+        value: JsonValue = json.loads(
+            text, parse_constant=keep_literal, object_pairs_hook=refuse_duplicates
+        )
+    except ValueError as error:
+        raise _explain_syntax(error, text, where) from error
+    except RecursionError as error:
+        raise GoldenError(where, "JSON nested too deeply, expected an object of metrics") from error
+    if literals:
+        names = ", ".join(sorted(set(literals)))
+        notes.append(f"{len(literals)} bare {names} literal(s), which are not JSON")
+    return value
+
+
+def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
+    if not isinstance(error, json.JSONDecodeError):  # a whole number of thousands of digits
+        return GoldenError(where, f"not JSON of numbers: {error}")
+    num_lines = _count_json_lines(text)
+    if num_lines is not None:
+        return GoldenError(
+            where, f"JSON lines ({num_lines} values, one a line), expected one object"
+        )
+    return GoldenError(
+        f"{where}:{error.lineno}:{error.colno}", f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}"
+    )
+
+
+def _count_json_lines(text: str) -> int | None:
+    """Return how many JSON values `text` has, one a line, or None if it is no JSON-lines file."""
+    try:
+        values = [parse_json(line) for line in text.splitlines() if line.strip()]
+    except ValueError:
+        return None
+    return len(values) if len(values) > 1 else None
+
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_BASELINE_KEYS = {"forward_ms", "backward_ms", "throughput_tok_per_sec", "avg_latency_ms"}
+_MAX_STEP_DIGITS = 18
+_IS_STEP = re.compile(rf"[0-9]{{1,{_MAX_STEP_DIGITS}}}").fullmatch
+_VALUE_TYPES = {float, str}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenDocument:
+    """The content of a metric-map file.
+
+    Attributes:
+        generation: The output of an inference program, where the file is of that kind; it has
+            no metric then.
+        provenance: The value of `_provenance` as it stands there, or None.
+        notes: Unusual things and how they were read.
+    """
+
+    metrics: MetricMap
+    provenance: JsonValue
+    notes: tuple[str, ...]
+    generation: Generation | None = None
+
+
+def parse_document(text: str, where: str) -> GoldenDocument:
+    """Return the metrics in the text of a golden or a metric-map file.
+
+    Raises:
+        GoldenError: The text is empty, is not JSON (with line and column), or is JSON of another
+            kind: an empty object, JSON lines, a performance baseline, a
+            block with impossible steps or values. `where` names the file.
+    """
+    value, notes = load_object(text, where)
+    return document_of(value, where, notes)
+
+
+def document_of(
+    value: dict[str, JsonValue], where: str, notes: Sequence[str] = ()
+) -> GoldenDocument:
+    """Return the metrics in the JSON object of a golden or a metric-map file.
+
+    Args:
+        value: Value from `load_object`.
+        where: The file, for messages.
+        notes: Earlier notes on the file.
+
+    Raises:
+        GoldenError: The value is refused, see `parse_document`.
+    """
+    notes = list(notes)
+    provenance = value.get(PROVENANCE_KEY)
+    value = {name: part for name, part in value.items() if name != PROVENANCE_KEY}
+    blocks = {k: v for k, v in value.items() if isinstance(v, dict) and "values" in v}
+    if not blocks and is_generation(value):
+        return GoldenDocument(
+            metrics={},
+            provenance=provenance,
+            notes=tuple(notes),
+            generation=parse_generation(value, where),
+        )
+    if not value:
+        raise EmptyGoldenError(
+            where, "holds no metric ({}), expected an object of metrics; record it again"
+        )
+    if not blocks:
+        raise GoldenError(where, _explain(value))
+    metrics: dict[str, Series] = {}
+    for name, other in value.items():
+        block = blocks.get(name)
+        if block is not None:
+            metrics[name] = _parse_block(block, name, where, notes)
+        elif isinstance(other, int | float):
+            notes.append(f"{name!r} is one number, not a metric; ignored")
+        else:
+            raise GoldenError(where, f"{name!r} is no metric block: it has no 'values'")
+    return GoldenDocument(metrics=metrics, provenance=provenance, notes=tuple(notes))
+
+
+def metrics_to_json(metrics: MetricMap) -> dict[str, JsonValue]:
+    """Return the metric map of a run or a golden: metrics sorted, steps ascending.
+
+    A value that is a float32 is written as the shortest decimal that gives that float32 again,
+    except whole numbers, which are written as they are. Not finite ones go to `non_finite`.
+    """
+    return {name: _block_to_json(series) for name, series in sorted(metrics.items())}
+
+
+def shortest(value: float) -> float:
+    """Return the float with the fewest digits that rounds to the same float32 as `value`.
+
+    A value that is no float32, or a whole number, comes back as it is.
+    """
+    if value.is_integer() or to_float32(value) != value:
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if to_float32(short) == value:
+            return short
+    return value
+
+
+def _explain(value: Mapping[str, JsonValue]) -> str:
+    """Return the error for a file without any metric block."""
+    if is_baseline(value):
+        return "performance baseline, not a golden; it has no curve to compare"
+    some = ", ".join(repr(key) for key in sorted(value)[:3])
+    return f"no metric block with 'values' in it, found {some}; this is not a golden"
+
+
+def is_baseline(value: Mapping[str, JsonValue]) -> bool:
+    """Return True for the numbers of a performance test: by case, or by platform too.
+
+    Source: Megatron-LM's `baseline_values.json` of its performance tests, d98e8a64dd.
+    """
+    nested = [v for v in value.values() if isinstance(v, dict)]
+    inner = [v for n in nested for v in n.values() if isinstance(v, dict)]
+    keys = {key for v in nested for key in v}
+    return bool((keys | {key for v in inner for key in v}) & _BASELINE_KEYS)
+
+
+def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: list[str]) -> Series:
+    raw = block["values"]
+    for key in ("start_step", "end_step", "step_interval"):
+        if key in block and (isinstance(block[key], bool) or not isinstance(block[key], int)):
+            raise GoldenError(
+                where, f"{name}: {key!r} is {_shown(block[key])}, expected a whole number"
+            )
+    if isinstance(raw, dict):
+        values = _parse_map(raw, name, where)
+    elif isinstance(raw, list):
+        start = _number(block, "start_step", name, where)
+        interval = _number(block, "step_interval", name, where)
+        notes.append(f"{name}: a list of values, read as steps {start}, {start + interval}, ...")
+        values = {
+            start + i * interval: _value(v, name, str(start + i * interval), where)
+            for i, v in enumerate(raw)
+        }
+    else:
+        raise GoldenError(where, f"{name}: 'values' is {_shown(raw)}, expected step to number")
+    values |= _parse_non_finite(block.get("non_finite", {}), name, where)
+    precision = block.get("value_precision")
+    if not isinstance(precision, str | None):
+        raise GoldenError(where, f"{name}: 'value_precision' is {_shown(precision)}, expected text")
+    if precision not in {None, "full"}:
+        notes.append(f"{name}: unknown value_precision {precision!r}, read as five decimals")
+    return series_of(values, is_full_precision=precision == "full")
+
+
+def _parse_map(raw: Mapping[str, JsonValue], name: str, where: str) -> dict[int, Value]:
+    """Return step to value; valid values are not checked one by one, since they are many."""
+    values: dict[int, Value]
+    if set(map(type, raw.values())) <= _VALUE_TYPES and all(map(_IS_STEP, raw)):
+        values = dict(zip(map(int, raw), raw.values(), strict=True))  # type: ignore[arg-type] # types are those
+    else:
+        values = {_step(k, name, where): _value(v, name, k, where) for k, v in raw.items()}
+    if len(values) != len(raw):
+        steps = [int(key) for key in raw]
+        twice = next(step for step in steps if steps.count(step) > 1)
+        raise GoldenError(where, f"{name}: step {twice} is there twice; keep one of them")
+    return values
+
+
+def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]:
+    if not isinstance(raw, dict):
+        raise GoldenError(where, f"{name}: 'non_finite' is {_shown(raw)}, expected an object")
+    values: dict[int, Value] = {}
+    for key, text in raw.items():
+        if not isinstance(text, str) or text not in _NON_FINITE:
+            expected = ", ".join(sorted(_NON_FINITE))
+            raise GoldenError(where, f"{name}, step {key}: {text!r}, expected one of {expected}")
+        values[_step(key, name, where)] = _NON_FINITE[text]
+    return values
+
+
+def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> int:
+    value = block.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < (key == "step_interval"):
+        raise GoldenError(
+            where, f"{name}: {key!r} is {value!r}, a list of values needs it to be a step number"
+        )
+    return value
+
+
+def _step(key: str, name: str, where: str) -> int:
+    if not _IS_STEP(key):
+        raise GoldenError(
+            where, f"{name}: step {key!r}, expected a decimal number of at most 18 digits"
+        )
+    return int(key)
+
+
+def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise GoldenError(where, f"{name}, step {step}: {_shown(value)}, expected a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise GoldenError(where, f"{name}, step {step}: {error}") from error
+
+
+def _block_to_json(series: Series) -> dict[str, JsonValue]:
+    block: dict[str, JsonValue] = {
+        "start_step": series.steps[0] if series.steps else 0,
+        "end_step": series.steps[-1] if series.steps else 0,
+        "step_interval": step_interval(series.steps),
+    }
+    if series.is_full_precision:
+        block["value_precision"] = "full"
+    non_finite: dict[str, JsonValue] = {}
+    values: dict[str, JsonValue] = {}
+    for step, value in series.items():
+        if isinstance(value, str):
+            values[str(step)] = value
+        elif math.isfinite(value):
+            values[str(step)] = shortest(value)
+        else:
+            non_finite[str(step)] = str(value)
+    block["values"] = values
+    if non_finite:
+        block["non_finite"] = non_finite
+    return block

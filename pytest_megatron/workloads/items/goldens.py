@@ -1,0 +1,287 @@
+"""Candidates for goldens, and their writing at the end of a session: all of them, or none.
+
+A workload only hands in a candidate, which stays in the run directory; its values become a golden
+when every item of the session passed and the gate lets all of them through. A workload that
+disagrees with its golden leaves one too, for `pytest-megatron golden review` and `golden accept`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from pytest_megatron.base.files import digest_of
+from pytest_megatron.base.project import ask_git_for_owner
+from pytest_megatron.base.text import counted
+from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
+from pytest_megatron.session.state import RunSession
+from pytest_megatron.workloads.golden.model import Golden
+from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy
+from pytest_megatron.workloads.golden.store import golden_path, new_golden_path, read_golden
+from pytest_megatron.workloads.recipe.case import Evaluation
+from pytest_megatron.workloads.refresh.accept import (
+    AcceptOutcome,
+    Terms,
+    accept,
+    consider,
+    consider_early,
+    write_pages,
+)
+from pytest_megatron.workloads.refresh.build import make_candidate, make_prospect
+from pytest_megatron.workloads.refresh.candidate import Candidate, GateRule, hard
+from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
+from pytest_megatron.workloads.refresh.read import read_candidate
+from pytest_megatron.workloads.verdict.compare import check_golden_kind
+from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+
+_MOST_LINES = 60  # of the page in the terminal
+
+
+class GoldenWriter:
+    """The goldens of one session: copies to compare with, and candidates for new ones.
+
+    Attributes:
+        policy: Rules of the comparison.
+        lines: For the terminal at the end.
+    """
+
+    def __init__(self, session: RunSession, policy: ComparisonPolicy) -> None:
+        self._session = session
+        self._root = session.root
+        self._options = options = session.options
+        self.policy = policy
+        self._digests: dict[str, str] = {}  # of copies, by node id
+        self._terms = Terms(reason=options.golden_reason, is_dirty_allowed=options.is_dirty_allowed)
+        self.lines: list[str] = []
+
+    def require(self, job: WorkloadJob) -> None:
+        """Make sure, before a training costs anything, that there is something to compare it with.
+
+        Raises:
+            GoldenError: The golden should be there and is not, cannot be read, or the policy judges
+                no metric of the workload.
+        """
+        mode = self._options.golden
+        if not job.is_compared or mode in ("off", "refresh"):
+            return
+        path = golden_path(self._root, job.workload)
+        if not path.exists():
+            is_to_fail = job.case is not None and job.case.evaluation is Evaluation.XPASS
+            if mode == "record" or is_to_fail:
+                return
+            raise GoldenError(
+                job.node_id,
+                f"no golden, nothing was run; expected {self._session.shorten(str(path))}; write "
+                f"one with `--golden record`, or run without comparing with `--golden off`",
+            )
+        try:
+            golden = read_golden(path)
+        except GoldenError as error:
+            raise GoldenError(
+                self._session.shorten(error.where),
+                f"the golden is broken, nothing was run: {error.problem}; mend it, or write it "
+                "anew with `--golden refresh`",
+            ) from error
+        if job.case is not None:
+            check_golden_kind(job.case, golden)
+        self.policy.at(ComparedWorkload.of(job.workload)).require_judged(job.metric_names or ())
+
+    def copy(self, job: WorkloadJob) -> None:
+        """Copy the golden into the workload's directory.
+
+        The run is compared with the copy and its page shows the copy, whatever becomes of the
+        golden while the training runs. A run that is taken over has the copy already.
+
+        Raises:
+            LaunchError: It cannot be copied.
+        """
+        path = golden_path(self._root, job.workload)
+        if not job.is_compared or self._options.golden == "off":
+            return
+        try:
+            if path.is_file() and not (self._options.is_attached and job.dirs.golden.is_file()):
+                shutil.copyfile(path, job.dirs.golden)
+            if job.dirs.golden.is_file():
+                self._digests[job.node_id] = digest_of(job.dirs.golden)
+        except OSError as error:
+            raise LaunchError(
+                str(job.dirs.golden),
+                f"{error.strerror}; give another --run-dir, or make room; nothing was run",
+            ) from error
+
+    def read_copy(self, job: WorkloadJob) -> Golden | None:
+        """Return the golden as it was before the training; None where nothing is to be compared.
+
+        Raises:
+            GoldenError: The copy was changed, or cannot be read.
+        """
+        digest = self._digests.get(job.node_id)
+        if digest is None or self._options.golden == "refresh":
+            return None
+        copy = job.dirs.golden
+        if not copy.is_file() or digest_of(copy) != digest:
+            raise GoldenError(
+                str(copy),
+                "changed while the training ran, so what was measured is not judged; leave the run "
+                "directory alone, and run it again",
+            )
+        return replace(read_golden(copy), path=str(golden_path(self._root, job.workload)))
+
+    def wants(self, *, has_golden: bool) -> bool:
+        """Return true if the golden of a workload is to be written."""
+        mode = self._options.golden
+        return mode == "refresh" or (mode == "record" and not has_golden)
+
+    def refuse_early(self, checked: CheckedJob) -> None:
+        """Refuse a golden that could never be written, before the training costs anything.
+
+        Raises:
+            GoldenError: The tree is not committed, or the gate refuses whatever is measured.
+        """
+        facts, job = self._session.facts, checked.job
+        self._refuse_uncommitted(facts)
+        target = new_golden_path(self._root, job.workload)
+        if not job.is_compared or not self.wants(has_golden=target.is_file()):
+            return
+        name = PurePosixPath(target.relative_to(self._root))
+        prospect = make_prospect(checked, name, facts, is_here=not self._session.engine.is_queue)
+        refusals = consider_early(prospect, self._root, self._terms)
+        if refusals:
+            lines = [*(refusal.line for refusal in refusals), "nothing was run"]
+            if not hard(refusals):
+                lines.append(
+                    "give the reason with --golden-reason TEXT, which the golden then says"
+                )
+            raise GoldenError(job.node_id, "; ".join(lines))
+
+    def _refuse_uncommitted(self, facts: SessionFacts) -> None:
+        is_committed = facts.commit is not None and not facts.is_dirty
+        if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
+            return
+        state = "has no git commit" if facts.commit is None else "has uncommitted changes"
+        if facts.commit is None and (mend := ask_git_for_owner(self._root)) is not None:
+            raise GoldenError(
+                str(self._root),
+                f"--golden {self._options.golden}: git refuses the tree, which another user owns, "
+                f"expected a commit that the golden can name; {mend}",
+            )
+        raise GoldenError(
+            str(self._root),
+            f"--golden {self._options.golden}: the tree {state}, expected a commit that the golden "
+            f"can name; commit first, or give --allow-dirty, which the golden then says",
+        )
+
+    def record_of(self, job: WorkloadJob) -> RecordedGolden:
+        """Return the record of a golden that has no candidate."""
+        target = new_golden_path(self._root, job.workload)
+        return RecordedGolden(target=str(target.relative_to(self._root)))
+
+    def keep(self, training: Training) -> RecordedGolden:
+        """Leave a candidate in the run directory; return its part of the record."""
+        record = self.record_of(training.job)
+        if not training.clean:
+            return record
+        try:
+            path = make_candidate(
+                training,
+                training.facts(self._session.facts),
+                arguments=self._session.arguments,
+                policy=self._options.golden_policy,
+            )
+        except GoldenError as error:
+            return replace(record, problem=error.problem)
+        directory = training.job.dirs.root
+        files = [path, *(attempt.whole_path for attempt in training.clean)]
+        digests = {
+            file.relative_to(directory).as_posix(): digest_of(file)
+            for file in files
+            if file.is_file()
+        }
+        return replace(record, candidate=str(path), digests=digests)
+
+    def refusal(self, node_id: str, record: RecordedWorkload, directory: Path) -> str | None:
+        """Return why the gate keeps a workload's candidate from becoming a golden, or None."""
+        candidate = read_candidate(node_id, record, directory, self._root, self.policy)
+        refusals = consider(candidate, self._root, self._terms).refusals
+        if not refusals:
+            return None
+        lines = [refusal.line for refusal in refusals]
+        if all(refusal.rule.is_soft for refusal in refusals):
+            run = directory.parent
+            lines.append(
+                "give the reason, which the golden then says: with --golden-reason TEXT, or "
+                f"without another training: pytest-megatron golden accept {run} --reason TEXT"
+            )
+        return "\n".join(lines)
+
+    def _may_review(self, node_id: str, record: RecordedWorkload) -> bool:
+        """Return False for a candidate that can be no golden, whatever a person answers."""
+        try:
+            directory = Path(str(record.directory))
+            candidate = read_candidate(node_id, record, directory, self._root, self.policy)
+            offer = consider(candidate, self._root, replace(self._terms, is_dirty_allowed=True))
+        except (OSError, MegatronError):
+            return True  # its reason is printed there
+        return all(refusal.rule is GateRule.REPEATS for refusal in hard(offer.refusals))
+
+    def finish(self, records: Mapping[str, RecordedWorkload], exit_status: int) -> bool:
+        """Write every candidate, if the session was clean; return False if that went wrong."""
+        offered = {n: r for n, r in records.items() if r.golden and r.golden.is_offered}
+        kept = [name for name, r in records.items() if r.golden and r.golden.candidate]
+        num_left = sum(name in offered or self._may_review(name, records[name]) for name in kept)
+        if num_left and (exit_status != pytest.ExitCode.OK or not offered):
+            self.lines.append(
+                f"goldens: {counted(num_left, 'candidate')} in the run directory; to look at what "
+                "would change: pytest-megatron golden review"
+            )
+        if not self._options.is_writing_goldens or not records:
+            return True
+        if exit_status != pytest.ExitCode.OK:
+            self.lines.append("goldens: none written, since not all of this run was clean")
+        elif not offered:
+            self.lines.append("goldens: none written, none was missing")
+        else:
+            try:
+                candidates = [
+                    read_candidate(name, r, Path(str(r.directory)), self._root, self.policy)
+                    for name, r in offered.items()
+                ]
+                return self._write(candidates)
+            except (OSError, MegatronError) as error:
+                self.lines.append(f"goldens: none written: {error}")
+                return False
+        return True
+
+    def _write(self, candidates: Sequence[Candidate]) -> bool:
+        outcome = accept(candidates, self._root, self._terms)
+        if outcome.refused:
+            self.lines += [
+                f"goldens: none written: {name}: {refusal.line}"
+                for name, refusal in outcome.refused
+            ]
+            return False
+        self.lines += self._pages(outcome, candidates[0].directory.parent)
+        return True
+
+    def _pages(self, outcome: AcceptOutcome, run_dir: Path) -> list[str]:
+        """Write the page and the commit message, and return the lines to print."""
+        reason = self._terms.reason
+        lines = [f"goldens: {len(outcome.differences)} written"]
+        try:
+            page, message = write_pages(run_dir, outcome, reason)
+        except OSError as error:
+            lines.append(f"goldens: {error.filename or run_dir}: {error.strerror}; no page")
+        else:
+            lines.append(f"for the pull request: {page}")
+            lines.append(f"for the commit: git add golden_values && git commit -F {message}")
+        shown = markdown(outcome.differences, reason=reason).splitlines()
+        lines += shown[:_MOST_LINES]
+        if len(shown) > _MOST_LINES:
+            lines.append(f"... {len(shown) - _MOST_LINES} more lines in the page")
+        return [*lines, "", *commit_message(outcome.differences, reason=reason).splitlines()]

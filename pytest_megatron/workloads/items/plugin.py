@@ -1,0 +1,151 @@
+"""Workloads of a session as pytest collects and selects them.
+
+What runs them is imported where they are to run, as to import it takes longer than to collect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import MegatronError, SelectionError
+from pytest_megatron.session.deselected import REASON
+from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
+from pytest_megatron.session.state import RunSession, session_of
+from pytest_megatron.workloads.golden.policy import policy_named
+from pytest_megatron.workloads.items.collect import WorkloadItem
+from pytest_megatron.workloads.recipe.load import load_recipe, project_words
+from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
+from pytest_megatron.workloads.recipe.select import Selection, select
+from pytest_megatron.workloads.refresh.transaction import recover
+
+
+def register_roles(config: pytest.Config) -> None:
+    """Register the roles of a session with workloads.
+
+    Raises:
+        pytest.UsageError: The project's settings or the policy are wrong.
+    """
+    session = session_of(config)
+    options = session.options
+    _ = session.table  # a file of the user's that cannot be read is refused before anything runs
+    with usage_errors():
+        vocabulary = project_words(session.root)
+        policy = policy_named(options.golden_policy, root=session.root)
+        recover(session.root)  # a killed refresh may have left it half done
+    config.pluginmanager.register(SelectionPlugin(session, vocabulary), WORKLOADS_PLUGIN)
+    if not config.option.collectonly:
+        from pytest_megatron.workloads.items.training import register_training  # noqa: PLC0415
+
+        register_training(config, session, policy)
+    if options.is_plan:
+        config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
+    # One malformed recipe is an error of this run and must not keep the others from running.
+    config.option.continue_on_collection_errors = True
+
+
+_USAGE_ERROR_KEY = "megatron_usage_error"
+
+
+class SelectionPlugin:
+    """Reads recipes, selects workloads, and skips those that this host cannot run."""
+
+    def __init__(self, session: RunSession, vocabulary: Vocabulary) -> None:
+        self._session = session
+        self._vocabulary = vocabulary
+        self._usage_error: str | None = None  # of a worker
+
+    def load(self, path: Path) -> Sequence[Workload]:
+        """Return the rows of a recipe.
+
+        Raises:
+            RecipeError: It is no sound recipe, or a row names a signature that does not exist.
+        """
+        workloads = load_recipe(path, vocabulary=self._vocabulary)
+        for workload in workloads:
+            if workload.transient or workload.never_transient:
+                from pytest_megatron.workloads.verdict.retry import policy_of  # noqa: PLC0415 - in few rows
+
+                policy_of(workload, max_attempts=None, backoff_s=0.0, table=self._session.table)
+        return workloads
+
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m: an empty selection is about ours alone
+    def pytest_collection_modifyitems(
+        self, session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Keep the workloads that the options select; skip those that this host cannot run.
+
+        Raises:
+            pytest.UsageError: Nothing is selected, or a word is unknown.
+        """
+        workloads = [item for item in items if isinstance(item, WorkloadItem)]
+        if not workloads and (session.testsfailed or (items and self._is_about_python_tests())):
+            return  # recipes that could not be collected are the one error
+        try:
+            chosen = {id(workload) for workload in self._selected(workloads)}
+        except MegatronError as error:
+            if not self._session.is_worker:
+                raise pytest.UsageError(str(error)) from None
+            # pytest-xdist would take an exception for a crash; the controller reports it instead.
+            vars(config)["workeroutput"][_USAGE_ERROR_KEY] = str(error)
+            items.clear()
+            return
+        dropped = [item for item in workloads if id(item.workload) not in chosen]
+        if dropped:
+            gone = set(dropped)
+            for item in dropped:
+                item.stash[REASON] = f"deselected by {self._session.options.selected_by}"
+            config.hook.pytest_deselected(items=dropped)
+            items[:] = [item for item in items if item not in gone]
+        if not self._session.options.selection["platform"]:
+            self._skip_what_does_not_fit(workloads)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Take the selection's error from a worker of pytest-xdist."""
+        workeroutput: dict[str, str] = getattr(node, "workeroutput", {})
+        self._usage_error = workeroutput.get(_USAGE_ERROR_KEY, self._usage_error)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Give a worker's usage error its exit code, and an allowed empty selection none."""
+        if self._usage_error is not None:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        is_empty = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+        if is_empty and self._session.options.is_empty_allowed:
+            session.exitstatus = pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Report the error of a worker."""
+        if self._usage_error is not None:
+            terminalreporter.write_line(f"ERROR: {self._usage_error}", red=True)
+
+    def _is_about_python_tests(self) -> bool:
+        """Return true if every option of the selection applies to python tests as well."""
+        used = {name for name, words in self._session.options.selection.items() if words}
+        return used <= {"environment", "platform", "tag"}
+
+    def _selected(self, items: list[WorkloadItem]) -> list[object]:
+        """Return the workloads that the options select."""
+        options = self._session.options
+        workloads = [item.workload for item in items]
+        if not options.has_selection:
+            return list(workloads)
+        words = {name.replace("-", "_"): w for name, w in options.selection.items()}
+        try:
+            return list(select(workloads, Selection(**words), self._vocabulary))
+        except SelectionError:
+            if options.is_empty_allowed:
+                return []
+            raise
+
+    def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
+        if self._session.options.executor != LOCAL:
+            return  # the engine checks the machine that is not this one
+        host = self._session.facts.host
+        for item in items:
+            lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)
+            if lacking is not None:
+                item.add_marker(pytest.mark.skip(reason=lacking))

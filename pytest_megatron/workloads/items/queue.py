@@ -1,0 +1,384 @@
+"""The role that runs workloads where there is a queue: all are submitted before any is waited for.
+
+Lives in the controller alone, and only with an engine that has a queue. Items are reported by
+pytest's own protocol, in the order in which they end.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+
+import pytest
+from _pytest.skipping import evaluate_skip_marks
+
+from pytest_megatron.base.text import counted, rough_time
+from pytest_megatron.runs.history import typical_durations
+from pytest_megatron.session.options import LOCAL, has_workers
+from pytest_megatron.session.run_file import run_file_of
+from pytest_megatron.session.state import RunSession
+from pytest_megatron.workloads.items.collect import WorkloadItem, runner_of
+from pytest_megatron.workloads.items.report import (
+    ItemRetries,
+    StepClock,
+    can_rewrite,
+    progress_text,
+    show_findings,
+    uncaptured,
+)
+from pytest_megatron.workloads.training.run.runner import Progress, parse_progress
+from pytest_megatron.workloads.verdict.driver import Repeat, begin, conclude
+from pytest_megatron.workloads.verdict.job import Training, WorkloadJob
+from pytest_megatron.workloads.verdict.scheduler import (
+    QueuedWorkload,
+    QueueProgress,
+    WorkEnd,
+    WorkloadScheduler,
+)
+
+_ERASE_ROW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
+_LEAST_SHARE = 0.05  # below it, what is left is a guess
+_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
+_MOST_SHOWN = 8  # trainings that run at once; a screen has 24 rows
+
+
+class QueueTerminal:
+    """Shows the state of the queue below pytest's own output."""
+
+    def __init__(self, config: pytest.Config, engine: str) -> None:
+        """Begin to count the time that is left from now on."""
+        self._config = config
+        self._engine = engine
+        self._started = time.monotonic()
+        self._text = ""  # as it is shown below pytest's output
+        self._counts: tuple[int, ...] = ()
+        self._detail = ""
+        self._printed_at = float("-inf")
+        self._progress: dict[str, tuple[StepClock, str]] = {}
+
+    @property
+    def _reporter(self) -> pytest.TerminalReporter | None:
+        reporter: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin(
+            "terminalreporter"
+        )
+        return reporter
+
+    def listener(self, name: str) -> QueueListener:
+        """Return a listener that prints the lines of one workload under its name."""
+        return QueueListener(self, name, has_iterations=self._config.getoption("verbose") > 0)
+
+    def show(self, standing: QueueProgress) -> None:
+        """Show the state of the queue, if it is new."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+        now = time.monotonic()
+        rows = [queue_text(self._engine, standing, now - self._started)]
+        texts = [f"  {text}" for _, text in self._progress.values()]
+        rows += texts[:_MOST_SHOWN]
+        if len(texts) > _MOST_SHOWN:
+            rows.append(f"  and {len(texts) - _MOST_SHOWN} more")
+        if can_rewrite(reporter):
+            width = reporter._tw.fullwidth - 1  # a wrapped line stays behind
+            text = "\n".join(row[:width] for row in rows)
+            if text != self._text:
+                self.close()
+                self._print(reporter, f"\n{text}")
+                self._text = text
+            return
+        counts = (standing.num_ended, standing.num_running, standing.num_waiting)
+        detail = "\n".join([standing.detail, *texts])
+        if is_due(
+            now - self._printed_at,
+            has_new_counts=counts != self._counts,
+            has_new_detail=detail != self._detail,
+        ):
+            self._counts, self._detail, self._printed_at = counts, detail, now
+            self.write(rows)
+
+    def note_progress(self, name: str, phase: str, progress: Progress) -> None:
+        """Show how far a workload is, in a line of its own until it ends."""
+        clock, _ = self._progress.get(name) or (StepClock(), "")
+        text = progress_text(name, phase, clock.timed(phase, progress))
+        self._progress[name] = clock, text
+
+    def note_end(self, name: str) -> None:
+        """Remove the line of a workload."""
+        self._progress.pop(name, None)
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Print whole lines."""
+        reporter = self._reporter
+        if reporter is None:
+            return
+        self.close()
+        writer = reporter._tw  # pytest's own plugins reach it this way
+        with uncaptured(self._config):
+            reporter.ensure_newline()
+            if writer.width_of_current_line:
+                writer.line()
+            for line in lines:
+                writer.line(line)
+
+    def close(self) -> None:
+        """Remove the line; pytest's output continues where it was."""
+        reporter = self._reporter
+        if not self._text or reporter is None:
+            return
+        erased = _ERASE_ROW * (self._text.count("\n") + 1)
+        self._text = ""
+        column = reporter._tw.width_of_current_line
+        self._print(reporter, f"{erased}\r" + (f"\x1b[{column}C" if column else ""))
+
+    def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
+        """Print past pytest's writer, which counts the columns of its own line."""
+        with uncaptured(self._config):
+            file = reporter._tw._file
+            file.write(text)
+            file.flush()
+
+
+class QueueListener:
+    """Prints lines of one workload under its name, and shows its progress in the line.
+
+    The iteration lines of a training become part of that line; `-v` copies them as well.
+    """
+
+    def __init__(self, terminal: QueueTerminal, name: str, *, has_iterations: bool) -> None:
+        self._terminal = terminal
+        self._name = name
+        self._has_iterations = has_iterations
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Print lines."""
+        shown = [x for x in lines if self._has_iterations or parse_progress(x) is None]
+        if shown:
+            self._terminal.write([f"{self._name}: {line}" for line in shown])
+
+    def on_progress(self, phase: str, progress: Progress) -> None:
+        """Show it with the state of the queue."""
+        self._terminal.note_progress(self._name, phase, progress)
+
+
+NAME = "megatron-queue"
+
+
+class QueuePlugin:
+    """The loop over workloads of an engine that has a queue."""
+
+    def __init__(self, config: pytest.Config, session: RunSession) -> None:
+        self._config = config
+        self._session = session
+        self._items: dict[str, WorkloadItem] = {}
+        self._begun: dict[str, tuple[WorkloadJob, ItemRetries]] = {}
+        self._took_s: dict[str, float] = {}
+        self._has_begun = False
+        self._terminal = QueueTerminal(config, session.options.executor)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Submit all workloads, have the other items run meanwhile, then report each workload.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run, or there is no such engine.
+        """
+        runs_nothing = self._config.option.collectonly or self._session.options.is_plan
+        if runs_nothing or not self._session.engine.is_queue:
+            return (yield)
+        self._session.refuse_used_run_dir()
+        items = session.items
+        mine = [item for item in items if isinstance(item, WorkloadItem) and not _is_skipped(item)]
+        self._items = {item.nodeid: item for item in mine}
+        if not mine:
+            return (yield)
+        self._has_begun = True
+        self._session.open_run_dir()
+        run_file_of(self._config, self._session).write()  # who takes over reads there what to do
+        verb = "taking up" if self._session.options.is_attached else "submitting"
+        # A cluster that does not answer fails only after minutes.
+        self._terminal.write(
+            [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
+        )
+        scheduler = WorkloadScheduler(
+            self._session.engine, queue_timeout_s=self._session.options.queue_timeout_s
+        )
+        scheduler.add(self._works(mine))
+        try:
+            ended = scheduler.step()
+            session.items = [item for item in items if item.nodeid not in self._items]
+            try:
+                yield
+            finally:
+                session.items = items
+            self._loop(session, scheduler, ended)
+        except BaseException:
+            self._terminal.close()
+            scheduler.cancel()
+            raise
+        finally:
+            self._terminal.close()
+        return True
+
+    def pytest_unconfigure(self) -> None:
+        """Let others follow the jobs of this run, once `run.json` records its end."""
+        if self._has_begun:
+            self._session.engine.close()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Give the setup of a workload the time that its training took, wherever that was."""
+        report = yield
+        if call.when == "setup" and item.nodeid in self._took_s:
+            report.duration += self._took_s.pop(item.nodeid)
+        return report
+
+    def _loop(
+        self, session: pytest.Session, scheduler: WorkloadScheduler, ended: list[WorkEnd]
+    ) -> None:
+        """Report workloads until all have ended."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.showfspath = False  # the file changes with every item, as in pytest-xdist
+            self._terminal.write([])  # letters begin in a line of their own
+        ready = deque(ended)
+        while ready or not scheduler.is_done:
+            if not ready:
+                self._terminal.show(scheduler.standing)
+                time.sleep(scheduler.pause_s())
+                ready += scheduler.step()
+            if not ready:
+                continue
+            end = ready.popleft()
+            following = self._items[ready[0].name] if ready else None
+            self._terminal.close()
+            self._report(session, end, following)
+
+    def _report(self, session: pytest.Session, end: WorkEnd, nextitem: WorkloadItem | None) -> None:
+        """Run pytest's protocol for a workload that ended.
+
+        Raises:
+            pytest.Session.Failed: `--maxfail` is reached, or a plugin wants to stop.
+            pytest.Session.Interrupted: A plugin wants to stop.
+        """
+        item = self._items[end.name]
+        self._terminal.note_end(item.name)
+        begun = self._begun.pop(end.name, None)
+        item.finish = functools.partial(self._finish, end, begun)
+        # Without a next item, pytest tears everything down: no fixture of it is a workload's.
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        item.finish = None
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+    def _finish(self, end: WorkEnd, begun: tuple[WorkloadJob, ItemRetries] | None) -> Training:
+        """Return the training of a workload, within its setup.
+
+        Raises:
+            Exception: It could not be run or judged.
+        """
+        if end.error is not None:
+            raise end.error
+        assert begun is not None
+        job, retries = begun
+        training = conclude(job, end.ends)
+        retries.note_end(training)
+        self._took_s[end.name] = training.duration_s
+        return training
+
+    def _works(self, items: Sequence[WorkloadItem]) -> Iterable[QueuedWorkload]:
+        """Yield the workloads to submit, with their earlier durations."""
+        took = typical_durations(self._session.history_file)
+        for item in items:
+            workload = item.workload
+            yield QueuedWorkload(
+                name=item.nodeid,
+                begin=functools.partial(self._begin, item),
+                expected_s=took.get(item.nodeid),
+                num_gpus=workload.nodes * workload.gpus,
+            )
+
+    def _begin(self, item: WorkloadItem) -> Sequence[Repeat]:
+        """Plan a workload; its lines go to the terminal under its name."""
+        runner = runner_of(self._config)
+        checked = runner.prepare(item)
+        live = self._terminal.listener(item.name)
+        checked = show_findings(self._session, checked, live)
+        retries = ItemRetries(self._session, item.nodeid, live)
+        self._begun[item.nodeid] = (checked.job, retries)
+        early = runner.early_stop(checked.job)
+        return begin(checked, self._session.facts, live, retries, early)
+
+
+def register_queue(config: pytest.Config, session: RunSession) -> None:
+    """Register the role, where an engine may have a queue.
+
+    Raises:
+        pytest.UsageError: pytest-xdist is to share out what the engine shares out itself, or there
+            is nothing that could be taken over.
+    """
+    executor, is_attached = session.options.executor, session.options.is_attached
+    is_shared_out = has_workers(config)
+    if session.is_worker or (executor == LOCAL and not is_attached):
+        return
+    # Elsewhere it is opened when it has something to do.
+    has_queue = (is_attached or is_shared_out) and session.engine.is_queue
+    if is_attached and not has_queue:
+        raise pytest.UsageError(
+            f"--attach: the executor {executor} has no queue that jobs could be left in; "
+            f"start a new run"
+        )
+    if is_shared_out and has_queue:
+        raise pytest.UsageError(
+            f"--executor {executor}: has a queue, which takes all workloads at once; drop -n, "
+            f"which starts workers that would wait for one each"
+        )
+    config.pluginmanager.register(QueuePlugin(config, session), NAME)
+
+
+def _is_skipped(item: WorkloadItem) -> bool:
+    """Return true if marks skip an item: pytest then never runs its setup."""
+    return evaluate_skip_marks(item) is not None
+
+
+def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
+    """Return whether a line is worth printing where none can be replaced: in the log of CI.
+
+    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
+
+    Args:
+        since_s: Since the last line.
+        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
+        has_new_detail: Whether the engine's detail or a training's progress is new.
+    """
+    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
+    return since_s >= limit_s
+
+
+def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
+    """Return the line.
+
+    Args:
+        engine: Name of the engine.
+        standing: How far it is.
+        elapsed_s: Since the workloads were submitted.
+    """
+    counts = [
+        f"{standing.num_ended} of {standing.num_works} ended",
+        f"{standing.num_running} running",
+        f"{standing.num_waiting} waiting",
+    ]
+    if standing.num_held:
+        counts.append(f"{standing.num_held} to be submitted")
+    parts = [", ".join(counts)]
+    if standing.detail:
+        parts.append(standing.detail)
+    share = standing.share_done
+    if share is not None and _LEAST_SHARE <= share < 1:
+        parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
+    return f"{engine}: {'; '.join(parts)}"

@@ -1,0 +1,643 @@
+"""Report of workloads: progress while they run, plan, failures, further attempts, record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+import pytest
+
+from pytest_megatron.base.files import write_text_atomically
+from pytest_megatron.base.text import counted, rough_time
+from pytest_megatron.runs.headline import make_advice
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedAudit,
+    RecordedHealth,
+    RecordedStop,
+    RecordedWorkload,
+)
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.session.options import CI_LOG_PLUGIN
+from pytest_megatron.session.state import NOTE_PREFIX, RunSession
+from pytest_megatron.trace.divergences import as_text
+from pytest_megatron.workloads.golden.compare.result import render, render_layers
+from pytest_megatron.workloads.golden.model import MetricMap
+from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind
+from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
+from pytest_megatron.workloads.training.run.runner import (
+    AttemptListener,
+    End,
+    Progress,
+    parse_progress,
+)
+from pytest_megatron.workloads.verdict.attempt import Attempt, StoppedEarly, Verdict
+from pytest_megatron.workloads.verdict.compare import Judgement
+from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.workloads.verdict.retry import fingerprint
+
+if TYPE_CHECKING:
+    from pytest_megatron.ci.log import CiLogPlugin
+
+_INDENT = "    "
+_WIDTH = 80  # of a terminal and of most logs
+_MAX_SHOWN = 10  # metrics or gradients of one repeat
+_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
+_SECOND_MS = 1000
+
+
+def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which pytest captures no output."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return found
+
+
+def can_rewrite(reporter: pytest.TerminalReporter) -> bool:
+    """Return true on a terminal that can replace a line: none of an editor, nor a log of CI."""
+    is_log = os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
+    return bool(reporter.isatty) and not is_log
+
+
+class LiveTerminal:
+    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+
+    The iteration lines of the training become the progress line; `-v` copies them as well.
+    """
+
+    def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
+        """Begin to show.
+
+        Args:
+            config: Configuration of this process.
+            node_id: Node id of the workload.
+            note: Where a process without a terminal, a worker of pytest-xdist, notes the progress
+                for the one that has it; None shows it here.
+        """
+        reporter = config.pluginmanager.get_plugin("terminalreporter") if note is None else None
+        self._config = config
+        self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
+        self._is_tty = reporter is not None and can_rewrite(reporter)
+        self._ci_log: CiLogPlugin | None = config.pluginmanager.get_plugin(CI_LOG_PLUGIN)
+        self._copies_iterations = config.getoption("verbose") > 0
+        self._name = node_id.rpartition("::")[2]
+        self._width = 0
+        self._has_line = False
+        self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
+        self._note = note
+        self._clock = StepClock()
+        if self._is_tty:
+            self._write([], f"{self._name}: starting")
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        self._write([], "")
+        self._unfold()
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Copy lines, without those that the progress line stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown and self._ci_log is not None and self._writer is not None:
+            with uncaptured(self._config):
+                self._ci_log.fold(f"{self._name}: output of ranks")
+            self._has_line = True
+        if shown:
+            self._write(shown, None)
+
+    def on_progress(self, phase: str, progress: Progress) -> None:
+        """Show the progress, on a terminal always, elsewhere now and then."""
+        text = progress_text(self._name, phase, self._clock.timed(phase, progress))
+        if self._is_tty:
+            self._write([], text)
+        elif time.monotonic() < self._next_line_at:
+            return
+        elif self._note is not None:
+            self._next_line_at = time.monotonic() + _NOTE_EVERY_S
+            with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
+                write_text_atomically(self._note, text)
+        else:
+            self._next_line_at = time.monotonic() + _LINE_EVERY_S
+            self._unfold()
+            self._write([text], None)
+
+    def _unfold(self) -> None:
+        """End the folded section of a log of CI."""
+        if self._ci_log is not None:
+            with uncaptured(self._config):
+                self._ci_log.unfold()
+
+    def _write(self, lines: Sequence[str], status: str | None) -> None:
+        """Write whole lines, and on a terminal a line that the next write replaces."""
+        if self._writer is None or (not lines and not self._is_tty):
+            return
+        with uncaptured(self._config):
+            if self._width:
+                self._writer.write("\r" + " " * self._width + "\r")
+            elif not self._has_line and (lines or status):
+                self._writer.line()
+                self._has_line = True
+            for line in lines:
+                self._writer.line(line)
+            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
+            self._width = len(status)
+            self._writer.write(status, flush=True)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Measures the time of an iteration, for trainings that print none."""
+
+    _phase: str = ""
+    _first: int = 0
+    _at: float = 0.0
+
+    def timed(self, phase: str, progress: Progress) -> Progress:
+        """Return the progress with a time of its iterations, once there are two of them."""
+        if progress.iteration_ms is not None:
+            return progress
+        now = time.monotonic()
+        if phase != self._phase or progress.iteration < self._first:
+            self._phase, self._first, self._at = phase, progress.iteration, now
+        steps = progress.iteration - self._first
+        return (
+            replace(progress, iteration_ms=(now - self._at) / steps * 1000) if steps else progress
+        )
+
+
+class WorkersProgress:
+    """Prints how far the trainings of pytest-xdist's workers are. Lives in their controller."""
+
+    def __init__(
+        self, config: pytest.Config, run_dir: Path, every_s: float = _LINE_EVERY_S
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._every_s = every_s
+        self._is_over = threading.Event()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Print beside the loop, which waits for the workers."""
+        thread = threading.Thread(target=self._print, daemon=True)
+        thread.start()
+        try:
+            return (yield)
+        finally:
+            self._is_over.set()
+            thread.join()
+            for note in self._notes():
+                note.unlink(missing_ok=True)
+
+    def _notes(self) -> list[Path]:
+        return sorted(self._run_dir.glob(f"{NOTE_PREFIX}*"))
+
+    def _print(self) -> None:
+        """Print a line for each training that came further since the last time."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        seen: set[str] = set()
+        while not self._is_over.wait(self._every_s) and reporter is not None:
+            texts = [_text_of(note) for note in self._notes()]
+            new = [text for text in texts if text and text not in seen]
+            seen = set(texts)
+            if new:
+                before = [""] if reporter._tw.width_of_current_line else []
+                reporter._tw.write("\n".join([*before, *new, ""]), flush=True)
+
+
+def _text_of(note: Path) -> str:
+    try:
+        return note.read_text(encoding="utf-8")
+    except OSError:  # the training has ended
+        return ""
+
+
+def progress_text(name: str, phase: str, progress: Progress) -> str:
+    """Return how far a training is, in words; short, as 80 columns have to do."""
+    of_phase = "" if phase == ONLY_PHASE else f", {phase}"
+    parts = [f"{name}{of_phase}: iteration {progress.iteration}/{progress.last}"]
+    if progress.loss is not None:
+        parts.append(f"lm loss {_rounded(progress.loss)}")
+    if progress.iteration_ms is not None:
+        ms = progress.iteration_ms
+        parts.append(f"{ms:.0f} ms a step" if ms < _SECOND_MS else f"{ms / 1000:.1f} s a step")
+    left = progress.time_left_s
+    if left is not None:
+        parts.append(f"{rough_time(left)} left")
+    return ", ".join(parts)
+
+
+def _rounded(loss: str) -> str:
+    try:
+        return f"{float(loss):.4g}"
+    except ValueError:
+        return loss
+
+
+def training_failure(training: Training) -> str:
+    """Return why a training is no good: the headline, what to do, its evidence, what was tried."""
+    last = training.attempts[-1]
+    assert last.cause is not None
+    lines = [last.cause.text, *filter(None, [advice_on(training)])]
+    lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
+    lines += [f"see {last.cause.see}"] if last.cause.see else []
+    lines += _saved(last)
+    for attempt in training.attempts[:-1]:
+        if attempt.cause is not None:
+            lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
+    return "\n".join(lines)
+
+
+def advice_on(training: Training, judgement: Judgement | None = None) -> str | None:
+    """Return what to do about a failure; None where nothing is known to help."""
+    cause = training.attempts[-1].cause
+    signature = None if cause is None else cause.signature
+    if signature is None:
+        failed = () if judgement is None else judgement.failed
+        is_off = any(repeat.against == "golden" for repeat in failed)
+        known = training.job.table["golden_mismatch"].advice if is_off else None
+        is_whole = cause is None or cause.is_after_training
+        advice = known if is_whole or cause is None else cause.record.advice
+        return None if advice is None else make_advice(advice)
+    again = "transient as a rule" if signature.is_transient else "not transient, so not run again"
+    again += "" if training.stopped is None else f"; not run again: {training.stopped}"
+    return make_advice(signature.advice, known_as=signature.id, again=again)
+
+
+def mismatch(training: Training, judgement: Judgement) -> str:
+    """Return which metrics disagree, where and by how much."""
+    job = training.job
+    last = training.attempts[-1]
+    if not judgement.failed:  # what came after the training failed
+        agreed = "its metrics agree with the golden" if judgement.has_golden else "not compared"
+        return f"{training_failure(training)}\n{agreed}"
+    compared = {repeat.compared for repeat in judgement.failed}
+    what = "metrics" if "metrics" in compared else min(compared)
+    if last.cause is not None and last.ends[-1].end is End.NOT_EXITED:
+        first = f"{last.cause.text}; and its {what} disagree: {judgement.in_short}"
+    elif last.stopped is None or last.cause is None:
+        first = f"{judgement.in_short}: trained to the end, but its {what} disagree"
+    else:
+        first = last.cause.text
+    lines = [first]
+    traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
+    for repeat in judgement.failed:
+        if job.num_repeats > 1 or repeat.against != "golden":
+            lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
+        if (trace := traces.get(repeat.repeat)) is not None:
+            lines += [*as_text(trace).splitlines(), f"more: {job.dirs.equivalence}"]
+            continue
+        for comparison in repeat.failed[:_MAX_SHOWN]:
+            lines.append(f"{_INDENT}{render(comparison)}")
+            lines += (f"{_INDENT}{_INDENT}{line}" for line in render_layers(comparison))
+        if len(repeat.failed) > _MAX_SHOWN:
+            num_more = len(repeat.failed) - _MAX_SHOWN
+            lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
+        lines.append(f"{_INDENT}measured: {repeat.measured}")
+    advice = () if last.stopped is not None else filter(None, [advice_on(training, judgement)])
+    return "\n".join([*lines, *advice, *_saved(last)])
+
+
+def _saved(attempt: Attempt) -> list[str]:
+    """Return the line on an attempt that was stopped: what it saved, and how to have the rest."""
+    stopped = attempt.stopped
+    return [] if stopped is None else [f"{stopped.text}; for all of it: --stop-early off"]
+
+
+def folded(problem: str) -> str:
+    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
+    headline, *details = problem.splitlines()
+    lines = [headline]
+    for line in details:
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
+        for number, part in enumerate(parts):
+            lines += textwrap.wrap(
+                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
+                _WIDTH,
+                initial_indent=f"{indent}{_INDENT}" if number else indent,
+                subsequent_indent=f"{indent}{_INDENT}",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace("\0", " ")
+
+
+def not_deterministic(training: Training) -> str | None:
+    """Return why an audited training does not pass; None if it does.
+
+    A training that differs from itself passes where its case does not claim otherwise.
+    """
+    job, audit = training.job, training.audit
+    if audit is None or audit.is_deterministic or job.case is None:
+        return None
+    if (claim := job.case.determinism_claim) is None:
+        return None
+    lines = [
+        audit.headline,
+        *(f"{_INDENT}{line}" for line in audit.block.splitlines()),
+        f"{_INDENT}the case claims to be deterministic, by {claim} in {job.case.path}",
+    ]
+    return "\n".join(lines)
+
+
+def _audit_record(training: Training) -> RecordedAudit | None:
+    if (reason := training.job.why_not_audited) is not None:
+        return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
+    return None if training.audit is None else training.audit.record
+
+
+def summary_line(
+    training: Training, judgement: Judgement | None, problem: str | None = None
+) -> str:
+    """Return one line for the end of the run: time, loss, the headline or what was odd."""
+    parts = [f"{training.duration_s:.1f} s"]
+    if training.whole and training.whole[0].metrics:
+        parts += _loss(training.whole[0].whole)
+    if training.whole and (generation := training.whole[0].generation) is not None:
+        num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
+        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
+    if problem is not None:
+        parts.append(problem.partition("\n")[0])
+        parts += [a.stopped.text for a in training.attempts[-1:] if a.stopped is not None]
+    elif judgement is not None:
+        layout = training.job.workload.equivalence
+        parts += [] if layout is None else [f"equivalent to {layout.text}"]
+        notes = [
+            f"resumed: {note}" if repeat.against == "first phase" else note
+            for repeat in judgement.repeats
+            for comparison in repeat.comparisons
+            for note in comparison.notes
+        ]
+        parts += list(dict.fromkeys(notes))
+    parts += list(dict.fromkeys(a.note for a in training.attempts if a.note is not None))
+    if (reason := training.job.why_not_traced) is not None:
+        parts.append(f"not traced: {reason}")
+    audited = _audit_record(training)
+    parts += [] if audited is None or audited.text in parts else [audited.text]
+    parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
+    return ", ".join(parts)
+
+
+def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
+    """Return what would run, for `--plan`: the words can be pasted into a shell."""
+    redactor = job.redactor(plan)
+    layout = job.workload.equivalence
+    lines = [
+        job.node_id,
+        f"  golden: {golden if golden is not None else 'none'}",
+        *([] if layout is None else [f"  equivalent to: {layout.text}"]),
+        f"  ranks: {plan.world_size} on {job.workload.platform}",
+        f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
+        f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
+        f"  directory: {plan.cwd}",
+    ]
+    if job.gradient_tolerance is not None:
+        lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
+    is_over = False
+    for phase in plan.phases:
+        is_training = phase.role is PhaseRole.TRAINING
+        lines += [] if is_over and is_training else _phase_lines(redactor, phase)
+        is_over = is_over or (is_training and plan.target is not None)
+    if plan.target is not None:
+        lines.append(
+            f"  again from its checkpoint, in up to {len(plan.trainings)} windows, "
+            f"until iteration {plan.target.iteration} is saved"
+        )
+    if plan.script is not None:
+        lines += [f"  | {line}" for line in redactor.text(plan.script).splitlines()]
+    return "\n".join(lines)
+
+
+def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    lines: list[str] = []
+    match phase.origin:
+        case Rewind():
+            lines.append(f"  then back to iteration {phase.origin.back_to}, and")
+        case Frozen():
+            where = phase.origin.checkpoints
+            lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
+        case None if phase.role is not PhaseRole.TRAINING:
+            lines.append(f"  {phase.name}, {counted(phase.world_size, 'rank')}:")
+        case None:
+            lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
+        case _:
+            assert_never(phase.origin)
+    lines += [f"  starts from: {path}" for path in phase.frozen_paths]
+    env = redactor.env(phase.own_env)
+    lines += _script_lines("BEFORE_SCRIPT", phase.before_script, redactor)
+    lines += [f"  {name}={shlex.quote(value)} \\" for name, value in env.items()]
+    lines.append(f"  {shlex.join(redactor.words(phase.argv))}")
+    return lines + _script_lines("AFTER_SCRIPT", phase.after_script, redactor)
+
+
+def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]:
+    if script is None:
+        return []
+    return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
+
+
+def _loss(metrics: MetricMap) -> Sequence[str]:
+    series = metrics.get("lm loss")
+    if series is None or not len(series):
+        return []
+    first, last = series.values[0], series.values[-1]
+    if isinstance(first, str) or isinstance(last, str):
+        return []
+    return [f"lm loss {first:.4f} -> {last:.4f} in {series.steps[-1]} iterations"]
+
+
+def _retried(attempt: Attempt) -> str:
+    assert attempt.cause is not None
+    known = attempt.cause.signature.id if attempt.cause.signature is not None else "unknown"
+    return f"attempt {attempt.number} failed: {known}"
+
+
+def item_record(
+    training: Training,
+    judgement: Judgement | None,
+    *,
+    verdict: Verdict | None = None,
+    problem: str | None = None,
+    is_expected: bool = False,
+    is_uncompared: bool = False,
+) -> RecordedWorkload:
+    """Return the record of a workload.
+
+    Args:
+        training: What ran.
+        judgement: The comparisons, or None where there were none.
+        verdict: The last word; None takes the training's own.
+        problem: Why it did not pass, as printed.
+        is_expected: Whether the problem is what the case expects, which passes.
+        is_uncompared: Whether the user asked for no comparison with a golden.
+    """
+    summary = summary_line(training, judgement, problem)
+    if is_uncompared and problem is None:
+        summary = f"{summary}, not compared with a golden"
+    compared = judgement if judgement is not None and judgement.has_golden else None
+    return RecordedWorkload(
+        verdict=(verdict or training.verdict).value,
+        problem=problem,
+        advice=None if problem is None else advice_on(training, judgement),
+        is_expected=is_expected,
+        summary=f"failed as expected: {summary}" if is_expected else summary,
+        duration_s=round(training.duration_s, 3),
+        directory=str(training.job.dirs.root),
+        compared=compared is not None,
+        policy=None if compared is None else compared.policy.as_json(),
+        not_run_again=training.stopped,
+        fingerprint=_fingerprint(training, judgement) if problem is not None else None,
+        audit=_audit_record(training),
+        platform=training.job.workload.platform,
+        attempts=tuple(_attempt_record(attempt) for attempt in training.attempts),
+    )
+
+
+def _fingerprint(training: Training, judgement: Judgement | None) -> str:
+    """Return what two failures of a workload have in common that failed in the same way.
+
+    Of a cause, what triage says of it; of a mismatch, the metrics that disagree.
+    """
+    cause = training.attempts[-1].cause
+    if cause is not None and judgement is None:
+        found = cause.diagnosis
+        return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
+    repeats = () if judgement is None else judgement.failed
+    names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
+    if not names and not_deterministic(training) is not None:
+        return "not deterministic"
+    return f"mismatch|{', '.join(names)}" if names else "not as expected"
+
+
+def _attempt_record(attempt: Attempt) -> RecordedAttempt:
+    cause, health = attempt.cause, attempt.health
+    signature = None if cause is None else cause.signature
+    faults = () if health is None else tuple(fault.text for fault in health.faults)
+    return RecordedAttempt(
+        repeat=attempt.repeat,
+        attempt=attempt.number,
+        directory=str(attempt.dirs.root),
+        duration_s=round(attempt.duration_s, 3),
+        exit_codes=tuple(end.returncode for end in attempt.all_ends),
+        num_left=sum(end.num_left for end in attempt.all_ends),
+        cause=None if cause is None else cause.text,
+        root_rank=None if cause is None else cause.rank,
+        signature=None if signature is None else signature.id,
+        is_transient=cause is not None and cause.is_transient,
+        health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
+        fingerprint=None if cause is None else fingerprint(cause),
+        stopped=None if attempt.stopped is None else _stop_record(attempt.stopped),
+        note=attempt.note,
+    )
+
+
+def _stop_record(stopped: StoppedEarly) -> RecordedStop:
+    saved_s = stopped.saved_s
+    return RecordedStop(
+        iteration=stopped.iteration,
+        last_iteration=stopped.last_iteration,
+        saved_s=None if saved_s is None else round(saved_s, 3),
+        saved_gpu_s=None if saved_s is None else round(saved_s * stopped.num_gpus, 3),
+        text=stopped.text,
+    )
+
+
+def print_plan(
+    config: pytest.Config,
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    golden: Path | None,
+    found: Sequence[str],
+) -> None:
+    """Print the plan of a workload, and the findings of the checks about it."""
+    writer = config.get_terminal_writer()
+    writer.line(plan_text(job, plan, golden))
+    for line in found:
+        writer.line(f"  {line}")
+    writer.line()
+
+
+def print_summary(
+    reporter: pytest.TerminalReporter,
+    records: Mapping[str, RecordedWorkload],
+    goldens: Sequence[str],
+    shorten: Callable[[str], str],
+) -> None:
+    """Print a line for each workload that ran, then the lines about goldens."""
+    if records:
+        reporter.section("workloads", sep="-")
+    for node_id, record in records.items():
+        other = "yellow" if record.is_held else "red"
+        colour = {"passed": "green", "flaky": "yellow"}.get(record.verdict, other)
+        reporter.write(f"{record.verdict:<7}", **{colour: True})
+        reporter.write(shorten(f" {node_id}  {record.summary}\n"))
+    for line in goldens:
+        reporter.write_line(shorten(line))
+
+
+def show_findings(
+    session: RunSession, checked: CheckedJob, listener: AttemptListener
+) -> CheckedJob:
+    """Show the warnings about a job that this session has not shown yet; return the job.
+
+    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
+    the queue already: errors that the engine found are only shown.
+    """
+    is_attached = session.options.is_attached
+    if any(finding.is_error for finding in checked.findings) and not is_attached:
+        return checked
+    lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
+    new = [line for line in dict.fromkeys(lines) if line not in session.warned]
+    session.warned.update(new)
+    if new:
+        listener.on_lines(new)
+    return checked.without_engine_findings() if is_attached else checked
+
+
+class ItemRetries:
+    """Grants further attempts of one item from the run's budget, and prints them."""
+
+    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
+        self._session = session
+        self._node_id = node_id
+        self._live = live
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from the run's budget."""
+        signature = _signature_of(attempt) or ""
+        return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Print why, and when."""
+        assert attempt.cause is not None
+        when = f"in {pause_s:.1f} s" if pause_s else "at once"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        self._live.on_lines([self._session.shorten(text)])
+
+    def note_end(self, training: Training) -> None:
+        """Count the item, and print a line if machine or network fail the whole run."""
+        is_broken = training.verdict is Verdict.BROKEN
+        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        if text := self._session.ledger.note_end(self._node_id, broken_by):
+            self._live.on_lines([f"megatron: {text}"])
+
+
+def _signature_of(attempt: Attempt) -> str | None:
+    """Return the id of the signature of a failed attempt."""
+    signature = None if attempt.cause is None else attempt.cause.signature
+    return None if signature is None else signature.id

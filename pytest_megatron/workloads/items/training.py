@@ -1,0 +1,501 @@
+"""The roles of a session that runs workloads: one trains and judges, one keeps results.
+
+The first lives in the controller, and under pytest-xdist in each of its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Generator
+from dataclasses import replace
+
+import pytest
+
+from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.ci.log import register_ci_log
+from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
+from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
+from pytest_megatron.runs.reproduce import reproduce_line
+from pytest_megatron.session.options import (
+    LOCAL,
+    MIN_REFRESH_REPEATS,
+    TRAINING_PLUGIN,
+    WORKLOADS_PLUGIN,
+    Options,
+    has_workers,
+    usage_errors,
+)
+from pytest_megatron.session.run_file import (
+    RecordCarrier,
+    RunFile,
+    put_record,
+    record_on,
+    register_history,
+    register_pages,
+    run_file_of,
+)
+from pytest_megatron.session.state import RunSession, show_no_stacks
+from pytest_megatron.trace.divergences import write_comparison
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy
+from pytest_megatron.workloads.golden.store import golden_path
+from pytest_megatron.workloads.items.collect import WorkloadItem
+from pytest_megatron.workloads.items.goldens import GoldenWriter
+from pytest_megatron.workloads.items.queue import register_queue
+from pytest_megatron.workloads.items.report import (
+    ItemRetries,
+    LiveTerminal,
+    WorkersProgress,
+    folded,
+    item_record,
+    mismatch,
+    not_deterministic,
+    print_plan,
+    print_summary,
+    show_findings,
+    training_failure,
+)
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.plan.plan import Replay, require_inputs
+from pytest_megatron.workloads.verdict.attempt import Verdict, evaluate
+from pytest_megatron.workloads.verdict.compare import Judgement, judge
+from pytest_megatron.workloads.verdict.driver import train
+from pytest_megatron.workloads.verdict.early_stop import EarlyStop
+from pytest_megatron.workloads.verdict.job import (
+    CheckedJob,
+    JobOptions,
+    Training,
+    WorkloadJob,
+    make_job,
+)
+
+
+class ResultsPlugin:
+    """Lives in the controller alone: a worker's records reach it on the reports."""
+
+    def __init__(self, session: RunSession, goldens: GoldenWriter, file: RunFile) -> None:
+        self._session = session
+        self._goldens = goldens
+        self._file = file
+        self._records: dict[str, RecordedWorkload] = {}
+
+    def pytest_report_header(self) -> str:
+        """Print the GPUs or engine of the workloads, and the path of their results."""
+        gpus = self._session.facts.host.gpus
+        found = f"{len(gpus)} x {gpus[0].name}" if gpus else "no GPU"
+        where = self._session.shorten(str(self._session.run_dir))
+        engine = self._session.options.executor
+        found = found if engine == LOCAL else f"engine {engine}"
+        return f"megatron: {found}, goldens: {self._session.options.golden}, results in {where}"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep `run.json` up to date."""
+        record = record_on(report)
+        if not isinstance(record, RecordedWorkload):
+            return
+        self._records[report.nodeid] = record
+        self._file.keep(report.nodeid, record)
+        self._file.update()
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write goldens, if all of the run was clean."""
+        is_written = self._goldens.finish(self._records, session.exitstatus)
+        is_whole = is_written and self._file.problem is None
+        if not is_whole and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print a line for each workload, and the state of goldens."""
+        lines = list(self._goldens.lines)
+        if self._records and (text := self._session.ledger.infrastructure()):
+            lines.insert(0, f"megatron: {text}")
+        if self._file.problem is not None:
+            lines.append(f"run.json is not complete: {self._file.problem}")
+        print_summary(terminalreporter, self._records, lines, self._session.shorten)
+
+
+def register_training(config: pytest.Config, session: RunSession, policy: ComparisonPolicy) -> None:
+    """Register the roles that run the workloads of a session."""
+    goldens = GoldenWriter(session, policy)
+    manager = config.pluginmanager
+    manager.register(TrainingPlugin(config, session, goldens), TRAINING_PLUGIN)
+    if not session.is_worker:
+        results = ResultsPlugin(session, goldens, run_file_of(config, session))
+        manager.register(results, f"{WORKLOADS_PLUGIN}-results")
+        register_history(config, session)
+        register_pages(config, session)
+        register_ci_log(config)
+    register_queue(config, session)
+    if has_workers(config) and not session.is_worker:
+        manager.register(WorkersProgress(config, session.run_dir), f"{WORKLOADS_PLUGIN}-progress")
+
+
+class TrainingPlugin(RecordCarrier):
+    """Trains and judges, for the items of one session."""
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        session: RunSession,
+        goldens: GoldenWriter,
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._goldens = goldens
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """With `--plan`, print the workloads instead of running them.
+
+        Raises:
+            pytest.UsageError: The run directory holds an earlier run, or a workload of the plan
+                would be refused.
+        """
+        if self._config.option.collectonly or self._session.is_worker:
+            return None
+        if not self._session.options.is_plan:
+            self._session.refuse_used_run_dir()
+            return None
+        workloads = [item for item in session.items if isinstance(item, WorkloadItem)]
+        refused = [item.nodeid for item in workloads if not self._print_plan(item)]
+        if refused:
+            raise pytest.UsageError(f"{', '.join(refused)}: would be refused, see above")
+        return True
+
+    def pytest_sessionfinish(self) -> None:
+        """Leave nothing of the engine behind."""
+        self._session.close()
+
+    def prepare(self, item: WorkloadItem) -> CheckedJob:
+        """Put a workload's job together and make its directory.
+
+        Raises:
+            MegatronError: It cannot be planned, or one of its requirements is missing.
+        """
+        checked = make_item_job(self._session, item.workload, item.nodeid)
+        job = checked.job
+        lacking = self._session.engine.lacks(checked.needed)
+        if lacking is not None:
+            raise LaunchError(job.node_id, f"{lacking}; nothing was run")
+        self._goldens.require(job)
+        if not self._session.options.is_attached:
+            self._goldens.refuse_early(checked)
+        self._make_run_dir(job)
+        self._goldens.copy(job)
+        return checked
+
+    def set_up(self, item: WorkloadItem) -> None:
+        """Train a workload.
+
+        Raises:
+            pytest.fail.Exception: Nothing is known about the code: the workload cannot be
+                planned or started, or the infrastructure failed to the end.
+        """
+        text = None
+        try:
+            item.training = self._train(item) if item.finish is None else item.finish()
+        except (MegatronError, OSError) as error:
+            text = self._session.redactor.text(self._record_broken(item, error))
+        else:
+            if item.training.verdict is Verdict.BROKEN:
+                problem = self._record_training(item, item.training)
+                text = self._with_way_back(problem, item.nodeid)
+        if text is not None:  # outside of `except`: the user sees one error, not a chain
+            pytest.fail(text, pytrace=False)
+
+    def run_test(self, item: WorkloadItem) -> None:
+        """Judge a training.
+
+        Raises:
+            pytest.fail.Exception: The training failed, or a metric disagrees.
+        """
+        assert item.training is not None
+        try:
+            if item.training.verdict is Verdict.FAILED:
+                self._record_training(item, item.training)
+            else:
+                self._judge(item, item.training)
+        except (MegatronError, OSError) as error:
+            self._record_broken(item, error, Verdict.FAILED)
+        assert item.record is not None
+        problem = item.record.problem
+        if problem is None:
+            return
+        if item.record.is_expected:
+            pytest.xfail(problem.partition("\n")[0])
+        is_of_logs = item.training.verdict is Verdict.FAILED  # of a training that was not stopped
+        if not is_of_logs or item.training.attempts[-1].stopped is not None:
+            problem = folded(problem)
+        text = self._with_way_back(problem, item.nodeid)
+        pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
+
+    def _train(self, item: WorkloadItem) -> Training:
+        """Train a workload.
+
+        Raises:
+            MegatronError: It cannot be planned or started, or one of its requirements is missing.
+        """
+        checked = self.prepare(item)
+        live = LiveTerminal(self._config, item.nodeid, note=self._session.progress_note)
+        with contextlib.closing(live):
+            checked = show_findings(self._session, checked, live)
+            retries = ItemRetries(self._session, item.nodeid, live)
+            early = self.early_stop(checked.job)
+            facts, engine = self._session.facts, self._session.engine
+            training = train(checked, facts, live, retries, engine, early)
+            retries.note_end(training)
+            return training
+
+    def early_stop(self, job: WorkloadJob) -> EarlyStop | None:
+        """Return what ends attempts that can only fail; None where all train to their end.
+
+        Raises:
+            GoldenError: The golden was changed, or cannot be read.
+        """
+        if self._session.options.stop_early == "off" or not EarlyStop.can_judge(job):
+            return None
+        is_compared = self._session.options.golden == "check"
+        golden = self._goldens.read_copy(job) if is_compared else None
+        return EarlyStop(
+            job=job, golden=golden, policy=self._goldens.policy, facts=self._session.facts
+        )
+
+    def _judge(self, item: WorkloadItem, training: Training) -> None:
+        """Compare a training with its golden and record the result.
+
+        Raises:
+            MegatronError: The golden cannot be read, or must not be written.
+        """
+        job = training.job
+        if job.case is None:
+            self._record(item, item_record(training, None))
+            return
+        golden = self._goldens.read_copy(job)
+        facts = training.facts(self._session.facts)
+        judgement = judge(training, golden, self._goldens.policy, facts)
+        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
+        if training.audit is not None:
+            write_comparison(job.dirs.determinism, training.audit.comparison)
+        if job.is_equivalence:
+            shown = judgement.failed or judgement.repeats[-1:]
+            shutil.copyfile(shown[0].measured / EQUIVALENCE_FILE, job.dirs.equivalence)
+        problems = [mismatch(training, judgement)] if judgement.failed else []
+        problems += filter(None, [not_deterministic(training)])
+        problem = self._session.shorten("\n".join(problems)) if problems else None
+        record = self._evaluated(training, judgement, problem)
+        is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
+        agrees = record.is_expected or (problem is None and not is_wanted)
+        if not agrees and job.is_compared:
+            golden_record = self._goldens.keep(training)
+            record = replace(record, golden=golden_record)
+            if is_wanted:
+                record = self._offered(training, judgement, record, golden_record)
+        self._record(item, record)
+
+    def _offered(
+        self,
+        training: Training,
+        judgement: Judgement,
+        record: RecordedWorkload,
+        golden: RecordedGolden,
+    ) -> RecordedWorkload:
+        """Return the record of a workload whose candidate is to become a golden, if it may."""
+        job = training.job
+        problem = self._goldens.refusal(job.node_id, record, job.dirs.root)
+        if problem is None:
+            return replace(record, golden=replace(golden, is_offered=True))
+        refused = self._evaluated(training, judgement, self._session.shorten(problem))
+        return replace(refused, golden=golden, summary=f"{record.summary}, no golden")
+
+    def _record_training(self, item: WorkloadItem, training: Training) -> str:
+        """Record a training that failed or broke; return why."""
+        judgement = self._judgement_of_failed(training)
+        failure = training_failure(training) if judgement is None else mismatch(training, judgement)
+        problem = self._session.shorten(failure)
+        if training.verdict is Verdict.BROKEN:
+            record = item_record(training, None, problem=problem)
+        else:
+            record = self._evaluated(training, judgement, problem)
+        if training.job.is_compared and not record.is_expected:
+            record = replace(record, golden=self._goldens.record_of(training.job))
+        self._record(item, record)
+        return problem
+
+    def _judgement_of_failed(self, training: Training) -> Judgement | None:
+        """Return and record what is comparable of a training that failed; None without any.
+
+        That is what it was stopped for, or all of it if what came after it failed.
+        """
+        job, last = training.job, training.attempts[-1]
+        is_compared = job.case is not None and last.is_whole
+        is_compared = is_compared or (last.stopped is not None and bool(last.stopped.compared))
+        if training.verdict is Verdict.BROKEN or not is_compared:
+            return None
+        golden = self._goldens.read_copy(job)
+        facts = training.facts(self._session.facts)
+        judgement = judge(training, golden, self._goldens.policy, facts)
+        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
+        return judgement
+
+    def _with_way_back(self, problem: str, node_id: str) -> str:
+        """Return why a workload that was trained did not pass, and last how to have it again."""
+        shown = self._session.redactor.text(problem)
+        return f"{shown}\n{reproduce_line(self._session.where, node_id)}"
+
+    def _record_broken(
+        self,
+        item: WorkloadItem,
+        error: MegatronError | OSError,
+        verdict: Verdict = Verdict.BROKEN,
+    ) -> str:
+        """Record a workload that could not be run or judged at all; return why."""
+        text = str(error) if isinstance(error, MegatronError) else self._session.cannot_write(error)
+        problem = self._session.shorten(text.removeprefix(f"{item.nodeid}: "))
+        record = RecordedWorkload(
+            verdict=verdict.value,
+            problem=problem,
+            summary=problem.partition("\n")[0],
+            platform=item.workload.platform,
+        )
+        self._record(item, record)
+        return problem
+
+    def _evaluated(
+        self, training: Training, judgement: Judgement | None, problem: str | None
+    ) -> RecordedWorkload:
+        """Return the record of a judged workload, with the expectation of its case applied."""
+        job = training.job
+        found = evaluate(job.case, problem)
+        if found.is_expected:
+            verdict = Verdict.PASSED
+        else:
+            verdict = training.verdict if found.problem is None else Verdict.FAILED
+        shown = None if found.problem is None else self._session.shorten(found.problem)
+        options = self._session.options
+        is_uncompared = options.golden == "off" or options.is_lightweight
+        record = item_record(
+            training,
+            judgement,
+            verdict=verdict,
+            problem=shown,
+            is_expected=found.is_expected,
+            is_uncompared=is_uncompared and not job.is_equivalence,
+        )
+        if job.is_equivalence and options.is_writing_goldens:
+            record = replace(record, summary=f"{record.summary}, has no golden")
+        return record
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        """Have no `faulthandler_timeout` for a training: its own limit counts."""
+        if isinstance(item, WorkloadItem):
+            show_no_stacks()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put a workload's record on its last report, on which it also crosses from a worker.
+
+        The summary has a line for a failure, in CI one for all of its lines: it gets the first one,
+        without the name of pytest's own exception.
+        """
+        report = yield
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if isinstance(item, WorkloadItem) and crash is not None:
+            crash.message = crash.message.removeprefix("Failed: ").partition("\n")[0]
+        if isinstance(item, WorkloadItem) and report.when == "teardown" and item.record:
+            put_record(report, item.record)
+        return report
+
+    def _make_run_dir(self, job: WorkloadJob) -> None:
+        """Make the directories of the run and of a workload.
+
+        Raises:
+            LaunchError: They cannot be made, or hold an earlier run.
+        """
+        try:
+            self._session.run_dir.mkdir(parents=True, exist_ok=True)
+            if self._session.options.run_dir is None:
+                make_own_dir(self._session.root)
+            job.dirs.root.mkdir(exist_ok=self._session.options.is_attached)
+        except FileExistsError as error:
+            raise LaunchError(
+                str(error.filename), "holds an earlier run; give another --run-dir"
+            ) from error
+        except OSError as error:
+            raise LaunchError(
+                str(error.filename or job.dirs.root),
+                f"{error.strerror}; give another --run-dir; nothing was run",
+            ) from error
+
+    def _print_plan(self, item: WorkloadItem) -> bool:
+        """Print the plan of a workload; return whether it would be started."""
+        if (skip := item.get_closest_marker("skip")) is not None:
+            self._config.get_terminal_writer().line(
+                f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
+            )
+            return True
+        with usage_errors():
+            checked = make_item_job(self._session, item.workload, item.nodeid)
+            job = checked.job
+            is_compared = job.is_compared and self._session.options.golden != "off"
+            golden = golden_path(job.setting.root, job.workload) if is_compared else None
+            lines = [self._session.shorten(finding.line) for finding in checked.findings]
+            print_plan(self._config, job, checked.plan, golden, lines)
+            require_inputs(checked.plan)
+        return not any(finding.is_error for finding in checked.findings)
+
+    def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
+        workload = item.workload
+        item.record = replace(
+            record,
+            num_devices=workload.nodes * workload.gpus,
+            scope=workload.scope,
+            labels=() if workload.tag is None else (workload.tag,),
+            owners=workload.maintainers,
+        )
+        item.user_properties.append(("megatron.verdict", record.verdict))
+        item.user_properties.append(("megatron.attempts", len(record.attempts)))
+        if record.causes:
+            item.user_properties.append(("megatron.causes", ", ".join(record.causes)))
+        if record.directory is not None:
+            item.user_properties.append(("megatron.directory", record.directory))
+
+
+def make_item_job(session: RunSession, workload: Workload, node_id: str) -> CheckedJob:
+    """Make the job of an item from the options of the session.
+
+    Raises:
+        MegatronError: The job is refused, see `make_job`; or a variable of a replay is no number.
+    """
+    options, facts = session.options, session.facts
+    num_repeats = _num_repeats(options, workload)
+    if options.is_writing_goldens and workload.equivalence is None:
+        num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
+    job_options = JobOptions(
+        root=session.root,
+        run_dir=session.run_dir,
+        env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
+        project=session.project,
+        is_lightweight=options.is_lightweight,
+        host=None if session.engine.is_queue else facts.host,
+        tee_ranks=options.tee_ranks,
+        trace=None if options.tensor_trace == "off" else options.tensor_trace,
+        is_audited=options.is_audited,
+        max_attempts=options.max_attempts,
+        backoff_s=options.retry_backoff_s,
+        table=session.table,
+        replay=Replay.of(os.environ),
+        is_writing_goldens=options.is_writing_goldens,
+    )
+    return make_job(job_options, session.engine, workload, node_id, num_repeats=num_repeats)
+
+
+def _num_repeats(options: Options, workload: Workload) -> int:
+    """Return the number of repeats of a workload: the option wins, then labels, then the recipe."""
+    if options.num_repeats is None and options.decision is not None:
+        return options.decision.num_repeats(workload.n_repeat)
+    return options.num_repeats or workload.n_repeat or 1

@@ -1,0 +1,682 @@
+"""A test case: the paths of its files, and its content. The files are read and never written.
+
+Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98e8a64dd.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, TypeAlias
+
+from annotated_types import Ge, Lt
+
+from pytest_megatron.base import schema
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.findings import Finding, Severity, finding_at
+from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
+from pytest_megatron.base.yaml import YamlDocument, read_yaml
+from pytest_megatron.errors import CaseError
+from pytest_megatron.workloads.recipe.model import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One entry of MODEL_ARGS.
+
+    Attributes:
+        name: The key as written, `--train-iters` or `trainer.max_steps`.
+        text: The value as written (a number keeps its spelling); None for YAML's null.
+        words: The elements where the value is a YAML list; None otherwise.
+        is_text: The value was quoted, so `"true"` is a word and not a switch.
+        line: Where it stands in its file, counted from 1.
+    """
+
+    name: str
+    text: str | None
+    words: tuple[str, ...] | None = None
+    is_text: bool = False
+    line: int
+
+
+class ModelArgs:
+    """The arguments of one start of a training; of two with one name the last one counts."""
+
+    def __init__(self, arguments: Iterable[Argument]) -> None:
+        self._last = {argument.name: argument for argument in arguments}
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the argument is there, with whatever value."""
+        return name in self._last
+
+    def text(self, name: str) -> str | None:
+        """Return a value as written; None without it, for null and for a list."""
+        argument = self._last.get(name)
+        return None if argument is None or argument.text is None else argument.text.strip(" \"'")
+
+    def number(self, name: str) -> int | None:
+        """Return a value that is a whole number, None for any other."""
+        text = self.text(name)
+        return int(text) if text is not None and text.isdecimal() else None
+
+    def size(self, name: str) -> int | None:
+        """Return a parallel size: 1 where it is not given, None where it is no number from 1 on."""
+        return (self.number(name) or None) if name in self._last else 1
+
+    def is_on(self, *names: str) -> bool:
+        """Return whether one of these switches is set."""
+        return any(self.text(name) == "true" for name in names)
+
+    def line(self, *names: str) -> int | None:
+        """Return the line of the first of these arguments that is there."""
+        return next((self._last[name].line for name in names if name in self._last), None)
+
+    def has_any(self, *names: str) -> bool:
+        """Return whether one of these arguments is there."""
+        return any(name in self._last for name in names)
+
+
+TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
+PP = "--pipeline-model-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
+# Sizes of older releases that put an encoder on ranks of its own.
+_ENCODERS = ("--encoder-tensor-model-parallel-size", "--encoder-pipeline-model-parallel-size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSizes:
+    """Tensor, pipeline, context, expert and expert-tensor parallel sizes."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks that hold one copy of the model; world sizes are multiples of it."""
+        return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
+
+    def data_parallel(self, world_size: int) -> int:
+        """Return the number of replicas that train side by side."""
+        return world_size // (self.tp * self.pp * self.cp)
+
+
+def sizes_of(arguments: ModelArgs) -> ParallelSizes | None:
+    """Return the sizes; None where one is no number, or an encoder has ranks of its own."""
+    tp, pp, cp, ep = (arguments.size(name) for name in (TP, PP, CP, EP))
+    etp = arguments.size(ETP) if ETP in arguments else tp
+    if not (tp and pp and cp and ep and etp) or arguments.has_any(*_ENCODERS):
+        return None
+    return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+
+
+# Names in ENV_VARS that the harness itself reads; the second is misspelt there, for good.
+HARNESS_VARIABLES = (
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS", "SKIP_PYTEST", "N_REPEAT"),
+    *("ENABLE_LIGHTWEIGHT_MODE", "THROUGHPUT_START_STEP"),
+)
+MODEL_ARGS = re.compile(r"MODEL_ARGS(_[1-9]\d*)?").fullmatch
+_NUMBERED_NAME = r"MODEL_ARGS_([1-9]\d*)"
+_NUMBERED = re.compile(_NUMBERED_NAME).fullmatch
+# Which MODEL_ARGS_<n> a TEST_TYPE reads; those that train once read none.
+_ONE_START = ("frozen-start", "regular")
+_MANY_STARTS = ("checkpoint-consistency", "ckpt-resume", "frozen-resume", "release")
+_PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
+_SIMILAR = 0.85
+_RULES = {  # pydantic's name of an error -> ours
+    "enum": "case-unknown-word",
+    "missing": "case-unknown-word",
+    "unexpected_keyword_argument": "case-unknown-key",
+}
+DEFAULT_TRAIN_ITERS = 100
+LIGHTWEIGHT_ITERS = 4
+LIGHTWEIGHT_SAVE_INTERVAL = 2
+LIGHTWEIGHT_NEMO_STEPS = 2
+
+
+class TestType(Enum):
+    """TEST_TYPE: the phases of a case and their comparison."""
+
+    __test__ = False  # the name is Megatron's; pytest must not collect it
+
+    REGULAR = "regular"
+    CKPT_RESUME = "ckpt-resume"
+    FROZEN_START = "frozen-start"
+    FROZEN_RESUME = "frozen-resume"
+    CHECKPOINT_CONSISTENCY = "checkpoint-consistency"
+    RELEASE = "release"
+
+
+class CaseMode(Enum):
+    """MODE: the kind of program, and so of its results."""
+
+    PRETRAINING = "pretraining"
+    INFERENCE = "inference"
+    RL = "rl"
+
+
+class Evaluation(Enum):
+    """TEST_EVALUATION: the expected outcome."""
+
+    PASS = "pass"  # noqa: S105 - not a password
+    XPASS = "xpass"
+
+
+class Launcher(Enum):
+    """LAUNCHER: the program that starts the ranks."""
+
+    TORCHRUN = "torchrun"
+    FT_LAUNCHER = "ft_launcher"
+
+
+class ExitPolicy(Enum):
+    """EXIT_POLICY: the outcome of a program that has done its work and does not exit."""
+
+    FAIL = "fail"
+    PASS = "pass"  # noqa: S105 - not a password
+    WAIT = "wait"  # until the time limit
+
+
+_Mapping: TypeAlias = dict[str, object]
+
+
+_NUMBERED_ARGS: type[dict[str, _Mapping | None]] = dict[str, _Mapping | None]
+
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseFile:
+    """The keys of a `model_config.yaml`, beside MODEL_ARGS_2 and so on; null is no value.
+
+    Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh, d98e8a64dd
+    """
+
+    TEST_TYPE: TestType
+    MODE: CaseMode | None = None
+    TEST_EVALUATION: Evaluation | None = None
+    LAUNCHER: Launcher | None = None
+    METRICS: tuple[str, ...] | None = None
+    MODEL_ARGS: _Mapping | None = None
+    MODEL_ENV_VARS: dict[str, _Mapping | None] | None = None
+    BASE_MODEL_ARGS: object = None
+    ENV_VARS: _Mapping | None = None
+    THROUGHPUT_TEST_PARAMS: _Mapping | None = None
+    BEFORE_SCRIPT: str | None = None
+    AFTER_SCRIPT: str | None = None
+    EXPECTED_FAILURE: Pattern | None = None  # ours, as are the next
+    EXIT_POLICY: ExitPolicy | None = None
+    GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
+
+
+def json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a case, with MODEL_ARGS_2 and so on."""
+    found = schema.json_schema(CaseFile, "pytest-megatron test case")
+    arguments: JsonValue = {"type": ["object", "null"]}
+    return found | {"patternProperties": {f"^{_NUMBERED_NAME}$": arguments}}
+
+
+def check_case(document: YamlDocument) -> Iterator[Finding]:
+    """Yield the errors of a case."""
+    for twin in document.duplicates:
+        message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
+        yield Finding(
+            file=document.file,
+            line=twin.second_line,
+            rule="case-duplicate-key",
+            message=message,
+            severity=Severity.WARNING,
+        )
+    for problem in _schema_problems(document):
+        rule = _RULES.get(problem.kind, "case-type")
+        yield finding_at(document, problem.path, rule, problem.message)
+    yield from phase_problems(document)
+    yield from _unread_variables(document)
+    yield from _similar_variables(document)
+
+
+def compares_metrics(document: YamlDocument) -> bool:
+    """Return whether a run of the case is compared with a golden file.
+
+    It is not where the case sets SKIP_PYTEST, is always lightweight, is expected to fail, checks
+    gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
+    """
+    env = document.value.get("ENV_VARS")
+    env = env if isinstance(env, dict) else {}
+    if str(env.get("SKIP_PYTEST")) == "1":
+        return False
+    if str(env.get("ENABLE_LIGHTWEIGHT_MODE")).lower() == "true":
+        return False
+    if document.value.get("TEST_EVALUATION") == "xpass":
+        return False
+    test_type = document.value.get("TEST_TYPE")
+    if document.value.get("MODE", "pretraining") == "pretraining":
+        return test_type != "checkpoint-consistency"
+    return test_type in ("frozen-start", "regular")
+
+
+def starts_frozen(document: YamlDocument) -> bool:
+    """Return whether a run of the case starts from a checkpoint that was made before."""
+    return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
+
+
+def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
+    """Return the METRICS that a case names; none where it names none, or compares nothing."""
+    named = document.value.get("METRICS")
+    if not isinstance(named, list) or not compares_metrics(document):
+        return ()
+    return tuple(name for name in named if isinstance(name, str))
+
+
+def last_step(document: YamlDocument) -> int | None:
+    """Return the iteration at which a training of the case ends; None where that is not given."""
+    arguments = document.value.get("MODEL_ARGS")
+    if not isinstance(arguments, dict) or not compares_metrics(document):
+        return None
+    counts = (arguments.get("--train-iters"), arguments.get("--exit-interval"))
+    return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
+
+
+def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """Return the MODEL_ARGS_2 and so on, and the other keys."""
+    numbered = {key: value for key, value in document.value.items() if _NUMBERED(key)}
+    return numbered, {k: v for k, v in document.value.items() if k not in numbered}
+
+
+def _schema_problems(document: YamlDocument) -> tuple[SchemaProblem, ...]:
+    """Return everything in a case that the schema forbids."""
+    numbered, others = _parts_of(document)
+    found: tuple[SchemaProblem, ...] = ()
+    for kind, part in ((CaseFile, others), (_NUMBERED_ARGS, numbered)):
+        try:
+            validate(kind, part)
+        except SchemaError as error:
+            found += error.problems
+    return found
+
+
+def phase_problems(document: YamlDocument) -> Iterator[Finding]:
+    """Yield the settings of a case that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
+    value = document.value
+    test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
+    if test_type not in (*_ONE_START, *_MANY_STARTS):
+        return  # that is what has to be said first
+    if mode in ("inference", "rl") and test_type in _MANY_STARTS:
+        message = f"TEST_TYPE {test_type} does not go with MODE {mode}, expected one of "
+        message += ", ".join(_ONE_START)
+        yield finding_at(document, ("TEST_TYPE",), "case-void", message)
+    for key in value:
+        found = _NUMBERED(key)
+        if found is None or test_type == "checkpoint-consistency":
+            continue
+        if not 1 < int(found[1]) <= _PHASES.get(str(test_type), 1):
+            message = f"TEST_TYPE {test_type} never runs with {key}; remove it, or change TEST_TYPE"
+            yield finding_at(document, (key,), "case-void", message)
+    needs = {
+        "EXPECTED_FAILURE": (value.get("TEST_EVALUATION") == "xpass", "TEST_EVALUATION: xpass"),
+        "GRADIENT_TOLERANCE": (
+            test_type == "checkpoint-consistency",
+            "TEST_TYPE: checkpoint-consistency",
+        ),
+    }
+    for key, (is_read, what) in needs.items():
+        if key in value and not is_read:
+            message = f"{key} is read only with {what}; remove it, or add that"
+            yield finding_at(document, (key,), "case-void", message)
+
+
+def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
+    """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
+    own = document.value.get("MODEL_ENV_VARS")
+    for key in own if isinstance(own, dict) else ():
+        if key not in document.value:
+            message = f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this"
+            path = ("MODEL_ENV_VARS", key)
+            yield finding_at(document, path, "case-void", message, Severity.WARNING)
+
+
+def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
+    env = document.value.get("ENV_VARS")
+    for name in env if isinstance(env, dict) else ():
+        close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
+        if close and name not in HARNESS_VARIABLES:
+            message = f"ENV_VARS: {name!r} has no effect on the harness; did you mean {close[0]!r}?"
+            yield finding_at(document, ("ENV_VARS", name), "case-unknown-variable", message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One `MODEL_ARGS*` key: the arguments of one start of the program.
+
+    Attributes:
+        key: `MODEL_ARGS`, `MODEL_ARGS_2` and so on.
+        number: The one in the key, 1 for the bare one.
+        env: `MODEL_ENV_VARS.<key>`: variables of this start alone.
+    """
+
+    key: str
+    number: int
+    arguments: tuple[Argument, ...]
+    env: Mapping[str, str]
+
+    @property
+    def num_ranks(self) -> int | None:
+        """`GPUS_PER_NODE`, the ranks per node of this start; None leaves that to the recipe."""
+        text = self.env.get("GPUS_PER_NODE")
+        return int(text) if text is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadCase:
+    """One `model_config.yaml`.
+
+    Attributes:
+        path: The file.
+        variants: Every `MODEL_ARGS*` in the order of the file; the bare one is always there.
+        env: ENV_VARS, as strings.
+        metrics: METRICS; None where the file has no such key.
+        before_script: Shell to run before the training, or None; likewise `after_script`.
+        expected_failure: Regular expression that the cause of a case with `xpass` must match, or
+            None for any failure.
+        exit_policy: EXIT_POLICY, `fail` by default.
+        gradient_tolerance: GRADIENT_TOLERANCE, or None for that of the precision.
+        env_lines: Where the names of `env` stand in the file, from 1.
+    """
+
+    path: Path
+    test_type: TestType
+    mode: CaseMode
+    evaluation: Evaluation
+    starter: Launcher
+    variants: tuple[Variant, ...]
+    env: Mapping[str, str]
+    metrics: tuple[str, ...] | None
+    before_script: str | None
+    after_script: str | None
+    expected_failure: str | None
+    gradient_tolerance: float | None
+    exit_policy: ExitPolicy = ExitPolicy.FAIL
+    env_lines: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """MODEL_ARGS in the order of the file."""
+        return self.variant(1).arguments
+
+    def variant(self, number: int) -> Variant:
+        """Return the `MODEL_ARGS_<number>`, or the bare MODEL_ARGS where there is none."""
+        found = {variant.number: variant for variant in self.variants}
+        return found.get(number, found[1])
+
+    def argument(self, name: str) -> str | None:
+        """Return the text of an argument, the last one where it stands twice; None without it."""
+        return next((a.text for a in reversed(self.arguments) if a.name == name), None)
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations that a full run trains: `--train-iters`, by default 100.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self.train_iters_of(self.variant(1))
+
+    def train_iters_of(self, variant: Variant) -> int:
+        """Return the same for one of several MODEL_ARGS.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self._count(variant, "--train-iters") or DEFAULT_TRAIN_ITERS
+
+    @property
+    def exit_interval(self) -> int | None:
+        """The iteration at which a release is done, `--exit-interval`; None without it.
+
+        Raises:
+            CaseError: The value is not a positive number.
+        """
+        return self._count(self.variant(1), "--exit-interval")
+
+    def _count(self, variant: Variant, name: str) -> int | None:
+        found = next((a for a in reversed(variant.arguments) if a.name == name), None)
+        if found is None:
+            return None
+        if found.text is None or not found.text.isdecimal() or not int(found.text):
+            raise CaseError(
+                f"{self.path}:{found.line}",
+                f"{name} is {found.text!r}, expected a number of iterations from 1 on",
+            )
+        return int(found.text)
+
+    @property
+    def precision(self) -> str:
+        """The number format of the model: `bf16`, `fp16` or `fp32`."""
+        reduced = ("bf16", "fp16")
+        return next((name for name in reduced if self.argument(f"--{name}") == "true"), "fp32")
+
+    @property
+    def is_nondeterministic(self) -> bool:
+        """True if two runs of the case may differ, as the case declares."""
+        switches = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NON_DETERMINSTIC_RESULTS")
+        return any(self.env.get(name) == "1" for name in switches)
+
+    @property
+    def determinism_claim(self) -> str | None:
+        """The key by which the case declares that its runs are equal bit for bit, or None."""
+        if self.is_nondeterministic:
+            return None
+        if self.argument("--deterministic-mode") == "true":
+            return "--deterministic-mode"
+        is_forbidden = self.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0" if is_forbidden else None
+
+    @property
+    def is_never_compared(self) -> bool:
+        """True if the case asks for a run without a comparison (SKIP_PYTEST)."""
+        return self.env.get("SKIP_PYTEST") == "1"
+
+    @property
+    def is_always_lightweight(self) -> bool:
+        """True if the case itself asks for lightweight mode."""
+        return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
+
+
+def read_case(path: Path) -> WorkloadCase:
+    """Read a test case.
+
+    Raises:
+        CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
+    """
+    document = read_yaml(path, error=CaseError)
+    numbered, others = _parts_of(document)
+    file = read(CaseFile, document, CaseError, others)
+    read(_NUMBERED_ARGS, document, CaseError, numbered)
+    for finding in phase_problems(document):
+        raise CaseError(finding.where, finding.message)
+    reader = _CaseReader(document)
+    return WorkloadCase(
+        path=path,
+        test_type=file.TEST_TYPE,
+        mode=file.MODE or CaseMode.PRETRAINING,
+        evaluation=file.TEST_EVALUATION or Evaluation.PASS,
+        starter=file.LAUNCHER or Launcher.TORCHRUN,
+        variants=reader.variants(),
+        env=reader.texts("ENV_VARS"),
+        metrics=() if file.METRICS is None and "METRICS" in document.value else file.METRICS,
+        before_script=file.BEFORE_SCRIPT,
+        after_script=file.AFTER_SCRIPT,
+        expected_failure=file.EXPECTED_FAILURE,
+        gradient_tolerance=file.GRADIENT_TOLERANCE,
+        exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
+        env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
+    )
+
+
+class _CaseReader:
+    """Takes values out of a document as they are written; errors name the file and the line."""
+
+    def __init__(self, document: YamlDocument) -> None:
+        self._document = document
+
+    def variants(self) -> tuple[Variant, ...]:
+        keys = [key for key in self._document.value if MODEL_ARGS(key)]
+        return tuple(
+            Variant(
+                key=key,
+                number=int(key.removeprefix("MODEL_ARGS").removeprefix("_") or 1),
+                arguments=tuple(self._argument(key, name) for name in self._mapping(key)),
+                env=self._variant_env(key),
+            )
+            for key in (keys if "MODEL_ARGS" in keys else ["MODEL_ARGS", *keys])
+        )
+
+    def _variant_env(self, key: str) -> dict[str, str]:
+        found = self.texts("MODEL_ENV_VARS", key)
+        num_ranks = found.get("GPUS_PER_NODE", "1")
+        if not num_ranks.isdecimal() or not int(num_ranks):
+            raise CaseError(
+                self._document.where(("MODEL_ENV_VARS", key, "GPUS_PER_NODE")),
+                f"GPUS_PER_NODE is {num_ranks!r}, expected a number of ranks from 1 on",
+            )
+        return found
+
+    def texts(self, *path: str) -> dict[str, str]:
+        """Return a mapping of variables as strings."""
+        found = {}
+        for name, value in self._mapping(*path).items():
+            text = self._document.text_of((*path, name))
+            if isinstance(value, dict | list) or text is None:
+                where = ".".join((*path, name))
+                problem = f"{where} is a container, expected one value"
+                raise CaseError(self._document.where((*path, name)), problem)
+            found[name] = "" if value is None else text
+        return found
+
+    def _argument(self, key: str, name: str) -> Argument:
+        value = self._mapping(key)[name]
+        line = self._document.line_of((key, name))
+        where = f"{self._document.file}:{line}"
+        if isinstance(value, dict):
+            raise CaseError(where, f"{name} is a mapping, expected one value or a list")
+        if isinstance(value, list):
+            words = [self._document.text_of((key, name, i)) for i in range(len(value))]
+            if None in words:
+                raise CaseError(where, f"{name} holds a container, expected plain values")
+            return Argument(name=name, text=None, words=tuple(w or "" for w in words), line=line)
+        return Argument(
+            name=name,
+            text=None if value is None else self._document.text_of((key, name)),
+            is_text=isinstance(value, str),
+            line=line,
+        )
+
+    def _mapping(self, *path: str) -> dict[str, JsonValue]:
+        """Return a mapping that the schema knows to be one, if it is there."""
+        value: JsonValue = self._document.value
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else {}
+
+
+CASES = Path("tests/functional_tests/test_cases")
+CASE_NAME = "model_config.yaml"
+GOLDENS = Path("golden_values")
+GOLDEN_PREFIX = "golden_values"
+NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def case_path(root: Path, workload: Workload) -> Path:
+    """Return the `model_config.yaml` of a workload."""
+    return root / CASES / workload.model / workload.test_case / CASE_NAME
+
+
+def is_missing_program(root: Path, program: str) -> bool:
+    """Return whether a `training_script_path` names a Python file of the project that is not there.
+
+    A command (`nemo llm pretrain`) is looked for by the shell, an absolute path may be one of the
+    machines that train, and values of variables and placeholders are not known.
+    """
+    file = (shlex.split(program) or [""])[0]
+    is_ours = file.endswith(".py") and not Path(file).is_absolute() and not set(file) & set("{}$")
+    return is_ours and not (root / file).is_file()
+
+
+def golden_name(environment: str, platform: str) -> str:
+    """Return the file name of a golden; the oldest ones name no platform."""
+    return "_".join(part for part in (GOLDEN_PREFIX, environment, platform) if part) + ".json"
+
+
+def golden_paths(
+    root: Path, workload: Workload, other_names: Mapping[str, str] = NO_OTHER_NAMES
+) -> tuple[Path, ...]:
+    """Return where a workload's golden may be, the place that counts most first.
+
+    That is our place, then Megatron-LM's beside the case, each with the platform's own name, then
+    the two places with each of its other names. The first one is where a new golden belongs.
+
+    Args:
+        root: The project's.
+        workload: Whose golden.
+        other_names: Name in a golden's file name to the platform that it stands for.
+    """
+    return tuple(_places(root, workload, _names_of(workload.platform, other_names)))
+
+
+def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
+    yield platform
+    for name, meant in other_names.items():
+        if meant == platform and name != platform:
+            yield name
+
+
+def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Path]:
+    for name in names:
+        below = Path(workload.model, workload.test_case, golden_name(workload.environment, name))
+        yield root / GOLDENS / below
+        yield root / CASES / below
+
+
+_CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "TEST_TYPE")
+# Variables of the harness that change what is trained, or what of it counts.
+_TRAINED_VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO",)
+_LENGTH = 16  # hexadecimal digits
+
+
+def fingerprint(workload: Workload, case: Mapping[str, JsonValue] | None) -> str:
+    """Return 16 hexadecimal digits: the `config_hash` of a golden.
+
+    Args:
+        workload: The row.
+        case: The content of its `model_config.yaml`; None for a row that has none.
+    """
+    env = (case or {}).get("ENV_VARS")
+    ignored = set(HARNESS_VARIABLES) - set(_TRAINED_VARIABLES)
+    known: dict[str, JsonValue] = {
+        key: value
+        for key, value in (case or {}).items()
+        if key in _CASE_KEYS or MODEL_ARGS(key) is not None
+    }
+    if isinstance(env, dict):
+        known["ENV_VARS"] = {name: value for name, value in env.items() if name not in ignored}
+    row: dict[str, JsonValue] = {
+        "checkpoint_load_path": workload.checkpoint_load_path,
+        "data_path": workload.data_path,
+        "gpus": workload.gpus,
+        "nodes": workload.nodes,
+        "script": workload.script,
+        "training_script_path": workload.training_script_path,
+    }
+    text = json.dumps([known, row], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -1,0 +1,187 @@
+"""Errors in recipes, in the cases that they name, and in the goldens that these need.
+
+Reads files and changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pytest_megatron.base.findings import Finding, Severity, in_order
+from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
+from pytest_megatron.workloads.recipe.case import (
+    CASES,
+    GOLDENS,
+    NO_OTHER_NAMES,
+    case_path,
+    check_case,
+    compares_metrics,
+    golden_paths,
+    is_missing_program,
+    starts_frozen,
+)
+from pytest_megatron.workloads.recipe.expand import Profile
+from pytest_megatron.workloads.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
+
+RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
+
+
+def lint_recipes(
+    paths: Sequence[Path],
+    *,
+    root: Path,
+    vocabulary: Vocabulary = BUILT_IN_WORDS,
+    other_names: Mapping[str, str] = NO_OTHER_NAMES,
+    row_checks: Sequence[RowCheck] = (),
+) -> tuple[Finding, ...]:
+    """Return all findings on the recipes among and below `paths`.
+
+    Goldens that no row reaches are looked for only if `paths` holds a directory: a single file
+    does not show the rows of other recipes.
+
+    Args:
+        paths: Recipes, and directories of recipes.
+        root: The project's, which has the test cases and goldens.
+        vocabulary: The words that the recipes may use.
+        other_names: Other names of platforms, in the names of goldens.
+        row_checks: Further checks of the rows, from layers above this one.
+
+    Raises:
+        RecipeError: A path does not exist.
+    """
+    findings: list[Finding] = []
+    workloads: list[Workload] = []
+    for file in find_recipes(paths):
+        loaded = read_recipe(file, Profile.STRICT, vocabulary)
+        findings += loaded.findings
+        workloads += loaded.workloads
+    findings += _check_rows(workloads, root, other_names)
+    for check in row_checks:
+        findings += check(workloads, root)
+    if any(path.is_dir() for path in paths):
+        findings += _unreachable_goldens(workloads, root, other_names)
+    return in_order(findings)
+
+
+def _check_rows(
+    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield the errors of programs, cases and goldens of the rows."""
+    cases: dict[Path, YamlDocument | None] = {}
+    for workload in workloads:
+        path = case_path(root, workload)
+        if path not in cases and path.is_file():
+            cases[path], findings = _read_case(path)
+            yield from findings
+        if workload.script is None:
+            yield from _check_program(workload, path, root, cases.get(path))
+        case = cases.get(path)
+        if case is not None and workload.equivalence is None and compares_metrics(case):
+            yield from check_golden(workload, root, other_names)
+        if case is not None and workload.script is None and starts_frozen(case):
+            yield from _check_checkpoint(workload, root)
+
+
+def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[Finding, ...]]:
+    """Return a case, None if it cannot be read, and its findings."""
+    try:
+        document = read_document(path)
+    except YamlError as problem:
+        finding = Finding(
+            file=path, line=problem.line, rule="case-unreadable", message=problem.problem
+        )
+        return None, (finding,)
+    return document, tuple(check_case(document))
+
+
+def _check_program(
+    workload: Workload, path: Path, root: Path, case: YamlDocument | None
+) -> Iterator[Finding]:
+    """Yield the missing files of a row without a script; a BEFORE_SCRIPT may make the program."""
+    program = workload.training_script_path
+    is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
+    if program is None:
+        yield _row_finding(
+            workload,
+            "nothing-to-run",
+            f"{workload.test_case!r} has neither 'script' nor 'training_script_path'; add one",
+        )
+    elif not is_made and is_missing_program(root, program):
+        yield _row_finding(
+            workload,
+            "missing-program",
+            f"{workload.test_case!r} trains with {program}, which is not there; write it, or "
+            f"change training_script_path, which counts from the project's root",
+            Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
+        )
+    if not path.is_file():
+        yield _row_finding(
+            workload, "missing-case", f"{workload.test_case!r} has no case, expected {path}"
+        )
+
+
+def check_golden(
+    workload: Workload, root: Path, other_names: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield the golden that a row compares with and that is not there."""
+    if workload.script is not None and "GOLDEN_VALUES_PATH" not in workload.script:
+        return  # a script of its own judges the run
+    places = golden_paths(root, workload, other_names)
+    if not any(place.is_file() for place in places):
+        yield _row_finding(
+            workload,
+            "missing-golden",
+            f"{workload.test_case!r} has no golden in {workload.environment} on "
+            f"{workload.platform}, expected {places[0]}; run it with --golden record",
+            Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
+        )
+
+
+def _check_checkpoint(workload: Workload, root: Path) -> Iterator[Finding]:
+    """Yield the frozen checkpoint that a row does not name, or that the project lacks.
+
+    An absolute path may be one of the machines that train.
+    """
+    named = workload.checkpoint_load_path
+    if named is None:
+        message = (
+            f"{workload.test_case!r} starts from a frozen checkpoint; add checkpoint_load_path"
+        )
+        yield _row_finding(workload, "missing-checkpoint", message)
+        return
+    path = Path(workload.render(named))
+    if not path.is_absolute() and not (root / path).exists():
+        message = f"{workload.test_case!r} starts from {path}, which is not there; add it"
+        yield _row_finding(workload, "missing-checkpoint", message)
+
+
+def _row_finding(
+    workload: Workload, rule: str, message: str, severity: Severity = Severity.ERROR
+) -> Finding:
+    return Finding(
+        file=workload.file, line=workload.line, rule=rule, message=message, severity=severity
+    )
+
+
+def _unreachable_goldens(
+    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield the golden files that no row reads."""
+    reached = {
+        path
+        for row in workloads
+        if row.equivalence is None
+        for path in golden_paths(root, row, other_names)
+    }
+    for directory in (root / GOLDENS, root / CASES):
+        for path in sorted(directory.rglob("golden_values*.json")):
+            if path not in reached:
+                yield Finding(
+                    file=path,
+                    line=None,
+                    rule="unreachable-golden",
+                    message="no row of the recipes reads this golden; remove it or add a row",
+                    severity=Severity.WARNING,
+                )

@@ -1,0 +1,412 @@
+"""Recipe files: their published schema, and the way from a file to its workloads.
+
+`docs/reference/recipe.schema.json` is made from here. A recipe stays a mapping: any further key of
+its spec is a placeholder, and Megatron-LM's own reading of it needs no schema. Must not import
+pydantic before a recipe is checked.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal, NotRequired, TypeAlias, cast
+
+from annotated_types import MinLen
+from typing_extensions import TypedDict
+
+from pytest_megatron.base import schema
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.findings import Finding, Severity, as_error, finding_at
+from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
+from pytest_megatron.base.schema import (
+    About,
+    Count,
+    FormatVersion,
+    Positive,
+    SchemaError,
+    SchemaProblem,
+    Text,
+    Texts,
+    closed,
+    dotted,
+    open_to_others,
+)
+from pytest_megatron.base.text import one_of
+from pytest_megatron.base.yaml import YamlDocument, YamlError, YamlPath, read_document
+from pytest_megatron.errors import ConfigError, RecipeError
+from pytest_megatron.workloads.recipe.expand import (
+    Expansion,
+    Profile,
+    duplicates_of,
+    expand_compat,
+    expand_strict,
+    variants_of,
+)
+from pytest_megatron.workloads.recipe.model import Row, Vocabulary, Workload, parse_row
+
+Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
+_Flags: TypeAlias = dict[str, object]
+
+
+@closed
+class QuarantineKeys(TypedDict):
+    """The reason that a failure does not count, and the last day of that."""
+
+    reason: Text
+    until: Annotated[Text, About("The last day that it holds, such as 2026-12-31.")]
+
+
+@open_to_others
+class RecipeSpec(TypedDict):
+    """Keys that all rows of the file share; any further key is a placeholder for the templates."""
+
+    model: Annotated[Text, About("Directory of the test cases, such as gpt.")]
+    gpus: Annotated[Count, About("Ranks per node, each with a GPU except on platform cpu.")]
+    nodes: NotRequired[Positive]
+    name: NotRequired[Annotated[Text, About("Template, filled in from the row.")]]
+    build: NotRequired[Annotated[Text, About("Template of the container build.")]]
+    platforms: NotRequired[Annotated[Text, About("Where rows without their own run.")]]
+    environment: NotRequired[str | None]
+    scope: NotRequired[str | None]
+    tag: NotRequired[str | None]
+    test_case: NotRequired[str | None]
+    n_repeat: NotRequired[Positive | None]
+    time_limit: NotRequired[Annotated[Positive | None, About("Seconds.")]]
+    max_windows: NotRequired[Annotated[Positive | None, About("Windows that a release may take.")]]
+    script: NotRequired[Annotated[str | None, About("Template, run under bash.")]]
+    script_setup: NotRequired[Annotated[str | None, About("Never run by us.")]]
+    artifacts: NotRequired[dict[str, str] | None]
+    segment: NotRequired[int | None]
+    training_script_path: NotRequired[
+        Annotated[str | None, About("Program to launch where there is no script.")]
+    ]
+    data_path: NotRequired[str | None]
+    data_cache_path: NotRequired[str | None]
+    checkpoint_load_path: NotRequired[str | None]
+    max_attempts: NotRequired[Positive | None]
+    transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
+    never_transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
+    quarantine: NotRequired[QuarantineKeys | None]
+    equivalent_to: NotRequired[
+        Annotated[_Flags | None, About("MODEL_ARGS of the reference layout, and maybe its gpus.")]
+    ]
+    trace_steps: NotRequired[
+        Annotated[Positive | None, About("Steps of which tensors are traced.")]
+    ]
+
+
+@open_to_others
+class RecipeProduct(TypedDict, total=False):
+    """Lists whose cartesian product makes rows; a key of `spec` here overrides it."""
+
+    environment: Texts
+    scope: Texts
+    platforms: Texts
+    tag: Texts
+    cadence: Texts
+    model: Texts
+    n_repeat: Numbers
+    time_limit: Numbers
+    max_windows: Numbers
+    nodes: Annotated[tuple[Positive, ...], MinLen(1)]
+    gpus: Annotated[tuple[Count, ...], MinLen(1)]
+    allow_failure: tuple[bool, ...]
+    max_attempts: Numbers
+    transient: Annotated[tuple[Texts, ...], MinLen(1)]
+    never_transient: Annotated[tuple[Texts, ...], MinLen(1)]
+    quarantine: Annotated[tuple[QuarantineKeys, ...], MinLen(1)]
+    equivalent_to: Annotated[tuple[_Flags | None, ...], MinLen(1)]
+    trace_steps: Numbers
+
+
+@closed
+class ProductEntry(TypedDict):
+    """Some test cases and where they run."""
+
+    test_case: Texts
+    products: Annotated[tuple[RecipeProduct, ...], MinLen(1)]
+    cadence: NotRequired[Texts]
+
+
+@closed
+class BasicRecipe(TypedDict):
+    """A recipe of workloads."""
+
+    type: Literal["basic"]
+    format_version: FormatVersion
+    maintainers: NotRequired[tuple[str, ...]]
+    loggers: NotRequired[tuple[str, ...]]
+    spec: RecipeSpec
+    products: Annotated[tuple[ProductEntry, ...], MinLen(1)]
+
+
+@open_to_others
+class BuildSource(TypedDict):
+    """The source of a build's image."""
+
+    image: str
+
+
+@open_to_others
+class BuildSpec(TypedDict):
+    """A container build."""
+
+    name: Text
+    platforms: NotRequired[tuple[str, ...]]
+    source: NotRequired[BuildSource]
+
+
+@closed
+class BuildRecipe(TypedDict):
+    """A recipe of a container build; it gives no workloads."""
+
+    type: Literal["build"]
+    format_version: FormatVersion
+    maintainers: NotRequired[tuple[str, ...]]
+    loggers: NotRequired[tuple[str, ...]]
+    spec: BuildSpec
+
+
+_SIMILAR, _SIMILAR_TO_LACKING = 0.8, 0.7
+# Keys that every row needs, from its product or from spec.
+_NEEDED = ("environment", "gpus", "model", "platforms", "scope")
+_TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
+    "basic": BasicRecipe,
+    "build": BuildRecipe,
+}
+
+
+def _schema_problems(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
+    """Return everything in a recipe file that the schema forbids."""
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in _TYPES:
+        found = f"found {kind!r}" if "type" in value else "is missing"
+        text = f"{found}, expected {one_of(kind, _TYPES)}"
+        return (SchemaProblem(path=("type",), kind="type", text=text),)
+    try:
+        schema.validate(_TYPES[kind], dict(value))
+    except SchemaError as error:
+        return error.problems
+    return ()
+
+
+def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> Finding:
+    """Return a departure from the schema under its rule."""
+    path, rule = problem.path, "schema"
+    if problem.kind in {"missing", "too_short"} and path[:1] + path[2:] == ("products",) * 2:
+        rule = "no-products"
+    if problem.kind == "tuple_type" and path[0] == "products" and len(path) > 1:
+        rule = "bare-string"
+    return finding_at(document, path, rule, problem.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _SimilarKey:
+    """An extra key of `spec` or of a product that looks like a known one.
+
+    Attributes:
+        meant: The known key.
+        is_lacking: Whether rows need that one and do not have it; else the extra one may be meant.
+    """
+
+    path: YamlPath
+    meant: str
+    is_lacking: bool
+
+    @property
+    def problem(self) -> SchemaProblem:
+        """The error of a key that rows lack."""
+        text = f"unknown key, and rows have no {self.meant}; did you mean {self.meant!r}?"
+        return SchemaProblem(path=self.path, kind="misspelt", text=text)
+
+
+def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
+    spec = value.get("spec")
+    if value.get("type") != "basic" or not isinstance(spec, dict):
+        return
+    products = dict(_products_of(value.get("products")))
+    known = {*RecipeSpec.__annotations__, *RecipeProduct.__annotations__}
+    for path, mapping in {("spec",): spec, **products}.items():
+        users = products.values() if mapping is spec else (mapping,)
+        lacking = [n for n in _NEEDED if n not in spec and any(n not in user for user in users)]
+        for key in (key for key in mapping if key not in known):
+            if close := difflib.get_close_matches(key, lacking, 1, _SIMILAR_TO_LACKING):
+                yield _SimilarKey((*path, key), close[0], is_lacking=True)
+            elif close := difflib.get_close_matches(key, known, 1, _SIMILAR):
+                yield _SimilarKey((*path, key), close[0], is_lacking=False)
+
+
+def _products_of(entries: JsonValue) -> Iterator[tuple[YamlPath, dict[str, JsonValue]]]:
+    """Yield the inner products with their places, whatever else is wrong."""
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        products = entry.get("products") if isinstance(entry, dict) else None
+        for number, product in enumerate(products if isinstance(products, list) else ()):
+            if isinstance(product, dict):
+                yield ("products", index, "products", number), product
+
+
+def _similar_finding(document: YamlDocument, key: _SimilarKey) -> Finding:
+    text = f"{dotted(key.path)}: is a placeholder of its own; did you mean {key.meant!r}?"
+    return finding_at(document, key.path, "similar-key", text, Severity.WARNING)
+
+
+def json_schema() -> dict[str, JsonValue]:
+    """Return the JSON schema of a recipe file."""
+    return schema.json_schema(cast("type", BasicRecipe | BuildRecipe), "pytest-megatron recipe")
+
+
+BUILT_IN_WORDS = Vocabulary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The workloads and findings of one recipe file.
+
+    Attributes:
+        workloads: In file order; those of the sound part where there are errors.
+        findings: Errors and warnings, in file order.
+    """
+
+    workloads: tuple[Workload, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings because of which the file should not be run as it is."""
+        return tuple(finding for finding in self.findings if finding.is_error)
+
+
+def project_words(root: Path) -> Vocabulary:
+    """Return the vocabulary with the words of the project that `root` is in.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    config = load_config(root)
+    words = BUILT_IN_WORDS.extended(
+        scopes=config.scopes, platforms=config.platforms, environments=config.environments
+    )
+    for name, platform in config.golden_platforms.items():
+        if platform not in words.platforms:
+            raise ConfigError(
+                f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
+                f"{name!r} is {platform!r}, expected {one_of(platform, words.platforms)}",
+            )
+    return words
+
+
+def find_recipes(paths: Iterable[Path]) -> list[Path]:
+    """Return the recipe files among and below `paths`, each once, sorted.
+
+    Raises:
+        RecipeError: A path does not exist.
+    """
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            found.update(p for p in path.rglob("*.yaml") if p.is_file())
+        elif path.is_file():
+            found.add(path)
+        else:
+            raise RecipeError(str(path), "no such file or directory, expected recipes")
+    return sorted(found)
+
+
+def load_recipe(
+    path: Path, profile: Profile = Profile.STRICT, vocabulary: Vocabulary = BUILT_IN_WORDS
+) -> tuple[Workload, ...]:
+    """Return the workloads of a recipe file that has no errors.
+
+    Raises:
+        RecipeError: The file cannot be read, or has an error; the first one, with their number.
+    """
+    loaded = read_recipe(path, profile, vocabulary)
+    if loaded.errors:
+        raise as_error(loaded.errors)
+    return loaded.workloads
+
+
+def read_recipe(
+    path: Path, profile: Profile = Profile.STRICT, vocabulary: Vocabulary = BUILT_IN_WORDS
+) -> Loaded:
+    """Return the workloads of a recipe file and all findings on it; never raises."""
+    try:
+        document = read_document(path)
+    except YamlError as problem:
+        return Loaded(workloads=(), findings=(unreadable(path, problem),))
+    return load_document(document, profile, vocabulary)
+
+
+def load_document(
+    document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
+) -> Loaded:
+    """Return the workloads of a recipe that has been read, as `read_recipe`. Pure."""
+    expansion = expand(document, profile, vocabulary)
+    findings = list(expansion.findings)
+    variants = variants_of(expansion.rows)
+    maintainers = document.value.get("maintainers")
+    owners = tuple(map(str, maintainers)) if isinstance(maintainers, list) else ()
+    workloads: list[Workload] = []
+    for row, variant in zip(expansion.rows, variants, strict=True):
+        try:
+            parsed = parse_row(row, file=document.file, variant=variant)
+            workloads.append(replace(parsed, maintainers=owners))
+        except RecipeError as error:
+            findings.append(
+                Finding(file=document.file, line=row.line, rule="row", message=error.problem)
+            )
+    findings = sorted(dict.fromkeys(findings), key=lambda finding: finding.line or 0)
+    return Loaded(workloads=tuple(workloads), findings=tuple(findings))
+
+
+def expand(
+    document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
+) -> Expansion:
+    """Expand a document by a profile, with the findings of everything up to its rows."""
+    if profile is Profile.COMPAT:
+        return expand_compat(document)
+    similar = list(_similar_keys(document.value))
+    misspelt = [one for one in similar if one.is_lacking]
+    meant = {(*one.path[:-1], one.meant) for one in misspelt}
+    problems = [
+        problem for problem in _schema_problems(document.value) if problem.path not in meant
+    ]
+    problems += [one.problem for one in misspelt]
+    expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
+    findings = [
+        *_duplicate_keys(document),
+        *(_schema_finding(document, problem) for problem in problems),
+        *(_similar_finding(document, one) for one in similar if not one.is_lacking),
+        *expansion.findings,
+        *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
+    ]
+    return Expansion(rows=expansion.rows, findings=tuple(findings))
+
+
+def unreadable(path: Path, problem: YamlError) -> Finding:
+    """Return the finding for a file that is no YAML mapping."""
+    return Finding(file=path, line=problem.line, rule="unreadable", message=problem.problem)
+
+
+def _duplicate_keys(document: YamlDocument) -> Iterator[Finding]:
+    for twin in document.duplicates:
+        yield Finding(
+            file=document.file,
+            line=twin.second_line,
+            rule="duplicate-key",
+            message=f"key {twin.key!r} is also on line {twin.first_line}, expected it once; "
+            "remove one",
+        )
+
+
+def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> Finding:
+    spec = second.spec
+    return Finding(
+        file=document.file,
+        line=second.line,
+        rule="duplicate-row",
+        message=f"{spec['test_case']} in {spec.get('environment')} on {spec.get('platforms')} "
+        f"for {spec.get('scope')} is also on line {first.line}, expected it once; remove one",
+    )

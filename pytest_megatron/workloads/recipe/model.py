@@ -1,0 +1,390 @@
+"""A workload: one row of a recipe, parsed once; the words of recipes, and their meaning. Pure.
+
+A project adds its own words (`Vocabulary.extended`); nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted
+from pytest_megatron.errors import RecipeError
+from pytest_megatron.flaky.quarantine import Quarantine, QuarantineError, parse_quarantine
+
+# Scope as written -> the tier that CI asks for, and the cadence that the tier implies.
+# Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd
+SCOPE_ALIASES = {"mr-github-slim": "L0", "mr-github": "L1", "nightly": "L2", "weekly": "L3"}
+IMPLIED_CADENCE: dict[str, tuple[str, ...]] = {"nightly": ("nightly",), "weekly": ("weekly",)}
+DEFAULT_CADENCE: tuple[str, ...] = ("pr", "nightly", "mergegroup")
+CADENCES = ("mergegroup", "nightly", "pr", "weekly")
+
+# A scope that ends in one of these, or is one of those, matches no CI filter: that is how rows
+# are switched off.
+DISABLED_SUFFIXES = ("-broken", "-temp-disabled")
+DISABLED_SCOPES = ("deprecated", "flaky")
+
+UNIT_MODEL = "unit-tests"  # of rows that are buckets of unit tests, and no workloads
+
+_SCOPES = (
+    *("L0", "L0-smoke", "L1", "L2", "L3", "cleanup", "deprecated", "flaky", "mr", "mr-github"),
+    *("mr-github-slim", "mr-slim", "nightly", "release", "unit-tests", "weekly"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Every word that means something in a recipe or a selection option."""
+
+    scopes: frozenset[str] = frozenset(_SCOPES)
+    platforms: frozenset[str] = frozenset(
+        {"cpu", "dgx_a100", "dgx_gb200", "dgx_h100", "dgx_h200"},
+    )
+    environments: frozenset[str] = frozenset({"dev", "lts"})
+    cadences: frozenset[str] = frozenset(CADENCES)
+
+    def extended(
+        self,
+        *,
+        scopes: Iterable[str] = (),
+        platforms: Iterable[str] = (),
+        environments: Iterable[str] = (),
+    ) -> Vocabulary:
+        """Return this vocabulary with a project's own words added."""
+        return replace(
+            self,
+            scopes=self.scopes | set(scopes),
+            platforms=self.platforms | set(platforms),
+            environments=self.environments | set(environments),
+        )
+
+    def known(self, key: str) -> frozenset[str] | None:
+        """Return the words that a recipe key takes, None for a key that takes any value."""
+        return {
+            "scope": self.scopes,
+            "platforms": self.platforms,
+            "environment": self.environments,
+            "cadence": self.cadences,
+        }.get(key)
+
+    def knows(self, key: str, word: str) -> bool:
+        """Return whether `word` means something for `key`; a disabled scope is a known one."""
+        known = self.known(key)
+        if known is None or word in known:
+            return True
+        return key == "scope" and enabled_scope(word) in self.scopes
+
+
+def enabled_scope(scope: str) -> str:
+    """Return a scope without the suffix that disables it."""
+    for suffix in DISABLED_SUFFIXES:
+        scope = scope.removesuffix(suffix)
+    return scope
+
+
+def disabled_reason(scope: str) -> str | None:
+    """Return why rows of a scope do not run, None if they do."""
+    if scope in DISABLED_SCOPES or scope.endswith(DISABLED_SUFFIXES):
+        return f"scope {scope!r} disables the row"
+    return None
+
+
+_T = TypeVar("_T")
+MAX_SHOWN = 60  # characters of a template in a message
+DEFAULT_NAME = "{test_case}_{environment}_{platforms}"
+DEFAULT_TRACE_STEPS = 2
+_REFERENCE_RANKS = "gpus"  # the key of `equivalent_to` that is no argument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivalence:
+    """The layout that must compute the same tensors as a row.
+
+    Attributes:
+        arguments: MODEL_ARGS of the reference that differ from the case's; None leaves one out.
+        num_ranks: Ranks of the reference, on all nodes; None takes the fewest that its sizes allow.
+        num_steps: Steps that are traced and compared.
+    """
+
+    arguments: Mapping[str, JsonValue]
+    num_ranks: int | None = None
+    num_steps: int = DEFAULT_TRACE_STEPS
+
+    @property
+    def text(self) -> str:
+        """What differs from the row, as flags."""
+        ranks = [] if self.num_ranks is None else [counted(self.num_ranks, "rank")]
+        flags = [
+            f"no {name}" if value is None else f"{name} {value}"
+            for name, value in self.arguments.items()
+        ]
+        return ", ".join([*ranks, *flags])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One expanded row: a test case on a platform in an environment for a scope.
+
+    Attributes:
+        file: The recipe, as given by the caller.
+        line: Line of the inner product that the row comes from, from 1.
+        spec: Every key of the row, as Megatron-LM's parser holds it: the file's `spec` without
+            the keys that the row overrides, then the row's, then `test_case` and `cadence`.
+        scope: After the alias table (`mr-github` is `L1`).
+        cadence: When CI runs it; explicit, implied by the scope, or the default.
+        nodes: Hosts.
+        gpus: GPUs per node; 0 for a row without any.
+        n_repeat: How often the recipe wants it run; None leaves that to the caller.
+        time_limit_s: Seconds; None leaves that to the caller.
+        max_windows: How many windows a release may take; None leaves that to the caller.
+        script: Template of a bash script, None where we launch `training_script_path` ourselves.
+        name: The recipe's name template, filled in.
+        variant: Distinguishes the row from others of its file with the same test case,
+            environment and platform; mostly empty.
+        max_attempts: How often at most a repeat is started; None leaves that to the caller.
+        transient: Ids of signatures that start another attempt of this row, whatever the table
+            has.
+        never_transient: Ids of signatures that do not.
+        quarantine: Why its failure does not count for now, or None.
+        equivalence: What it is compared with in place of a golden, or None.
+        maintainers: Maintainers of the recipe.
+    """
+
+    file: Path
+    line: int
+    spec: Mapping[str, JsonValue]
+    model: str
+    test_case: str
+    environment: str
+    platform: str
+    scope: str
+    cadence: tuple[str, ...]
+    tag: str | None
+    nodes: int
+    gpus: int
+    n_repeat: int | None
+    time_limit_s: int | None
+    max_windows: int | None
+    script: str | None
+    training_script_path: str | None
+    data_path: str | None
+    data_cache_path: str | None
+    checkpoint_load_path: str | None
+    name: str
+    variant: tuple[str, ...]
+    max_attempts: int | None = None
+    transient: tuple[str, ...] = ()
+    never_transient: tuple[str, ...] = ()
+    quarantine: Quarantine | None = None
+    equivalence: Equivalence | None = None
+    maintainers: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """File and line, with which errors about it begin."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def item_name(self) -> str:
+        """The node id behind the `::`, such as `gpt3_tp2[dev-dgx_h100]`; unique in the file."""
+        return item_name(self.test_case, (self.environment, self.platform, *self.variant))
+
+    @property
+    def disabled_reason(self) -> str | None:
+        """The reason that no CI runs the row (`mr-broken`, `flaky`), None where one does."""
+        return disabled_reason(self.scope)
+
+    def render(self, template: str, **magic: JsonValue) -> str:
+        """Fill in a template with the row's keys and `magic`, which wins.
+
+        Source: Megatron-LM tests/test_utils/python_scripts/launch_nemo_run_workload.py, d98e8a64dd
+
+        Raises:
+            RecipeError: A placeholder has no value, or a brace is not doubled.
+        """
+        try:
+            return fill_in(template, {**self.spec, **magic})
+        except RowError as problem:
+            raise RecipeError(self.where, str(problem)) from problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row before it is parsed, as expansion yields it.
+
+    Attributes:
+        line: Line of the inner product.
+        spec: The spec, for `Workload.spec`.
+        axes: Keys of the product in file order; they may distinguish rows.
+    """
+
+    line: int
+    spec: Mapping[str, JsonValue]
+    axes: tuple[str, ...]
+
+
+def item_name(test_case: str, parts: tuple[str, ...]) -> str:
+    """Return the name of a row in a node id."""
+    return f"{test_case}[{'-'.join(parts)}]"
+
+
+class RowError(Exception):
+    """A row cannot be built; its text becomes a finding with file and line."""
+
+
+def fill_in(template: str, values: Mapping[str, JsonValue]) -> str:
+    """Fill in a `str.format` template.
+
+    Raises:
+        RowError: A placeholder has no value, or the braces do not match; names it.
+    """
+    shown = template if len(template) <= MAX_SHOWN else template[:MAX_SHOWN] + "..."
+    try:
+        return template.format_map(values)
+    except KeyError as problem:
+        raise RowError(
+            f"{shown!r} uses {{{problem.args[0]}}}, which the row does not have; "
+            "add the key, or double the braces"
+        ) from problem
+    except (ValueError, IndexError, AttributeError, TypeError) as problem:
+        raise RowError(f"{shown!r} is no template: {problem}; double the braces") from problem
+
+
+def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
+    """Turn a row into a workload.
+
+    Raises:
+        RecipeError: A key is missing or has a value of the wrong type.
+    """
+    reader = _SpecReader(f"{file}:{row.line}", row.spec)
+    cadence = row.spec["cadence"]
+    return Workload(
+        file=file,
+        line=row.line,
+        spec=row.spec,
+        model=reader.required_text("model"),
+        test_case=reader.required_text("test_case"),
+        environment=reader.required_text("environment"),
+        platform=reader.required_text("platforms"),
+        scope=reader.required_text("scope"),
+        cadence=tuple(str(word) for word in cadence) if isinstance(cadence, list) else (),
+        tag=reader.text("tag"),
+        nodes=reader.number("nodes") or 1,
+        gpus=reader.number("gpus") or 0,
+        n_repeat=reader.number("n_repeat"),
+        time_limit_s=reader.number("time_limit"),
+        max_windows=reader.number("max_windows"),
+        script=reader.text("script"),
+        training_script_path=reader.text("training_script_path"),
+        data_path=reader.text("data_path"),
+        data_cache_path=reader.text("data_cache_path"),
+        checkpoint_load_path=reader.text("checkpoint_load_path"),
+        name=reader.name(),
+        variant=variant,
+        max_attempts=reader.positive("max_attempts"),
+        transient=reader.words("transient"),
+        never_transient=reader.words("never_transient"),
+        quarantine=reader.quarantine(),
+        equivalence=reader.equivalence(),
+    )
+
+
+class _SpecReader:
+    """Reads typed values out of a row's spec; an error names the key."""
+
+    __slots__ = ("spec", "where")
+
+    def __init__(self, where: str, spec: Mapping[str, JsonValue]) -> None:
+        self.where = where
+        self.spec = spec
+
+    def _value(self, key: str, kind: type[_T], expected: str) -> _T | None:
+        """Return a value of one type; None where the key is missing or null."""
+        value = self.spec.get(key)
+        if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
+            return value
+        raise RecipeError(self.where, f"{key}: found {value!r}, expected {expected}")
+
+    def text(self, key: str) -> str | None:
+        """Return a string or None."""
+        return self._value(key, str, "a string")
+
+    def required_text(self, key: str) -> str:
+        """Return a string that must be there."""
+        value = self.text(key)
+        if not value:
+            problem = "the row has none, expected a string; add it to the product or to spec"
+            raise RecipeError(self.where, f"{key}: {problem}")
+        return value
+
+    def number(self, key: str) -> int | None:
+        """Return an integer or None."""
+        return self._value(key, int, "an integer")
+
+    def positive(self, key: str) -> int | None:
+        """Return an integer from 1 on, or None."""
+        value = self.number(key)
+        if value is not None and value < 1:
+            raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer from 1 on")
+        return value
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """Return a list of words; none where the key is missing or null."""
+        value = self._value(key, list, "a list of ids") or []
+        if not all(isinstance(word, str) for word in value):
+            raise RecipeError(self.where, f"{key}: found {value!r}, expected a list of ids")
+        return tuple(map(str, value))
+
+    def quarantine(self) -> Quarantine | None:
+        """Return why the row may fail, None where it may not."""
+        value = self.spec.get("quarantine")
+        if value is None:
+            return None
+        try:
+            return parse_quarantine(value)
+        except QuarantineError as problem:
+            raise RecipeError(self.where, f"quarantine: {problem}") from problem
+
+    def equivalence(self) -> Equivalence | None:
+        """Return what the row must be equivalent to, None where it is compared with a golden."""
+        given = self._value("equivalent_to", dict, "a mapping of MODEL_ARGS")
+        num_steps = self.positive("trace_steps")
+        if given is None:
+            return None
+        if self.spec.get("script") is not None:
+            problem = "equivalent_to: the row has a script, which starts its ranks itself, expected"
+            raise RecipeError(self.where, f"{problem} training_script_path alone; remove one")
+        arguments = {key: value for key, value in given.items() if key != _REFERENCE_RANKS}
+        for key, value in arguments.items():
+            if not key.startswith("--"):
+                raise RecipeError(
+                    self.where,
+                    f"equivalent_to: unknown key {key!r}, expected {_REFERENCE_RANKS} or flags of "
+                    f"MODEL_ARGS such as --tensor-model-parallel-size",
+                )
+            words = value if isinstance(value, list) else [value]
+            if any(isinstance(word, dict | list) for word in words):
+                problem = f"equivalent_to: {key} is {value!r}, expected one value or a list"
+                raise RecipeError(self.where, problem)
+        ranks = given.get(_REFERENCE_RANKS)
+        if _REFERENCE_RANKS in given and (type(ranks) is not int or ranks < 1):
+            raise RecipeError(
+                self.where,
+                f"equivalent_to: {_REFERENCE_RANKS} is {ranks!r}, expected a number of ranks from "
+                f"1 on",
+            )
+        return Equivalence(
+            arguments={key: None if value is False else value for key, value in arguments.items()},
+            num_ranks=ranks if isinstance(ranks, int) else None,
+            num_steps=num_steps or DEFAULT_TRACE_STEPS,
+        )
+
+    def name(self) -> str:
+        """Return the row's name, filled in."""
+        try:
+            return fill_in(self.text("name") or DEFAULT_NAME, self.spec)
+        except RowError as problem:
+            raise RecipeError(self.where, f"name: {problem}") from problem

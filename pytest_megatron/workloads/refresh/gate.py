@@ -1,0 +1,589 @@
+"""The gate: rules that a candidate must meet to become a golden, some waived by a reason. Pure.
+
+Megatron-LM's tool takes the values of the jobs that failed, from any run; here a golden comes from
+a whole, clean and repeated training only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
+from pytest_megatron.workloads.golden.build import KEPT_METRICS, series_in
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.layers import tail_length
+from pytest_megatron.workloads.golden.compare.result import (
+    Point,
+    find_frozen,
+    mean_signed,
+    shared_points,
+)
+from pytest_megatron.workloads.golden.model import (
+    LOGPROBS,
+    Golden,
+    MetricMap,
+    Provenance,
+    Series,
+    environment_of,
+    is_finite,
+    is_loss,
+    series_of,
+)
+from pytest_megatron.workloads.golden.policy import (
+    FULL_PRECISION,
+    NORMS,
+    ComparisonPolicy,
+    CountLimits,
+    Exact,
+    LossLimits,
+    Settings,
+)
+from pytest_megatron.workloads.refresh.candidate import Candidate, GateRule, Ran, Refusal
+from pytest_megatron.workloads.refresh.difference import FileDifference, Trend, differ
+
+LOSS = 1e-3  # of a mean
+SPREADS = 3.0
+STEP_1 = 1e-3
+FALLS = 3.0  # standard errors of the means of both ends
+_NORMAL_DEVIATIONS = 1.4826  # from a median absolute deviation to a standard one
+MEMORY = 0.01  # of the peak
+TIME = 0.05  # of the median
+# Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
+MOST_LOSS = 100.0
+ROUNDED = 1e-4  # of the median; five decimals, which Megatron-LM's goldens have, are sound
+_DECIMALS, _LEAST_DIGITS = 5, 8
+_TIME_METRIC = "iteration-time"
+_MEMORY_METRIC = "mem-max-allocated-bytes"
+_WARM_UP = 0.1
+# What has a loss in its name and is none, or need not fall.
+_IS_AUXILIARY = re.compile(r"aux|balanc|indexer|ppl|scale|z[-_]loss").search
+_SHORT = LossLimits()
+# A run is allowed single steps, and more where its golden is long; a new golden wants a reason.
+_BAND: Settings = {"outside_fraction": 0.0}
+_LOSS_BAND: Settings = {
+    "band": _SHORT.band,
+    "mean": _SHORT.mean,
+    "tail_mean": _SHORT.tail_mean,
+    **_BAND,
+}
+
+
+def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
+    """Yield the changes that need a typed reason.
+
+    Oddities that the old golden has as well were accepted before.
+    """
+    new = candidate.golden
+    assert new is not None
+    accepted = set() if old is None else {odd[:2] for odd in _oddities(candidate, old)}
+    for rule, metric, text in _oddities(candidate, new):
+        if (rule, metric) not in accepted:
+            yield Refusal(rule, f"{metric} {text}")
+    if old is None:
+        return
+    yield from changed_config(old, new)
+    if new.generation is not None:
+        yield from _of_generation(old, new)
+        return
+    for name in sorted(old.metrics.keys() & new.metrics.keys()):
+        yield from _of_metric(name, old, new)
+    before, after = old.provenance, new.provenance
+    if before is None or after is None or before.host_class != after.host_class:
+        return
+    if before.host_class is not None:
+        yield from _of_costs(old, new)
+
+
+def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, str, str]]:
+    """Yield values that no sound training measures: rule, metric and description."""
+    for name, series in series_in(golden).items():
+        finite = series.finite()
+        if not finite:
+            continue
+        values = list(finite.values())
+        is_guess = candidate.has_cross_entropy and is_loss(name) and not _IS_AUXILIARY(name)
+        if (range_ := _range_of(name, is_guess=is_guess)) is not None:
+            least, most = range_
+            odd = [(s, v) for s, v in finite.items() if not least <= v <= most]
+            for step, value in odd[:1]:
+                text = f"is {value:g} at step {step}, expected {least:g} to {most:g}"
+                yield GateRule.IMPLAUSIBLE, name, text
+        if golden.generation is not None:
+            continue
+        if is_loss(name):
+            yield from ((rule, name, text) for rule, text in _odd_steps(candidate, series))
+        if is_guess and (lost := _rounded(values)) is not None:
+            text = f"has {lost[0]} decimals, which hide changes below {lost[1]:.1e}"
+            yield GateRule.ROUNDED, name, f"{text}; have the program log all digits"
+        if is_guess and len(values) > 1:
+            first, last = values[: tail_length(len(values))], values[-tail_length(len(values)) :]
+            noise = min(statistics.pvariance(first), _noise_of(values)) + statistics.pvariance(last)
+            start = min(statistics.fmean(first), statistics.median(first))
+            end = statistics.fmean(last)
+            if start - end <= FALLS * math.sqrt(noise / len(first)):
+                text = f"does not fall: {start:.6g} in the first quarter, {end:.6g} in the last"
+                yield GateRule.NOT_FALLING, name, text
+
+
+def _odd_steps(candidate: Candidate, series: Series) -> Iterator[tuple[GateRule, str]]:
+    """Yield what is odd about the steps at which a loss was logged, or about those it rests in."""
+    steps, begin = list(series.finite()), candidate.first_step
+    interval = _usual_distance(steps)
+    if begin is not None and steps[0] - begin >= (interval or 1):
+        yield GateRule.LATE_START, f"begins at step {steps[0]}, the training at {begin}"
+    if (hole := _hole(steps, interval)) is not None:
+        text = f"has step {hole[0]} and then {hole[1]}, most are {interval} apart"
+        yield GateRule.MISSING, text
+    if (stretch := _constant(series)) is not None:
+        yield GateRule.CONSTANT, f"is the same from step {stretch[0]} to {stretch[1]}"
+
+
+def _rounded(values: Sequence[float]) -> tuple[int, float] | None:
+    """Return decimals and the relative error of values that were rounded; None of sound ones."""
+    broken = [value for value in values if not value.is_integer()]
+    decimals = next((d for d in range(1, _DECIMALS) if all(round(v, d) == v for v in broken)), None)
+    # A value of five decimals or more has `d` alone by chance in one of 10 ** (5 - d).
+    if decimals is None or len(broken) * (_DECIMALS - decimals) < _LEAST_DIGITS:
+        return None
+    error = 0.5 * 10.0**-decimals / statistics.median(map(abs, values))
+    return (decimals, error) if error > ROUNDED else None
+
+
+def _noise_of(values: Sequence[float]) -> float:
+    """Return the variance of noise between neighbouring values, whatever the curve does."""
+    changes = [after - before for before, after in pairwise(values)]
+    usual = statistics.median(changes)
+    deviation = statistics.median(abs(change - usual) for change in changes)
+    return (_NORMAL_DEVIATIONS * deviation) ** 2 / 2  # a change has the noise of two values
+
+
+def _range_of(name: str, *, is_guess: bool) -> tuple[float, float] | None:
+    """Return the range of a metric's values; None where it is not known."""
+    if is_guess:
+        return 0.0, MOST_LOSS
+    if name.partition(" of ")[0] in LOGPROBS:
+        return -math.inf, 0.0
+    is_amount = not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits)
+    return (0.0, math.inf) if is_amount or name in NORMS else None
+
+
+def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Yield a change of the case or the recipe row since the old golden."""
+    hashes = [(golden.provenance or Provenance()).config_hash for golden in (old, new)]
+    if None not in hashes and hashes[0] != hashes[1]:
+        yield Refusal(GateRule.CONFIG, "the case asks for something else than before")
+
+
+def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
+    outside = [m for m in differ("", old, new).metrics if m.is_outside]
+    if outside:
+        more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
+        counts = f"{outside[0].num_changed} of {outside[0].num_old}"
+        text = f"{outside[0].metric} changes at {counts} positions{more}"
+        yield Refusal(GateRule.OUTSIDE, text)
+
+
+def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Check a loss, a count, or any metric that is compared like a loss."""
+    before, after = old.metrics[name], new.metrics[name]
+    if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
+        return
+    points = shared_points(before, after)
+    lost = before.finite().keys() - {point.step for point in points}
+    if lost:
+        text = f"{name} lacks {len(lost)} steps of the old golden, {min(lost)} to {max(lost)}"
+        yield Refusal(GateRule.FEWER_STEPS, text)
+    if not points:
+        return
+    found = list(_of_loss(name, points, old)) if is_loss(name) else []
+    yield from found or _outside(name, points, old, new)
+
+
+def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
+    first = points[0]
+    off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
+    if first.step == 1 and abs(off) > STEP_1:
+        text = f"{name} changes by {off:+.1e} at step 1: data, initialisation or forward pass"
+        yield Refusal(GateRule.STEP_1, text)
+    limit = max(LOSS, SPREADS * _spread_of(old, name))
+    tail = points[-tail_length(len(points)) :]
+    means = ((mean_signed(points), ""), (mean_signed(tail), f" of the last {len(tail)} steps"))
+    for sign, rule, word in ((1, GateRule.LOSS, "worse"), (-1, GateRule.BETTER, "better")):
+        for mean, where in means:
+            if sign * mean > limit:
+                text = f"{name} gets {word} by {abs(mean):.1e} in the mean{where}"
+                yield Refusal(rule, f"{text}, {limit:.1e} needs no reason")
+                return
+    moved = math.fsum(abs(p.signed) for p in points) / (
+        math.fsum(abs(p.golden) for p in points) or 1.0
+    )
+    if moved > limit:
+        text = f"{name} moves by {moved:.1e} in the mean of absolute differences"
+        yield Refusal(GateRule.OUTSIDE, f"{text}, {limit:.1e} needs no reason")
+
+
+def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Compare the shared steps like a run, but for single bits of another commit."""
+    before, after = old.provenance or Provenance(), new.provenance or Provenance()
+    is_same_commit = before.commit is not None and before.commit == after.commit
+    is_clean = before.is_dirty is False and after.is_dirty is False
+    steps = {point.step for point in points}
+    # Values that change a little with a container are within the band; bits count where the
+    # commit, the image, the versions and the host are those of the old golden.
+    exact = Exact.AUTO if is_same_commit and is_clean else Exact.NEVER
+    if exact is Exact.NEVER and before.deterministic and before.precision != FULL_PRECISION:
+        # Repeats that are equal say nothing about the order in which another commit adds.
+        old = replace(old, provenance=replace(before, deterministic=None, repeats=1))
+    band = {**(_LOSS_BAND if is_loss(name) else _BAND), "exact": exact}
+    (comparison,) = compare(
+        replace(old, metrics=_cut(old.metrics, name, steps)),
+        _cut(new.metrics, name, steps),
+        metrics=[name],
+        policy=replace(ComparisonPolicy.STRICT, metrics={name: band}),
+        surroundings=environment_of(after),
+    )
+    failed = [layer.text for layer in comparison.layers if not layer.passed]
+    if failed:
+        text = f"{name} is outside the band of the old golden: {'; '.join(failed)}"
+        yield Refusal(GateRule.OUTSIDE, text)
+
+
+def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
+    series = metrics[name]
+    kept = {step: value for step, value in series.items() if step in steps}
+    return {name: series_of(kept, is_full_precision=series.is_full_precision)}
+
+
+def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
+    peaks = [_numbers(golden, _MEMORY_METRIC) for golden in (old, new)]
+    if all(peaks):
+        grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
+        if grown > MEMORY:
+            text = f"{_MEMORY_METRIC} grows by {grown:.1%}, {MEMORY:.0%} needs no reason"
+            yield Refusal(GateRule.MEMORY, text)
+    times = [_steady(_numbers(golden, _TIME_METRIC)) for golden in (old, new)]
+    if all(times):
+        medians = [statistics.median(one) for one in times]
+        slower = medians[1] / medians[0] - 1 if medians[0] > 0 else math.inf
+        limit = max(TIME, SPREADS * max(_spread_of(golden, _TIME_METRIC) for golden in (old, new)))
+        if slower > limit:
+            text = (
+                f"{_TIME_METRIC} grows by {slower:.1%} in the median, {limit:.0%} needs no reason"
+            )
+            yield Refusal(GateRule.TIME, text)
+
+
+def _numbers(golden: Golden, name: str) -> list[float]:
+    series = golden.metrics.get(name)
+    return [] if series is None else list(series.finite().values())
+
+
+def _steady(times: list[float]) -> list[float]:
+    return times[max(1, int(_WARM_UP * len(times))) :] or times
+
+
+def _spread_of(golden: Golden, name: str) -> float:
+    """Return the spread of the repeats, in the median over the steps; large on a busy host."""
+    spread = None if golden.provenance is None else golden.provenance.spread.get(name)
+    if isinstance(spread, Series):
+        return statistics.median([v for v in spread.values if isinstance(v, float)] or [0.0])
+    return spread or 0.0
+
+
+MIN_REPEATS = 2
+LEAST_FOR_MASS = 20
+MASS_FRACTION = 0.6
+_FROZEN_STEPS, _FROZEN_FRACTION = 5, 0.1
+_WATCHDOGS = ("watchdog", "nccl_timeout", "collective_timeout")
+_HANG = "a collective did not finish"
+
+
+def refusals_of(
+    candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool = False
+) -> tuple[Refusal, ...]:
+    """Return the refusals of a candidate for `old`, the weightiest first; none if all is well.
+
+    Args:
+        candidate: The candidate.
+        old: The present golden, or None.
+        is_dirty_allowed: Accept a tree that no commit names.
+    """
+    found = [*_of_training(candidate)]
+    if found:
+        return tuple(found)  # what it measured says nothing
+    found += _of_values(candidate, old)
+    found += _of_origin(candidate, old, is_dirty_allowed=is_dirty_allowed)
+    if not found:
+        found += soft_refusals(candidate, old)
+    return tuple(found)
+
+
+def early_refusals(
+    prospect: Candidate, old: Golden | None, *, is_dirty_allowed: bool = False
+) -> tuple[Refusal, ...]:
+    """Return the refusals that hold whatever a training measures, the weightiest first.
+
+    Args:
+        prospect: A candidate with its provenance and no values.
+        old: The present golden, or None.
+        is_dirty_allowed: Accept a tree that no commit names.
+    """
+    found = list(_of_origin(prospect, old, is_dirty_allowed=is_dirty_allowed))
+    if old is not None and prospect.golden is not None:
+        found += changed_config(old, prospect.golden)
+    return tuple(found)
+
+
+def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
+    """Return the reason to refuse a set of many goldens although each one may be written.
+
+    More than 20 losses that change, of which more than 60 % move the same way, have one cause that
+    must be named. In Megatron-LM's history 102 of 126 got worse in one commit.
+    """
+    trends: list[Trend] = [t for d in differences if (t := d.trend) not in (None, Trend.SAME)]
+    if len(trends) <= LEAST_FOR_MASS:
+        return None
+    for trend in (Trend.WORSE, Trend.BETTER):
+        if trends.count(trend) > MASS_FRACTION * len(trends):
+            text = (
+                f"{trends.count(trend)} of {len(trends)} losses that change get {trend.value}, "
+                f"which one cause explains, not many"
+            )
+            return Refusal(GateRule.MASS, text)
+    return None
+
+
+def _of_training(candidate: Candidate) -> Iterator[Refusal]:
+    """Check how the training ran."""
+    if candidate.damage:
+        yield Refusal(GateRule.DAMAGED, candidate.damage[0])
+        return
+    if candidate.is_lightweight:
+        yield Refusal(
+            GateRule.LIGHTWEIGHT,
+            "a lightweight run measures nothing to keep; run it without --lightweight",
+        )
+        return
+    if candidate.is_expected_to_fail:
+        text = "the case is expected to fail, and did; mend it and take TEST_EVALUATION out of it"
+        yield Refusal(GateRule.EXPECTED_FAILURE, text)
+        return
+    if candidate.is_quarantined:
+        text = (
+            "its failure did not count, so nothing says it is right; mend it and end its "
+            "quarantine, then run it again"
+        )
+        yield Refusal(GateRule.QUARANTINE, text)
+        return
+    failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
+    retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
+    for attempt in failed[:1]:
+        is_retried = attempt in retried
+        rule = GateRule.RETRY if is_retried else _rule_of(attempt)
+        what = "needed another attempt, so it is no golden; run it again: " if is_retried else ""
+        yield Refusal(rule, f"{what}{attempt.cause}")
+    if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
+        rule = GateRule.SIGNAL if bad[0] < 0 else GateRule.EXIT_CODE
+        text = f"a phase ended with exit code {bad[0]}; mend the training, then run it again"
+        yield Refusal(rule, text)
+    faults = [fault for attempt in candidate.attempts for fault in attempt.faults]
+    if faults:
+        yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
+    if not failed and (candidate.verdict == "broken" or candidate.golden is None):
+        text = candidate.problem or "the run left no values for it"
+        yield Refusal(GateRule.NOT_TRAINED, text.splitlines()[0])
+
+
+def _is_later(one: Ran, other: Ran) -> bool:
+    return one.repeat == other.repeat and one.number > other.number
+
+
+def _rule_of(attempt: Ran) -> GateRule:
+    """Return the rule that a failed attempt breaks."""
+    said = f"{attempt.signature or ''} {attempt.cause or ''}".lower()
+    if any(word in said for word in _WATCHDOGS) or _HANG in said:
+        return GateRule.WATCHDOG
+    if "was killed by" in said or any(code < 0 for code in attempt.exit_codes):
+        return GateRule.SIGNAL
+    if "is not finite" in said or "the first that is not" in said:
+        return GateRule.NOT_FINITE
+    if "stops at step" in said:
+        return GateRule.TRUNCATED
+    return GateRule.EXIT_CODE if any(attempt.exit_codes) else GateRule.NOT_TRAINED
+
+
+def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
+    """Check the measured values."""
+    assert candidate.golden is not None
+    num = len(candidate.repeats)
+    if num < MIN_REPEATS:
+        yield Refusal(
+            GateRule.REPEATS,
+            f"measured {num} time(s), expected at least {MIN_REPEATS}, whose spread says how "
+            f"far to trust it; run it with --n-repeat {MIN_REPEATS} or more",
+        )
+    for number, repeat in enumerate(candidate.repeats, start=1):
+        where = f"repeat {number}, " if num > 1 else ""
+        yield from _of_repeat(candidate, repeat, where)
+    yield from _unequal_steps(candidate.repeats)
+    for attempt in candidate.attempts:
+        for repeated in attempt.repeated_steps[:1]:
+            text = f"repeat {attempt.repeat}, {repeated}; let the program log each step once"
+            yield Refusal(GateRule.DUPLICATE, text)
+    for line in candidate.disagreements[:1]:
+        text = f"{line}; there is a new golden once they agree"
+        yield Refusal(GateRule.DISAGREES, text)
+    if candidate.spread:
+        more = f" (and {len(candidate.spread) - 1} more)" if len(candidate.spread) > 1 else ""
+        yield Refusal(
+            GateRule.SPREAD,
+            "the repeats differ from one another, so there is no new golden: "
+            f"{candidate.spread[0]}{more}; seed the program, or set NON_DETERMINSTIC_RESULTS: 1 "
+            "in the case",
+        )
+    if old is not None:
+        yield from _against_old(candidate.golden, old)
+        yield from _frozen(candidate.golden, old)
+
+
+def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[Refusal]:
+    """Find values that are missing at the end of one repeat, or are no numbers."""
+    assert candidate.golden is not None
+    if candidate.golden.generation is not None:
+        return
+    for name in sorted(candidate.golden.metrics.keys() & repeat.keys()):
+        series = repeat[name]
+        bad = next(((s, v) for s, v in series.items() if not is_finite(v)), None)
+        if bad is not None:
+            text = (
+                f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number; mend the "
+                "training"
+            )
+            if name not in KEPT_METRICS:
+                text += ", or take the metric out of METRICS of the case"
+            yield Refusal(GateRule.NOT_FINITE, text)
+        if not is_loss(name) or not len(series):
+            continue
+        interval = _usual_distance(series.steps) or max(series.steps[-1], 1)
+        if candidate.last_step is not None and series.steps[-1] + interval <= candidate.last_step:
+            text = (
+                f"{where}{name} ends at step {series.steps[-1]}, expected it to go on to "
+                f"{candidate.last_step}; let the program log it to the end, or set the iterations "
+                "of the case to those that it trains"
+            )
+            yield Refusal(GateRule.TRUNCATED, text)
+
+
+def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
+    for number, repeat in enumerate(repeats[1:], start=2):
+        for name in sorted(repeats[0].keys() & repeat.keys()):
+            different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
+            if different and is_loss(name):
+                text = (
+                    f"{name}: repeats 1 and {number} do not both have step {min(different)}; let "
+                    "the program log it at the same steps in each run, then run it again"
+                )
+                yield Refusal(GateRule.UNEQUAL, text)
+
+
+def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
+    if (new.generation is None) != (old.generation is None):
+        yield Refusal(
+            GateRule.OTHER_KIND,
+            "one is the output of an inference program and the other the series of a "
+            "training; delete the old golden, then record it",
+        )
+        return
+    gone = sorted(series_in(old).keys() - series_in(new).keys())
+    if gone:
+        yield Refusal(
+            GateRule.FEWER_METRICS,
+            f"lacks {', '.join(map(repr, gone))}, which the old golden has; if that is meant, "
+            "delete the old golden, then record it",
+        )
+
+
+def _frozen(new: Golden, old: Golden) -> Iterator[Refusal]:
+    """Find a loss that stands still where the old one moves."""
+    for name, series in new.metrics.items():
+        before = old.metrics.get(name)
+        if is_loss(name) and before is not None and (found := _constant(series, before)):
+            text = (
+                f"{name} is the same from step {found[0]} to {found[1]}, where the old golden "
+                "moves; mend the training, or, if that is meant, delete the old golden, then "
+                "record it"
+            )
+            yield Refusal(GateRule.FROZEN, text)
+
+
+def _constant(series: Series, before: Series | None = None) -> tuple[int, int] | None:
+    """Return first and last step of a stretch in which a loss stands still, but not `before`."""
+    least = max(_FROZEN_STEPS, int(_FROZEN_FRACTION * len(series)))
+    return find_frozen(before, series, least_steps=least)
+
+
+def _of_origin(
+    candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool
+) -> Iterator[Refusal]:
+    """Check where it was measured."""
+    assert candidate.golden is not None
+    origin = candidate.golden.provenance
+    if origin is None or (origin.commit is None and not is_dirty_allowed):
+        yield Refusal(
+            GateRule.NOT_COMMITTED,
+            "the run was not of a git commit, which the golden has to name; commit, or give "
+            "--allow-dirty",
+        )
+    elif origin.is_dirty and not is_dirty_allowed:
+        yield Refusal(
+            GateRule.DIRTY,
+            "the tree of the run had changes that its commit lacks; commit them and run "
+            "again, or give --allow-dirty, which the golden then says",
+        )
+    platform = candidate.platform
+    wanted = PLATFORM_GPUS.get(platform or "")
+    gpu = None if origin is None else origin.gpu
+    if platform is not None and not candidate.target.stem.endswith(f"_{platform}"):
+        text = (
+            f"the run was on {platform}, the golden is {candidate.target.name}; record the one of "
+            f"{platform} with --platform {platform}"
+        )
+        yield Refusal(GateRule.PLATFORM, text)
+    elif wanted is not None and platform != CPU_PLATFORM and wanted not in (gpu or ""):
+        text = (
+            f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}; run it on {wanted}, or "
+            "give the platform of this machine with --platform"
+        )
+        yield Refusal(GateRule.GPU, text)
+    before = None if old is None else old.provenance
+    if before is None or origin is None:
+        return
+    if None not in (before.gpu, gpu) and before.gpu != gpu:
+        text = f"the old golden is from {before.gpu}, the run was on {gpu}"
+        yield Refusal(GateRule.GPU, f"{text}; run it there, or delete the old golden")
+    if None not in (before.world_size, origin.world_size) and (
+        before.world_size != origin.world_size
+    ):
+        text = f"the old golden is of {before.world_size} ranks, the run had {origin.world_size}"
+        yield Refusal(GateRule.WORLD_SIZE, f"{text}; if that is meant, delete the old golden")
+
+
+def _usual_distance(steps: Sequence[int]) -> int | None:
+    """Return the commonest distance of logged steps, the smaller of two; None of a single step.
+
+    That from step 1 counts where there is no other: programs log it beside every Nth.
+    """
+    spaced = [step for step in steps if step != 1]
+    counts = Counter(b - a for a, b in pairwise(spaced if len(spaced) > 1 else steps))
+    return max(counts, key=lambda distance: (counts[distance], -distance), default=None)
+
+
+def _hole(steps: Sequence[int], interval: int | None) -> tuple[int, int] | None:
+    """Return the steps on both sides of the first hole."""
+    return next((pair for pair in pairwise(steps) if pair[1] - pair[0] > (interval or 0)), None)

@@ -1,0 +1,336 @@
+"""Reader of finished runs: the candidates for goldens (effects: reads files).
+
+Everything comes from the run's own files, whose paths are of the machine that it ran on: only
+their last parts count. Nothing in them is trusted to lead out of the project or the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from pytest_megatron.base.files import digest_of, json_objects
+from pytest_megatron.errors import GoldenError, MegatronError
+from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE, ItemDirs
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedComparison,
+    RecordedGolden,
+    RecordedPlan,
+    RecordedWorkload,
+    read_record,
+)
+from pytest_megatron.runs.record import read_run as read_run_file
+from pytest_megatron.workloads.golden.build import combine, series_in, series_of_generation
+from pytest_megatron.workloads.golden.compare.result import render
+from pytest_megatron.workloads.golden.model import (
+    NOWHERE,
+    Generation,
+    Golden,
+    MetricMap,
+    Provenance,
+)
+from pytest_megatron.workloads.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
+from pytest_megatron.workloads.golden.store import read_golden, read_metrics
+from pytest_megatron.workloads.recipe.case import (
+    CASES,
+    GOLDENS,
+    CaseMode,
+    TestType,
+    WorkloadCase,
+    read_case,
+)
+from pytest_megatron.workloads.refresh.candidate import Candidate, Ran
+from pytest_megatron.workloads.verdict.compare import compare_in_mode
+from pytest_megatron.workloads.verdict.job import metric_names_of
+
+CANDIDATE = "golden_candidate.json"
+REJECTED = "golden_rejected.json"
+_TARGET = re.compile(r"[\w.+=-]+/[\w.+=-]+/golden_values_[\w.+-]+\.json").fullmatch
+_ROUNDING = 1e-6  # of a median of values that were written with their fewest digits
+
+
+def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candidate, ...]:
+    """Return the workloads of a run that disagree with their goldens, in the order of the run.
+
+    Those that agree offer nothing, and candidates that a review rejected are not offered again.
+
+    Args:
+        run_dir: A run directory, or an unpacked artifact of one.
+        root: The project, which has the cases.
+        policy: Under which repeats must agree.
+
+    Raises:
+        RunError: It is no run directory.
+        GoldenError: It names a golden that is none of a project.
+    """
+    found = []
+    for node_id, record in read_run_file(run_dir).items.items():
+        if not isinstance(record, RecordedWorkload) or record.golden is None:
+            continue
+        directory = run_dir / _name_of(record.directory)
+        if not (directory / REJECTED).is_file():
+            found.append(read_candidate(node_id, record, directory, root, policy))
+    return tuple(found)
+
+
+def read_candidate(
+    node_id: str,
+    record: RecordedWorkload,
+    directory: Path,
+    root: Path,
+    policy: ComparisonPolicy,
+) -> Candidate:
+    """Return one workload of a run; faults of its files go into `damage`.
+
+    Args:
+        node_id: Node id of the workload.
+        record: From `run.json`.
+        directory: Directory of the workload.
+        root: The project.
+        policy: Under which repeats must agree.
+
+    Raises:
+        GoldenError: The record names a golden that is none of a project.
+    """
+    golden = record.golden or RecordedGolden()
+    target = _target_of(golden, node_id)
+    found = Candidate(
+        node_id=node_id,
+        target=target,
+        directory=directory,
+        verdict=record.verdict,
+        problem=record.problem,
+        attempts=tuple(_ran(attempt, directory) for attempt in record.attempts),
+        platform=record.platform,
+        is_expected_to_fail=record.is_expected,
+        is_quarantined=record.is_held and record.verdict != "passed",
+    )
+    try:
+        return _with_values(found, root, policy, golden.digests or {})
+    except (MegatronError, OSError) as error:
+        text = (
+            str(error)
+            if isinstance(error, MegatronError)
+            else f"{error.filename or directory}: {error}"
+        )
+        return replace(found, damage=(text,))
+
+
+def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) -> Iterator[str]:
+    """Yield the files that are not as the run left them."""
+    for file in files if digests else ():
+        if digests.get(file.relative_to(directory).as_posix()) != digest_of(file):
+            yield f"{file}: is not what the run measured; accept the run as it was"
+
+
+def _with_values(
+    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
+) -> Candidate:
+    """Add the measured values."""
+    clean = [attempt for attempt in found.attempts if attempt.cause is None]
+    path = found.directory / CANDIDATE
+    if not clean or not path.is_file():
+        return found
+    problem = _wrong_attempts(found)
+    if problem is not None:
+        return replace(found, damage=(problem,))
+    golden = read_golden(path)
+    files = [_measured(_attempt_dir(found.directory, attempt)) for attempt in clean]
+    measured = [read_metrics(file) for file in files]
+    repeats: list[MetricMap] = [
+        m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
+    ]
+    plan = read_record(_attempt_dir(found.directory, clean[0]) / PLAN_FILE, RecordedPlan)
+    case = read_case(root / CASES / Path(*found.target.parts[-3:-1]) / "model_config.yaml")
+    found = replace(
+        found,
+        golden=golden,
+        repeats=tuple(repeats),
+        first_step=_first_step(plan, case),
+        last_step=_last_step(plan),
+        has_cross_entropy=case.mode is CaseMode.PRETRAINING,
+        num_ranks=plan.world_size,
+        is_lightweight=plan.is_lightweight,
+        disagreements=tuple(_disagreements(found.directory)),
+        damage=(
+            *_falsified(found, golden, repeats, plan),
+            *_edited(found.directory, [path, *files], digests),
+        ),
+    )
+    sides = [m.generation or m.metrics for m in measured]
+    place = ComparedWorkload(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
+    return replace(found, spread=tuple(_spread(case, sides, files, policy.at(place))))
+
+
+def _spread(
+    case: WorkloadCase,
+    sides: Sequence[MetricMap | Generation],
+    files: Sequence[Path],
+    policy: ComparisonPolicy,
+) -> Iterator[str]:
+    """Compare every repeat but the first with the first, as if that were the golden."""
+    first = sides[0]
+    stand_in = Golden(
+        path=str(files[0]),
+        metrics={} if isinstance(first, Generation) else first,
+        generation=first if isinstance(first, Generation) else None,
+        provenance=Provenance(deterministic=not case.is_nondeterministic),
+    )
+    for number, side in enumerate(sides[1:], start=2):
+        for comparison in compare_in_mode(
+            case, stand_in, side, metrics=metric_names_of(case), policy=policy, surroundings=NOWHERE
+        ):
+            if not comparison.passed:
+                yield f"repeat {number}: {render(comparison)}"
+
+
+def _falsified(
+    found: Candidate,
+    golden: Golden,
+    repeats: Sequence[MetricMap],
+    plan: RecordedPlan,
+) -> Iterator[str]:
+    """Look for a candidate whose values the run did not measure."""
+    path = found.directory / CANDIDATE
+    if plan.node_id != found.node_id:
+        yield f"{found.directory}: plan.json is of {plan.node_id!r}"
+    if golden.generation is not None:
+        expected: MetricMap = repeats[0]
+    else:
+        expected = combine(repeats, tuple(golden.metrics))
+        for norm in NORMS:  # versions before this one did not keep them
+            if norm not in golden.metrics:
+                expected.pop(norm, None)
+    given = series_in(golden)
+    if expected.keys() != given.keys():
+        both = sorted(expected.keys() ^ given.keys())
+        yield f"{path}: is not what the run measured: {both[0]!r} is only on one side"
+        return
+    for name, series in given.items():
+        other = expected[name]
+        if series.steps != other.steps or not all(
+            _is_near(a, b) for a, b in zip(series.values, other.values, strict=True)
+        ):
+            yield f"{path}: {name!r} is not what the run measured; accept the run as it was"
+            return
+
+
+def _is_near(a: float | str, b: float | str) -> bool:
+    if isinstance(a, str) or isinstance(b, str):
+        return a == b
+    return a == b or abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
+
+
+def _wrong_attempts(found: Candidate) -> str | None:
+    """Return why the record does not fit the files of the directory."""
+    listed = {_attempt_dir(found.directory, attempt) for attempt in found.attempts}
+    there = {path for path in found.directory.glob("repeat_*/attempt_*") if path.is_dir()}
+    if listed != there:
+        return (
+            f"{found.directory}: run.json lists {len(listed)} attempts, the directory holds "
+            f"{len(there)}; accept the run as it was"
+        )
+    return None
+
+
+def _disagreements(directory: Path) -> Iterator[str]:
+    """Yield the failed comparisons of `comparison.json`, but for those with the golden."""
+    comparison = read_record(directory / COMPARISON_FILE, RecordedComparison)
+    for repeat in comparison.repeats:
+        for one in repeat.comparisons if repeat.against != "golden" else ():
+            if not one.passed:
+                where = f"repeat {repeat.repeat} against the {repeat.against}"
+                yield f"{where}: {one.text or one.metric}"
+
+
+def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
+    ran = Ran(
+        repeat=attempt.repeat or 0,
+        number=attempt.attempt or 0,
+        exit_codes=attempt.exit_codes if attempt.note is None else (),
+        cause=attempt.cause,
+        signature=attempt.signature,
+        faults=() if attempt.health is None else attempt.health.faults,
+    )
+    if ran.cause is not None:
+        return ran
+    repeated = tuple(_repeated_steps(_attempt_dir(directory, ran)))
+    return replace(ran, repeated_steps=repeated)
+
+
+def _repeated_steps(directory: Path) -> Iterator[str]:
+    """Yield which steps the raw files of an attempt hold twice; they need not be there."""
+    for phase in sorted(directory.glob("phase_*")):
+        lines = phase / "metrics.jsonl"
+        if lines.is_file():
+            yield from _repeated_lines(lines)
+        elif (phase / "tensorboard").is_dir():
+            try:
+                notes = read_metrics(phase / "tensorboard").notes
+            except MegatronError:
+                continue  # what could be read is in metrics.json
+            yield from (note for note in notes if "are in several files" in note)
+
+
+def _repeated_lines(path: Path) -> Iterator[str]:
+    seen: set[tuple[str, int]] = set()
+    # The reader of metrics has its own word on a line that is no JSON.
+    for value in json_objects(path.read_text(encoding="utf-8", errors="replace")):
+        if not isinstance(step := value.get("step"), int):
+            continue
+        for name in value.keys() - {"step"}:
+            if (name, step) in seen:
+                yield f"{name} has step {step} more than once in {path.name}"
+                return
+            seen.add((name, step))
+
+
+def _attempt_dir(directory: Path, attempt: Ran) -> Path:
+    return ItemDirs(root=directory).attempt(repeat=attempt.repeat, attempt=attempt.number).root
+
+
+def _measured(attempt: Path) -> Path:
+    """Return the file with the values of an attempt: windows in one, requests, or phase 1."""
+    places = (attempt / "metrics.json", attempt / "phase_1" / "generated.json")
+    return next((p for p in places if p.is_file()), attempt / "phase_1" / "metrics.json")
+
+
+def _last_step(plan: RecordedPlan) -> int | None:
+    is_until = plan.until_iteration is not None or not plan.phases
+    return plan.until_iteration if is_until else plan.phases[0].last_iteration
+
+
+def _first_step(plan: RecordedPlan, case: WorkloadCase) -> int | None:
+    """Return where the training begins; None for a checkpoint from outside of the run."""
+    back_to = plan.phases[0].rewind_to if plan.phases else None
+    if back_to is None:
+        return None if case.test_type is TestType.FROZEN_START else 1
+    return back_to + 1
+
+
+def _target_of(golden: RecordedGolden, node_id: str) -> PurePosixPath:
+    """Return where a golden belongs.
+
+    Raises:
+        GoldenError: It is none of the places that goldens of a project have.
+    """
+    text = golden.target or ""
+    for place in (GOLDENS, CASES):
+        prefix = f"{place.as_posix()}/"
+        is_below = text.startswith(prefix) and ".." not in text
+        if is_below and _TARGET(text.removeprefix(prefix)):
+            return PurePosixPath(text)
+    raise GoldenError(
+        node_id,
+        f"its golden is {golden.target!r}, expected {GOLDENS}/MODEL/CASE/"
+        "golden_values_ENVIRONMENT_PLATFORM.json; nothing was written",
+    )
+
+
+def _name_of(directory: str | None) -> str:
+    """Return the name of a workload's directory, which lies in the run's."""
+    name = PurePosixPath(directory or "").name
+    return "none" if name in ("", "..") else name

@@ -1,0 +1,151 @@
+"""Differences of goldens for a terminal and for a program (Markdown: `pull_request.py`). Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import counted, plain
+from pytest_megatron.workloads.refresh.accept import AcceptOutcome
+from pytest_megatron.workloads.refresh.clusters import MOST_OUTLIERS, cluster, clusters_of
+from pytest_megatron.workloads.refresh.difference import (
+    BUCKETS,
+    FileChange,
+    FileDifference,
+    MetricDifference,
+)
+from pytest_megatron.workloads.refresh.pull_request import interpret, markdown
+
+FORMS = ("text", "json", "markdown")
+
+
+def differences_text(differences: Sequence[FileDifference]) -> str:
+    """Return a block for each golden that changes, those outside the band first, then words."""
+    order = sorted(differences, key=lambda d: (not d.is_outside, -d.largest, d.path))
+    lines: list[str] = []
+    for difference in order:
+        if difference.state is FileChange.UNCHANGED:
+            continue
+        lines.append(f"{difference.path}: {_state(difference)}")
+        if difference.state is FileChange.CHANGED:
+            lines += [f"    {metric_line(metric)}" for metric in difference.metrics]
+            lines += [f"    {cause}" for cause in difference.causes]
+    num_same = sum(d.state is FileChange.UNCHANGED for d in differences)
+    if num_same:
+        lines.append(f"{num_same} unchanged")
+    return plain("\n".join([*lines, *_clusters(differences), *interpret(differences)]))
+
+
+def _clusters(differences: Sequence[FileDifference]) -> Iterator[str]:
+    """Yield a line for each way in which many goldens change; the files follow where few do."""
+    clusters = clusters_of(differences)
+    if clusters:
+        yield "by the way in which they change, the rarest first:"
+    for one in clusters:
+        yield f"    {one.text}"
+        yield from (f"        {d.path}" for d in one.members if len(one.members) <= MOST_OUTLIERS)
+
+
+def metric_line(metric: MetricDifference) -> str:
+    """Return one metric in one line, headline figures first."""
+    if not metric.num_new:
+        return f"{metric.metric}: gone, it had {metric.num_old} steps"
+    if not metric.num_old:
+        return f"{metric.metric}: new, {metric.num_new} steps"
+    parts = [f"{metric.num_changed} of {metric.num_old} steps change"]
+    if metric.largest:
+        parts.append(
+            f"median {metric.median:.1e}, largest {metric.largest:.1e} at step "
+            f"{metric.worst_step}, mean signed {metric.mean_signed:+.1e}"
+        )
+        parts.append(f"parts at step {metric.first_step}")
+    if metric.num_added or metric.num_lost:
+        parts.append(f"{metric.num_added} steps more, {metric.num_lost} fewer")
+    if any(metric.num_not_finite):
+        old, new = metric.num_not_finite
+        parts.append(f"{old} -> {new} values not finite")
+    if metric.is_outside:
+        parts.append("outside the band")
+    return f"{metric.metric}: {'; '.join(parts)}"
+
+
+def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonValue]:
+    """Return everything; numbers that are not finite are texts."""
+    return {
+        "schema": 1,
+        "goldens": [_file_json(difference) for difference in differences],
+        "clusters": [
+            {"change": one.kind.text, "paths": [d.path for d in one.members]}
+            for one in cluster(differences, lambda difference: difference)
+        ],
+        "interpretation": list[JsonValue](interpret(differences)),
+    }
+
+
+def outcome_text(outcome: AcceptOutcome, form: str, *, reason: str | None = None) -> str:
+    """Return the outcome for a set, in one of `FORMS`: refusals first, then the difference."""
+    if form == "json":
+        value = differences_json(outcome.differences)
+        refused: list[JsonValue] = [
+            {"item": name, "rule": r.rule.value, "is_soft": r.rule.is_soft, "text": r.text}
+            for name, r in outcome.refused
+        ]
+        value = {**value, "is_written": outcome.is_written, "refused": refused}
+        return json.dumps(value, indent=2, allow_nan=False)
+    if form == "markdown":
+        return markdown(outcome.differences, reason=reason)
+    return differences_text(outcome.differences)
+
+
+def _state(difference: FileDifference) -> str:
+    if difference.state is FileChange.CHANGED:
+        return "changed, outside the band" if difference.is_outside else "changed"
+    return f"{difference.state.value}, {counted(difference.num_metrics, 'metric')}"
+
+
+def _file_json(difference: FileDifference) -> JsonValue:
+    trend = difference.trend
+    return {
+        "path": difference.path,
+        "state": difference.state.value,
+        "is_outside": difference.is_outside,
+        "trend": None if trend is None else trend.value,
+        "causes": list[JsonValue](difference.causes),
+        "metrics": [_metric_json(metric) for metric in difference.metrics],
+    }
+
+
+def _metric_json(metric: MetricDifference) -> JsonValue:
+    histogram = metric.histogram()
+    return {
+        "metric": metric.metric,
+        "num_old": metric.num_old,
+        "num_new": metric.num_new,
+        "num_not_finite": list[JsonValue](metric.num_not_finite),
+        "num_added": metric.num_added,
+        "num_lost": metric.num_lost,
+        "num_changed": metric.num_changed,
+        "median": _number(metric.median),
+        "largest": _number(metric.largest),
+        "worst_step": metric.worst_step,
+        "mean_signed": _number(metric.mean_signed),
+        "first_step": metric.first_step,
+        "parts": metric.start.value,
+        "trend": metric.trend.value,
+        "is_outside": metric.is_outside,
+        "histogram": [
+            {
+                "bucket": bucket,
+                "negative": histogram[index, -1],
+                "zero": histogram[index, 0],
+                "positive": histogram[index, 1],
+            }
+            for index, bucket in enumerate(BUCKETS)
+        ],
+    }
+
+
+def _number(value: float) -> JsonValue:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,154 @@
+"""All checks of a workload that need no cluster: its layout, its environment, its memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from pytest_megatron.base.findings import Finding, Severity
+from pytest_megatron.base.text import one_of
+from pytest_megatron.errors import CaseError, MegatronError
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.workloads.recipe.case import WorkloadCase, case_path, read_case
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.checks.layout import (
+    check_connections,
+    check_layout,
+    starts_of,
+)
+from pytest_megatron.workloads.training.checks.memory import check_memory
+from pytest_megatron.workloads.training.checks.rules import (
+    CheckFinding,
+    RuleMatch,
+    check_rules,
+    finding_of,
+)
+from pytest_megatron.workloads.training.plan.phases import reference_of, references
+from pytest_megatron.workloads.training.plan.plan import NCCL_DEFAULTS, VARIABLES, inherited
+
+
+def hits_of(
+    workload: Workload,
+    case: WorkloadCase,
+    env: Mapping[str, str],
+    *,
+    memory_bytes: int | None = None,
+) -> Iterator[RuleMatch]:
+    """Yield what is wrong with a row.
+
+    Args:
+        workload: The row.
+        case: The test case of the row.
+        env: What the user has set, and a training inherits.
+        memory_bytes: Memory of a GPU that it will run on; None takes what is known of its platform.
+    """
+    for start in starts_of(workload, case):
+        yield from check_layout(start)
+        yield from check_connections(start, env)
+        if start.platform != CPU_PLATFORM:
+            yield from check_memory(start, memory_bytes)
+
+
+def findings_of(hits: Iterable[RuleMatch]) -> tuple[CheckFinding, ...]:
+    """Return findings in words, each once, errors first."""
+    found = {
+        (finding.rule.id, finding.where, finding.found): finding
+        for finding in (finding_of(hit, check_rules()) for hit in hits)
+    }
+    return tuple(sorted(found.values(), key=lambda finding: not finding.is_error))
+
+
+def problem_of(findings: Iterable[CheckFinding]) -> tuple[str, str] | None:
+    """Return where and why a workload is refused; None where no finding is an error."""
+    errors = [finding for finding in findings if finding.is_error]
+    if not errors:
+        return None
+    first, *others = errors
+    more = "".join(f"\n{found.where or ''}: {found.text}" for found in others)
+    return first.where or "", f"{first.text}; nothing was run{more}"
+
+
+def lint_checks(
+    workloads: Iterable[Workload], root: Path, env: Mapping[str, str]
+) -> tuple[Finding, ...]:
+    """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's.
+
+    Args:
+        workloads: The rows.
+        root: The project.
+        env: The environment, whose variables cases may refer to.
+    """
+    cases: dict[Path, WorkloadCase | None] = {}
+    found: dict[Finding, None] = {}
+    for workload in workloads:
+        if workload.disabled_reason is not None:
+            continue
+        path = case_path(root, workload)
+        if path not in cases:
+            cases[path] = _read(path)
+        case = cases[path]
+        if case is None:
+            continue
+        if problem := _why_not_equivalent(workload, case):
+            found[problem] = None
+        if workload.script is None:
+            found.update(dict.fromkeys(_unknown_variables(case, env)))
+        for finding in findings_of(hits_of(workload, case, {})):
+            found[_for_lint(finding, path)] = None
+    return tuple(found)
+
+
+def _unknown_variables(case: WorkloadCase, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield references to variables that are not set here; another machine may have them."""
+    own = {*VARIABLES, *case.env}
+    texts = [(case.env_lines[k], f"ENV_VARS.{k}", text, own) for k, text in case.env.items()]
+    for variant in case.variants:
+        names = own | variant.env.keys()
+        for argument in variant.arguments:
+            text = argument.text or " ".join(argument.words or ())
+            texts.append((argument.line, f"{variant.key}.{argument.name}", text, names))
+    known = {*NCCL_DEFAULTS, *inherited(env)}
+    for line, where, text, names in texts:
+        for name, has_default in references(text).items():
+            if has_default or name in names or name in known:
+                continue
+            expected = f"one of this environment, or {one_of(name, names)}"
+            yield Finding(
+                file=case.path,
+                line=line,
+                rule="case-unset-variable",
+                message=f"{where}: unknown variable {name!r}, expected {expected}",
+                severity=Severity.WARNING,
+            )
+
+
+def _why_not_equivalent(workload: Workload, case: WorkloadCase) -> Finding | None:
+    """Return why a row cannot be compared with the layout that it names, None if it can."""
+    if workload.equivalence is None:
+        return None
+    try:
+        reference_of(workload, case, workload.equivalence)
+    except MegatronError as error:
+        message = error.problem if error.where == workload.where else str(error)
+        return Finding(
+            file=workload.file, line=workload.line, rule="equivalent-to", message=message
+        )
+    return None
+
+
+def _read(path: Path) -> WorkloadCase | None:
+    try:
+        return read_case(path) if path.is_file() else None
+    except CaseError:
+        return None
+
+
+def _for_lint(finding: CheckFinding, path: Path) -> Finding:
+    file, _, line = (finding.where or "").rpartition(":")
+    return Finding(
+        file=Path(file) if line.isdecimal() else path,
+        line=int(line) if line.isdecimal() else None,
+        rule=finding.rule.id,
+        message=f"{finding.found}: {finding.wrong}; {finding.mend}",
+        severity=finding.severity,
+    )

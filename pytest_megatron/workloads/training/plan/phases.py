@@ -1,0 +1,794 @@
+"""Phases of each test type: starts of the training program with arguments and checkpoints.
+
+Checkpoints have Megatron-LM's layout, `iter_0000050/` beside `latest_checkpointed_iteration.txt`.
+
+Megatron-LM builds a string of MODEL_ARGS and lets a shell evaluate it; here the same values become
+the same words (`command_words`), but nothing is expanded, split or run on the way.
+
+Source: Megatron-LM tests/functional_tests/shell_test_utils/, run_ci_test.sh and _run_training.sh,
+d98e8a64dd.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import assert_never
+
+from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.errors import CaseError, LaunchError, RecipeError
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.trace.settings import TraceSettings
+from pytest_megatron.workloads.recipe.case import (
+    CP,
+    EP,
+    ETP,
+    LIGHTWEIGHT_ITERS,
+    LIGHTWEIGHT_NEMO_STEPS,
+    LIGHTWEIGHT_SAVE_INTERVAL,
+    PP,
+    TP,
+    Argument,
+    CaseMode,
+    ModelArgs,
+    TestType,
+    Variant,
+    WorkloadCase,
+    is_missing_program,
+    sizes_of,
+)
+from pytest_megatron.workloads.recipe.model import DEFAULT_TRACE_STEPS, Equivalence, Workload
+
+_CANDIDATE = "candidate"
+_NOISE_SEED = 1
+_SIZES = (TP, PP, CP, EP, ETP)
+TRACKER = "latest_checkpointed_iteration.txt"
+DEFAULT_TIME_LIMIT_S = 1800
+DEFAULT_WINDOWS = 10
+_WINDOW_END_MINUTES = 15  # what a window keeps free for saving and for its end
+_NEMO_STEPS, _BRIDGE_ITERS = "trainer.max_steps", "train.train_iters"
+_EXIT_DURATION = "--exit-duration-in-mins"
+
+_REFERENCE = re.compile(
+    r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<bare>[A-Za-z_]\w*))"
+)
+_COMMAND_SUBSTITUTION = "$("
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewind:
+    """Makes a finished run look as if it had stopped half way: what a resume phase starts from.
+
+    Attributes:
+        checkpoints: Where the first phase saved.
+        last: Iteration of its last checkpoint, which is removed.
+        back_to: Iteration that the next phase resumes from.
+    """
+
+    checkpoints: Path
+    last: int
+    back_to: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """A checkpoint that was made long ago, is read and is never written.
+
+    Attributes:
+        checkpoints: The directory that the recipe names.
+        back_to: The iteration that must be in it.
+        view: A directory of the attempt that shows nothing of `checkpoints` but that iteration;
+            the phase loads from it, and not from the frozen directory with its tracker.
+    """
+
+    checkpoints: Path
+    back_to: int
+    view: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Iteration at which a training of several windows is done.
+
+    Attributes:
+        checkpoints: Where every window saves and the next one loads.
+        iteration: The last one; a checkpoint of it ends the training.
+    """
+
+    checkpoints: Path
+    iteration: int
+
+
+_ALLOCATOR = "PYTHONMALLOC"
+
+
+class PhaseRole(Enum):
+    """Purpose of a phase."""
+
+    TRAINING = "training"  # of the case; its metrics are judged
+    EQUIVALENCE = "equivalence"  # its trace is compared with another layout's
+    AUDIT = "audit"  # its trace is compared with that of the same training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStart:
+    """One start of the training program.
+
+    Attributes:
+        number: Counted from 1.
+        name: Name in messages: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        variant: Whose environment it has.
+        arguments: Arguments to pass, before variables are filled in.
+        load: What `${CHECKPOINT_LOAD_PATH}` stands for.
+        save: What `${CHECKPOINT_SAVE_PATH}` stands for.
+        origin: What to lay out for it to start from, or None.
+        last_iteration: The one after which it exits; None where that is unknown.
+        saves: A directory in which it must leave a checkpoint of its last iteration, or None.
+        role: Why it is started.
+        trace: What its ranks record of their tensors, or None.
+        num_ranks: Over all nodes, of a layout that is not the row's own.
+    """
+
+    number: int
+    name: str
+    variant: Variant
+    arguments: tuple[Argument, ...]
+    load: str
+    save: Path
+    origin: Rewind | Frozen | None = None
+    last_iteration: int | None
+    saves: Path | None = None
+    role: PhaseRole = PhaseRole.TRAINING
+    trace: TraceSettings | None = None
+    num_ranks: int | None = None
+
+
+def starts_of(
+    workload: Workload, case: WorkloadCase, dirs: AttemptDirs, root: Path, *, is_lightweight: bool
+) -> tuple[PhaseStart, ...]:
+    """Return every start of the program that one attempt of a case has, in order.
+
+    Args:
+        workload: Says where a frozen checkpoint is, and how many windows a release may take.
+        case: Says which test type it is.
+        dirs: Directories of the attempt.
+        root: The project's; a frozen checkpoint's path is relative to it.
+        is_lightweight: Whether only `LIGHTWEIGHT_ITERS` iterations are trained.
+
+    Raises:
+        CaseError: `--train-iters` is no number.
+        RecipeError: The row names no checkpoint, and the test type starts from one; or the row
+            cannot be compared with the layout that it names.
+    """
+    maker = _Maker(workload, case, dirs, is_lightweight=is_lightweight)
+    if workload.equivalence is not None:
+        return maker.equivalent(workload.equivalence)
+    match case.test_type:
+        case TestType.REGULAR | TestType.FROZEN_START:
+            if case.test_type is TestType.FROZEN_START:
+                maker.frozen_path()  # that it is named is all that can be said here
+            return (maker.plain(),)
+        case TestType.CKPT_RESUME:
+            return (maker.plain(), maker.resumed())
+        case TestType.FROZEN_RESUME:
+            return (maker.plain(load=str(dirs.no_checkpoint)), maker.frozen_resumed(root))
+        case TestType.CHECKPOINT_CONSISTENCY:
+            return tuple(
+                maker.consistent(number, variant) for number, variant in enumerate(case.variants, 1)
+            )
+        case TestType.RELEASE:
+            return maker.windows()
+    assert_never(case.test_type)
+
+
+def audits_of(
+    workload: Workload, case: WorkloadCase, dirs: AttemptDirs, root: Path, *, first: int
+) -> tuple[PhaseStart, ...]:
+    """Return the starts of a determinism audit: the first steps of each training, twice.
+
+    A training that resumes another is none of them. Each is as short as its program allows, and
+    saves nothing where it can be left out.
+
+    Args:
+        workload: The row.
+        case: The test case of the row.
+        dirs: Directories of the attempt.
+        root: The project.
+        first: The number of the first of them.
+
+    Raises:
+        MegatronError: The case is refused, see `starts_of`.
+    """
+    steps = trace_steps_of(workload)
+    starts = starts_of(workload, case, dirs, root, is_lightweight=True)
+    trainings = [one for one in starts if one.number == 1 or one.saves is not None]
+    pairs = [(one, again) for one in trainings for again in (1, 2)]
+    return tuple(
+        replace(
+            _shortened(one, steps),
+            variant=_with_memory(one.variant, case) if again > 1 else one.variant,
+            number=number,
+            name=f"audit {again}" if len(trainings) == 1 else f"audit {again} of {one.name}",
+            save=dirs.phase(number).root / "checkpoints",
+            saves=None,
+            role=PhaseRole.AUDIT,
+            trace=TraceSettings(directory=dirs.phase(number).trace, steps=steps),
+        )
+        for number, (one, again) in enumerate(pairs, start=first)
+    )
+
+
+def _with_memory(variant: Variant, case: WorkloadCase) -> Variant:
+    """Return a variant whose Python has another allocator, so that objects have other addresses.
+
+    Those of two fresh interpreters agree in the bits that order a set of objects.
+    """
+    if _ALLOCATOR in case.env:
+        return variant
+    return replace(variant, env={_ALLOCATOR: "malloc", **variant.env})
+
+
+def _shortened(start: PhaseStart, num_steps: int) -> PhaseStart:
+    """Return a start that ends after some steps and saves nothing, where it takes flags."""
+    if _takes_key_values(start.arguments):
+        return start
+    kept = (argument for argument in start.arguments if not _saves(argument))
+    arguments = with_argument(kept, "--exit-interval", str(num_steps))
+    return replace(start, arguments=arguments, last_iteration=num_steps)
+
+
+def trace_steps_of(workload: Workload) -> int:
+    """Return how many steps of a training are traced."""
+    found = workload.spec.get("trace_steps")
+    return found if isinstance(found, int) else DEFAULT_TRACE_STEPS
+
+
+def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | None:
+    """Return why no trace of a workload is recorded, None if one can be."""
+    if workload.script is not None or case is None:
+        return "a script of the recipe starts its ranks"
+    if case.mode is not CaseMode.PRETRAINING:
+        return f"MODE is {case.mode.value}"
+    return _find_command(workload)
+
+
+def _find_command(workload: Workload) -> str | None:
+    program = shlex.split(workload.training_script_path or "")
+    if program and not program[0].endswith(".py"):
+        return f"{program[0]!r} is a command, expected a Python program in training_script_path"
+    return None
+
+
+def target_of(
+    case: WorkloadCase, starts: Sequence[PhaseStart], *, is_lightweight: bool
+) -> Target | None:
+    """Return when a release is done; None for every other test type."""
+    if case.test_type is not TestType.RELEASE:
+        return None
+    last = LIGHTWEIGHT_ITERS if is_lightweight else case.exit_interval or case.train_iters
+    return Target(checkpoints=starts[0].save, iteration=last)
+
+
+def exit_minutes(window_s: float) -> int:
+    """Return after how many minutes a program must exit to stay within its window.
+
+    Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
+    """
+    minutes = int(window_s // 60)
+    if minutes > _WINDOW_END_MINUTES:
+        return minutes - _WINDOW_END_MINUTES
+    return max(1, minutes * 4 // 5)
+
+
+class _Maker:
+    """Makes the starts of one attempt."""
+
+    def __init__(
+        self, workload: Workload, case: WorkloadCase, dirs: AttemptDirs, *, is_lightweight: bool
+    ) -> None:
+        self._workload = workload
+        self._case = case
+        self._dirs = dirs
+        self._is_lightweight = is_lightweight
+        path = workload.checkpoint_load_path
+        self._load = None if path is None else workload.render(path)
+
+    def plain(self, *, load: str | None = None) -> PhaseStart:
+        """Return a first start."""
+        arguments, last = self._arguments(self._case.variant(1))
+        return PhaseStart(
+            number=1,
+            name="phase 1",
+            variant=self._case.variant(1),
+            arguments=arguments,
+            load=load or self._load or str(self._dirs.no_checkpoint),
+            save=self._dirs.checkpoints,
+            last_iteration=last,
+        )
+
+    def resumed(self) -> PhaseStart:
+        """Return the start that goes on from half way of the first one."""
+        iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
+        saved = self._dirs.checkpoints
+        return self._second(
+            load=str(saved),
+            save=saved,
+            origin=Rewind(checkpoints=saved, last=iters, back_to=iters // 2),
+        )
+
+    def frozen_resumed(self, root: Path) -> PhaseStart:
+        """Return the start that goes on from half way of a training that was long ago."""
+        origin = Frozen(
+            checkpoints=root / self.frozen_path(),
+            back_to=self._case.train_iters // 2,
+            view=self._dirs.frozen_checkpoint,
+        )
+        save = self._dirs.phase(2).root / "checkpoints"
+        return self._second(load=str(origin.view), save=save, origin=origin)
+
+    def consistent(self, number: int, variant: Variant) -> PhaseStart:
+        """Return the start of one `MODEL_ARGS*` key, with checkpoints of its own."""
+        arguments, last = self._arguments(variant)
+        save = self._dirs.phase(number).root / "checkpoints"
+        return PhaseStart(
+            number=number,
+            name=variant.key,
+            variant=variant,
+            arguments=arguments,
+            load=self._load or str(self._dirs.no_checkpoint),
+            save=save,
+            last_iteration=last,
+            saves=save,
+        )
+
+    def equivalent(self, equivalence: Equivalence) -> tuple[PhaseStart, ...]:
+        """Return the reference, the reference with rounding noise, and the row itself.
+
+        All of them start with the reference's weights and end after the steps that are traced.
+        """
+        reference = reference_of(self._workload, self._case, equivalence)
+        own = self._case.arguments
+        weights, num_steps = self._dirs.initial_weights, equivalence.num_steps
+
+        def start(number: int, name: str, trace: TraceSettings) -> PhaseStart:
+            is_own = name == _CANDIDATE
+            arguments = (a for a in (own if is_own else reference.arguments) if not _saves(a))
+            return PhaseStart(
+                number=number,
+                name=name,
+                variant=self._case.variant(1),
+                arguments=with_argument(arguments, "--exit-interval", str(num_steps)),
+                load=self._load or str(self._dirs.no_checkpoint),
+                save=self._dirs.phase(number).root / "checkpoints",
+                last_iteration=num_steps,
+                role=PhaseRole.EQUIVALENCE,
+                trace=replace(trace, directory=self._dirs.phase(number).trace),
+                num_ranks=None if is_own else reference.num_ranks,
+            )
+
+        trace = TraceSettings(directory=self._dirs.root, steps=num_steps, values="full")
+        same = replace(trace, weights_from=weights)
+        return (
+            start(1, "reference", replace(trace, weights_to=weights)),
+            start(2, "noise", replace(same, noise_seed=_NOISE_SEED)),
+            start(3, _CANDIDATE, same),
+        )
+
+    def windows(self) -> tuple[PhaseStart, ...]:
+        """Return every window that a release may take; each goes on where the last one saved."""
+        saved = self._dirs.checkpoints
+        variant = self._case.variant(1)
+        arguments = self._arguments(variant)[0] if self._is_lightweight else variant.arguments
+        if not any(a.name == _EXIT_DURATION for a in arguments) and _takes_flags(arguments):
+            minutes = exit_minutes(self._workload.time_limit_s or DEFAULT_TIME_LIMIT_S)
+            arguments = with_argument(arguments, _EXIT_DURATION, str(minutes))
+        number_of = 1 if self._is_lightweight else self._workload.max_windows or DEFAULT_WINDOWS
+        return tuple(
+            PhaseStart(
+                number=number,
+                name=f"window {number}",
+                variant=variant,
+                arguments=arguments,
+                load=self._load or str(saved) if number == 1 else str(saved),
+                save=saved,
+                last_iteration=None,
+            )
+            for number in range(1, number_of + 1)
+        )
+
+    def frozen_path(self) -> str:
+        """Return the directory of the frozen checkpoint.
+
+        Raises:
+            RecipeError: The row names none.
+        """
+        if self._load is None:
+            raise RecipeError(
+                self._workload.where,
+                f"{self._workload.test_case!r} is {self._case.test_type.value} and the row has no "
+                f"checkpoint_load_path, expected the directory of the checkpoint to start from; "
+                f"add it to the product or to spec",
+            )
+        return self._load
+
+    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen) -> PhaseStart:
+        variant = self._case.variant(2)
+        arguments, last = self._arguments(variant)
+        if self._is_lightweight and last is not None and isinstance(origin, Frozen):
+            last = (origin.back_to // LIGHTWEIGHT_ITERS + 1) * LIGHTWEIGHT_ITERS
+        return PhaseStart(
+            number=2,
+            name="phase 2",
+            variant=variant,
+            arguments=arguments,
+            load=load,
+            save=save,
+            origin=origin,
+            last_iteration=last,
+        )
+
+    def _key_value_arguments(
+        self, arguments: tuple[Argument, ...]
+    ) -> tuple[tuple[Argument, ...], int | None]:
+        """Return the arguments of a `key=value` program, and its last iteration.
+
+        Megatron Bridge's `train.train_iters` counts as Megatron-LM does; NeMo's `trainer.max_steps`
+        logs its steps from another number on, so that its last one is left open.
+        """
+        named = {a.name: a.text for a in arguments}
+        is_bridge = _BRIDGE_ITERS in named or any(a.name == "--recipe" for a in arguments)
+        if self._is_lightweight:
+            key, steps = _NEMO_STEPS, LIGHTWEIGHT_NEMO_STEPS
+            if is_bridge:
+                key, steps = _BRIDGE_ITERS, LIGHTWEIGHT_ITERS
+            return with_argument(arguments, key, str(steps)), steps if is_bridge else None
+        text = named.get(_BRIDGE_ITERS) or ""
+        return arguments, int(text) if text.isdecimal() else None
+
+    def _arguments(self, variant: Variant) -> tuple[tuple[Argument, ...], int | None]:
+        """Return the arguments with the iteration to stop at, and that iteration.
+
+        Megatron-LM's driver writes both changes into the file; here the file stays as it is. A
+        program that takes `key=value` only gets no iteration unless it shall run a short
+        time.
+        """
+        arguments = variant.arguments
+        if _takes_key_values(arguments):
+            return self._key_value_arguments(arguments)
+        if self._case.mode is CaseMode.INFERENCE:  # it has no iterations
+            return arguments, None
+        last = self._case.train_iters_of(variant)
+        if self._case.mode is CaseMode.RL:  # it counts samples, and says when to end
+            last = self._case.exit_interval or last
+        if not self._is_lightweight:
+            return with_argument(arguments, "--exit-interval", str(last)), last
+        arguments = with_argument(arguments, "--exit-interval", str(LIGHTWEIGHT_ITERS))
+        if self._case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
+            arguments = with_argument(arguments, "--save-interval", str(LIGHTWEIGHT_SAVE_INTERVAL))
+        return arguments, min(last, LIGHTWEIGHT_ITERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The layout that a row is compared with.
+
+    Attributes:
+        num_ranks: Over all nodes.
+    """
+
+    arguments: tuple[Argument, ...]
+    num_ranks: int
+
+
+def reference_of(workload: Workload, case: WorkloadCase, equivalence: Equivalence) -> Reference:
+    """Return the layout that a row is compared with.
+
+    Raises:
+        CaseError: `--train-iters` is no number.
+        RecipeError: The row cannot be compared with it.
+    """
+    if problem := _why_not_traced(workload, case, equivalence):
+        raise RecipeError(workload.where, f"equivalent_to: {problem}")
+    arguments: Iterable[Argument] = case.arguments
+    for name, value in equivalence.arguments.items():
+        arguments = [a for a in arguments if a.name != name]
+        if value is not None:
+            arguments.append(_argument_of(name, value, workload.line))
+    arguments = tuple(arguments)
+    sizes = sizes_of(ModelArgs(arguments))
+    num_ranks = equivalence.num_ranks or (None if sizes is None else sizes.least_ranks)
+    most = workload.nodes * workload.gpus
+    if num_ranks is None:
+        problem = "its sizes are no numbers, so its ranks are not known; add gpus"
+    elif num_ranks > most or (num_ranks > workload.gpus and num_ranks % workload.gpus):
+        problem = (
+            f"its layout needs {num_ranks} ranks, and the row has {workload.nodes} x "
+            f"{workload.gpus}; let the row have the layout with more ranks, or raise gpus"
+        )
+    elif num_ranks == most and _meaning(arguments) == _meaning(case.arguments):
+        problem = "is the layout of the case itself, expected arguments that differ from it"
+    else:
+        return Reference(arguments=arguments, num_ranks=num_ranks)
+    raise RecipeError(workload.where, f"equivalent_to: {problem}")
+
+
+def _why_not_traced(workload: Workload, case: WorkloadCase, equivalence: Equivalence) -> str | None:
+    """Return why trainings of a case cannot be traced and compared, None if they can."""
+    if case.test_type is not TestType.REGULAR or case.mode is not CaseMode.PRETRAINING:
+        return (
+            f"{case.path} has TEST_TYPE {case.test_type.value} and MODE {case.mode.value}, "
+            f"expected regular and pretraining"
+        )
+    if problem := _find_command(workload):
+        return problem
+    if _takes_key_values(case.arguments):
+        return f"{case.path} gives its program key=value, expected flags"
+    if case.train_iters < equivalence.num_steps:
+        return (
+            f"trace_steps is {equivalence.num_steps}, and --train-iters {case.train_iters} in "
+            f"{case.path}, expected no more than that"
+        )
+    return None
+
+
+def _argument_of(name: str, value: JsonValue, line: int) -> Argument:
+    """Return a value of a recipe as an argument of a case would have it."""
+    if isinstance(value, list):
+        return Argument(name=name, text=None, words=tuple(map(str, value)), line=line)
+    text = "true" if value is True else str(value)
+    return Argument(name=name, text=text, is_text=isinstance(value, str), line=line)
+
+
+def _meaning(arguments: Iterable[Argument]) -> dict[str, tuple[str, ...]]:
+    """Return what arguments set; a parallel size of 1 is one that is not given."""
+    values = {a.name: a.words or (str(a.text),) for a in arguments}
+    return {name: words for name, words in values.items() if name not in _SIZES or words != ("1",)}
+
+
+def _saves(argument: Argument) -> bool:
+    """Return whether an argument is about saving checkpoints."""
+    return argument.name == "--async-save" or argument.name.startswith("--save")
+
+
+def _takes_key_values(arguments: Sequence[Argument]) -> bool:
+    """Return if the program takes `key=value`, maybe beside flags of its launcher (`--recipe`)."""
+    return any(not a.name.startswith("-") for a in arguments)
+
+
+def _takes_flags(arguments: Sequence[Argument]) -> bool:
+    """Return if the program takes `--flag value`; else it takes `key=value` alone."""
+    return not arguments or any(a.name.startswith("-") for a in arguments)
+
+
+def find_no_checkpoint(origin: Rewind | Frozen) -> str | None:
+    """Return what is wrong if the checkpoint to resume from is not there, None if it is."""
+    kept = origin.checkpoints / iteration_name(origin.back_to)
+    if kept.is_dir():
+        return None
+    found = _iterations(origin.checkpoints)
+    return (
+        f"{origin.checkpoints} has no {kept.name} to resume from, found "
+        f"{', '.join(found) or 'no checkpoint'}; set --save-interval to half of --train-iters"
+    )
+
+
+def find_not_saved(directory: Path, iteration: int) -> str | None:
+    """Return what is wrong if a phase did not save an iteration, None if it did."""
+    if saved_iteration(directory) == iteration:
+        return None
+    found = _iterations(directory)
+    return (
+        f"{directory} has no {iteration_name(iteration)} to compare, found "
+        f"{', '.join(found) or 'no checkpoint'}; set --save to ${{CHECKPOINT_SAVE_PATH}} and "
+        f"--save-interval so that the last iteration is saved"
+    )
+
+
+def saved_iteration(directory: Path) -> int | None:
+    """Return the iteration that a directory's tracker names, None where there is none."""
+    try:
+        text = (directory / TRACKER).read_text().strip()
+    except OSError:
+        return None
+    is_there = text.isdecimal() and (directory / iteration_name(int(text))).is_dir()
+    return int(text) if is_there else None
+
+
+def lay_out(origin: Rewind | Frozen) -> None:
+    """Make the directory that a phase loads from show the iteration that it resumes.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    match origin:
+        case Rewind():
+            directory = origin.checkpoints
+            shutil.rmtree(directory / iteration_name(origin.last), ignore_errors=True)
+        case Frozen():
+            directory, name = origin.view, iteration_name(origin.back_to)
+            directory.mkdir()
+            (directory / name).symlink_to((origin.checkpoints / name).resolve())
+        case _:
+            assert_never(origin)
+    write_text_atomically(directory / TRACKER, str(origin.back_to))
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the directory of an iteration's checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def require_program(cwd: Path, program: str) -> None:
+    """Check a Python program of the project; commands and absolute paths may be elsewhere."""
+    if is_missing_program(cwd, program):
+        raise LaunchError(
+            str(cwd / program),
+            "there is no such program, nothing was run; write it, or change the recipe's "
+            "training_script_path, which counts from the project's root",
+        )
+
+
+def require_iteration(frozen: Frozen) -> None:
+    """Check the checkpoint that a frozen start resumes."""
+    name = iteration_name(frozen.back_to)
+    if (frozen.checkpoints / name).is_dir():
+        return
+    found = ", ".join(_iterations(frozen.checkpoints)) or "no checkpoint"
+    raise LaunchError(
+        str(frozen.checkpoints),
+        f"there is no frozen checkpoint {name}, found {found}; nothing was run; to make one, train "
+        f"the case once as ckpt-resume and copy {name} from the attempt's checkpoints directory",
+    )
+
+
+def require_path(path: Path, *, is_only_one: bool) -> None:
+    """Check one path that a frozen-start reads.
+
+    A directory without a tracker may hold anything (a tokenizer, weights of another format); only
+    where nothing else is read it must be a checkpoint, since a program that finds none there
+    starts from scratch with no more than a warning.
+    """
+    what = None
+    if not path.exists():
+        what = "there is no frozen checkpoint"
+    elif path.is_dir():
+        has_tracker = (path / TRACKER).exists()
+        names = _iterations(path)
+        if not any(path.iterdir()):
+            what = "the directory of the frozen checkpoint is empty"
+        elif not has_tracker and (names or is_only_one):
+            what = f"the directory of the frozen checkpoint has no {TRACKER}, so nothing is loaded"
+    if what is not None:
+        raise LaunchError(
+            str(path),
+            f"{what}; nothing was run; copy the checkpoint there, or let the recipe's "
+            f"checkpoint_load_path name the directory that has it",
+        )
+
+
+def _iterations(directory: Path) -> Iterable[str]:
+    return sorted(path.name for path in directory.glob("iter_*"))
+
+
+def command_words(arguments: Iterable[Argument], env: Mapping[str, str], *, file: str) -> list[str]:
+    """Return the words that a training program gets for `arguments`.
+
+    A name with a leading dash makes `--flag value`; any other makes `key=value`, as NeMo and
+    Megatron Bridge take them.
+
+    Args:
+        arguments: In the order of the file.
+        env: Values for `${NAME}`.
+        file: Named in errors, with the line of the argument.
+
+    Raises:
+        CaseError: A value refers to a name that is not set, or has an unmatched quote.
+    """
+    return [word for a in arguments for word in _words(a, _values(a, env, f"{file}:{a.line}"))]
+
+
+def with_argument(arguments: Iterable[Argument], name: str, text: str) -> tuple[Argument, ...]:
+    """Return `arguments` with `name` set to `text`, in its old place or at the end."""
+    kept = list(arguments)
+    for index, argument in enumerate(kept):
+        if argument.name == name:
+            kept[index] = replace(argument, text=text, words=None)
+            return tuple(kept)
+    return (*kept, Argument(name=name, text=text, line=0))
+
+
+def substitute(text: str, env: Mapping[str, str], *, where: str) -> str:
+    """Replace `${NAME}`, `$NAME` and `${NAME:-default}` in `text`; nothing else of a shell.
+
+    Raises:
+        CaseError: A name is not set and has no default, or `text` asks for a command to be run.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match["braced"] or match["bare"]
+        value = env.get(name)
+        if match["default"] is not None:
+            return value or match["default"]
+        if value is None:
+            raise CaseError(
+                where,
+                f"{match[0]} is not set, expected it in ENV_VARS, in the recipe (data_path, "
+                f"checkpoint_load_path, data_cache_path) or in the environment; "
+                f"export {name}=... or write ${{{name}:-default}}",
+            )
+        return value
+
+    if _COMMAND_SUBSTITUTION in text:
+        raise CaseError(where, f"{text!r} asks a shell to run a command; write its result instead")
+    return _REFERENCE.sub(value_of, text)
+
+
+def references(text: str) -> dict[str, bool]:
+    """Return the variables that `text` refers to -> whether each reference has a default."""
+    found: dict[str, bool] = {}
+    for match in _REFERENCE.finditer(text):
+        name = match["braced"] or match["bare"]
+        found[name] = found.get(name, True) and match["default"] is not None
+    return found
+
+
+def unquote(text: str, *, where: str) -> str:
+    """Trim `text` and take one level of quotes and backslashes off, as `xargs` does.
+
+    Words are joined by one blank; inside quotes blanks stay as they are.
+
+    Raises:
+        CaseError: A quote has no partner.
+    """
+    words: list[str] = []
+    word: list[str] | None = None
+    position = 0
+    while position < len(text):
+        char = text[position]
+        position += 1
+        if char.isspace():
+            if word is not None:
+                words.append("".join(word))
+            word = None
+            continue
+        word = [] if word is None else word
+        if char in "\"'":
+            end = text.find(char, position)
+            if end < 0:
+                raise CaseError(where, f"{text!r} has an unmatched {char}; close or escape it")
+            word.append(text[position:end])
+            position = end + 1
+        elif char == "\\" and position < len(text):
+            word.append(text[position])
+            position += 1
+        else:
+            word.append(char)
+    return " ".join(words if word is None else [*words, "".join(word)])
+
+
+def _values(argument: Argument, env: Mapping[str, str], where: str) -> list[str] | None:
+    """Return the words of an argument's value; None for null."""
+    if argument.words is not None:
+        joined = " ".join(argument.words)
+        return unquote(substitute(joined, env, where=where), where=where).split()
+    if argument.text is None:
+        return None
+    text = unquote(substitute(argument.text, env, where=where), where=where)
+    if text.startswith("[") and text.endswith("]"):
+        return text[1:-1].split()
+    return [text]
+
+
+def _words(argument: Argument, values: list[str] | None) -> list[str]:
+    if values == [""]:
+        return []  # the harness that we stay compatible with drops such an entry
+    if values == ["true"] and not argument.is_text:
+        return [argument.name]
+    if argument.name.startswith("-"):
+        return [argument.name, *(["null"] if values is None else values)]
+    return [f"{argument.name}={'null' if values is None else ' '.join(values)}"]

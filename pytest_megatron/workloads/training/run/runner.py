@@ -1,0 +1,800 @@
+"""Runner of attempts on this machine: starts each phase, follows its logs, leaves no process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.errors import GoldenError, LaunchError, MetricsError
+from pytest_megatron.process.guarded import (
+    CommandEnd,
+    GuardedProcess,
+    RunningCommand,
+    StartGuard,
+    execute_guard,
+)
+from pytest_megatron.process.tree import Activity
+from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workloads.golden.store import read_metrics
+from pytest_megatron.workloads.recipe.case import ExitPolicy
+from pytest_megatron.workloads.training.plan.phases import (
+    PhaseRole,
+    Target,
+    find_no_checkpoint,
+    find_not_saved,
+    lay_out,
+    saved_iteration,
+)
+from pytest_megatron.workloads.training.plan.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
+from pytest_megatron.workloads.training.plan.script import lay_out_script
+
+_CHUNK_BYTES = 1 << 20  # of one file in one poll: a rank that floods its log cannot starve the rest
+_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+_TIME_MS = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_LOSS = re.compile(r"\blm loss:\s*([^\s|]+)")
+# Megatron-LM prints it before it exits, at whatever iteration (training.py, d98e8a64dd).
+_EXITING = "exiting program at iteration"
+# How torch.distributed.run marks a line that it copies from a rank.
+_TEED = re.compile(r"\[default(\d+)\]:(?:\[rank\d+\]: ?)?(.*)")
+# torch prints it when a collective did not finish; what follows only takes minutes. The name of
+# the work behind it tells it from a program that speaks of watchdogs.
+_WATCHDOG = "Watchdog caught collective operation timeout"
+_WATCHDOG_LINE = re.compile(r"Watchdog caught collective operation timeout: Work\w*\(")
+_SAYS_RANK = re.compile(r"\bRank (\d+)\]")
+_LONGEST_LINE = 1 << 16  # of what has no end yet; the rest of a longer one is dropped
+_LOOK_EVERY_S = 0.5  # for new files
+_SCRIPT_GRACE_S = 5.0
+# Megatron-LM evaluates the text in a shell with these settings.
+_SCRIPT_HEAD = "set -euo pipefail\n"
+_ENV_FILE = "PYTEST_MEGATRON_ENV_FILE"
+_SCRIPT_TAIL = f'\nenv -0 > "${_ENV_FILE}"\n'
+_NOT_PASSED_ON = frozenset((_ENV_FILE, "BASHOPTS", "SHELLOPTS", "SHLVL", "_"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One `iteration N/M | ...` line of a training.
+
+    Attributes:
+        iteration: The one that just ended, counted from 1.
+        last: The one that the training is to reach.
+        loss: Loss that was printed, or None where the line has none.
+        iteration_ms: Time of this iteration, or None.
+    """
+
+    iteration: int
+    last: int
+    loss: str | None = None
+    iteration_ms: float | None = None
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Estimate from the latest iteration; None where its time is not known."""
+        if self.iteration_ms is None:
+            return None
+        return (self.last - self.iteration) * self.iteration_ms / 1000
+
+
+def parse_progress(line: str) -> Progress | None:
+    """Read Megatron-LM's training line; None for every other line.
+
+    Source: Megatron-LM megatron/training/training.py, training_log(), d98e8a64dd.
+    """
+    match = _ITERATION.search(line)
+    if match is None:
+        return None
+    time = _TIME_MS.search(line)
+    loss = _LOSS.search(line)
+    return Progress(
+        iteration=int(match[1]),
+        last=int(match[2]),
+        loss=None if loss is None else loss[1],
+        iteration_ms=None if time is None else float(time[1]),
+    )
+
+
+@dataclass(slots=True)
+class FollowedFile:
+    """A log that grows."""
+
+    path: Path
+    _position: int = 0
+    _rest: bytes = b""
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Number of bytes that were read."""
+        return self._position
+
+    def new_lines(self) -> Iterator[str]:
+        """Yield the lines completed since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                chunk = file.read(_CHUNK_BYTES)
+        except OSError:  # not there yet
+            return
+        self._position += len(chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        self._rest = self._rest[:_LONGEST_LINE]
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+
+    def last_line(self) -> str:
+        """Return what stands behind the last end of a line."""
+        return self._rest.decode(errors="replace").rstrip("\r")
+
+
+@dataclass(slots=True)
+class LogWatch:
+    """Follows every log of one phase, each line once.
+
+    Attributes:
+        ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
+        scripts: Where a script of the recipe may have its own ranks log, or None.
+        last: Iteration that the phase ends after, where its program prints a later one; or None.
+        progress: The furthest that any rank printed, or None.
+        hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
+        is_exiting: Whether a program said last that it exits.
+    """
+
+    dirs: PhaseDirs
+    ranks_per_node: int = 1
+    scripts: Path | None = None
+    last: int | None = None
+    progress: Progress | None = None
+    hung_rank: int | None = None
+    is_exiting: bool = False
+    _launcher: FollowedFile = field(init=False)
+    _ranks: dict[Path, FollowedFile] = field(default_factory=dict)
+    _look_again_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._launcher = FollowedFile(self.dirs.launcher_log)
+
+    def poll(self) -> list[str]:
+        """Take in what is new; return the new lines of tee'd ranks, as `[rank0]: ...`."""
+        if time.monotonic() >= self._look_again_at:
+            self._look()
+        for path, followed in self._ranks.items():
+            rank = int(path.parent.name)
+            if self.dirs.logs in path.parents:
+                rank += self.dirs.first_rank_below(path, self.ranks_per_node)
+            for line in followed.new_lines():
+                self._take(line, rank=rank)
+        shown = []
+        for line in self._launcher.new_lines():
+            tee = _TEED.match(line)
+            self._note_watchdog(line, None if tee is None else int(tee[1]))
+            if tee is not None:
+                shown.append(f"[rank{tee[1]}]: {tee[2]}")
+            elif self.scripts is not None:  # which may start a program without a launcher
+                self._take(line, rank=0)
+        return shown
+
+    def drain(self) -> list[str]:
+        """Take in everything that is there: for the end, when nothing more is written."""
+        lines: list[str] = []
+        self._look()
+        while True:
+            before = self._num_bytes_read()
+            lines += self.poll()
+            if self._num_bytes_read() == before:
+                return lines
+
+    def _num_bytes_read(self) -> int:
+        return sum(f.num_bytes_read for f in (self._launcher, *self._ranks.values()))
+
+    def _look(self) -> None:
+        """Find the logs of ranks that have started since."""
+        self._look_again_at = time.monotonic() + _LOOK_EVERY_S
+        found = [*self.dirs.logs.glob("**/attempt_*/*/std*.log")]
+        if self.scripts is not None:
+            found += self.scripts.glob("**/attempt_*/*/std*.log")
+        for path in found:
+            if path.parent.name.isdigit():
+                self._ranks.setdefault(path, FollowedFile(path))
+
+    def _take(self, line: str, *, rank: int) -> None:
+        self._note_watchdog(line, rank)
+        progress = parse_progress(line) if "iteration" in line else None
+        if progress is not None and self.last is not None and progress.iteration <= self.last:
+            progress = replace(progress, last=self.last)
+        if progress is not None or _EXITING in line:
+            self.is_exiting = progress is None
+        self.progress = progress or self.progress
+
+    def _note_watchdog(self, line: str, rank: int | None) -> None:
+        """Remember the rank of a watchdog's report, which may stand in a log of no rank."""
+        if self.hung_rank is not None or _WATCHDOG not in line:
+            return
+        if _WATCHDOG_LINE.search(line):
+            said = _SAYS_RANK.search(line)
+            self.hung_rank = int(said[1]) if rank is None and said is not None else rank or 0
+
+
+_POLL_S = 0.1
+_JUDGE_EVERY_S = 2.0
+_JUDGE_SHARE = 0.02  # of the time, at most, to read and compare what was measured so far
+STOP_GRACE_S = 10.0  # for the agent to end its ranks
+_STACKS_S = 3.0  # for aborted ranks to print their stacks
+_WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
+_EXIT_LOOK_S = 3.0
+_EXIT_GRACE_S = 30.0  # without any work, for a program that has nothing left to do but exit
+_IDLE_SHARE = 0.02  # of a core for each process: threads of torch and NCCL poll
+_IDLE_BYTES = 1 << 16  # between two looks
+_DUMPS_S = 10.0  # for what the ranks' flight recorders dump, where they are on
+_QUIET_S = 1.0  # dumps of all ranks that did not grow for so long are whole
+_QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
+
+
+# Starts the program of a phase in a directory.
+StartPhase: TypeAlias = Callable[[PhasePlan, Path], RunningCommand]
+
+
+class AttemptListener(Protocol):
+    """Observer of an attempt while it runs."""
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Take lines of tee'd ranks."""
+
+    def on_progress(self, phase: str, progress: Progress) -> None:
+        """Take how far the training of a phase is."""
+
+
+def _ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardingListener:
+    """Listener made of functions."""
+
+    on_lines: Callable[[list[str]], None] = _ignore
+    on_progress: Callable[[str, Progress], None] = _ignore
+
+
+class End(Enum):
+    """Reason for the end of a phase."""
+
+    EXITED = "exited"  # by itself, well or not
+    TIME_LIMIT = "time limit"  # stopped by us
+    HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
+    NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
+    NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
+    SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
+    STOPPED = "stopped early"  # by us, since what it measured can only fail
+    NOT_EXITED = "not exited"  # stopped by us: it had done its work, and ranks did not exit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptEnd:
+    """Result of a script.
+
+    Attributes:
+        key: `BEFORE_SCRIPT` or `AFTER_SCRIPT`.
+        returncode: None where the time limit ended it.
+        log: What it printed.
+        env: The environment that it leaves to the training.
+    """
+
+    key: str
+    returncode: int | None
+    log: Path
+    env: Mapping[str, str]
+
+    @property
+    def is_clean(self) -> bool:
+        """True if it ended with exit code 0."""
+        return self.returncode == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseResult:
+    """Result of a phase.
+
+    Attributes:
+        returncode: The launcher's, negative for a signal.
+        num_left: Processes that outlived the launcher and were killed.
+        hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
+        progress: The last iteration that was printed, or None.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE; what can only
+            fail, where it is STOPPED.
+        script: The script that failed, where `end` is SCRIPT.
+        saved: The iteration that can be resumed from afterwards, where that was looked at.
+        waiting: The ranks that had not exited, where `end` is NOT_EXITED.
+    """
+
+    end: End
+    returncode: int
+    num_left: int
+    duration_s: float
+    hung_rank: int | None
+    progress: Progress | None
+    problem: str | None = None
+    script: ScriptEnd | None = None
+    saved: int | None = None
+    waiting: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnd(PhaseResult):
+    """The end of a phase."""
+
+    plan: PhasePlan
+
+    @property
+    def is_clean(self) -> bool:
+        """True if it exited with 0 and nothing was wrong, or its case lets it not exit."""
+        if self.end is End.NOT_EXITED:
+            return self.plan.exit_policy is ExitPolicy.PASS
+        return self.end is End.EXITED and self.returncode == 0
+
+
+# Returns why an attempt can only fail, None while it may pass. Takes its phases; the last, if it
+# runs, as if it were stopped now.
+StopEarly: TypeAlias = Callable[[Sequence[PhaseEnd]], str | None]
+
+
+def run_attempt(
+    plan: AttemptPlan,
+    description: JsonValue,
+    listener: AttemptListener,
+    start: StartPhase | None = None,
+    stop_early: StopEarly | None = None,
+) -> tuple[PhaseEnd, ...]:
+    """Run the phases of an attempt one after the other, up to the first that is not clean.
+
+    Args:
+        plan: What to run; its directories must not be there yet.
+        description: Goes to `plan.json` before anything starts.
+        listener: Told about lines and progress while it runs.
+        start: Starts the program of a phase in another way, maybe elsewhere.
+        stop_early: Asked now and then while a phase runs, and before another one.
+
+    Raises:
+        LaunchError: Directories cannot be made, or the launcher cannot be started.
+        KeyboardInterrupt: Ctrl-C; every process of the attempt is gone by then.
+    """
+    try:
+        for directory in (plan.dirs.root, plan.dirs.checkpoints, plan.dirs.no_checkpoint):
+            directory.mkdir(parents=True)
+        write_json_atomically(plan.dirs.plan, description)
+        if plan.start_from is not None:
+            shutil.copytree(plan.start_from, plan.dirs.checkpoints, dirs_exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(error, plan.dirs.root) from error
+    ends: list[PhaseEnd] = []
+    start = start or start_here
+    deadline = time.monotonic() + plan.time_limit_s
+    for phase in plan.phases:
+        if phase.origin is not None and (problem := find_no_checkpoint(phase.origin)):
+            if not ends:  # of an earlier run, that this one is to go on from
+                raise LaunchError(phase.name, problem)
+            ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
+            break
+        _prepare(plan, phase)
+        is_first = phase.role is PhaseRole.TRAINING and ends and not _is_training(ends[-1])
+        if plan.target is not None or is_first:
+            deadline = time.monotonic() + plan.time_limit_s
+        judge = _Judge(stop_early, tuple(ends))
+        end = _run_phase(plan, phase, listener, deadline, start, judge)
+        ends.append(_look_at_checkpoints(end, ends, plan))
+        settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
+        if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
+            break
+        is_last = phase is plan.phases[-1]
+        if stop_early is not None and not is_last and (problem := stop_early(ends)) is not None:
+            ends[-1] = replace(ends[-1], end=End.STOPPED, problem=problem)
+            break
+    return tuple(ends)
+
+
+def _is_training(end: PhaseEnd) -> bool:
+    return end.plan.role is PhaseRole.TRAINING
+
+
+def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: AttemptPlan) -> PhaseEnd:
+    """Return how a phase ended once it is known what it saved."""
+    if not end.is_clean:
+        return end
+    saves, last, target = end.plan.saves, end.plan.last_iteration, plan.target
+    if saves is not None and last is not None and (problem := find_not_saved(saves, last)):
+        return replace(end, end=End.NO_CHECKPOINT, problem=problem)
+    if target is None or not _is_training(end):
+        return end
+    saved = saved_iteration(target.checkpoints)
+    end = replace(end, saved=saved)
+    was_at = before[-1].saved or 0 if before else 0
+    num_left = max(phase.number for phase in plan.trainings) - end.plan.number
+    if saved is None:
+        problem = f"{target.checkpoints} has no checkpoint for the next window to resume from"
+    elif saved >= target.iteration:
+        return end
+    elif saved <= was_at:
+        problem = f"{end.plan.name} got no further than the one before: iteration {saved}"
+    elif not num_left:
+        problem = f"{end.plan.number} windows are over, which is all that max_windows allows"
+    else:
+        return end
+    problem += f"; at iteration {saved or 0} of {target.iteration}"
+    return replace(end, end=End.NOT_DONE, problem=problem)
+
+
+def _is_reached(target: Target | None, end: PhaseEnd) -> bool:
+    return target is not None and end.saved is not None and end.saved >= target.iteration
+
+
+def settle_logs(dirs: PhaseDirs, ranks_per_node: int = 1) -> None:
+    """Move torch's `logs/<run id>/attempt_0/<local rank>/` to `logs/<rank>/`.
+
+    Those of several nodes, `logs/node1/<run id>/attempt_0/<local rank>/`, become the same.
+    """
+    runs = [*dirs.logs.glob("*_*"), *dirs.logs.glob("node*/*_*")]
+    for run in [path for path in runs if path.is_dir()]:
+        first = dirs.first_rank_below(run, ranks_per_node)
+        for rank in run.glob("attempt_*/*"):
+            target = dirs.logs / str(first + int(rank.name)) if rank.name.isdigit() else rank
+            if rank.is_dir() and not target.exists():
+                rank.rename(target)
+        for attempt in run.glob("attempt_*"):
+            if not any(attempt.iterdir()):
+                attempt.rmdir()
+        if not any(run.iterdir()):
+            run.rmdir()
+    for node in dirs.logs.glob("node*"):
+        if node.is_dir() and not any(node.iterdir()):
+            node.rmdir()
+
+
+def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
+    """Make what a phase expects to find."""
+    try:
+        if phase.origin is not None:
+            lay_out(phase.origin)
+        phase.dirs.logs.mkdir(parents=True)
+        phase.dirs.tensorboard.mkdir()
+        if str(phase.dirs.flight) in phase.own_env.get(FLIGHT_VARIABLE, ""):
+            phase.dirs.flight.mkdir()
+        if plan.script is not None:
+            plan.dirs.assets.mkdir()
+            plan.dirs.artifacts.mkdir()
+            write_text_atomically(Path(phase.argv[-1]), plan.script)
+        if plan.script_files is not None:
+            lay_out_script(plan.script_files)
+    except OSError as error:
+        raise _cannot_write(error, phase.dirs.root) from error
+
+
+@dataclass(slots=True)
+class JudgePace:
+    """When trainings that run are to be judged: now and then, and for little of the time."""
+
+    _next_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+
+    @property
+    def is_due(self) -> bool:
+        """True if they may be judged now."""
+        return time.monotonic() >= self._next_at
+
+    def pause(self, took_s: float) -> None:
+        """Wait after a judgement that took so long."""
+        self._next_at = time.monotonic() + max(_JUDGE_EVERY_S, took_s / _JUDGE_SHARE)
+
+
+@dataclass(slots=True)
+class _Judge:
+    """Asks now and then whether the phase that runs can only fail.
+
+    Attributes:
+        earlier: The phases before.
+    """
+
+    stop_early: StopEarly | None
+    earlier: tuple[PhaseEnd, ...]
+    _began: float = field(default_factory=time.monotonic)
+    _pace: JudgePace = field(default_factory=JudgePace)
+
+    def problem(self, phase: PhasePlan, progress: Progress | None) -> str | None:
+        """Return what can only fail; None if nothing, or if it is too soon to ask again."""
+        if self.stop_early is None or phase.is_script or not self._pace.is_due:
+            return None
+        now = time.monotonic()
+        so_far = PhaseEnd(  # as if it were stopped now
+            plan=phase,
+            end=End.STOPPED,
+            returncode=-signal.SIGTERM,
+            num_left=0,
+            duration_s=now - self._began,
+            hung_rank=None,
+            progress=progress,
+        )
+        problem = self.stop_early((*self.earlier, so_far))
+        self._pace.pause(time.monotonic() - now)
+        return problem
+
+
+def _run_phase(
+    plan: AttemptPlan,
+    phase: PhasePlan,
+    listener: AttemptListener,
+    deadline: float,
+    start: StartPhase,
+    judge: _Judge,
+) -> PhaseEnd:
+    """Run the scripts around a phase and the phase itself."""
+    env, before = phase.env, None
+    if phase.before_script is not None:
+        path = phase.dirs.script("before")
+        before = _run_script(
+            "BEFORE_SCRIPT", phase.before_script, path, env, plan.cwd, deadline=deadline
+        )
+        env = before.env
+    if before is not None and not before.is_clean:
+        return PhaseEnd(
+            plan=phase,
+            end=End.SCRIPT,
+            returncode=before.returncode or 0,
+            num_left=0,
+            duration_s=0.0,
+            hung_rank=None,
+            progress=None,
+            script=before,
+        )
+    end = _train(plan, replace(phase, env=env), listener, deadline, start, judge)
+    if phase.after_script is None or end.end is not End.EXITED:
+        return end
+    path = phase.dirs.script("after")
+    env = {**env, "EXIT_CODE": str(end.returncode)}
+    after = _run_script("AFTER_SCRIPT", phase.after_script, path, env, plan.cwd, deadline=deadline)
+    is_cause = end.is_clean and not after.is_clean  # a failed training is the cause of what follows
+    return replace(end, end=End.SCRIPT, script=after) if is_cause else end
+
+
+def _train(
+    plan: AttemptPlan,
+    phase: PhasePlan,
+    listener: AttemptListener,
+    deadline: float,
+    start: StartPhase,
+    judge: _Judge,
+) -> PhaseEnd:
+    """Start the program of a phase and watch it to its end."""
+    watch = _watch_of(plan, phase)
+    exit_watch = _ExitWatch(phase, watch)
+    end, problem = End.EXITED, None
+    hung_at = 0.0
+    with start(phase, plan.cwd) as process:
+        while (ended := process.poll(_POLL_S)) is None:
+            _tell(listener, phase, watch)
+            hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
+            if hung_at and _has_said_all(phase, plan.world_size, time.monotonic() - hung_at):
+                deadline = 0.0
+            if time.monotonic() >= deadline:
+                end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
+                ended = _stop(process)
+                break
+            if exit_watch.is_overdue(process):
+                end, ended = End.NOT_EXITED, _stop(process)
+                break
+            if hung_at or (found := judge.problem(phase, watch.progress)) is None:
+                continue
+            if (ended := process.poll(0.0)) is None:  # else it came to its end meanwhile
+                end, problem = End.STOPPED, found
+                process.stop()
+                ended = process.wait()
+            break
+    _tell(listener, phase, watch, is_ended=True)
+    return PhaseEnd(
+        plan=phase,
+        end=end,
+        returncode=ended.returncode,
+        num_left=ended.num_left,
+        duration_s=ended.duration_s,
+        hung_rank=watch.hung_rank,
+        progress=watch.progress,
+        problem=problem,
+        waiting=exit_watch.waiting,
+    )
+
+
+@dataclass(slots=True)
+class _ExitWatch:
+    """Finds a program that has done its work, does nothing more, and does not exit.
+
+    Attributes:
+        waiting: The ranks that it waits for, once it is overdue.
+    """
+
+    phase: PhasePlan
+    log: LogWatch
+    waiting: tuple[int, ...] = ()
+    _seen: Activity | None = None
+    _idle_since: float = 0.0
+    _looked_at: float = field(default_factory=time.monotonic)
+
+    def is_overdue(self, process: RunningCommand) -> bool:
+        """Return true if nothing but its exit is missing, and nothing has happened for a while."""
+        now = time.monotonic()
+        took_s = now - self._looked_at
+        if took_s < _EXIT_LOOK_S or self.phase.exit_policy is ExitPolicy.WAIT:
+            return False
+        self._looked_at = now
+        before, self._seen = self._seen, process.activity()
+        if before is None or self._seen is None or not _is_idle(before, self._seen, took_s):
+            self._idle_since = now
+        is_over = now - self._idle_since >= _EXIT_GRACE_S and self._has_done_its_work()
+        if self._seen is None or not is_over:
+            return False
+        self.waiting = self._seen.ranks
+        return bool(self.waiting)
+
+    def _has_done_its_work(self) -> bool:
+        """Return true if it has logged or measured its last iteration, or written its requests."""
+        if self.log.is_exiting:
+            return True
+        if (progress := self.log.progress) is not None:
+            return progress.iteration >= (self.phase.last_iteration or progress.last)
+        dirs, last = self.phase.dirs, self.phase.last_iteration
+        if dirs.generated.exists():
+            return True
+        source = dirs.metrics_lines if dirs.metrics_lines.exists() else dirs.tensorboard
+        try:
+            metrics = {} if last is None else read_metrics(source).metrics
+        except (GoldenError, MetricsError):  # nothing yet, or half a line
+            return False
+        return last is not None and any(s.steps and s.steps[-1] >= last for s in metrics.values())
+
+
+def _is_idle(before: Activity, now: Activity, took_s: float) -> bool:
+    """Return true if processes did next to nothing: threads that poll, as those of NCCL do."""
+    is_quiet = now.written_bytes - before.written_bytes < _IDLE_BYTES and not now.is_busy
+    cpu_s = now.cpu_s - before.cpu_s
+    return now.pids == before.pids and is_quiet and cpu_s < _IDLE_SHARE * took_s * len(now.pids)
+
+
+def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
+    scripts = plan.dirs.assets if phase.is_script else None
+    return LogWatch(
+        phase.dirs,
+        phase.world_size // phase.num_nodes,
+        scripts=scripts,
+        last=None if phase.role is PhaseRole.TRAINING else phase.last_iteration,
+    )
+
+
+class LiveLog:
+    """Follows the logs of an attempt that runs elsewhere, phase by phase.
+
+    Attributes:
+        plan: Plan of the attempt.
+    """
+
+    def __init__(self, plan: AttemptPlan, listener: AttemptListener) -> None:
+        self.plan = plan
+        self._listener = listener
+        self._left = list(plan.phases)
+        self._phase = self._left.pop(0)
+        self._watch = _watch_of(plan, self._phase)
+
+    def poll(self, *, is_ended: bool = False) -> None:
+        """Pass new lines and progress on to the listener.
+
+        Args:
+            is_ended: Whether nothing more is going to be written.
+        """
+        while self._left and self._left[0].dirs.root.is_dir():
+            _tell(self._listener, self._phase, self._watch, is_ended=True)
+            self._phase = self._left.pop(0)
+            self._watch = _watch_of(self.plan, self._phase)
+        _tell(self._listener, self._phase, self._watch, is_ended=is_ended)
+
+
+def _tell(
+    listener: AttemptListener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False
+) -> None:
+    before = watch.progress
+    if lines := (watch.drain() if is_ended else watch.poll()):
+        listener.on_lines(lines)
+    if watch.progress is not None and watch.progress != before:
+        listener.on_progress(phase.name, watch.progress)
+
+
+def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
+    """Return if the ranks had their time to report stacks, once a watchdog reported."""
+    if not phase.dirs.flight.is_dir():
+        return waited_s >= _WATCHDOG_GRACE_S
+    changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]
+    quiet_s = time.time() - max(changed, default=float("inf"))
+    needed_s = _QUIET_S if len(changed) >= world_size else _QUIET_ALONE_S
+    return quiet_s >= needed_s or waited_s >= _DUMPS_S
+
+
+def start_here(
+    phase: PhasePlan, cwd: Path, start_guard: StartGuard = execute_guard
+) -> GuardedProcess:
+    """Start the launcher of a phase on this machine.
+
+    Args:
+        phase: The phase.
+        cwd: Working directory of the phase.
+        start_guard: Starts the guard of the launcher.
+    """
+    return GuardedProcess(
+        phase.argv,
+        env=phase.env,
+        cwd=cwd,
+        output=phase.dirs.launcher_log,
+        grace_s=STOP_GRACE_S,
+        start_guard=start_guard,
+    )
+
+
+def _stop(process: RunningCommand) -> CommandEnd:
+    """Get every rank's stack into its log, then end it all."""
+    process.dump_stacks()
+    ended = process.poll(_STACKS_S)
+    if ended is None:
+        process.stop()
+        ended = process.wait()
+    return ended
+
+
+def _cannot_write(error: OSError, directory: Path) -> LaunchError:
+    where = str(error.filename or directory)
+    return LaunchError(
+        where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"
+    )
+
+
+def _run_script(
+    key: str, text: str, path: Path, env: Mapping[str, str], cwd: Path, *, deadline: float
+) -> ScriptEnd:
+    """Run a case's BEFORE_SCRIPT or AFTER_SCRIPT under bash, in processes of its own.
+
+    No value that a script assigns reaches the verdict; the exports of BEFORE_SCRIPT reach the
+    training.
+
+    Args:
+        key: The key of the case, for `ScriptEnd.key`.
+        text: What the case holds.
+        path: The file to put it in; its output and its environment go beside it.
+        env: All of its environment.
+        cwd: The project's root.
+        deadline: On the monotonic clock.
+
+    Raises:
+        OSError: The file cannot be written.
+        LaunchError: bash cannot be started.
+    """
+    log, left = path.with_suffix(".log"), path.with_suffix(".env")
+    write_text_atomically(path, _SCRIPT_HEAD + text + _SCRIPT_TAIL)
+    returncode = None
+    with GuardedProcess(
+        ["bash", str(path)],
+        env={**env, _ENV_FILE: str(left)},
+        cwd=cwd,
+        output=log,
+        grace_s=_SCRIPT_GRACE_S,
+    ) as process:
+        ended = process.poll(max(0.0, deadline - time.monotonic()))
+        if ended is not None:
+            returncode = ended.returncode
+    return ScriptEnd(key=key, returncode=returncode, log=log, env=_left_env(left, env))
+
+
+def _left_env(file: Path, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment that a script left; remove the file, since it may hold secrets."""
+    if not file.exists():  # it called `exit 0` itself, or failed
+        return env
+    pairs = [line.partition("=") for line in file.read_text().split("\0") if line]
+    file.unlink()
+    return {name: value for name, _, value in pairs if name not in _NOT_PASSED_ON}

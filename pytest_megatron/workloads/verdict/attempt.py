@@ -1,0 +1,702 @@
+"""Attempts of a training, judged by their own files alone, and the verdict over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import assert_never
+
+from pytest_megatron.base.files import JsonValue, read_json, write_json_atomically
+from pytest_megatron.base.text import describe_exit, name_ranks, rough_time
+from pytest_megatron.errors import GoldenError, MetricsError, TriageError
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.headline import make_headline, where_ranks_were
+from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
+from pytest_megatron.runs.record import (
+    RecordedDiagnosis,
+    RecordedEnd,
+    RecordedEvidence,
+    RecordedFile,
+    RecordedVerdict,
+)
+from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.trace.divergences import TraceComparison
+from pytest_megatron.triage.api import triage_unit
+from pytest_megatron.triage.diagnosis import Diagnosis
+from pytest_megatron.triage.find import find_units
+from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
+from pytest_megatron.triage.logs.lines import is_noise
+from pytest_megatron.triage.logs.traceback import frame_of
+from pytest_megatron.triage.signatures import (
+    Signature,
+    Table,
+    builtin_table,
+    is_named,
+    match_signature,
+)
+from pytest_megatron.workloads.golden.build import series_of_generation
+from pytest_megatron.workloads.golden.compare.result import Comparison
+from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
+from pytest_megatron.workloads.golden.formats.tensorboard import find_event_files
+from pytest_megatron.workloads.golden.model import (
+    Generation,
+    MetricMap,
+    Series,
+    Value,
+    is_finite,
+    is_loss,
+    series_of,
+)
+from pytest_megatron.workloads.golden.store import read_metrics
+from pytest_megatron.workloads.recipe.case import Evaluation, WorkloadCase
+from pytest_megatron.workloads.training.plan.phases import PhaseRole, Target
+from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
+from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
+from pytest_megatron.workloads.verdict.equivalence import Audit
+
+_ENDED = {
+    End.EXITED: LaunchEnd.EXITED,
+    End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
+    End.HUNG_COLLECTIVE: LaunchEnd.HUNG_COLLECTIVE,
+    End.STOPPED: LaunchEnd.STOPPED,
+}
+
+
+def diagnose_phase(
+    end: PhaseEnd, time_limit_s: float | None = None, table: Table | None = None
+) -> Diagnosis | None:
+    """Return the failure of a phase from its files; None if they show none.
+
+    Reads nothing outside of the phase's own directory, and the logs that a script had its ranks
+    write.
+    """
+    dirs, progress = end.plan.dirs, end.progress
+    places = (dirs.root, dirs.logs)  # the latter where the launcher left no log
+    own = next((unit for unit in _units(dirs.root) if unit.root in places), None)
+    known = Known(
+        program=_program(end),
+        returncode=end.returncode,
+        ended=_ENDED.get(end.end),
+        limit_s=time_limit_s,
+        iteration=None if progress is None else (progress.iteration, progress.last),
+        world_size=None if end.plan.is_script else end.plan.world_size,
+    )
+    assets = AttemptDirs(root=dirs.root.parent).assets
+    started = [u for u in _units(assets) if u.ranks] if end.plan.is_script else []
+    started.sort(key=lambda unit: max(log.path.stat().st_mtime for log in unit.logs), reverse=True)
+    logs = () if own is None else own.logs
+    shown = {log.shown for log in logs}
+    for unit in started:
+        joined = replace(unit, logs=(*unit.logs, *logs), known=known)
+        found = triage_unit(joined, table)
+        if (
+            found is not None
+            and found.record.evidence[:1]
+            and found.record.evidence[0].file not in shown
+        ):
+            return found
+    if own is None:
+        return None
+    return triage_unit(replace(own, known=replace(known, command=own.known.command)), table)
+
+
+def _units(directory: Path) -> tuple[Unit, ...]:
+    """Return the launches with logs below a directory that holds no archive."""
+    try:
+        return find_units([directory], directory)[0]
+    except TriageError:
+        return ()
+
+
+def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCause) -> None:
+    """Add an attempt that failed to the item's `triage.json`; a full disk loses it, no more.
+
+    Args:
+        dirs: Directories of the item.
+        attempt: Directory of the attempt.
+        end: End of the last phase.
+        cause: Why it failed.
+    """
+    ended = RecordedEnd(
+        attempt=attempt.relative_to(dirs.root).as_posix(),
+        phase_number=end.plan.number,
+        ended=end.end.value,
+        returncode=end.returncode,
+        problem=cause.text,
+    )
+    row = {**asdict(ended), **asdict(cause.record)}
+    try:
+        rows = [*_rows(dirs.triage), row]
+        write_json_atomically(dirs.triage, {**_first_keys(row), "attempts": rows})
+    except OSError:
+        return
+
+
+def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the keys of the file beside the attempts, some of them of the last that failed."""
+    keys = ("family", "transient", "root_rank", "signature", "evidence", "headline", "text")
+    return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
+
+
+def _rows(path: Path) -> list[JsonValue]:
+    with contextlib.suppress(OSError, ValueError):  # missing, or damaged: a full disk
+        found = read_json(path)
+        rows = found.get("attempts") if isinstance(found, dict) else None
+        return rows if isinstance(rows, list) else []
+    return []
+
+
+# Without a METRICS key these are compared, and so must be there.
+# Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
+_OF_PYTEST = ("FAILED ", "ERROR ", "E   ")  # lines with what failed
+DEFAULT_METRICS = ("lm loss", "num-zeros")
+_LEAST_FREE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCause:
+    """Cause of an attempt's failure.
+
+    Attributes:
+        text: The headline, as `make_headline` words it.
+        see: File to read, with a line where one is known.
+        evidence: Lines that show it.
+        rank: The rank that failed first, where one did.
+        signature: The row of the table that it is known as, or None.
+        diagnosis: All that triage found in the files of the phase that failed, or None.
+        is_of_engine: Whether an engine ended the attempt, so that nothing is
+            known about the code.
+        is_after_training: Whether the training is whole, and only what came after it failed.
+    """
+
+    text: str
+    see: str = ""
+    evidence: tuple[str, ...] = ()
+    rank: int | None = None
+    signature: Signature | None = None
+    diagnosis: Diagnosis | None = None
+    is_of_engine: bool = False
+    is_after_training: bool = False
+
+    @property
+    def is_transient(self) -> bool:
+        """True if an unchanged run is expected to pass."""
+        return self.signature is not None and self.signature.is_transient
+
+    @property
+    def record(self) -> RecordedDiagnosis:
+        """What `triage.json` has of it."""
+        row, found = self.signature, self.diagnosis
+        if found is not None:
+            return replace(found.record, headline=self.text)
+        return RecordedDiagnosis(
+            family=None if row is None else row.family,
+            transient=self.is_transient,
+            root_rank=self.rank,
+            signature=None if row is None else row.id,
+            headline=self.text,
+            text=f"{self.text[:1].upper()}{self.text[1:]}.",
+            advice=None if row is None else row.advice,
+            fingerprint=headline_fingerprint(self.text),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedEarly:
+    """An attempt that was ended since it could only fail.
+
+    Attributes:
+        iteration: The last one that it measured.
+        last_iteration: The one that it was to reach; None where that is not known.
+        saved_s: Estimate of the time that it would have trained on, or None.
+        num_gpus: That it had; 0 on the CPU.
+        compared: As `RepeatComparison.against` has it, and the metrics that disagree; empty where a
+            loss is not finite.
+    """
+
+    iteration: int
+    last_iteration: int | None
+    saved_s: float | None
+    num_gpus: int
+    compared: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The time that it saved, for a person."""
+        if self.saved_s is None:
+            return "stopped early"
+        saved = rough_time(self.saved_s * (self.num_gpus or 1))
+        return (
+            f"stopped early: saved about {saved.replace(' ', ' GPU-') if self.num_gpus else saved}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One execution of a workload.
+
+    Attributes:
+        repeat: Counted from 1, as `number` is.
+        ends: Ends of the phases, without those of an audit.
+        metrics: What each phase measured; fewer than phases where one failed.
+        cause: None if it trained as it should.
+        health: State of the GPUs before and after; None without GPUs.
+        is_in_windows: Whether the phases are the windows of one training, a release's.
+        generation: What an inference program generated, which measures no series.
+        gradients: For each phase but the first of a checkpoint-consistency, its name and how its
+            gradients compare with those of the first.
+        equivalence: How its traces compare with those of the layout that the row names, or None.
+        audit: Result of its determinism audit, or None.
+        audit_ends: Ends of the phases of the audit.
+        facts: Where and with what it ran; None where that is the controller's machine.
+        suspects: The machines that failed under it, where it was theirs.
+        stopped: Why it was stopped, if it could only fail; it has a cause as well.
+        note: What is odd about one that trained as it should, or None.
+        lost_s: Time that it ran, where no phase left its end.
+    """
+
+    repeat: int
+    number: int
+    dirs: AttemptDirs
+    ends: tuple[PhaseEnd, ...]
+    metrics: tuple[MetricMap, ...]
+    cause: FailureCause | None
+    health: Health | None = None
+    is_in_windows: bool = False
+    generation: Generation | None = None
+    gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
+    equivalence: TraceComparison | None = None
+    audit: Audit | None = None
+    audit_ends: tuple[PhaseEnd, ...] = ()
+    facts: SessionFacts | None = None
+    suspects: tuple[str, ...] = ()
+    stopped: StoppedEarly | None = None
+    note: str | None = None
+    lost_s: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it trained as it should, whatever came after."""
+        return self.cause is None or self.cause.is_after_training
+
+    @property
+    def series(self) -> MetricMap:
+        """`whole` as series, so that repeats of any kind can be set beside one another."""
+        return self.whole if self.generation is None else series_of_generation(self.generation)
+
+    @property
+    def whole(self) -> MetricMap:
+        """Metrics that are compared with a golden: of the first phase, or all windows in one."""
+        return join_windows(self.metrics) if self.is_in_windows else self.metrics[0]
+
+    @property
+    def whole_path(self) -> Path:
+        """The file with `whole`, or with what was generated."""
+        if self.generation is not None:
+            return self.dirs.phase(1).generated
+        return self.dirs.metrics if self.is_in_windows else self.dirs.phase(1).metrics
+
+    @property
+    def duration_s(self) -> float:
+        """Time of all its phases."""
+        return sum(end.duration_s for end in self.all_ends) or self.lost_s
+
+    @property
+    def all_ends(self) -> tuple[PhaseEnd, ...]:
+        """The ends of all phases, in the order in which they ran."""
+        return (*self.audit_ends, *self.ends)
+
+
+def judge_attempt(
+    ends: Sequence[PhaseEnd],
+    *,
+    metric_names: Sequence[str] | None,
+    time_limit_s: float,
+    target: Target | None = None,
+    is_rl: bool = False,
+    table: Table | None = None,
+) -> tuple[tuple[MetricMap, ...], FailureCause | None]:
+    """Return what the phases measured and what is wrong with them, if anything.
+
+    Args:
+        ends: The phases in order; at most the last of them is not clean.
+        metric_names: What must have been measured; None for a script that judges itself.
+        time_limit_s: For the text.
+        target: Where a release ends; its windows are then parts of one training.
+        is_rl: Whether the loss may stand under another name.
+        table: The signatures; None takes those of the package.
+    """
+    measured: list[MetricMap] = []
+    resumes_after = None
+    for end in ends:
+        if end.end is End.STOPPED:
+            with contextlib.suppress(MetricsError):  # it was read while the phase ran
+                measured.append(measured_in(end.plan.dirs, is_rl=is_rl))
+        if not end.is_clean:
+            return tuple(measured), why_it_failed(end, time_limit_s, table)
+        if metric_names is None:
+            continue
+        if not has_metrics(end.plan.dirs):
+            return tuple(measured), FailureCause(
+                text="the training ended with exit code 0, but wrote no metrics: neither JSON "
+                "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH",
+                see=str(end.plan.dirs.root),
+            )
+        try:
+            metrics = measured_in(end.plan.dirs, is_rl=is_rl)
+        except MetricsError as error:
+            return tuple(measured), FailureCause(
+                text=f"the training ended with exit code 0, but {error}"
+            )
+        measured.append(metrics)
+        last = end.plan.last_iteration
+        if target is not None and end is ends[-1]:
+            metrics, last = join_windows(measured), target.iteration
+        problem = find_problem(metrics, metric_names, last) or _not_resumed(
+            measured[-1], metric_names, end.plan.resumes_after or resumes_after
+        )
+        resumes_after = end.saved
+        if problem:
+            return tuple(measured), cause_of_measured(
+                problem, str(end.plan.dirs.launcher_log), table, when=_phase(end)
+            )
+    return tuple(measured), None
+
+
+def cause_of_measured(
+    problem: str, see: str, table: Table | None, *, when: str = ""
+) -> FailureCause:
+    """Return the cause of an attempt that ended well and measured something wrong."""
+    text = make_headline("", problem, when=when)
+    return FailureCause(text=text, see=see, signature=_known(problem, table))
+
+
+def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
+    """Return the metrics of windows as those of one training.
+
+    Where a window went on beyond its last checkpoint, the next one trained those steps again;
+    its values count, since the training went on from them.
+    """
+    if len(windows) == 1:
+        return windows[0]
+    joined: dict[str, dict[int, Value]] = {}
+    for window in windows:
+        for name, series in window.items():
+            joined.setdefault(name, {}).update(series.items())
+    is_full = all(series.is_full_precision for window in windows for series in window.values())
+    return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
+
+
+def has_metrics(dirs: PhaseDirs) -> bool:
+    """Return whether a phase has begun to write what it measures."""
+    return dirs.metrics_lines.exists() or bool(find_event_files(dirs.tensorboard))
+
+
+def measured_in(dirs: PhaseDirs, *, is_rl: bool) -> MetricMap:
+    """Return what a phase wrote so far: JSON lines where it wrote any, else TensorBoard files.
+
+    Raises:
+        MetricsError: It wrote nothing, or it cannot be read.
+    """
+    lines = dirs.metrics_lines
+    metrics = read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
+    return with_one_loss_name(metrics) if is_rl else metrics
+
+
+def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
+    """Say what is wrong with what a training measured: missing, ended early, not finite."""
+    return _incomplete(metrics, names, last) or find_non_finite(metrics, names)
+
+
+def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
+    """Say which metric is missing, or that the training stopped early."""
+    for name in names:
+        series = metrics.get(name)
+        if series is None or not len(series):
+            found = ", ".join(sorted(metrics))
+            return f"the training wrote no {name!r}, only {found}"
+        if last is not None and series.steps[-1] + _interval(series) <= last:
+            return (
+                f"the training ended with exit code 0, but {name} stops at step "
+                f"{series.steps[-1]}, expected it to go on to {last}"
+            )
+    return None
+
+
+def _not_resumed(metrics: MetricMap, names: Sequence[str], after: int | None) -> str | None:
+    """Say that a training started anew where it had a checkpoint to go on from."""
+    first = min((metrics[name].steps[0] for name in names), default=None)
+    if after is None or first is None or first > after:
+        return None
+    return (
+        f"it did not load its checkpoint: its first step is {first}, expected it to go on after "
+        f"{after}; set --load to ${{CHECKPOINT_LOAD_PATH}}"
+    )
+
+
+def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
+    """Return the text for a loss that is not finite, None without one."""
+    for name in names:
+        for step, value in metrics[name].items():
+            if not is_finite(value) and is_loss(name):
+                return f"{name} is {value} at step {step}, the first that is not finite"
+    return None
+
+
+def _interval(series: Series) -> int:
+    """Return the smallest distance of two steps; 1 where there is only one."""
+    gaps = [b - a for a, b in zip(series.steps, series.steps[1:], strict=False)]
+    return min(gaps, default=1)
+
+
+def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> FailureCause:
+    """Explain a phase that is not clean: what triage finds in its files, where it is of those."""
+    dirs = end.plan.dirs
+    when = ", ".join(filter(None, (_when(end), _phase(end))))
+    match end.end:
+        case End.NO_CHECKPOINT | End.NOT_DONE:
+            what = f"ended with exit code 0, but {end.problem}"
+            return FailureCause(text=make_headline("the training", what, when=_phase(end)))
+        case End.STOPPED:
+            how = "stopped early" if end.progress is None else f"stopped {when}"
+            text = f"{how}: {end.problem}"
+            known = _known(text, table)
+            return FailureCause(text=text, see=str(dirs.launcher_log), signature=known)
+        case End.SCRIPT:
+            return _why_a_script_failed(end)
+        case End.TIME_LIMIT:
+            ended = f"time limit of {time_limit_s:g} s reached"
+        case End.HUNG_COLLECTIVE:
+            ended = f"a collective did not finish: rank {end.hung_rank} reported it"
+        case End.NOT_EXITED:
+            return _why_it_stayed(end, table)
+        case End.EXITED:
+            ended = f"{_program(end)} {_ended(end.returncode)}"
+        case _:
+            assert_never(end.end)
+    found = diagnose_phase(end, time_limit_s, table)
+    if found is None:
+        text = make_headline("", ended, when=when)
+        return FailureCause(text=text, see=str(dirs.logs), rank=end.hung_rank)
+    root = found.record
+    text = ", ".join(filter(None, (root.headline, _phase(end))))
+    if end.end is End.TIME_LIMIT and root.family != "time_limit":
+        text = f"{text}; {ended}"
+    has_place = bool(root.evidence) and root.family != "time_limit"
+    place = root.evidence[0] if has_place else None
+    return FailureCause(
+        text=f"{text}{_full_disk(dirs.root)}",
+        see=str(dirs.logs) if place is None else f"{place.file}:{place.line}",
+        evidence=() if place is None else _shown(end, root, place),
+        rank=end.hung_rank if root.root_rank is None else root.root_rank,
+        signature=signature_of(found),
+        diagnosis=found,
+    )
+
+
+def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
+    """Explain a program that had done its work, and did not exit."""
+    logs = {rank: end.plan.dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
+    stacks = {rank: tail(log) for rank, log in logs.items() if log.exists()}
+    where = where_ranks_were({rank: _innermost(stack) for rank, stack in stacks.items()})
+    what = f"trained to the end, and {name_ranks(end.waiting)} did not exit"
+    return FailureCause(
+        text=make_headline("", what, where=where, when=_phase(end)),
+        see=str(end.plan.dirs.logs),
+        evidence=next(iter(stacks.values()), tail(end.plan.dirs.launcher_log)),
+        rank=min(end.waiting),
+        signature=_known(what, table),
+        is_after_training=True,
+    )
+
+
+def _innermost(stack: Sequence[str]) -> str | None:
+    """Return where a stack that faulthandler printed was, outside of libraries if it was there."""
+    frames = [frame for frame in map(frame_of, stack) if frame is not None]
+    own = [text for text, is_library in frames if not is_library]
+    return next(iter([*own, *(text for text, _ in frames)]), None)
+
+
+def why_a_script_failed_late(end: PhaseEnd) -> FailureCause:
+    """Explain a recipe's script that failed after all of its trainings had ended well."""
+    log = end.plan.dirs.launcher_log
+    lines = tail(log, is_noise=lambda line: not line.startswith(_OF_PYTEST))
+    said = f": {lines[-1]}" if lines else ""
+    what = f"trained to the end, and then the script {_ended(end.returncode)}{said}"
+    return FailureCause(
+        text=make_headline("", what),
+        see=str(log),
+        evidence=tail(log, is_noise),
+        is_after_training=True,
+    )
+
+
+def _shown(end: PhaseEnd, root: RecordedDiagnosis, place: RecordedEvidence) -> tuple[str, ...]:
+    """Return the lines that show a cause: the traceback, or else what triage points to."""
+    if root.family == "unknown":
+        return tail(end.plan.dirs.launcher_log)
+    lines = traceback_at(Path(place.file), place.line)
+    return lines or tuple(dict.fromkeys(one.text for one in root.evidence))
+
+
+def signature_of(found: Diagnosis | None) -> Signature | None:
+    """Return the row that a failure is known as, None where that has no meaning."""
+    return found.row if found is not None and is_named(found.row) else None
+
+
+def _known(problem: str, table: Table | None) -> Signature | None:
+    """Return the row that a problem with what was measured is known as."""
+    row = (table or builtin_table()).raised(problem)
+    return row if row is not None and is_named(row) else None
+
+
+def _why_a_script_failed(end: PhaseEnd) -> FailureCause:
+    """Explain a script of the case that was not a success."""
+    assert end.script is not None
+    script = end.script
+    how = "reached the time limit" if script.returncode is None else _ended(script.returncode)
+    which = "before the training" if script.key == "BEFORE_SCRIPT" else "after a clean training"
+    said = tail(script.log)
+    words = [line for line in said if not is_noise(line)]
+    last = f"; its last words: {words[-1]!r}" if words else ""
+    return FailureCause(
+        text=make_headline(script.key, f"{how} {which}{last}", when=_phase(end)),
+        see=str(script.log),
+        evidence=said,
+        signature=match_signature(said),
+    )
+
+
+def _full_disk(directory: Path) -> str:
+    """Say that the disk is full, where it is: a rank that dies of it cannot even log it."""
+    return "; the disk is full" if shutil.disk_usage(directory).free < _LEAST_FREE_BYTES else ""
+
+
+def _when(end: PhaseEnd) -> str:
+    if end.progress is None:
+        return "before the first iteration"
+    return f"after iteration {end.progress.iteration} of {end.progress.last}"
+
+
+def _phase(end: PhaseEnd) -> str:
+    if end.plan.role is not PhaseRole.TRAINING:
+        return f"in phase {end.plan.name}"
+    return f"in {end.plan.name}" if end.plan.number > 1 else ""
+
+
+def _program(end: PhaseEnd) -> str:
+    return "the script" if end.plan.is_script else "the launcher"
+
+
+def _ended(exit_code: int) -> str:
+    return describe_exit(exit_code) if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def judge_generation(
+    ends: Sequence[PhaseEnd],
+    *,
+    metric_names: Sequence[str],
+    time_limit_s: float,
+    table: Table | None = None,
+) -> tuple[Generation | None, FailureCause | None]:
+    """Return what an inference program generated and what is wrong with it, if anything.
+
+    Args:
+        ends: Ends of the phases; there is one.
+        metric_names: What must be there, for the run or for every request.
+        time_limit_s: For the text.
+        table: The signatures; None takes those of the package.
+    """
+    (end,) = ends
+    if not end.is_clean:
+        return None, why_it_failed(end, time_limit_s, table)
+    path = end.plan.dirs.generated
+    if not path.exists():
+        text = (
+            f"the program ended with exit code 0, but wrote no {path}, expected its requests "
+            "there; give it the path ${INFERENCE_OUTPUT_PATH}"
+        )
+        return None, FailureCause(text=text, see=str(end.plan.dirs.launcher_log))
+    try:
+        generation = read_metrics(path).generation
+    except (GoldenError, MetricsError) as error:
+        return None, FailureCause(text=f"the program ended with exit code 0, but {error}")
+    if generation is None:
+        return None, FailureCause(text=f"{path}: holds series of a training, expected requests")
+    for name in metric_names:
+        if not generation.has(name):
+            text = missing_metric(generation, name)
+            return generation, FailureCause(text=text, see=str(path))
+    return generation, None
+
+
+def missing_metric(generation: Generation, name: str) -> str:
+    """Say which metric is not there, and what is."""
+    keys = {key for request in generation.requests.values() for key in request.content}
+    found = ", ".join(sorted({*keys, *generation.content} - {"input_prompt"}))
+    return f"the program wrote no {name!r} for every request, only {found}"
+
+
+class Verdict(Enum):
+    """The decision over all attempts and repeats of a workload."""
+
+    _value_: RecordedVerdict
+
+    PASSED = "passed"
+    FAILED = "failed"  # the training failed, or a metric disagrees
+    FLAKY = "flaky"  # passed after a transient failure
+    BROKEN = "broken"  # the infrastructure failed to the end: nothing is known about the code
+
+
+def decide_training(attempts: Sequence[Attempt]) -> Verdict:
+    """Decide what the attempts say before any golden is looked at.
+
+    Every repeat's last attempt counts; the earlier ones of it failed for a transient cause.
+    """
+    final = {attempt.repeat: attempt for attempt in attempts}
+    causes = [attempt.cause for attempt in final.values() if attempt.cause is not None]
+    if any(not (cause.is_transient or cause.is_of_engine) for cause in causes):
+        return Verdict.FAILED
+    if causes:
+        return Verdict.BROKEN
+    return Verdict.FLAKY if len(attempts) > len(final) else Verdict.PASSED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What is left of a problem once it is known what was expected.
+
+    Attributes:
+        problem: Why the workload does not pass, or None.
+        is_expected: Whether it failed as it was expected to.
+    """
+
+    problem: str | None
+    is_expected: bool = False
+
+
+def evaluate(case: WorkloadCase | None, problem: str | None) -> Evaluated:
+    """Return what a judged workload comes to; a broken one must not be brought here.
+
+    Args:
+        case: None for a row with a script.
+        problem: Why it failed, evidence included; None if it passed.
+    """
+    if case is None or case.evaluation is Evaluation.PASS:
+        return Evaluated(problem=problem)
+    if problem is None:
+        text = (
+            "passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
+            f"if that is mended, remove TEST_EVALUATION from {case.path}"
+        )
+        return Evaluated(problem=text)
+    pattern = case.expected_failure
+    if pattern is None or re.search(pattern, problem):
+        return Evaluated(problem=problem, is_expected=True)
+    return Evaluated(problem=f"{problem}\nnot the failure that was expected: {pattern!r}")

@@ -1,0 +1,516 @@
+"""Training of a job: repeats, attempts where one failed for another cause than the code, judgement.
+
+A repeat is a generator that yields orders and is sent their outcomes: the same for one workload on
+this machine and for thousands on a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from pytest_megatron.base.files import write_json_atomically
+from pytest_megatron.base.text import name_ranks
+from pytest_megatron.errors import MetricsError, TraceError
+from pytest_megatron.gpu.health import Health
+from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.record import RecordedHealthFile, to_json
+from pytest_megatron.runs.redact import Redactor, redact_tree
+from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
+from pytest_megatron.workloads.engine.api import (
+    Engine,
+    Planned,
+    Submission,
+    SubmissionOutcome,
+    TroubleKind,
+)
+from pytest_megatron.workloads.golden.compare.result import Comparison
+from pytest_megatron.workloads.golden.model import generation_to_json
+from pytest_megatron.workloads.golden.store import write_metrics
+from pytest_megatron.workloads.recipe.case import CaseMode, WorkloadCase
+from pytest_megatron.workloads.training.plan.phases import PhaseRole, iteration_name
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan
+from pytest_megatron.workloads.training.run.runner import AttemptListener, End, ForwardingListener
+from pytest_megatron.workloads.verdict.attempt import (
+    Attempt,
+    FailureCause,
+    decide_training,
+    diagnose_phase,
+    judge_attempt,
+    judge_generation,
+    note_triage,
+    why_a_script_failed_late,
+    why_it_failed,
+)
+from pytest_megatron.workloads.verdict.early_stop import EarlyStop
+from pytest_megatron.workloads.verdict.equivalence import compare_traces, judge_audit
+from pytest_megatron.workloads.verdict.gradients import compare_gradients, measure_gradients
+from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.workloads.verdict.retry import StopRetrying, next_step, with_policy
+from pytest_megatron.workloads.verdict.script import find_saved, judge_script
+
+
+class Retries(Protocol):
+    """Budget of further attempts, and their observer."""
+
+    def claim(self, attempt: Attempt) -> str | None:
+        """Take a further attempt from what the run may have; return why there is none, or None."""
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        """Learn of an attempt that failed, and how many seconds the next one waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatEnd:
+    """End of a repeat.
+
+    Attributes:
+        attempts: At least one; the last is clean, or not worth another one.
+        stopped: Why there was no further attempt although the last cause is transient, or None.
+    """
+
+    attempts: tuple[Attempt, ...]
+    stopped: str | None
+
+
+Repeat = Generator[Submission, SubmissionOutcome, RepeatEnd]
+
+
+def train(
+    checked: CheckedJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    retries: Retries,
+    engine: Engine,
+    early_stop: EarlyStop | None = None,
+) -> Training:
+    """Run one job, its repeats one after the other up to the first that is not clean.
+
+    Args:
+        checked: What to run.
+        facts: Facts of this machine; go into every `plan.json`.
+        listener: Sees lines and progress.
+        retries: Asked before every further attempt.
+        engine: Where it runs.
+        early_stop: Ends attempts that can only fail; None lets all train to their end.
+
+    Raises:
+        MegatronError: It cannot be planned or started; nothing is left running.
+        KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
+    """
+    found: list[RepeatEnd] = []
+    for repeat in begin(checked, facts, listener, retries, early_stop):
+        found.append(_drive(repeat, engine))
+        if found[-1].attempts[-1].cause is not None:
+            break
+    return conclude(checked.job, found)
+
+
+def begin(
+    checked: CheckedJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    retries: Retries,
+    early_stop: EarlyStop | None = None,
+) -> tuple[Repeat, ...]:
+    """Return the repeats of a job; nothing of them has run yet.
+
+    Raises:
+        LaunchError: A check found an error, or a program or checkpoint is missing.
+    """
+    checked.require_runnable()
+    first = checked.job.replay.repeat
+    return tuple(
+        _repeat(checked, facts, listener, retries, early_stop, repeat=repeat)
+        for repeat in range(first, first + checked.job.num_repeats)
+    )
+
+
+def conclude(job: WorkloadJob, ends: Sequence[RepeatEnd]) -> Training:
+    """Return the training of a job from its repeats in order; those that never ran are missing."""
+    attempts = tuple(attempt for end in ends for attempt in end.attempts)
+    stopped = next((end.stopped for end in ends if end.stopped is not None), None)
+    verdict = decide_training(attempts)
+    return Training(job=job, attempts=attempts, verdict=verdict, stopped=stopped)
+
+
+def _drive(repeat: Repeat, engine: Engine) -> RepeatEnd:
+    """Run a repeat to its end."""
+    try:
+        order = next(repeat)
+        while True:
+            order = repeat.send(_run_order(order, engine))
+    except StopIteration as done:
+        end: RepeatEnd = done.value
+        return end
+
+
+def _run_order(order: Submission, engine: Engine) -> SubmissionOutcome:
+    """Run one order to its end."""
+    time.sleep(order.delay_s)
+    try:
+        engine.submit([order])
+        while True:
+            for update in engine.poll():
+                if update.outcome is not None:
+                    return update.outcome
+            time.sleep(engine.interval_s)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what is on its way matters more
+            engine.cancel([order.key])
+        raise
+
+
+def _repeat(
+    checked: CheckedJob,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    retries: Retries,
+    early_stop: EarlyStop | None,
+    *,
+    repeat: int,
+) -> Repeat:
+    """Run one repeat until it is clean or not worth another attempt; return the reason as well."""
+    job = checked.job
+    attempts: list[Attempt] = []
+    outcomes: list[SubmissionOutcome] = []
+    pause_s = 0.0
+    while True:
+        plan = checked.plan_of(repeat=repeat, number=len(outcomes) + 1)
+        order = _order(checked, plan, facts, listener, outcomes, repeat=repeat)
+        stop = None if early_stop is None else partial(early_stop.find_failure, plan)
+        outcome = yield replace(order, delay_s=pause_s, stop_early=stop)
+        outcomes.append(outcome)
+        if unclean := _redact(job, plan, outcome):
+            listener.on_lines(unclean)
+        judged = _judged(job, plan, outcome, repeat=repeat, number=len(outcomes))
+        is_stopped = bool(outcome.ends) and outcome.ends[-1].end is End.STOPPED
+        if early_stop is not None and is_stopped and outcome.trouble is None:
+            judged = early_stop.account(plan, judged)
+        attempts.append(judged)
+        step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
+        if isinstance(step, StopRetrying):
+            return RepeatEnd(attempts=tuple(attempts), stopped=step.reason)
+        refusal = retries.claim(attempts[-1])
+        if refusal is not None:
+            return RepeatEnd(attempts=tuple(attempts), stopped=refusal)
+        retries.on_retry(attempts[-1], step.pause_s)
+        pause_s = step.pause_s
+
+
+def _order(
+    checked: CheckedJob,
+    plan: AttemptPlan,
+    facts: SessionFacts,
+    listener: AttemptListener,
+    earlier: Sequence[SubmissionOutcome],
+    *,
+    repeat: int,
+) -> Submission:
+    """Return the order for the next attempt of a repeat."""
+    job, number = checked.job, len(earlier) + 1
+    redactor = job.redactor(plan)
+
+    def planned(devices: tuple[str, ...] | None) -> Planned:
+        chosen = (
+            plan
+            if devices is None
+            else checked.plan_of(repeat=repeat, number=number, devices=devices)
+        )
+        return checked.described(chosen, facts, repeat=repeat, number=number)
+
+    healths = [outcome.health for outcome in earlier if outcome.health is not None]
+    return Submission(
+        key=f"{job.dirs.root.name}/{plan.dirs.root.relative_to(job.dirs.root)}",
+        node_id=job.node_id,
+        resources=checked.needed,
+        dirs=plan.dirs,
+        planned=planned,
+        avoid_hosts=frozenset(host for outcome in earlier for host in outcome.suspects),
+        avoid_gpus=frozenset(
+            f.gpu for health in healths for f in health.faults if f.gpu is not None
+        ),
+        listener=ForwardingListener(
+            on_lines=lambda lines: listener.on_lines([redactor.text(line) for line in lines]),
+            on_progress=listener.on_progress,
+        ),
+    )
+
+
+def _health_file(health: Health) -> RecordedHealthFile:
+    return RecordedHealthFile(
+        faults=health.faults,
+        notes=health.notes,
+        xids=health.xids,
+        before=health.before,
+        after=health.after,
+        problem=health.problem,
+    )
+
+
+def _judged(
+    job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome, *, repeat: int, number: int
+) -> Attempt:
+    """Clean up, read and judge what an attempt left."""
+    health = outcome.health
+    if health is not None:
+        write_json_atomically(plan.dirs.health, to_json(_health_file(health)))
+    attempt = Attempt(
+        repeat=repeat,
+        number=number,
+        dirs=plan.dirs,
+        ends=tuple(end for end in outcome.ends if end.plan.role is not PhaseRole.AUDIT),
+        audit_ends=tuple(end for end in outcome.ends if end.plan.role is PhaseRole.AUDIT),
+        metrics=(),
+        cause=None,
+        health=health,
+        is_in_windows=plan.target is not None,
+        facts=outcome.facts,
+        suspects=outcome.suspects,
+        lost_s=outcome.lost_s,
+        note=next(
+            (f"{name_ranks(e.waiting)} did not exit" for e in outcome.ends if e.waiting), None
+        ),
+    )
+    if outcome.trouble is not None:
+        return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))
+    judged = judge_files(job, plan, attempt)
+    cause = with_policy(with_health(judged.cause, health), job.retry)
+    if cause is not None and outcome.ends:
+        last = outcome.ends[-1]
+        note_triage(job.dirs, plan.dirs.root, last, cause)
+    return replace(judged, cause=cause)
+
+
+def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> list[str]:
+    """Take secrets out of an attempt's files; return warnings about those where that failed."""
+    redactor = job.redactor(plan)
+    for end in outcome.ends:  # a script before the training may have exported some
+        redactor = redactor.knowing(Redactor.of(end.plan.env, (), redactor.names).values)
+    unclean = redact_tree(plan.dirs.root, redactor)
+    return [f"secrets may be left in {text}" for text in unclean]
+
+
+def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+    """Read the files of an attempt, and judge them."""
+    late = _why_only_late(job, plan, attempt)
+    if late is not None:
+        *earlier, last = attempt.ends
+        whole = replace(last, end=End.EXITED, returncode=0)
+        judged = judge_files(job, plan, replace(attempt, ends=(*earlier, whole)))
+        return _with_late(job, replace(judged, ends=attempt.ends), late)
+    if attempt.audit_ends:
+        attempt = _with_audit(attempt, plan, job.table)
+        if attempt.cause is not None:
+            return attempt
+    if plan.script is not None and job.case is not None:
+        return _judged_script(job, job.case, plan, attempt)
+    mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
+    if mode is CaseMode.INFERENCE:
+        generation, cause = judge_generation(
+            attempt.ends,
+            metric_names=job.metric_names or (),
+            time_limit_s=plan.time_limit_s,
+            table=job.table,
+        )
+        return replace(attempt, generation=generation, cause=cause)
+    metrics, cause = judge_attempt(
+        attempt.ends,
+        metric_names=job.metric_names,
+        time_limit_s=plan.time_limit_s,
+        target=plan.target,
+        is_rl=mode is CaseMode.RL,
+        table=job.table,
+    )
+    for end, measured in zip(attempt.ends, metrics, strict=False):
+        write_metrics(end.plan.dirs.metrics, measured)
+    attempt = replace(attempt, metrics=metrics, cause=cause)
+    if attempt.is_in_windows and metrics:
+        write_metrics(attempt.whole_path, attempt.whole)
+    if cause is not None:
+        return attempt
+    return _with_equivalence(job, attempt) if job.is_equivalence else _with_gradients(job, attempt)
+
+
+def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> FailureCause | None:
+    """Return the failure of an attempt that came after its last training, None for another."""
+    last = attempt.ends[-1] if attempt.ends else None
+    if last is None or last.is_clean or job.case is None:
+        return None
+    if last.end is End.NOT_EXITED:
+        is_last = last.plan.number == max(phase.number for phase in plan.trainings)
+        return why_it_failed(last, plan.time_limit_s, job.table) if is_last else None
+    if not last.plan.is_script or last.end is not End.EXITED or last.returncode < 0:
+        return None
+    found = diagnose_phase(last, plan.time_limit_s, job.table)
+    has_failed_rank = found is not None and found.record.root_rank is not None
+    return None if has_failed_rank else why_a_script_failed_late(last)
+
+
+def _with_late(job: WorkloadJob, attempt: Attempt, late: FailureCause) -> Attempt:
+    """Return an attempt that was judged without its late failure, with that as well.
+
+    A script that compares with a golden cannot end well while that golden is written.
+    """
+    if attempt.cause is not None:
+        is_script = attempt.ends[-1].end is End.EXITED
+        first, second = (attempt.cause, late) if is_script else (late, attempt.cause)
+        cause = replace(first, text=f"{first.text}; {second.text}", is_after_training=False)
+        return replace(attempt, cause=cause)
+    if job.is_writing_goldens and attempt.ends[-1].plan.is_script:
+        return replace(attempt, note=late.text)
+    return replace(attempt, cause=late)
+
+
+def _judged_script(
+    job: WorkloadJob, case: WorkloadCase, plan: AttemptPlan, attempt: Attempt
+) -> Attempt:
+    """Read what a recipe's own script left."""
+    (end,) = attempt.ends
+    result = judge_script(
+        end,
+        case,
+        attempt.dirs,
+        metric_names=job.metric_names or (),
+        is_lightweight=job.setting.is_lightweight or case.is_always_lightweight,
+        time_limit_s=plan.time_limit_s,
+    )
+    for number, measured in enumerate(result.metrics, start=1):
+        path = attempt.dirs.phase(number).metrics
+        path.parent.mkdir(exist_ok=True)
+        write_metrics(path, measured)
+    if result.generation is not None:
+        write_json_atomically(
+            attempt.dirs.phase(1).generated, generation_to_json(result.generation)
+        )
+    attempt = replace(
+        attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
+    )
+    return attempt if attempt.cause is not None else _with_gradients(job, attempt)
+
+
+def _with_audit(attempt: Attempt, plan: AttemptPlan, table: Table) -> Attempt:
+    """Return an attempt with the result of its audit, or with the cause of the audit's failure."""
+    failed = next((end for end in attempt.audit_ends if not end.is_clean), None)
+    if failed is not None:
+        return replace(attempt, cause=why_it_failed(failed, plan.time_limit_s, table))
+    try:
+        return replace(attempt, audit=judge_audit(attempt.audit_ends))
+    except TraceError as error:
+        text = f"determinism cannot be audited: {error}"
+        return replace(attempt, cause=FailureCause(text=text))
+
+
+def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
+    """Return a clean attempt with the comparison of its checkpoints, where it has any."""
+    tolerance = job.gradient_tolerance
+    if tolerance is None:
+        return attempt
+    try:
+        (name, first), *others = _checkpoints(job, attempt)
+        measured = measure_gradients(
+            sys.executable, first, [path for _, path in others], job.setting.env
+        )
+    except MetricsError as error:
+        return replace(attempt, cause=FailureCause(text=str(error)))
+    compared: list[tuple[str, tuple[Comparison, ...]]] = [
+        (other, compare_gradients(found, tolerance, name=name, where=str(first)))
+        for (other, _), found in zip(others, measured, strict=True)
+    ]
+    return replace(attempt, gradients=tuple(compared))
+
+
+def _checkpoints(job: WorkloadJob, attempt: Attempt) -> list[tuple[str, Path]]:
+    """Return the checkpoints of each start of a checkpoint-consistency, with its name.
+
+    Raises:
+        MetricsError: The driver of a script left none of a start.
+    """
+    if job.case is not None and attempt.ends[0].plan.is_script:
+        keys = [variant.key for variant in job.case.variants]
+        return [(key, find_saved(attempt.dirs, key)) for key in keys]
+    found = []
+    for end in attempt.ends:
+        assert end.plan.saves is not None
+        assert end.plan.last_iteration is not None
+        directory = end.plan.saves / iteration_name(end.plan.last_iteration)
+        found.append((end.plan.name, directory))
+    return found
+
+
+def _with_equivalence(job: WorkloadJob, attempt: Attempt) -> Attempt:
+    """Return a clean attempt with the comparison of its traces."""
+    try:
+        found = compare_traces(sys.executable, attempt.dirs, job.setting.env)
+    except (MetricsError, TraceError) as error:
+        return replace(attempt, cause=FailureCause(text=str(error)))
+    if found.problem is not None:
+        text = f"the traces cannot be compared: {found.problem}"
+        return replace(attempt, cause=FailureCause(text=text))
+    return replace(attempt, equivalence=found)
+
+
+_OOM = "cuda_oom"
+
+
+def with_health(cause: FailureCause | None, health: Health | None) -> FailureCause | None:
+    """Return a cause with what NVML and the kernel saw on the attempt's own GPUs.
+
+    A failure of the hardware during the attempt is its cause, whatever the program printed. An
+    OOM on a GPU that another program held memory of is that program's, once.
+
+    Args:
+        cause: From the attempt's files; None for one that trained as it should.
+        health: State of the attempt's GPUs; None where it had none.
+    """
+    if cause is None or health is None:
+        return cause
+    if health.faults:
+        first = health.faults[0]
+        return replace(
+            cause,
+            text=f"{first.text}; {cause.text}",
+            evidence=(*(fault.text for fault in health.faults), *cause.evidence),
+            signature=_signature(first.signature),
+        )
+    signature = cause.signature
+    if signature is not None and signature.id == _OOM and health.foreign is not None:
+        return replace(
+            cause,
+            text=f"{cause.text}; {health.foreign}",
+            signature=replace(signature, is_transient=True, advice="end that process"),
+        )
+    return cause
+
+
+def _signature(name: str) -> Signature:
+    (found,) = (signature for signature in SIGNATURES if signature.id == name)
+    return found
+
+
+def cause_of(outcome: SubmissionOutcome, table: Table) -> FailureCause:
+    """Return why an attempt that an engine did not bring to its end is no good.
+
+    Args:
+        outcome: With trouble.
+        table: The signatures.
+    """
+    trouble = outcome.trouble
+    assert trouble is not None
+    row = table.engine(trouble.kind.value)
+    if row is not None and trouble.is_transient is not None:
+        row = replace(row, is_transient=trouble.is_transient)
+    return FailureCause(
+        text=trouble.text,
+        see=trouble.see,
+        evidence=trouble.evidence,
+        signature=row,
+        is_of_engine=trouble.kind is not TroubleKind.OUT_OF_MEMORY,
+    )

@@ -1,0 +1,475 @@
+"""Jobs: workloads as a session or a command runs them, planned and checked once.
+
+`make_job` is the only maker of jobs: for pytest, which `repro` starts as well, `sbatch` and
+`interactive`. It plans and checks a job once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.text import nearest
+from pytest_megatron.errors import CaseError, LaunchError
+from pytest_megatron.gpu.host import CPU_PLATFORM, Host
+from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
+from pytest_megatron.runs.layout import ItemDirs, item_dirs
+from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
+from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.trace.settings import TraceValues
+from pytest_megatron.triage.signatures import Table, builtin_table
+from pytest_megatron.workloads.engine.api import (
+    Checking,
+    Planned,
+    Resources,
+)
+from pytest_megatron.workloads.golden.compare.rl import rl_metrics
+from pytest_megatron.workloads.golden.model import GENERATION_METRICS
+from pytest_megatron.workloads.recipe.case import (
+    CaseMode,
+    TestType,
+    WorkloadCase,
+    case_path,
+    read_case,
+)
+from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.workloads.training.checks.rules import CheckFinding
+from pytest_megatron.workloads.training.plan.phases import find_untraceable
+from pytest_megatron.workloads.training.plan.plan import (
+    FT_PACKAGE,
+    AttemptPlan,
+    Replay,
+    Setting,
+    plan_attempt,
+    require_inputs,
+)
+from pytest_megatron.workloads.training.plan.script import ScriptMachine, look_at_machine
+from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
+from pytest_megatron.workloads.verdict.equivalence import Audit
+from pytest_megatron.workloads.verdict.gradients import tolerance_of
+from pytest_megatron.workloads.verdict.retry import (
+    RetryPolicy,
+    policy_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadJob:
+    """One workload as a run wants it executed.
+
+    Attributes:
+        node_id: What the user types to get exactly this workload.
+        case: None for a row with a script of its own.
+        num_repeats: How often it is trained.
+        retry: When a repeat is started again.
+        table: The signatures that a failure is looked up in.
+        replay: What of it is done again, where this is about an earlier run.
+        is_writing_goldens: Whether what it measures is to become a golden.
+    """
+
+    node_id: str
+    workload: Workload
+    case: WorkloadCase | None
+    dirs: ItemDirs
+    setting: Setting
+    num_repeats: int
+    retry: RetryPolicy
+    table: Table = field(default_factory=builtin_table)
+    replay: Replay = field(default_factory=Replay)
+    is_writing_goldens: bool = False
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """Metrics that are compared; None for a script that judges itself, and for traces."""
+        if self.case is None or self.is_equivalence:
+            return None
+        if self._is_consistency and self.case.metrics is None:
+            return DEFAULT_METRICS[:1]
+        return metric_names_of(self.case)
+
+    def redactor(self, plan: AttemptPlan) -> Redactor:
+        """Return what knows the secrets of the controller, of the case and of its arguments."""
+        words = [word for phase in plan.phases for word in phase.argv]
+        env = {k: v for phase in plan.phases for k, v in phase.own_env.items()}
+        own = {} if self.case is None else self.case.env
+        names = self.setting.secret_names
+        known = Redactor.of({**self.setting.env, **own}, words, names)
+        return known.knowing(Redactor.of(env, (), names).values)
+
+    @property
+    def is_compared(self) -> bool:
+        """True if the case is compared with a golden: not in lightweight mode, for one."""
+        return self._is_judged and not self._is_consistency and not self.is_equivalence
+
+    @property
+    def is_equivalence(self) -> bool:
+        """True if the row is compared with another layout of itself."""
+        return self.workload.equivalence is not None
+
+    @property
+    def why_not_traced(self) -> str | None:
+        """Why `--tensor-trace` passes it over; None if it is traced, or need not be."""
+        if self.setting.trace is None or self.is_equivalence:
+            return None
+        return find_untraceable(self.workload, self.case)
+
+    @property
+    def why_not_audited(self) -> str | None:
+        """Why `--audit-determinism` passes it over; None if it is audited, or need not be."""
+        if not self.setting.is_audited:
+            return None
+        if self.is_equivalence:
+            return "it is compared with another layout"
+        if self.replay.phase is not None:
+            return "one phase alone is run"
+        return find_untraceable(self.workload, self.case)
+
+    @property
+    def gradient_tolerance(self) -> float | None:
+        """Tolerance between gradients of two layouts; None where none are compared."""
+        if self.case is None or not (self._is_judged and self._is_consistency):
+            return None
+        return tolerance_of(self.case)
+
+    @property
+    def _is_judged(self) -> bool:
+        case = self.case
+        if case is None or case.is_never_compared or self.replay.phase is not None:
+            return False
+        return not (self.setting.is_lightweight or case.is_always_lightweight)
+
+    @property
+    def _is_consistency(self) -> bool:
+        case = self.case
+        return case is not None and case.test_type is TestType.CHECKPOINT_CONSISTENCY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Result of a job, before it is compared with a golden.
+
+    Attributes:
+        attempts: In the order they ran.
+        verdict: FAILED or BROKEN where a repeat never trained as it should.
+        stopped: Why there was no further attempt although the last cause is transient, or None.
+    """
+
+    job: WorkloadJob
+    attempts: tuple[Attempt, ...]
+    verdict: Verdict
+    stopped: str | None = None
+
+    def facts(self, here: SessionFacts) -> SessionFacts:
+        """Return where and with what it ran: `here`, unless an engine's job recorded its own."""
+        return next((a.facts for a in reversed(self.attempts) if a.facts is not None), here)
+
+    @property
+    def clean(self) -> tuple[Attempt, ...]:
+        """The attempt of each repeat that trained as it should."""
+        return tuple(attempt for attempt in self.attempts if attempt.cause is None)
+
+    @property
+    def whole(self) -> tuple[Attempt, ...]:
+        """The attempts that trained as they should, also where what came after failed."""
+        return tuple(attempt for attempt in self.attempts if attempt.is_whole)
+
+    @property
+    def audit(self) -> Audit | None:
+        """Result of the determinism audit: of the last attempt that had one."""
+        return next((a.audit for a in reversed(self.attempts) if a.audit is not None), None)
+
+    @property
+    def duration_s(self) -> float:
+        """Time of all attempts."""
+        return sum(attempt.duration_s for attempt in self.attempts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedJob:
+    """A job that was planned and checked; only such a job can be trained.
+
+    Attributes:
+        plan: Plan of the first attempt of the first repeat, for GPUs that are not leased yet.
+        needed: By each attempt.
+        own_findings: Problems of the job itself, errors first.
+        engine_findings: Problems that its engine found.
+    """
+
+    job: WorkloadJob
+    plan: AttemptPlan
+    needed: Resources
+    own_findings: tuple[CheckFinding, ...]
+    engine_findings: tuple[CheckFinding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[CheckFinding, ...]:
+        """All problems."""
+        return (*self.own_findings, *self.engine_findings)
+
+    def without_engine_findings(self) -> CheckedJob:
+        """Return the job as one that its engine accepted before."""
+        return replace(self, engine_findings=())
+
+    def require_runnable(self) -> None:
+        """Refuse a job that cannot train, before it costs anything.
+
+        Raises:
+            LaunchError: A check found an error, a script is to run on several nodes, or a program
+                or checkpoint is missing.
+        """
+        problem = problem_of(self.findings)
+        if problem is not None:
+            raise LaunchError(*problem)
+        if self.plan.script is not None and self.needed.num_nodes > 1:
+            raise LaunchError(
+                self.job.workload.where,
+                f"has a script and nodes: {self.needed.num_nodes}; a script is run on one node; "
+                f"name the program by training_script_path instead, whose ranks are started on all",
+            )
+        require_inputs(self.plan)
+
+    def plan_of(
+        self, *, repeat: int, number: int, devices: tuple[str, ...] | None = None
+    ) -> AttemptPlan:
+        """Return the plan of an attempt, where `devices` are leased for these GPUs.
+
+        Raises:
+            MegatronError: It cannot be planned.
+        """
+        if devices is None and (repeat, number) == (self.job.replay.repeat, 1):
+            return self.plan
+        return _plan(self.job, repeat=repeat, number=number, devices=devices)
+
+    def described(
+        self, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
+    ) -> Planned:
+        """Return the plan of an attempt with its description for `plan.json`."""
+        description = describe_plan(self.job, plan, facts, repeat=repeat, number=number)
+        return Planned(plan=plan, description=description)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """Options from which a session or a command makes its jobs.
+
+    Attributes:
+        env: The controller's environment, with the variables that labels of CI set.
+        host: The machine whose GPUs run the jobs; None where it is not known.
+        tee_ranks: Ranks whose output is copied to the terminal, see `Setting`.
+        trace: Kind of trace of tensors, see `Setting`.
+        is_audited: Whether each training runs twice, see `Setting`.
+        max_attempts: As typed; None leaves it to the row.
+    """
+
+    root: Path
+    run_dir: Path
+    env: Mapping[str, str]
+    project: ProjectConfig
+    is_lightweight: bool
+    host: Host | None = None
+    tee_ranks: tuple[int, ...] | None = (0, 3)
+    trace: TraceValues | None = None
+    is_audited: bool = False
+    max_attempts: int | None = None
+    backoff_s: float = 0.0
+    table: Table = field(default_factory=builtin_table)
+    replay: Replay = field(default_factory=Replay)
+    is_writing_goldens: bool = False
+
+
+class JobPlace(Protocol):
+    """The part of an engine that jobs depend on."""
+
+    def settle(self, setting: Setting, workload: Workload) -> Setting:
+        """Return the setting of plans for this engine."""
+
+
+def make_job(
+    options: JobOptions, place: JobPlace, workload: Workload, node_id: str, *, num_repeats: int = 1
+) -> CheckedJob:
+    """Make the job of a workload.
+
+    Raises:
+        CaseError: The case cannot be read, or names no metric.
+        MegatronError: It cannot be planned, or the engine lacks a setting.
+        RecipeError: The row's keys about retries are wrong.
+    """
+    workload = options.replay.resized(workload)
+    setting = Setting(
+        root=options.root,
+        env=options.env,
+        tee_ranks=options.tee_ranks,
+        is_lightweight=options.is_lightweight,
+        has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
+        machine=ScriptMachine() if workload.script is None else look_at_machine(options.env),
+        secret_names=options.project.secret_names,
+        kept_variables=options.project.kept_variables,
+        trace=options.trace,
+        is_audited=options.is_audited,
+    )
+    job = WorkloadJob(
+        node_id=node_id,
+        workload=workload,
+        case=read_case_of(options.root, workload),
+        dirs=item_dirs(options.run_dir, node_id),
+        setting=place.settle(setting, workload),
+        num_repeats=1 if options.is_lightweight else num_repeats,
+        retry=policy_of(
+            workload,
+            max_attempts=options.max_attempts,
+            backoff_s=options.backoff_s,
+            table=options.table,
+        ),
+        table=options.table,
+        replay=options.replay,
+        is_writing_goldens=options.is_writing_goldens,
+    )
+    gpus = () if options.host is None else options.host.fitting(workload.platform)
+    checked = check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    if not isinstance(place, Checking):
+        return checked
+    found = place.findings(workload, job.setting, checked.needed)
+    return replace(checked, engine_findings=tuple(found))
+
+
+def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJob:
+    """Plan and check a job.
+
+    Args:
+        job: The job.
+        memory_bytes: Memory of a GPU that it will run on, where one is known.
+
+    Raises:
+        MegatronError: It cannot be planned.
+    """
+    plan = _plan(job, repeat=job.replay.repeat, number=1)
+    env = job.setting.env
+    hits = (
+        () if job.case is None else hits_of(job.workload, job.case, env, memory_bytes=memory_bytes)
+    )
+    return CheckedJob(
+        job=job, plan=plan, needed=_needs(job.workload, plan), own_findings=findings_of(hits)
+    )
+
+
+def _plan(
+    job: WorkloadJob, *, repeat: int, number: int, devices: tuple[str, ...] | None = None
+) -> AttemptPlan:
+    """Plan one attempt."""
+    dirs = job.dirs.attempt(repeat=repeat, attempt=number)
+    is_audited = job.setting.is_audited and repeat == job.replay.repeat
+    setting = replace(job.setting, devices=devices, is_audited=is_audited)
+    plan = plan_attempt(job.workload, job.case, dirs, setting, repeat=repeat)
+    return job.replay.cut(plan, job.node_id)
+
+
+def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
+    """Return the resources of an attempt; a release may take every window it has."""
+    segment = workload.spec.get("segment")
+    num_limits = 1 if plan.target is None else len(plan.trainings)
+    num_limits += len(plan.trainings) < len(plan.phases)  # an audit has one of its own
+    return Resources(
+        platform=workload.platform,
+        num_nodes=workload.nodes,
+        gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
+        ranks_per_node=workload.gpus,
+        time_limit_s=plan.time_limit_s * num_limits,
+        segment=segment if isinstance(segment, int) else None,
+    )
+
+
+def describe_plan(
+    job: WorkloadJob, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
+) -> dict[str, JsonValue]:
+    """Return the content of `plan.json`: all that a repetition needs, without secrets."""
+    redactor, kept = job.redactor(plan), job.setting.kept_variables
+    phases = [
+        RecordedPhase(
+            number=phase.number,
+            argv=tuple(redactor.words(phase.argv)),
+            env=redactor.env(kept_variables(phase.env, phase.own_env, kept)),
+            name=phase.name,
+            world_size=phase.world_size,
+            last_iteration=phase.last_iteration,
+            rewind_to=phase.resumes_after,
+            before_script=_redacted(redactor, phase.before_script),
+            after_script=_redacted(redactor, phase.after_script),
+        )
+        for phase in sorted(plan.phases, key=lambda phase: phase.number)
+    ]
+    case = job.case
+    record = RecordedPlan(
+        node_id=job.node_id,
+        repeat=repeat,
+        attempt=number,
+        recipe=job.workload.where,
+        case=None if case is None else str(case.path),
+        cwd=str(plan.cwd),
+        phases=tuple(phases),
+        script=_redacted(redactor, plan.script),
+        world_size=plan.world_size,
+        nodes=job.workload.nodes,
+        platform=job.workload.platform,
+        time_limit_s=plan.time_limit_s,
+        until_iteration=None if plan.target is None else plan.target.iteration,
+        gradient_tolerance=job.gradient_tolerance,
+        seed=None if case is None else case.argument("--seed"),
+        is_lightweight=job.setting.is_lightweight,
+        python_hash_seed=job.setting.env.get("PYTHONHASHSEED"),
+        planned=utc_now(),
+        **facts.as_keys(),
+    )
+    return to_json(record)
+
+
+def _redacted(redactor: Redactor, text: str | None) -> str | None:
+    return None if text is None else redactor.text(text)
+
+
+def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
+    """Return what a case compares.
+
+    Raises:
+        CaseError: It names nothing to compare, or, in an inference case, what no such program
+            writes: then nothing would be compared, or not what was meant.
+    """
+    if case.mode is CaseMode.RL:
+        return rl_metrics(case.metrics)
+    if case.metrics == ():
+        raise CaseError(
+            str(case.path),
+            "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
+        )
+    if case.mode is CaseMode.PRETRAINING:
+        return DEFAULT_METRICS if case.metrics is None else case.metrics
+    known = ", ".join(sorted(GENERATION_METRICS))
+    if case.metrics is None:
+        raise CaseError(str(case.path), f"METRICS is missing, expected some of {known}")
+    for name in case.metrics:
+        if name not in GENERATION_METRICS:
+            raise CaseError(
+                str(case.path),
+                f"METRICS: {name!r} is not compared in MODE inference, expected some of {known}"
+                f"{nearest(name, GENERATION_METRICS)}",
+            )
+    return case.metrics
+
+
+def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
+    """Return the test case of a row; None for one with a script and without a case.
+
+    Raises:
+        CaseError: The case cannot be read, or names no metric.
+    """
+    path = case_path(root, workload)
+    if workload.script is not None and not path.is_file():
+        return None
+    case = read_case(path)
+    metric_names_of(case)  # a case that compares nothing is told before it costs anything
+    return case

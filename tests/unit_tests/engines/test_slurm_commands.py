@@ -1,0 +1,225 @@
+"""`pytest-megatron sbatch` and `interactive`: what a person would submit, and what it does."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from labs import SlurmLab
+
+from pytest_megatron.engines.slurm.command import interactive, sbatch
+from pytest_megatron.errors import LaunchError
+
+ROOT = Path(__file__).parents[3]
+RECIPE = """\
+type: basic
+format_version: 1
+spec:
+  model: gpt
+  nodes: 1
+  gpus: 2
+  platforms: cpu
+  training_script_path: train.py
+products:
+  - test_case: [tp2]
+    products:
+      - {environment: [dev], scope: [mr], platforms: [cpu, dgx_h100]}
+  - test_case: [two_nodes]
+    products:
+      - {environment: [dev], scope: [mr], platforms: [dgx_h100], nodes: [2], segment: [2]}
+"""
+CASE = "TEST_TYPE: regular\nENV_VARS: {}\nMODEL_ARGS: {--train-iters: 4}\nMETRICS: [lm loss]\n"
+CLUSTER = """\
+format_version: 1
+slurm:
+  account: team
+  partition: batch
+  python: python
+  env: {TEXT: "it's $HOME"}
+  platforms:
+    dgx_h100:
+      job_env: {ENROOT_X: "a b"}
+      container: {image: dev.sqsh}
+      setup: ["module load cuda"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a recipe and the settings of a cluster, as the current directory."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/gpt.yaml").write_text(RECIPE)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    (tmp_path / "train.py").touch()
+    for name in ("tp2", "two_nodes"):
+        case = tmp_path / "tests/functional_tests/test_cases/gpt" / name
+        case.mkdir(parents=True)
+        (case / "model_config.yaml").write_text(CASE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def told(*arguments: str, run_dir: str = "run") -> str:
+    words = [*arguments, "--executor-config", "cluster.yaml", "--run-dir", run_dir]
+    done = CliRunner().invoke(interactive, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout.replace(" \\\n    ", " ")  # how far lines go depends on paths
+
+
+def test_interactive_prints_a_shell_on_one_node_and_what_to_type_in_it(project: Path) -> None:
+    assert told("recipes/gpt.yaml::tp2[dev-dgx_h100]", "--lightweight") == (
+        "# a shell on a node with what it needs:\n"
+        "export ENROOT_X='a b'\n"
+        "module load cuda\n"
+        "srun --job-name=gpt-tp2-dev-dgx_h100-fc5f5e --account=team --nodes=1 --partition=batch "
+        "--time=00:40:00 --gpus-per-node=2 --ntasks=1 --container-image=dev.sqsh "
+        f"--container-mounts={project}:{project} "
+        f"--container-workdir={project} --no-container-mount-home --pty bash -i\n"
+        "# in it:\n"
+        "export TEXT='it'\"'\"'s $HOME'\n"
+        f"cd {project}\n"
+        "python -m pytest -p megatron 'recipes/gpt.yaml::tp2[dev-dgx_h100]' "
+        "--megatron-lightweight\n"
+    )
+    assert not (project / "run").exists()
+
+
+def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Path) -> None:
+    lines = told("two_nodes[dev-dgx_h100]").splitlines()
+    assert lines[:2] == [
+        "# its nodes:",
+        (
+            "salloc --job-name=gpt-two_nodes-dev-dgx_h100-6779f0 --account=team --nodes=2 "
+            "--ntasks-per-node=1 --partition=batch --segment=2 --time=00:40:00 --gpus-per-node=2"
+        ),
+    ]
+    assert "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT" in lines
+    shown = [line for line in lines if line.startswith("#   ")]
+    assert shown[0].startswith("#   python -m torch.distributed.run --nnodes 2 ")
+    assert any(" train.py --train-iters 4" in line for line in shown)
+    spec = project / "run/engine/spec.json"
+    assert any(
+        line.endswith(f" python -m pytest_megatron.workloads.engine.worker {spec}")
+        for line in lines
+    )
+    assert stat.S_IMODE(spec.stat().st_mode) == 0o600
+    assert json.loads(spec.read_text())["env"] == {"TEXT": "it's $HOME"}
+
+
+def test_a_run_directory_beside_the_project_is_mounted_into_its_container(project: Path) -> None:
+    (project / "inside").mkdir()
+    (project / "out").symlink_to(project.parent / "scratch")
+    for named, real in (("inside/../../runs", "runs"), ("out/run", "scratch/run")):
+        mounts = f"{project}:{project},{project.parent / real}:{project.parent / real}"
+        lines = told("two_nodes[dev-dgx_h100]", run_dir=named)
+        assert f"--container-mounts={mounts} " in lines
+
+
+@pytest.mark.parametrize(
+    ("item", "options", "message"),
+    [
+        ("tp3[dev-cpu]", [], r"no workload 'tp3\[dev-cpu\]' in recipes, .* mean 'tp2\[dev-cpu\]'"),
+        ("recipes/gpt.yaml::tp2", [], r"expected one of tp2\[dev-cpu\], tp2\[dev-dgx_h100\]"),
+        ("gpt.yaml::tp2[dev-cpu]", ["--recipes", "recipes/none"], "no such file or directory"),
+        ("t5.yaml::tp2[dev-cpu]", ["--recipes", "recipes"], "--recipes recipes: holds no t5.yaml"),
+        ("recipes/t5.yaml::tp2[dev-cpu]", [], "t5.yaml: cannot be read: No such file"),
+    ],
+)
+def test_an_item_that_is_not_there(
+    project: Path, item: str, options: list[str], message: str
+) -> None:
+    del project
+    with pytest.raises(Exception, match=message):
+        CliRunner().invoke(interactive, [item, *options], catch_exceptions=False)
+
+
+def test_a_run_directory_is_used_once(project: Path) -> None:
+    told("two_nodes[dev-dgx_h100]")
+    (project / "run/engine/outcome.json").write_text("{}")
+    with pytest.raises(LaunchError, match="holds an earlier run; give another"):
+        told("two_nodes[dev-dgx_h100]")
+
+
+def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "broken").mkdir()
+    code = "raise ModuleNotFoundError('no', name='nemo_run')"
+    (project / "broken/nemo_run.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(project / "broken"))
+    with pytest.raises(LaunchError, match=r"^nemo-run: is not installed, .* pip install"):
+        CliRunner().invoke(sbatch, ["tp2[dev-cpu]", "--run-dir", "run"], catch_exceptions=False)
+    assert not (project / "run").exists()
+
+
+def test_what_sbatch_prints_trains_whenever_it_is_submitted(
+    slurm_lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from a shell in which a launcher has left its variables, which once hung."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run_dir = tmp_path / "a run"
+    (tmp_path / "cluster.yaml").write_text("format_version: 1\nslurm: {mode: srun-native}\n")
+    words = ["tp1_pp1[dev-cpu]", "--project", str(ROOT), "--recipes", str(ROOT / "recipes")]
+    words += ["--lightweight", "--executor-config", "cluster.yaml"]
+    done = CliRunner().invoke(sbatch, [*words, "--run-dir", str(run_dir)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    script = tmp_path / "job.sh"
+    script.write_text(done.stdout)
+    title = "gpt-tp1_pp1-dev-cpu-d11620"
+    left = {"MASTER_ADDR": "203.0.113.1", "MASTER_PORT": "29500", "RANK": "7", "WORLD_SIZE": "8"}
+    for number, suffix in ((1, ""), (2, "-2")):
+        submitted = slurm_lab.run("sbatch", "--parsable", str(script), cwd=tmp_path, env=left)
+        job = int(submitted.stdout)
+        state = slurm_lab.wait_for(job, limit_s=180)
+        log = run_dir / f"engine/logs/{title}-{job}.out"
+        assert state == "COMPLETED", log.read_text()
+        outcome = json.loads((run_dir / f"engine/outcome{suffix}.json").read_text())
+        (end,) = outcome["ends"]
+        assert (end["end"], end["returncode"], outcome["job_id"]) == ("exited", 0, str(job))
+        attempt = run_dir / title / "repeat_1" / f"attempt_{number}"
+        assert f"pytest-megatron: logs and metrics: {attempt}; outcome" in log.read_text()
+        assert "iteration        4/" in (attempt / "phase_1/logs/0/stdout.log").read_text()
+        assert (attempt / "phase_1/tensorboard").is_dir()
+
+
+def test_a_wrong_number_of_tasks_is_said(
+    project: Path, slurm_lab: SlurmLab, tmp_path: Path
+) -> None:
+    told("two_nodes[dev-dgx_h100]")
+    (project / "train.py").touch()
+    worker = (
+        sys.executable,
+        "-m",
+        "pytest_megatron.workloads.engine.worker",
+        "run/engine/spec.json",
+    )
+    done = slurm_lab.run("srun", "--nodes=1", "--ntasks=1", "--time=2", *worker, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "pytest-megatron: srun: started 1 task, expected some on each of 2 nodes" in done.stderr
+    done = slurm_lab.run("srun", "--nodes=1", "--ntasks=2", "--time=2", *worker, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "started 2 tasks (2 on node" in done.stderr
+    assert "give srun --nodes=2 --ntasks-per-node=1" in done.stderr
+    assert json.loads((project / "run/engine/outcome-2.json").read_text())["trouble"]
+
+
+def test_what_the_cluster_would_not_take_is_said_beside_the_script(
+    project: Path, slurm_lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, slurm_lab.env[name])
+    (project / "cluster.yaml").write_text(CLUSTER.replace("batch", "short"))
+    words = ["tp2[dev-cpu]", "--executor-config", "cluster.yaml", "--run-dir", "runs"]
+    result = CliRunner().invoke(interactive, words)
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "pytest-megatron: error: cluster.yaml: slurm: the job asks for 00:40:00, and partition "
+        "short gives at most 00:02:00: it is refused, or waits for ever; lower the recipe's "
+        "time_limit or time_slack, or choose another partition [partition-time]\n"
+    )

@@ -1,0 +1,179 @@
+"""Hosts that lack something: what can work there does, and the rest is one error."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from gang_suite import Suite, wait_until
+
+from pytest_megatron.session.options import findable
+
+TESTS = """
+    import torch
+    import torch.distributed as dist
+
+
+    def test_adds_up(process_group):
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+"""
+NO_IPV4 = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo"
+
+
+def command_in(suite: Suite, namespaces: Sequence[str], first: str) -> list[str]:
+    """Return pytest's command line in namespaces of its own, where it may have them."""
+    inside = ["unshare", *namespaces, "sh", "-c", f'{first} && exec "$@"', "sh"]
+    try:
+        done = subprocess.run([*inside, "true"], check=False, capture_output=True)
+    except OSError:
+        pytest.skip("there is no unshare")
+    if done.returncode:
+        pytest.skip(f"no such namespace: {done.stderr.decode().strip()}")
+    return [*inside, *suite.command()]
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path).write(test_sum=TESTS)
+
+
+@pytest.mark.parametrize("more", [[], ["-n", "1"]])
+def test_a_host_without_loopback_is_one_error(more: list[str], suite: Suite) -> None:
+    run = suite.run("--ranks", "2", *more, command=command_in(suite, ["-n"], "true"))
+    assert run.returncode == 4
+    assert run.stderr == (
+        "ERROR: network: processes of this host cannot reach one another by 127.0.0.1 or ::1, and "
+        "ranks have no other way to meet; bring the loopback interface up: ip link set lo up\n\n"
+    )
+
+
+def test_marks_alone_on_a_host_without_loopback_are_one_error(suite: Suite) -> None:
+    suite.write(test_mark="import pytest\n\n@pytest.mark.world_size(2)\ndef test_m(): pass\n")
+    run = suite.run("test_mark.py", command=command_in(suite, ["-n"], "true"))
+    assert run.returncode == 4
+    assert run.stderr.startswith("ERROR: network: processes of this host cannot reach one another")
+
+
+def test_ranks_of_a_host_without_ipv4_meet(suite: Suite) -> None:
+    command = [*command_in(suite, ["-n"], NO_IPV4), "-p", "no:rerunfailures"]  # it wants IPv4
+    run = suite.run("--ranks", "2", command=command)
+    assert run.summary == "1 passed", run.stdout
+
+
+def test_a_host_without_proc_is_one_error(suite: Suite) -> None:
+    command = command_in(suite, ["-m"], "mount -t tmpfs none /proc")
+    run = suite.run("--ranks", "2", command=command)
+    assert run.returncode == 4
+    assert run.stderr == (
+        "ERROR: /proc: is not mounted, and processes of ranks are found by it; "
+        "mount it: mount -t proc proc /proc\n\n"
+    )
+
+
+def test_a_proc_of_another_namespace_is_one_error(suite: Suite) -> None:
+    run = suite.run("--ranks", "2", command=command_in(suite, ["-p", "-f"], "true"))
+    assert run.returncode == 4
+    assert run.stderr.startswith("ERROR: /proc: is of another PID namespace, and processes of")
+
+
+@pytest.mark.parametrize("start", ["fork", "fresh"])
+def test_a_checkout_may_have_any_name(start: str, tmp_path: Path) -> None:
+    name = "a::b[1] \u00fc\u4e2d"
+    (tmp_path / name).mkdir()
+    suite = Suite(tmp_path / name).write(test_rank="def test_rank(rank): assert rank < 2")
+    run = suite.run("--ranks", "2", "--gang-start", start)
+    assert run.summary == "1 passed", run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("directory", "arguments", "found"),
+    [
+        ("/a::b", ["/a::b"], ["."]),
+        ("/a::b", ["/a::b/t/u.py::test[1]", "t", "/c"], ["t/u.py::test[1]", "t", "/c"]),
+        ("/a[1]", ["/a[1]/t"], ["t"]),
+        ("/a", ["/a", "/a/t.py::u"], ["/a", "/a/t.py::u"]),
+    ],
+)
+def test_arguments_below_a_directory_with_a_node_ids_signs_are_made_relative(
+    directory: str, arguments: list[str], found: list[str]
+) -> None:
+    assert findable(arguments, directory) == found
+
+
+ENVIRONMENTS = {
+    "no home, plain language, no bytecode, private files, few descriptors": (
+        "unset HOME; export LANG=C LC_ALL=C PYTHONDONTWRITEBYTECODE=1; umask 077; ulimit -n 64"
+    ),
+    "a home that is not there, a safe path, optimised": (
+        "export HOME=/nowhere PYTHONSAFEPATH=1 PYTHONOPTIMIZE=1"
+    ),
+    "almost no variables, options in one of them and in an option": (
+        'exec env -i PATH="$PATH" GANG_SUITE="$GANG_SUITE" PYTEST_ADDOPTS="-p no:cacheprovider" '
+        '"$@" -o addopts=-q'
+    ),
+}
+ORDINARY = """
+    import os
+    import sys
+
+    import pytest
+
+    from helper import double
+
+
+    def test_meets(process_group, rank, tmp_path, shared_tmp_path):
+        import torch
+
+        (tmp_path / "\u00fc").write_text(str(rank), encoding="utf-8")
+        tensor = torch.ones(1)
+        torch.distributed.all_reduce(tensor)
+        if double(tensor.item()) != 4:
+            pytest.fail("wrong")
+
+
+    def test_prints(capfd):
+        os.write(1, "\u00fc".encode())
+        if capfd.readouterr().out != "\u00fc":
+            pytest.fail("wrong")
+
+
+    def test_fails(rank):
+        if rank == 1:
+            raise ValueError("known")
+"""
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_ordinary_tests_have_their_outcomes_in_any_environment(name: str, tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(
+        helper="def double(number): return 2 * number", test_ordinary=ORDINARY
+    )
+    (tmp_path / "conftest.py").touch()
+    shell = ["sh", "-c", f'{ENVIRONMENTS[name]}; exec "$@"', "sh"]
+    run = suite.run("--ranks", "2", "-v", command=[*shell, *suite.command()])
+    summary = run.summary.removesuffix(", 1 warning")  # pytest's own where it is optimised
+    assert (run.returncode, summary) == (1, "1 failed, 2 passed"), run.stdout + run.stderr
+    assert "[rank 1] ValueError: known" in run.stdout
+    assert "/pytest_megatron/" not in run.stdout + run.stderr  # no frame of ours
+
+
+def test_a_session_whose_output_cannot_be_written_leaves_nothing(suite: Suite) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            suite.command("--ranks", "2"),
+            cwd=suite.root,
+            env=suite.env(PYTHONUNBUFFERED="1"),  # else Python's own exit code is 120
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith("OSError: [Errno 28] No space left on device\n")
+    assert "/pytest_megatron/" not in done.stderr  # as plain pytest ends
+    wait_until(lambda: not suite.processes(), "no process is left")

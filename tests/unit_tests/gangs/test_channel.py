@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.gangs.ipc.channel import (
+    Channel,
+    Listener,
+    WrongKeyError,
+    connect,
+    listen_locally,
+    listen_on,
+)
+from pytest_megatron.gangs.ipc.messages import Broken, Close, Closed, Message, Register, encode
+
+DEADLINE_S = 60.0
+REGISTER = Register(role="rank", gang=1, rank=0, node_rank=0, pid=1)
+KEY = b"k" * 32
+
+
+def pair() -> tuple[Channel, Channel]:
+    left, right = socket.socketpair()
+    return Channel(left), Channel(right)
+
+
+def drain_until(channel: Channel, num_messages: int) -> list[Message]:
+    """Read as the controller does, until there are enough or no more can come."""
+    messages: list[Message] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(messages) < num_messages and not channel.is_closed:
+        wait_s = max(0.0, deadline - time.monotonic())
+        assert select.select([channel.fileno()], [], [], wait_s)[0], "nothing came"
+        messages += channel.drain()
+    return messages
+
+
+def take_in(listener: Listener) -> Channel:
+    """Accept callers until one has proved itself, in the way of the controller's loop."""
+    waiting: list[socket.socket] = []
+    while True:
+        sources = [listener.fileno(), *(c.fileno() for c in waiting)]
+        readable = select.select(sources, [], [], DEADLINE_S)[0]
+        assert readable, "nobody proved itself"
+        for connection in [c for c in waiting if c.fileno() in readable]:
+            channel = listener.prove(connection)
+            if channel is not None:
+                return channel
+        if listener.fileno() in readable:
+            waiting.append(listener.accept())
+
+
+def call(address: str, key: bytes, keep: list[Channel], errors: list[OSError]) -> threading.Thread:
+    def run() -> None:
+        try:
+            keep.append(connect(address, key, REGISTER))
+        except OSError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=run)
+    caller.start()
+    return caller
+
+
+def listen_on_tcp() -> Listener:
+    return listen_on("127.0.0.1", 0, KEY)
+
+
+@pytest.mark.parametrize("listen", [listen_locally, listen_on_tcp], ids=["unix", "tcp"])
+def test_a_caller_with_the_key_gets_through_past_a_silent_one(
+    listen: Callable[[], Listener],
+) -> None:
+    with closing(listen()) as listener:
+        scheme, _, rest = listener.address.partition(":")
+        if scheme == "unix":
+            silent = socket.socket(socket.AF_UNIX)
+            silent.connect(rest)
+        else:
+            silent = socket.create_connection(("127.0.0.1", int(rest.rpartition(":")[2])))
+        called: list[Channel] = []
+        caller = call(listener.address, listener.key, called, [])
+        with closing(take_in(listener)) as channel:
+            assert drain_until(channel, 1) == [REGISTER]
+            channel.send(Close())
+            caller.join(DEADLINE_S)
+            assert called[0].receive() == Close()
+            called[0].close()
+        silent.close()
+
+
+def test_a_caller_without_the_key_is_refused_and_told_nothing() -> None:
+    with closing(listen_locally()) as listener:
+        errors: list[OSError] = []
+        caller = call(listener.address, b"another key", [], errors)
+        with pytest.raises(WrongKeyError, match="does not know the key"):
+            take_in(listener)
+        caller.join(DEADLINE_S)
+        assert isinstance(errors[0], WrongKeyError)
+        assert "has another key, and hung up" in str(errors[0])
+
+
+def test_a_controller_without_the_key_is_refused() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as impostor:
+        errors: list[OSError] = []
+        caller = call(f"tcp:127.0.0.1:{impostor.getsockname()[1]}", KEY, [], errors)
+        connection, _ = impostor.accept()
+        connection.sendall(b"n" * 32)
+        received = b""
+        while len(received) < 64:
+            received += connection.recv(64)
+        connection.sendall(received[32:])  # its own proof back
+        caller.join(DEADLINE_S)
+        connection.close()
+    assert isinstance(errors[0], WrongKeyError)
+
+
+def test_a_caller_that_hangs_up_is_no_caller() -> None:
+    with closing(listen_locally()) as listener:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(listener.address.partition(":")[2])
+            caller.sendall(b"half a nonce")
+        with pytest.raises(PermissionError, match="hung up"):
+            take_in(listener)
+
+
+def test_a_local_listener_leaves_nothing_on_disk_and_is_private() -> None:
+    listener = listen_locally()
+    directory = Path(listener.address.partition(":")[2]).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    listener.close()
+    assert not directory.exists()
+
+
+def test_frames_come_whole_however_they_are_cut() -> None:
+    ours, theirs = socket.socketpair()
+    messages: list[Message] = [Broken(problem="x" * 3000), Close(), Closed(problem="")]
+    frames = [encode(m) for m in messages]
+    content = b"".join(len(f).to_bytes(4, "big") + f for f in frames)
+    with closing(Channel(ours)) as channel, closing(theirs):
+        received = []
+        for start in range(0, len(content), 7):
+            theirs.sendall(content[start : start + 7])
+            received += drain_until(channel, 0) + channel.drain()
+        assert received == messages
+
+
+def test_a_large_message_gets_through_while_the_other_side_reads() -> None:
+    left, right = pair()
+    with closing(left), closing(right):
+        message = Broken(problem="x" * 5_000_000)
+        sender = threading.Thread(target=left.send, args=(message,))
+        sender.start()
+        assert drain_until(right, 1) == [message]
+        sender.join(DEADLINE_S)
+
+
+def test_last_words_are_read_before_the_end() -> None:
+    left, right = pair()
+    with closing(right):
+        left.send(Closed(problem="bye"))
+        left.close()
+        assert (right.drain(), right.drain()) == ([Closed(problem="bye")], [])
+        assert right.is_closed
+        right.send(Close())  # to nobody: no error
+        assert right.receive() is None
+
+
+def test_descriptors_come_with_the_message() -> None:
+    left, right = pair()
+    with closing(left), closing(right):
+        readable, writable = os.pipe()
+        left.send(Close(), [writable])
+        os.close(writable)
+        message, (received,) = right.receive_with_descriptors()
+        os.write(received, b"hello")
+        assert (message, os.read(readable, 5)) == (Close(), b"hello")
+        os.close(received)
+        os.close(readable)
+
+
+def test_a_frame_without_an_end_closes_the_connection_before_it_fills_memory() -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Channel(ours)) as channel, closing(theirs):
+        theirs.sendall(b"\xff\xff\xff\xff")
+        assert (channel.drain(), channel.is_closed) == ([], True)
+
+
+def test_a_local_caller_waits_for_a_busy_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_megatron.gangs.ipc.channel._HANDSHAKE_S", 0.01)
+    keep: list[Channel] = []
+    errors: list[OSError] = []
+    with closing(listen_locally()) as listener:
+        caller = call(listener.address, listener.key, keep, errors)
+        caller.join(0.3)
+        assert (caller.is_alive(), errors) == (True, [])
+        take_in(listener).close()
+        caller.join(DEADLINE_S)
+    assert (len(keep), errors) == (1, [])
+    keep[0].close()

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import pytest
+
+from pytest_megatron.gangs.ipc.messages import (
+    Adopt,
+    AskStacks,
+    BecomeRank,
+    Broken,
+    Close,
+    Closed,
+    Collected,
+    DebuggerAnswer,
+    DebuggerLeft,
+    DebuggerLine,
+    DebuggerReads,
+    DebuggerWanted,
+    DebuggerWrote,
+    Died,
+    Done,
+    Fork,
+    Interrupt,
+    Joined,
+    Kill,
+    Killed,
+    Message,
+    Mirrored,
+    OpenStore,
+    PhaseEnded,
+    RankConfig,
+    Ready,
+    Register,
+    Run,
+    SessionEnded,
+    SessionExited,
+    SessionStarted,
+    Stacks,
+    StartSession,
+    StoreOpened,
+    Welcome,
+    decode,
+    encode,
+    encode_within,
+)
+
+CONFIG = RankConfig(
+    gang=1,
+    rank=3,
+    world_size=4,
+    node_rank=1,
+    device="cpu",
+    env={"RANK": "3", "WORD": "ü\n"},
+    log_dir="logs/3",
+    base_temp="tmp/3",
+    coverage={"branch": True, "source": ["a", "b"]},
+    coverage_file=".coverage",
+)
+MESSAGES: tuple[Message, ...] = (
+    Register(role="fork_server", gang=0, rank=-1, node_rank=2, pid=7),
+    Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
+    Adopt(collector=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
+    Ready(missing={"test_a.py::test_1": "ImportError: b"}),
+    PhaseEnded(run=1, when="call", outcome="failed"),
+    Done(
+        run=1,
+        reports=(["setup", 1.0, 2.0], {"when": "call", "sections": [["out", "x\0y"]]}),
+        warnings=({"text": "old"},),
+        num_collectives=4,
+        num_rendezvous=1,
+        poison="an illegal memory access",
+        stop=("exit", "enough", 3),
+        printed="SETUP",
+    ),
+    Closed(problem="E"),
+    Broken(problem="Traceback"),
+    DebuggerWanted(reason="breakpoint"),
+    DebuggerWrote(text="(Pdb) "),
+    DebuggerReads(),
+    DebuggerLeft(),
+    Run(
+        run=1,
+        index=2,
+        node_id="test_a.py::test[\N{SNOWMAN}]",
+        next_index=-1,
+        next_node_id="",
+        shared_dir="tmp",
+        is_last_if_failed=True,
+    ),
+    Close(),
+    DebuggerAnswer(may_enter=True),
+    DebuggerLine(text="p x\n"),
+    Fork(configs=(CONFIG, CONFIG)),
+    Died(gang=1, rank=3, exit_code=-11, phase="setup"),
+    OpenStore(gang=1, host="127.0.0.1"),
+    StoreOpened(gang=1, port=0, problem="no port"),
+    Kill(gang=1),
+    Killed(gang=1),
+    Interrupt(gang=1),
+    AskStacks(gang=1, ranks=(0, 3)),
+    Stacks(gang=1, stacks={"3": "File"}, flights={"3": "{}"}, phases={"3": "call"}),
+    Welcome(
+        num_nodes=2,
+        ranks_per_node=2,
+        num_gpus=0,
+        node_ids=("test_a.py::test_1",),
+        collecting="fork",
+    ),
+    Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
+    Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
+    SessionEnded(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
+    StartSession(
+        program="pytest.main",
+        arguments=("-x", "--co"),
+        argv=("pytest", "-x"),
+        orig_argv=("python", "-m", "pytest", "-x"),
+        path=("/lib",),
+        env={"A": "\udcff"},
+        directory="/work",
+        umask=0o22,
+        descriptors=(0, 1, 2, 63),
+        streams=(["utf-8", "strict"], ["utf-8", "strict", "line"], ["ascii", "replace", "raw"]),
+        limits=([1, -1],),
+        ignored=(1,),
+        blocked=(),
+    ),
+    SessionStarted(pid=4),
+    SessionExited(exit_code=-9, doubt="torch has changed"),
+    BecomeRank(content="{}"),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=[type(m).__name__ for m in MESSAGES])
+def test_a_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_every_kind_of_message_is_tried_here() -> None:
+    assert {type(m) for m in MESSAGES} == set(Message.__args__)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xff\xfe", id="no-text"),
+        pytest.param(b"7", id="number"),
+        pytest.param(b"[]", id="no-name"),
+        pytest.param(b'["Close"]', id="no-fields"),
+        pytest.param(b'["Close", []]', id="fields-without-names"),
+        pytest.param(b'["Close", {"now": 1}]', id="unknown-field"),
+        pytest.param(b'["Closed", {}]', id="missing-field"),
+        pytest.param(b'["Popen", {"args": "rm"}]', id="unknown-name"),
+        pytest.param(b"[[], {}]", id="name-that-is-none"),
+        pytest.param(b'["Fork", {"configs": [1]}]', id="config-that-is-none"),
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
+)
+def test_nonsense_is_refused(frame: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        decode(frame)
+
+
+def test_what_is_no_message_is_not_sent() -> None:
+    with pytest.raises(TypeError, match="cannot be sent: <object"):
+        encode(Done(run=1, reports=(object(),)))  # type: ignore[arg-type]  # the point of it
+
+
+def test_a_message_that_is_too_long_is_cut_and_says_so() -> None:
+    done = Done(
+        run=1,
+        reports=({"longrepr": "a" * 900_000, "user_properties": [["p", "\n" * 900_000]]},),
+        warnings=(),
+        num_collectives=0,
+        num_rendezvous=0,
+        poison="",
+        stop=(),
+        printed="b" * 900_000,
+        printed_late="short",
+        is_clean=True,
+    )
+    assert encode_within(done, 10_000_000) == encode(done)
+    cut = decode(encode_within(done, 1_000_000))
+    assert isinstance(cut, Done)
+    left = f"{'b' * 31_250}\n[837500 of 900000 characters are left out here]\n{'b' * 31_250}"
+    assert (cut.run, cut.printed, cut.printed_late) == (1, left, "short")
+    assert len(encode(cut)) < 1_000_000
+
+
+def test_a_message_of_too_many_values_is_cut() -> None:
+    broken = Done(
+        run=1,
+        reports=({"user_properties": [["p", list(range(100_000))]]},),
+        warnings=(),
+        num_collectives=0,
+        num_rendezvous=0,
+        poison="",
+        stop=(),
+        printed="",
+        printed_late="",
+        is_clean=True,
+    )
+    assert len(encode_within(broken, 50_000)) < 50_000

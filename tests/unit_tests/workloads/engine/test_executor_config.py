@@ -1,0 +1,153 @@
+"""The file of `--executor-config`: what it gives, and how it is refused."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.errors import ConfigError
+from pytest_megatron.workloads.engine.config import (
+    ContainerConfig,
+    DockerConfig,
+    LaunchMode,
+    SlurmConfig,
+    minutes_of,
+)
+from pytest_megatron.workloads.engine.config_file import (
+    read_docker_config,
+    read_executor_config,
+    read_slurm_config,
+)
+
+REFERENCE = Path(__file__).parents[4] / "docs/reference"
+CLUSTER = """\
+format_version: 1
+slurm:
+  account: 0123
+  partition: batch
+  exclude: ["node[3-4]", node9]
+  time: 1:30:00
+  mem: 0
+  mode: srun-native
+  container: {image: /images/dev.sqsh, mounts: ["/data:/data:ro"]}
+  env: {OMP_NUM_THREADS: 1, LR: 1.0e-5, TEXT: "a b $HOME 'c' \\"d\\"\\ne"}
+  platforms:
+    dgx_h100:
+      partition: h100
+      gres: "gpu:h100:{gpus}"
+      exclusive: false
+      env: {LR: 2.0e-5}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_numbers_that_stand_for_texts_arrive_as_they_are_written(tmp_path: Path) -> None:
+    assert read_executor_config(written(tmp_path, CLUSTER)).slurm == SlurmConfig(
+        account="0123",
+        partition="batch",
+        exclude=("node[3-4]", "node9"),
+        time="1:30:00",
+        mem="0",
+        mode=LaunchMode.SRUN_NATIVE,
+        container=ContainerConfig(image="/images/dev.sqsh", mounts=("/data:/data:ro",)),
+        env={"OMP_NUM_THREADS": "1", "LR": "1.0e-5", "TEXT": "a b $HOME 'c' \"d\"\ne"},
+        platforms=read_slurm_config(tmp_path / "cluster.yaml").platforms,
+    )
+
+
+def test_a_platform_changes_its_keys_and_keeps_the_others(tmp_path: Path) -> None:
+    config = read_slurm_config(written(tmp_path, CLUSTER), {"cpu", "dgx_h100"})
+    here, there = config.at("dgx_h100"), config.at("cpu")
+    assert (here.partition, here.gres, here.exclusive) == ("h100", "gpu:h100:{gpus}", False)
+    assert (here.account, here.mode) == ("0123", LaunchMode.SRUN_NATIVE)
+    assert here.env == {**there.env, "LR": "2.0e-5"}
+    assert (there.partition, there.gres, there.exclusive) == ("batch", None, None)
+
+
+def test_without_a_file_slurm_has_defaults_and_docker_no_image() -> None:
+    assert read_slurm_config(None) == SlurmConfig()
+    assert SlurmConfig().port_range == range(20000, 30000)
+    with pytest.raises(ConfigError, match="docker needs to know which image"):
+        read_docker_config(None)
+
+
+def test_docker_settings(tmp_path: Path) -> None:
+    file = written(tmp_path, "format_version: 1\ndocker: {image: dev, ulimits: {nofile: 99}}\n")
+    assert read_docker_config(file) == DockerConfig(image="dev", ulimits={"nofile": 99})
+    with pytest.raises(ConfigError, match="has no section docker"):
+        read_docker_config(written(tmp_path, "format_version: 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [("90", 90), ("1:30", 2), ("1:30:00", 90), ("2-0", 2880), ("1-2:30", 1590), ("0:0:1", 1)],
+)
+def test_times_of_slurm(time: str, minutes: int) -> None:
+    assert minutes_of(time) == minutes
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("slurm: {partitoin: x}", "slurm.partitoin: unknown key, .* did you mean 'partition'"),
+        ("slurm: {container: {imag: x}}", "slurm.container.imag: unknown key, expected one of"),
+        ("slurm: {uv_sync: {venv: /v/x, arg: []}}", "uv_sync.arg: unknown key, .* mean 'args'"),
+        ("slurm: {platforms: {a: {mode: torchrun}}}", r"slurm.platforms.a.mode: unknown key"),
+        ("slurm: {time: soon}", "slurm.time: found 'soon', expected a time of Slurm's"),
+        ("slurm: {ports: 9-5}", "slurm.ports: found '9-5', expected FIRST-LAST within 1-65535"),
+        ("slurm: {ports: 9-70000}", "slurm.ports: found '9-70000'"),
+        (
+            "slurm: {mode: mpirun}",
+            "slurm.mode: found 'mpirun', expected one of srun-native",
+        ),
+        ("slurm: {interval: 0}", "slurm.interval: found 0, expected a number > 0"),
+        ("slurm: {max_jobs: 0}", "slurm.max_jobs: found 0, expected an integer >= 1"),
+        ("slurm: {exclude: node1}", "slurm.exclude: found 'node1', expected a list"),
+        ("slurm: {env: {A B: x}}", "expected the name of a variable"),
+        ("slurm: {env: {A: }}", "slurm.env.A: found None, expected a string"),
+        ("slurm: {srun_flags: [-n 3]}", r"srun_flags\[0\]: found '-n 3', expected a long flag"),
+        ("slurm: {sbatch_flags: [--array=3]}", "'--array=3' is what the engine sets itself"),
+        ("slurm: {srun_flags: [--mpi=x]}", "has a key of its own, mpi; write it there"),
+        (
+            "slurm: {platforms: {a: {sbatch_flags: [--wrap=x]}}}",
+            r"slurm.platforms.a.sbatch_flags\[0\]: '--wrap=x'",
+        ),
+        ("slurm: {container: {image: a, mounts: ['/a,b:/c']}}", "without commas"),
+        (
+            "slurm: {platforms: {cpu: {gres: 'gpu:{gpus}'}}}",
+            "slurm.platforms: cpu.gres is 'gpu:{gpus}', and a recipe has no GPUs",
+        ),
+        ("slrum: {}", "slrum: unknown key, .*; did you mean 'slurm'"),
+        ("slurm: 3", "slurm: found 3, expected a mapping"),
+        (
+            "docker: {image: a, pull: often}",
+            "docker.pull: found 'often', expected one of missing",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    file = written(tmp_path, f"format_version: 1\n{line}\n")
+    with pytest.raises(ConfigError, match=rf"cluster.yaml:2: .*{message}"):
+        read_executor_config(file)
+
+
+def test_an_unknown_platform_and_a_file_of_another_version(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'dgx_h100', expected one of cpu, dgx_h10"):
+        read_slurm_config(written(tmp_path, CLUSTER), {"cpu", "dgx_h10"})
+    with pytest.raises(ConfigError, match=r"cluster.yaml:1: format_version: is missing"):
+        read_executor_config(written(tmp_path, "slurm: {}\n"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_executor_config(tmp_path / "none.yaml")
+
+
+def test_the_tables_of_the_page_are_up_to_date() -> None:
+    script = runpy.run_path(str(REFERENCE / "executor_tables.py"))
+    page = (REFERENCE / "executor-config.md").read_text()
+    assert script["tables"]() in page

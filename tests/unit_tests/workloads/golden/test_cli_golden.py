@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from golden_command import run
+
+from pytest_megatron.workloads.golden.model import Provenance, Value, series_of
+from pytest_megatron.workloads.golden.store import write_golden, write_metrics
+
+LOSS: dict[int, Value] = {s: 5.0 - s / 100 for s in range(1, 51)}
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    path = tmp_path / "golden.json"
+    metrics = {"lm loss": series_of(LOSS, is_full_precision=True)}
+    write_golden(path, metrics, Provenance(deterministic=True, repeats=2, gpu="1x H100"))
+    return path
+
+
+@pytest.fixture
+def observed(tmp_path: Path) -> Path:
+    path = tmp_path / "metrics.json"
+    write_metrics(path, {"lm loss": series_of(LOSS, is_full_precision=True)})
+    return path
+
+
+def check(monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path, *more: str) -> int:
+    return run(monkeypatch, "check", "--golden", golden, "--observed", observed, *more)
+
+
+def test_an_equal_run_passes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Path,
+    observed: Path,
+) -> None:
+    assert check(monkeypatch, golden, observed) == 0
+    assert capsys.readouterr().out == (
+        f"lm loss: passed, 50 steps; bitwise equal; {golden}\nstrict: all passed\n"
+    )
+
+
+def test_a_different_run_fails_and_says_where(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Path,
+    observed: Path,
+) -> None:
+    write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 4.94})})
+    assert check(monkeypatch, golden, observed, "--format", "json") == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["passed"], answer["policy"], answer["notes"]) == (False, "strict", [])
+    (comparison,) = answer["comparisons"]
+    assert {"layer": "presence", "measured": 50.0}.items() <= comparison["layers"][0].items()
+    wanted = ("metric", "rule", "first_step", "worst_step")
+    assert [comparison[key] for key in wanted] == ["lm loss", "early window", 7, 7]
+
+
+def test_the_policy_and_its_mode_can_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path
+) -> None:
+    write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 99.0})})
+    megatron = ("--golden-policy", "megatron", "--metric", "lm loss")
+    assert check(monkeypatch, golden, observed, *megatron) == 1
+    assert check(monkeypatch, golden, observed, *megatron, "--nondeterministic") == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "more", "message"),
+    [
+        pytest.param({"golden": None}, (), "golden.json: no such file", id="no-golden"),
+        pytest.param({"golden": "{}"}, (), "golden.json: holds no metric", id="empty-golden"),
+        pytest.param({"metrics": None}, (), "metrics.json: no such file", id="no-metrics"),
+        pytest.param(
+            {"metrics": '{"a": {"values": {"1": 1}}}'},
+            (),
+            "no metric in common",
+            id="nothing-common",
+        ),
+        pytest.param(
+            {},
+            ("--golden-policy", "mine.toml"),
+            "--golden-policy: unknown policy 'mine.toml', expected megatron, strict or a YAML file",
+            id="policy",
+        ),
+        pytest.param({}, ("--format", "xml"), "--format", id="usage"),
+    ],
+)
+@pytest.mark.usefixtures("golden", "observed")
+def test_unusable_input_is_named_on_stderr_with_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    texts: dict[str, str | None],
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.json"
+        path.unlink() if text is None else path.write_text(text)
+    assert check(monkeypatch, tmp_path / "golden.json", tmp_path / "metrics.json", *more) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, message in captured.err) == ("", True)
+
+
+def test_megatron_without_its_default_metrics_compares_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Path,
+    observed: Path,
+) -> None:
+    for path in (golden, observed):
+        path.write_text('{"iteration-time": {"values": {"1": 1}}}')
+    assert check(monkeypatch, golden, observed, "--golden-policy", "megatron") == 2
+    assert "no metric that megatron compares by default" in capsys.readouterr().err
+
+
+def test_show_prints_one_line_a_metric_and_the_provenance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Path
+) -> None:
+    assert run(monkeypatch, "show", golden) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "metric   values  steps  first  last  least  most  precision  curve",
+        "lm loss  50      1-50   4.99   4.5   4.5    4.99  full       ███▇▇▇▆▆▆▅▅▅▄▄▄▃▃▃▂▂▂▁▁▁",
+        "deterministic: true",
+        "gpu: 1x H100",
+        "repeats: 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_same"),
+    [
+        (("torch=2.13.0",), True),
+        (("torch==2.13.0",), True),
+        (("torch=2.12.0",), False),
+        ((), False),
+    ],
+)
+def test_bits_count_where_the_run_was_where_the_golden_is_from(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    observed: Path,
+    *,
+    versions: tuple[str, ...],
+    is_same: bool,
+) -> None:
+    golden = tmp_path / "golden.json"
+    near: dict[int, Value] = {s: 5.0 - s / 100 + 1e-6 for s in LOSS}
+    origin = Provenance(
+        deterministic=True,
+        repeats=2,
+        host_class="a host",
+        image="an@sha256:1",
+        versions={"torch": "2.13.0", "python": "3.11"},
+    )
+    write_golden(golden, {"lm loss": series_of(near, is_full_precision=True)}, origin)
+    words = [word for version in versions for word in ("--version", version)]
+    place = ("--host-class", "a host", "--image", "an@sha256:1")
+    assert check(monkeypatch, golden, observed, *place, *words) == int(is_same)
+    assert check(monkeypatch, golden, observed, "--version", "torch") == 2
+
+
+@pytest.mark.parametrize("command", ["show", "lint", "check"])
+def test_what_a_file_says_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+) -> None:
+    """A name of a metric that clears the screen and retitles the window."""
+    evil = tmp_path / "golden_values_dev_dgx_h100.json"
+    name = "lm loss\x1b[2J\x1b]0;owned\x07\x9b1m"
+    values = {"1": 1.5, "2": "\x1b[8m"}
+    block = {"start_step": 1, "end_step": 9, "step_interval": 1, "values": values}
+    evil.write_text(json.dumps({name: block, "ok": {**block, "values": {"1": 1, "2": 2}}}))
+    words = ("--golden", evil, "--observed", evil) if command == "check" else (evil,)
+    run(monkeypatch, command, *words)
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert r"\x1b[2J\x1b]0;owned\x07\x9b1m" in text
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.findings import GOLDEN_RULES, Finding
+from pytest_megatron.base.yaml import read_document
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.workloads.golden.lint import Project, lint_goldens
+from pytest_megatron.workloads.recipe.case import fingerprint
+from pytest_megatron.workloads.recipe.load import BUILT_IN_WORDS, load_recipe
+
+DOCS = Path(__file__).parents[4] / "docs" / "reference"
+RECIPE = """\
+type: basic
+format_version: 1
+spec: {model: gpt, gpus: 1, platforms: cpu, training_script_path: train.py}
+products:
+  - test_case: [tp1]
+    products:
+      - {environment: [dev], scope: [mr], platforms: [cpu, dgx_h100]}
+"""
+CASE = "TEST_TYPE: regular\nMODEL_ARGS: {--train-iters: 10}\nMETRICS: [lm loss]\n"
+NAME = "golden_values_dev_dgx_h100.json"
+COMMIT = "1234567890123456789012345678901234567890"
+
+
+class Tree:
+    """A project with one case, two rows and goldens beside it and in our place."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ours = root / "golden_values/gpt/tp1"
+        self.beside = root / "tests/functional_tests/test_cases/gpt/tp1"
+        for directory in (root / "recipes", self.ours, self.beside):
+            directory.mkdir(parents=True)
+        (root / "recipes/gpt.yaml").write_text(RECIPE)
+        self.case = self.beside / "model_config.yaml"
+        self.case.write_text(CASE)
+
+    def golden(
+        self, path: Path, provenance: Mapping[str, JsonValue] | None = None, *, end: int = 10
+    ) -> Path:
+        """Write a sound golden; its values differ from file to file."""
+        offset = zlib.crc32(bytes(path.relative_to(self.root))) % 1000 / 331
+        block: dict[str, JsonValue] = {
+            "start_step": 1,
+            "end_step": end,
+            "step_interval": 1,
+            "value_precision": "full",
+        }
+        values = {str(s): offset + 1 / s for s in range(1, end + 1)}
+        times = {str(s): offset / s for s in range(1, end + 1)}
+        document: dict[str, JsonValue] = {
+            "iteration-time": {**block, "values": dict(times)},
+            "lm loss": {**block, "values": dict(values)},
+        }
+        if provenance:
+            document["_provenance"] = dict(provenance)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=2))
+        return path
+
+    def lint(self, *paths: Path, **other_names: str) -> list[str]:
+        """Return the findings as `file severity rule: message`, missing goldens left out."""
+        project = Project(
+            root=self.root,
+            recipes=(self.root / "recipes",),
+            vocabulary=BUILT_IN_WORDS,
+            other_names=other_names,
+        )
+        findings = lint_goldens(paths, project).findings
+        return [self.show(found) for found in findings if found.rule != "missing-golden"]
+
+    def show(self, found: Finding) -> str:
+        where = found.where.replace(f"{self.root}/", "")
+        message = found.message.replace(f"{self.root}/", "")
+        return f"{where} {found.severity.value} {found.rule}: {message}"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def test_sound_goldens_have_no_finding(tree: Tree) -> None:
+    tree.golden(tree.beside / NAME)
+    tree.golden(tree.ours / "golden_values_dev_cpu.json", {"commit": COMMIT, "repeats": 2})
+    assert tree.lint() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("", "golden-empty: empty file (0 bytes), ", id="no byte"),
+        pytest.param("{}", "golden-empty: holds no metric ({}), ", id="empty object"),
+        pytest.param("[1]", "golden-unreadable: holds a JSON list of 1, ", id="list"),
+        pytest.param('{"a": 1}\n{"a": 2}', "golden-unreadable: JSON lines (2 values", id="lines"),
+        pytest.param(
+            '{"c": {"forward_ms": 1.0}}', "golden-unreadable: performance baseline", id="baseline"
+        ),
+        pytest.param(
+            '{"lm loss": {"start_step": 1, "end_step": 1, "step_interval": 1, "values": {}}}',
+            "golden-empty: lm loss: no value; ",
+            id="no value",
+        ),
+    ],
+)
+def test_a_golden_without_values_is_an_error_where_a_row_reads_it(
+    tree: Tree, text: str, expected: str
+) -> None:
+    (tree.ours / NAME).write_text(text)
+    findings = tree.lint()
+    assert any(f" error {expected}" in finding for finding in findings), findings
+    (tree.ours / NAME).rename(tree.ours / "golden_values_lts_dgx_h100.json")
+    findings = tree.lint()
+    assert any(f" warning {expected}" in finding for finding in findings), findings
+
+
+def test_broken_json_has_its_line(tree: Tree) -> None:
+    (tree.ours / NAME).write_text('{\n"a": }')
+    (finding,) = tree.lint()
+    assert finding.startswith(f"golden_values/gpt/tp1/{NAME}:2 error golden-unreadable: not JSON: ")
+
+
+def test_what_is_no_number_has_its_line(tree: Tree) -> None:
+    """Pain point 8: text, nan and inf in goldens are equal."""
+    path = tree.golden(tree.beside / NAME)
+    document = json.loads(path.read_text())
+    document["lm loss"]["values"]["3"] = float("nan")
+    document["iteration-time"]["values"]["1"] = "nan"
+    path.write_text(json.dumps(document, indent=2))
+    where = f"tests/functional_tests/test_cases/gpt/tp1/{NAME}"
+    assert tree.lint() == [
+        (
+            f"{where}:8 warning golden-not-finite: iteration-time: 1 of 10 values are no finite "
+            "number, the first the text 'nan' at step 1; not compared there"
+        ),
+        (
+            f"{where}:28 error golden-not-finite: lm loss: 1 of 10 values are no finite number, "
+            "the first nan at step 3; record it again"
+        ),
+    ]
+
+
+def test_a_golden_that_ends_early_is_an_error(tree: Tree) -> None:
+    path = tree.golden(tree.beside / NAME, end=9)
+    (finding,) = tree.lint()
+    assert finding == (
+        f"{path.relative_to(tree.root)}:2 error golden-truncated: iteration-time, lm loss: ends at "
+        f"step 9, the training of {tree.case.relative_to(tree.root)} at 10; record it again"
+    )
+    tree.case.write_text(CASE.replace("10", "9"))
+    assert tree.lint() == []
+
+
+def test_a_golden_that_a_time_limit_ended_is_no_error_of_a_release(tree: Tree) -> None:
+    """Megatron-LM fills it up with "nan": 13 goldens of releases at d98e8a64dd."""
+    path = tree.golden(tree.beside / NAME)
+    document = json.loads(path.read_text())
+    document["lm loss"]["values"] |= {"9": "nan", "10": "nan"}
+    path.write_text(json.dumps(document, indent=2))
+    ended, not_measured = tree.lint()
+    assert "warning golden-not-finite: lm loss: 2 of 10 values" in not_measured
+    assert not_measured.endswith("the first the text 'nan' at step 9; not compared there")
+    assert "error golden-truncated: lm loss: ends at step 8, the training of" in ended
+    tree.case.write_text(CASE.replace("regular", "release"))
+    assert tree.lint() == [not_measured]
+
+
+def test_holes_and_wrong_bounds_are_told_apart(tree: Tree) -> None:
+    path = tree.golden(tree.beside / NAME)
+    document = json.loads(path.read_text())
+    del document["lm loss"]["values"]["4"]
+    document["iteration-time"]["start_step"] = 2
+    path.write_text(json.dumps(document, indent=2))
+    assert [finding.partition(": ")[2] for finding in tree.lint()] == [
+        (
+            "iteration-time: start_step, end_step and step_interval are 2, 10 and 1, those of the "
+            "values 1, 10 and 1; `golden convert` mends it"
+        ),
+        "lm loss: 1 of the steps 1 to 10 are missing, the first is 4; record it again",
+    ]
+
+
+def test_a_golden_fits_its_case(tree: Tree) -> None:
+    tree.golden(tree.beside / NAME)
+    tree.case.write_text(CASE.replace("lm loss", "grad-norm"))
+    (finding,) = tree.lint()
+    assert " error golden-metric: " in finding
+    assert "compares 'grad-norm', which is not here" in finding
+    tree.case.write_text("TEST_TYPE: regular\nMODE: inference\nMETRICS: [logprobs]\n")
+    (finding,) = tree.lint()
+    assert " error golden-kind: holds series of a training, MODE of " in finding
+
+
+def test_goldens_in_the_wrong_place_are_named(tree: Tree) -> None:
+    """Pain point 31: 544 goldens unread, 103 of them junk."""
+    names = ("dev_dgx_h100_2nd", "dev_oldcluster", "lts", "weekly_dgx_h100", "lts_dgx_h100")
+    for name in names:
+        tree.golden(tree.beside / f"golden_values_{name}.json")
+    tree.golden(tree.root / "golden_values/gpt/nocase" / NAME)
+    tree.golden(tree.root / "golden_values/gpt" / NAME)
+    beside = "tests/functional_tests/test_cases/gpt/tp1/golden_values"
+    assert [re.sub(r"[,;].*", "", finding) for finding in tree.lint() if "prov" not in finding] == [
+        f"golden_values/gpt/{NAME} warning golden-misplaced: nothing looks for goldens here",
+        (
+            f"golden_values/gpt/nocase/{NAME} warning golden-orphan: there is no "
+            "tests/functional_tests/test_cases/gpt/nocase/model_config.yaml"
+        ),
+        f"{beside}_dev_dgx_h100_2nd.json warning golden-second-run: is the dump of a second run",
+        f"{beside}_dev_oldcluster.json warning golden-name: unknown platform 'oldcluster'",
+        f"{beside}_lts.json warning golden-name: names no platform",
+        (
+            f"{beside}_lts_dgx_h100.json warning unreachable-golden: no row of the recipes reads "
+            "this golden"
+        ),
+        (
+            f"{beside}_weekly_dgx_h100.json warning golden-name: "
+            "'golden_values_weekly_dgx_h100.json' names no environment"
+        ),
+    ]
+
+
+def test_another_name_of_a_platform_is_read_until_its_own_is_there(tree: Tree) -> None:
+    old = tree.golden(tree.beside / "golden_values_dev_oldcluster.json")
+    assert tree.lint(oldcluster="dgx_h100") == []
+    new = tree.golden(tree.beside / NAME)
+    (finding,) = tree.lint(oldcluster="dgx_h100")
+    assert finding == (
+        f"{old.relative_to(tree.root)} warning golden-duplicate: {new.relative_to(tree.root)} is "
+        "read instead of this; remove one of the two"
+    )
+
+
+def test_a_copied_golden_is_found_whatever_its_form(tree: Tree) -> None:
+    """Pain point 29: goldens can be laundered."""
+    path = tree.golden(tree.beside / NAME)
+    copy = tree.beside / "golden_values_dev_cpu.json"
+    copy.write_text(json.dumps(json.loads(path.read_text())))
+    (finding,) = tree.lint()
+    assert " warning golden-copy: holds the same values as " in finding
+
+
+@pytest.mark.parametrize(
+    ("provenance", "expected"),
+    [
+        pytest.param({}, "has no _provenance, ", id="none"),
+        pytest.param({"commit": 1}, "_provenance: 'commit' is int '1', expected text", id="type"),
+        pytest.param({"repeats": 2}, "names no commit", id="no commit"),
+        pytest.param(
+            {"commit": COMMIT, "is_dirty": True}, "was made with changes that", id="dirty"
+        ),
+        pytest.param({"commit": COMMIT, "repeats": 1}, "was made from 1 run, so", id="one run"),
+    ],
+)
+def test_bad_provenance_is_named(
+    tree: Tree, provenance: dict[str, JsonValue], expected: str
+) -> None:
+    """Pain point 29: no golden says where it comes from."""
+    tree.golden(tree.ours / NAME, provenance)
+    (finding,) = tree.lint()
+    assert f" golden-provenance: {expected}" in finding
+
+
+def test_a_golden_of_another_case_is_stale(tree: Tree) -> None:
+    rows = load_recipe(tree.root / "recipes/gpt.yaml")
+    now = fingerprint(rows[1], read_document(tree.case).value)
+    tree.golden(tree.ours / NAME, {"commit": COMMIT, "config_hash": now})
+    assert tree.lint() == []
+    tree.case.write_text(CASE + "ENV_VARS: {A: 1}\n")
+    (finding,) = tree.lint()
+    assert " warning golden-stale: was made of another case or row: its config_hash is " in finding
+
+
+def test_a_commit_is_looked_up_where_the_history_is_known(tree: Tree) -> None:
+    def git(*arguments: str) -> str:
+        settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tree.root))
+        return subprocess.run(
+            ["git", *settings, *arguments],  # noqa: S607 - the user's git
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    path = tree.golden(tree.ours / NAME, {"commit": git("rev-parse", "HEAD")})
+    assert tree.lint() == []
+    tree.case.write_text(CASE.replace("MODEL_ARGS: {", "MODEL_ARGS: {--bf16: true, "))
+    (finding,) = tree.lint()
+    assert " warning golden-stale: was made at commit " in finding
+    tree.golden(path, {"commit": COMMIT})
+    (finding,) = tree.lint()
+    assert " warning golden-commit: was made at commit 1234567" in finding
+
+
+def test_rounded_values_are_told(tree: Tree) -> None:
+    path = tree.golden(tree.ours / NAME, {"commit": COMMIT})
+    document = json.loads(path.read_text())
+    del document["iteration-time"]["value_precision"]
+    values = document["lm loss"]["values"]
+    document["lm loss"]["values"] = {step: round(value, 5) for step, value in values.items()}
+    path.write_text(json.dumps(document))
+    assert [finding.partition(" golden-precision: ")[2] for finding in tree.lint()] == [
+        "iteration-time: five decimals; record it again for all of them",
+        "lm loss: says full precision, and no value has more than five decimals; record it again",
+    ]
+
+
+def test_only_the_files_asked_for_are_looked_at(tree: Tree) -> None:
+    path = tree.golden(tree.ours / NAME, {"commit": COMMIT})
+    (tree.beside / "golden_values_dev_cpu.json").write_text("{}")
+    assert tree.lint(path) == []
+    assert len(tree.lint(tree.beside)) == 1
+    (tree.root / "empty").mkdir()
+    with pytest.raises(GoldenError, match=r"empty: holds no golden_values\*\.json"):
+        tree.lint(tree.root / "empty")
+    with pytest.raises(GoldenError, match="no such file or directory, expected goldens"):
+        tree.lint(tree.root / "nothing")
+
+
+def test_a_file_of_no_tree_is_looked_at_as_if_it_were_read(tree: Tree) -> None:
+    (tree.root / "candidate.json").write_text("{}")
+    assert [finding.split(": ")[0] for finding in tree.lint(tree.root / "candidate.json")] == [
+        "candidate.json error golden-empty",
+        "candidate.json warning golden-misplaced",
+    ]
+
+
+def test_a_recipe_with_errors_is_named_since_its_rows_are_not_known(tree: Tree) -> None:
+    (tree.root / "recipes/bad.yaml").write_text("products: [")
+    (finding,) = tree.lint()
+    assert "recipes/bad.yaml" in finding
+    assert " warning golden-recipes: has errors, the first " in finding
+
+
+def test_every_rule_is_documented() -> None:
+    text = (DOCS / "goldens.md").read_text()
+    table = dict(re.findall(r"^\| `([a-z-]+)` \| (.*?) \|", text, re.MULTILINE))
+    assert {rule: table.get(rule) for rule in GOLDEN_RULES} == GOLDEN_RULES

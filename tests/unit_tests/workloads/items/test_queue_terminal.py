@@ -1,0 +1,245 @@
+"""The line at the bottom of a terminal, and what pytest prints above it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import cast
+
+import pytest
+from _pytest._io import TerminalWriter
+from tiny_project import wait_until
+
+from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.session.state import NOTE_PREFIX
+from pytest_megatron.workloads.items.queue import QueueTerminal
+from pytest_megatron.workloads.items.report import LiveTerminal, StepClock, WorkersProgress
+from pytest_megatron.workloads.training.plan.phases import PhaseRole
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workloads.training.run.runner import LiveLog, Progress, parse_progress
+from pytest_megatron.workloads.verdict.scheduler import QueueProgress
+
+STANDING = QueueProgress(
+    num_works=3,
+    num_ended=0,
+    num_running=1,
+    num_waiting=2,
+    num_held=0,
+    detail="",
+    share_done=None,
+)
+LINE = "pool: 0 of 3 ended, 1 running, 2 waiting"
+_MOVE = re.compile(r"\x1b\[(\d*)([AC])|\x1b\[2(K)|(\r)|(\n)|(.)")
+
+
+class FakeReporter:
+    """As much of pytest's reporter as is asked for."""
+
+    def __init__(self, *, isatty: bool) -> None:
+        self.isatty = isatty
+        self.file = StringIO()
+        self._tw = TerminalWriter(self.file)
+        self._tw.fullwidth = 60
+
+    def ensure_newline(self) -> None: ...
+
+    def letters(self, text: str) -> None:
+        self._tw.write(text)
+
+    def screen(self) -> list[str]:
+        """What a terminal shows after all of it."""
+        rows, row, column = [""], 0, 0
+        for number, move, erase, home, feed, letter in _MOVE.findall(self.file.getvalue()):
+            if move == "A":
+                row -= int(number)
+            elif move == "C":
+                column += int(number)
+            elif erase:
+                rows[row] = ""
+            elif home:
+                column = 0
+            elif feed:
+                row, column = row + 1, 0
+                rows += [""] * (row == len(rows))
+            else:
+                rows[row] = rows[row].ljust(column)[:column] + letter + rows[row][column + 1 :]
+                column += 1
+        return rows
+
+
+@dataclass
+class FakeConfig:
+    """Has one plugin, and is its own plugin manager."""
+
+    reporter: FakeReporter
+    pluginmanager: FakeConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pluginmanager = self
+
+    def getoption(self, name: str) -> int:
+        assert name == "verbose"
+        return 0
+
+    def get_plugin(self, name: str) -> FakeReporter | None:
+        return self.reporter if name == "terminalreporter" else None
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+
+
+def terminal_of(reporter: FakeReporter) -> QueueTerminal:
+    return QueueTerminal(cast("pytest.Config", FakeConfig(reporter)), "pool")
+
+
+def test_letters_go_on_in_their_line_and_the_queue_stays_below() -> None:
+    reporter = FakeReporter(isatty=True)
+    terminal = terminal_of(reporter)
+    reporter.letters("..")
+    terminal.show(STANDING)
+    assert reporter.screen() == ["..", LINE]
+    terminal.close()
+    reporter.letters("F")
+    terminal.show(replace(STANDING, num_ended=1))
+    assert reporter.screen() == ["..F", LINE.replace("0 of", "1 of")]
+
+
+def test_lines_of_a_workload_are_kept_above_the_queue() -> None:
+    reporter = FakeReporter(isatty=True)
+    terminal = terminal_of(reporter)
+    reporter.letters(".")
+    terminal.show(STANDING)
+    terminal.listener("gpt").on_lines(["attempt 1: no luck"])
+    terminal.show(STANDING)
+    assert reporter.screen() == [".", "gpt: attempt 1: no luck", "", LINE]
+
+
+def test_without_a_terminal_a_line_is_printed_where_counts_changed() -> None:
+    reporter = FakeReporter(isatty=False)
+    terminal = terminal_of(reporter)
+    reporter.letters(".")
+    for _ in range(3):
+        terminal.show(STANDING)
+    assert reporter.file.getvalue() == f".\n{LINE}\n"
+
+
+def note(terminal: QueueTerminal, name: str, iteration: int, ms: float | None = None) -> None:
+    listener = terminal.listener(name)
+    printed = f" iteration {iteration:8}/      50 | lm loss: 2.500000E+00 |"
+    if ms is not None:
+        printed += f" elapsed time per iteration (ms): {ms} |"
+    progress = parse_progress(printed)
+    assert progress is not None
+    listener.on_lines([printed])
+    listener.on_progress("phase 1", progress)
+
+
+def test_each_training_that_runs_has_a_line_until_it_ends() -> None:
+    reporter = FakeReporter(isatty=True)
+    terminal = terminal_of(reporter)
+    reporter._tw.fullwidth = 79
+    reporter.letters(".")
+    note(terminal, "tp2_pp2[dev-dgx_h100]", 5, 1500.0)
+    note(terminal, "tp1[dev-cpu]", 10, 120.0)
+    terminal.show(STANDING)
+    first = "  tp2_pp2[dev-dgx_h100]: iteration 5/50, lm loss 2.5, 1.5 s a step, 68 s left"
+    second = "  tp1[dev-cpu]: iteration 10/50, lm loss 2.5, 120 ms a step, 5 s left"
+    assert reporter.screen() == [".", LINE, first, second]
+    terminal.note_end("tp2_pp2[dev-dgx_h100]")
+    terminal.show(STANDING)
+    assert reporter.screen()[:3] == [".", LINE, second]
+    terminal.close()
+    reporter.letters("F")
+    assert reporter.screen()[0] == ".F"
+    assert "".join(reporter.screen()[1:]) == ""
+
+
+def test_a_log_has_a_line_for_each_training_that_runs() -> None:
+    reporter = FakeReporter(isatty=False)
+    terminal = terminal_of(reporter)
+    for number in range(10):
+        note(terminal, f"row{number}", 5, 100.0)
+    terminal.show(STANDING)
+    lines = reporter.file.getvalue().splitlines()
+    assert lines[:2] == [LINE, "  row0: iteration 5/50, lm loss 2.5, 100 ms a step, 4 s left"]
+    assert lines[-1] == "  and 2 more"
+    assert len(lines) == 10
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"CI": "true"}])
+def test_a_terminal_that_cannot_move_gets_lines(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    reporter = FakeReporter(isatty=True)
+    terminal_of(reporter).show(STANDING)
+    assert reporter.file.getvalue() == f"{LINE}\n"
+
+
+def test_trainings_of_workers_are_shown_by_their_controller(tmp_path: Path) -> None:
+    reporter = FakeReporter(isatty=False)
+    config = cast("pytest.Config", FakeConfig(reporter))
+    lives = [
+        LiveTerminal(config, f"r.yaml::row{i}", note=tmp_path / f"{NOTE_PREFIX}gw{i}")
+        for i in range(2)
+    ]
+    for number, live in enumerate(lives):
+        live.on_progress(
+            "phase 1", Progress(iteration=5, last=50, iteration_ms=100.0 * (number + 1))
+        )
+    reporter.letters(".")
+    loop = WorkersProgress(config, tmp_path, every_s=0.01).pytest_runtestloop()
+    next(loop)
+    wait_until(lambda: "row1" in reporter.file.getvalue(), "both rows are printed")
+    lives[0].close()
+    with pytest.raises(StopIteration):
+        loop.send(None)
+    assert reporter.file.getvalue() == (
+        ".\nrow0: iteration 5/50, 100 ms a step, 4 s left"
+        "\nrow1: iteration 5/50, 200 ms a step, 9 s left\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_phase_of_an_equivalence_has_its_name_and_its_own_steps(tmp_path: Path) -> None:
+    reporter = FakeReporter(isatty=True)
+    terminal = terminal_of(reporter)
+    dirs = AttemptDirs(root=tmp_path).phase(1)
+    dirs.logs.mkdir(parents=True)
+    phase = PhasePlan(
+        number=1,
+        name="reference",
+        argv=(),
+        env={},
+        own_env={},
+        dirs=dirs,
+        last_iteration=2,
+        role=PhaseRole.EQUIVALENCE,
+    )
+    plan = AttemptPlan(
+        phases=(phase,), dirs=AttemptDirs(root=tmp_path), cwd=tmp_path, world_size=1, time_limit_s=9
+    )
+    log = dirs.logs / "attempt_0" / "0" / "stdout.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(" iteration        1/      50 | elapsed time per iteration (ms): 2000.0 |\n")
+    LiveLog(plan, terminal.listener("row")).poll()
+    terminal.show(STANDING)
+    assert reporter.screen()[-1] == "  row, reference: iteration 1/2, 2.0 s a step, 2 s left"
+
+
+def test_the_time_of_a_step_is_measured_where_none_is_printed() -> None:
+    clock = StepClock()
+    first = clock.timed("phase 1", Progress(iteration=1, last=9))
+    assert first.time_left_s is None
+    later = clock.timed("phase 1", Progress(iteration=5, last=9))
+    assert later.iteration_ms is not None
+    assert later.time_left_s == pytest.approx(later.iteration_ms * 4 / 1000)
+    assert clock.timed("phase 2", Progress(iteration=6, last=9)).iteration_ms is None
+    printed = Progress(iteration=7, last=9, iteration_ms=3.0)
+    assert clock.timed("phase 2", printed) is printed

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recipe_texts import HEAD
+
+from pytest_megatron.base.findings import RULES
+from pytest_megatron.workloads.recipe.lint import lint_recipes
+
+CASE = Path("tests/functional_tests/test_cases/gpt/a/model_config.yaml")
+GOLDEN = Path("golden_values/gpt/a/golden_values_dev_dgx_a100.json")
+ROWS = """products:
+  - test_case: [a]
+    products:
+      - {environment: [dev], scope: [mr, mr-github]}
+"""
+SCRIPT = '  script: "run GOLDEN_VALUES_PATH=x"\n'
+
+Lint = Callable[[dict[Path | str, str]], list[str]]
+
+
+@pytest.fixture
+def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lint:
+    """Write files, lint `recipes` and return one line for each finding."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+
+    def lint_files(files: dict[Path | str, str]) -> list[str]:
+        for path, text in files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text)
+        found = lint_recipes([Path("recipes")], root=Path())
+        return [f"{one.where} {one.severity.value} {one.rule}: {one.message}" for one in found]
+
+    return lint_files
+
+
+def test_a_complete_tree_has_no_findings(findings: Lint) -> None:
+    files: dict[Path | str, str] = {
+        "recipes/h100/gpt.yaml": HEAD + ROWS,
+        CASE: "TEST_TYPE: regular\n",
+        GOLDEN: "{}",
+    }
+    assert findings(files) == []
+
+
+def test_a_golden_beside_the_case_is_found_too(findings: Lint) -> None:
+    beside = CASE.parent / GOLDEN.name
+    assert findings({"recipes/a.yaml": HEAD + ROWS, CASE: "TEST_TYPE: regular", beside: ""}) == []
+
+
+def test_a_row_that_compares_needs_a_golden(findings: Lint) -> None:
+    assert findings({"recipes/a.yaml": HEAD + ROWS, CASE: "TEST_TYPE: regular\n"}) == [
+        (
+            f"recipes/a.yaml:11 error missing-golden: 'a' has no golden in dev on dgx_a100, "
+            f"expected {GOLDEN}; run it with --golden record"
+        )
+    ]
+
+
+def test_a_disabled_row_without_golden_is_a_warning(findings: Lint) -> None:
+    rows = ROWS.replace("mr, mr-github", "mr-broken")
+    (finding,) = findings({"recipes/a.yaml": HEAD + rows, CASE: "TEST_TYPE: regular\n"})
+    assert finding.startswith("recipes/a.yaml:11 warning missing-golden: ")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "TEST_TYPE: regular\nENV_VARS: {SKIP_PYTEST: 1}",
+        "TEST_TYPE: regular\nENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}",
+        "TEST_TYPE: checkpoint-consistency",
+        "TEST_TYPE: regular\nTEST_EVALUATION: xpass",
+    ],
+)
+def test_a_case_that_compares_nothing_needs_no_golden(findings: Lint, case: str) -> None:
+    assert findings({"recipes/a.yaml": HEAD + ROWS, CASE: case}) == []
+
+
+def test_a_script_may_do_without_case_and_golden(findings: Lint) -> None:
+    head = HEAD + "  script: run me\n"
+    assert findings({"recipes/a.yaml": head + ROWS}) == []
+    assert findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular"}) == []
+    (finding,) = findings({"recipes/a.yaml": HEAD + SCRIPT + ROWS})
+    assert "missing-golden" in finding
+
+
+def test_a_row_without_script_needs_a_case_and_a_program(findings: Lint) -> None:
+    head = HEAD.replace("  training_script_path: train.py\n", "")
+    assert findings({"recipes/a.yaml": head + ROWS}) == [
+        (
+            "recipes/a.yaml:10 error nothing-to-run: 'a' has neither 'script' nor "
+            "'training_script_path'; add one"
+        ),
+        f"recipes/a.yaml:10 error missing-case: 'a' has no case, expected {CASE}",
+    ]
+
+
+def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
+    stray = CASE.parent / "golden_values_dev_dgx_a100_2nd.json"
+    files: dict[Path | str, str] = {
+        "recipes/a.yaml": HEAD + ROWS,
+        CASE: "TEST_TYPE: regular",
+        GOLDEN: "",
+        stray: "",
+    }
+    assert findings(files) == [
+        (
+            f"{stray} warning unreachable-golden: no row of the recipes reads this golden; "
+            "remove it or add a row"
+        )
+    ]
+    assert lint_recipes([Path("recipes/a.yaml")], root=Path()) == ()  # one file alone
+
+
+@pytest.mark.parametrize(
+    ("case", "finding"),
+    [
+        pytest.param(
+            "TEST_TYPE: regular\nMODEL_ARGS:\n  --lr: 1\n  --lr: 2\n",
+            ":4 warning case-duplicate-key: key '--lr' is also on line 3, this one counts; "
+            "remove one",
+            id="duplicate key",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nMODEL_ARG: {}\n",
+            ":2 error case-unknown-key: MODEL_ARG: unknown key, expected one of "
+            "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, "
+            "EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAUNCHER, METRICS, MODE, MODEL_ARGS, "
+            "MODEL_ENV_VARS, TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean "
+            "'MODEL_ARGS'?",
+            id="key",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nMODE: pretrainning\n",
+            ":2 error case-unknown-word: MODE: found 'pretrainning', expected one of "
+            "inference, pretraining, rl; did you mean 'pretraining'?",
+            id="mode",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nLAUNCHER: mpirun\n",
+            ":2 error case-unknown-word: LAUNCHER: found 'mpirun', expected one of "
+            "ft_launcher, torchrun",
+            id="launcher",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nTEST_EVALUATION: xfail\n",
+            ":2 error case-unknown-word: TEST_EVALUATION: found 'xfail', expected one of "
+            "pass, xpass",
+            id="evaluation",
+        ),
+        pytest.param(
+            "MODEL_ARGS_2: {}\n",
+            ":1 error case-unknown-word: TEST_TYPE: is missing, expected one of "
+            "checkpoint-consistency, ckpt-resume, frozen-resume, frozen-start, regular, release; "
+            "add it",
+            id="type",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nENV_VARS:\n  N_REPEATS: 5\n  NCCL_ALGO: Ring\n",
+            ":3 error case-unknown-variable: ENV_VARS: 'N_REPEATS' has no effect on the harness; "
+            "did you mean 'N_REPEAT'?",
+            id="variable",
+        ),
+        pytest.param(
+            "TEST_TYPE: ckpt-resume\nMODE: inference\n",
+            ":1 error case-void: TEST_TYPE ckpt-resume does not go with MODE inference, expected "
+            "one of frozen-start, regular",
+            id="type beside mode",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nMODEL_ARGS_2: {}\n",
+            ":2 error case-void: TEST_TYPE regular never runs with MODEL_ARGS_2; remove it, or "
+            "change TEST_TYPE",
+            id="arguments of a phase that there is not",
+        ),
+        pytest.param(
+            "TEST_TYPE: ckpt-resume\nMODEL_ARGS_3: {}\n",
+            ":2 error case-void: TEST_TYPE ckpt-resume never runs with MODEL_ARGS_3; remove it, or "
+            "change TEST_TYPE",
+            id="arguments of a third phase",
+        ),
+        pytest.param(
+            "TEST_TYPE: regular\nEXPECTED_FAILURE: x\n",
+            ":2 error case-void: EXPECTED_FAILURE is read only with TEST_EVALUATION: xpass; remove "
+            "it, or add that",
+            id="an expected failure without xpass",
+        ),
+        pytest.param(
+            "TEST_TYPE: checkpoint-consistency\nMODEL_ENV_VARS: {MODEL_ARGS_10: {}}\n",
+            ":2 warning case-void: MODEL_ENV_VARS: the case has no 'MODEL_ARGS_10', nothing reads "
+            "this",
+            id="variables of arguments that there are not",
+        ),
+        pytest.param(
+            "TEST_TYPE: [\n", ":1 error case-unreadable: is not valid YAML: ", id="unreadable"
+        ),
+    ],
+)
+def test_a_case_is_checked(findings: Lint, case: str, finding: str) -> None:
+    """Pain point 11: a typo, or a pair that compares nothing, never takes a check away."""
+    files: dict[Path | str, str] = {"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: ""}
+    (found,) = findings(files)
+    assert found.startswith(f"{CASE}{finding}")
+
+
+def test_a_recipe_that_is_no_yaml_leaves_the_others(findings: Lint) -> None:
+    files: dict[Path | str, str] = {"recipes/a.yaml": "a: [", "recipes/b.yaml": HEAD + ROWS}
+    assert [line.split(": ")[0] for line in findings(files)] == [
+        "recipes/a.yaml:1 error unreadable",
+        "recipes/b.yaml:11 error missing-case",
+    ]
+
+
+def test_every_rule_is_documented() -> None:
+    text = (Path(__file__).parents[4] / "docs/reference/recipes.md").read_text()
+    for rule, meaning in RULES.items():
+        assert f"| `{rule}` | {meaning} |" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "finding"),
+    [
+        pytest.param(
+            "",
+            "missing-checkpoint: 'a' starts from a frozen checkpoint; add checkpoint_load_path",
+            id="not named",
+        ),
+        pytest.param(
+            ", checkpoint_load_path: [frozen]",
+            "missing-checkpoint: 'a' starts from frozen, which is not there; add it",
+            id="not in the project",
+        ),
+        pytest.param(", checkpoint_load_path: [/mnt/frozen]", None, id="on another machine"),
+        pytest.param(", checkpoint_load_path: [recipes]", None, id="in the project"),
+    ],
+)
+@pytest.mark.parametrize("test_type", ["frozen-start", "frozen-resume"])
+def test_a_frozen_checkpoint_must_be_named(
+    findings: Lint, row: str, finding: str | None, test_type: str
+) -> None:
+    """Pain point 10: a frozen type without its checkpoint is found before anything runs."""
+    rows = ROWS.replace("mr-github]", f"mr-github]{row}")
+    files: dict[Path | str, str] = {
+        "recipes/a.yaml": HEAD + rows,
+        CASE: f"TEST_TYPE: {test_type}\n",
+        GOLDEN: "",
+    }
+    assert findings(files) == ([] if finding is None else [f"recipes/a.yaml:11 error {finding}"])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            "METRICS: lm loss",
+            "METRICS: found 'lm loss', expected a list; write [lm loss]",
+        ),
+        ("METRICS: [1]", "METRICS[0]: found 1, expected a string"),
+        ("MODEL_ARGS: [--lr]", "MODEL_ARGS: found ['--lr'], expected a mapping"),
+        ("ENV_VARS: A=1", "ENV_VARS: found 'A=1', expected a mapping"),
+        ("BEFORE_SCRIPT: [ls]", "BEFORE_SCRIPT: found ['ls'], expected a string"),
+    ],
+)
+def test_a_value_of_another_kind_is_an_error(findings: Lint, line: str, problem: str) -> None:
+    case = f"TEST_TYPE: regular\n{line}\n"
+    found = findings({"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: "{}"})
+    assert found == [f"{CASE}:2 error case-type: {problem}"]
+
+
+@pytest.mark.parametrize("program", ["gone.py", "tools/gone.py --verbose"])
+def test_a_program_that_is_not_there_is_an_error(findings: Lint, program: str) -> None:
+    head = HEAD.replace("train.py", program)
+    found = findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular\n", GOLDEN: "{}"})
+    assert found == [
+        (
+            f"recipes/a.yaml:11 error missing-program: 'a' trains with {program}, which is not "
+            "there; write it, or change training_script_path, which counts from the project's root"
+        )
+    ]
+
+
+@pytest.mark.parametrize("program", ["/opt/gone.py", "nemo llm pretrain", "$HOME/gone.py"])
+def test_a_program_that_may_be_elsewhere_is_not_looked_for(findings: Lint, program: str) -> None:
+    head = HEAD.replace("train.py", program)
+    assert findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular", GOLDEN: ""}) == []
+
+
+def test_a_program_that_the_case_makes_is_not_looked_for(findings: Lint) -> None:
+    head = HEAD.replace("train.py", "made.py")
+    case = "TEST_TYPE: regular\nBEFORE_SCRIPT: touch made.py\n"
+    assert findings({"recipes/a.yaml": head + ROWS, CASE: case, GOLDEN: ""}) == []
+
+
+def test_a_case_of_too_many_keys_is_refused_at_once(findings: Lint) -> None:
+    names = "".join(f"  VAR_{number}: {number}\n" for number in range(10_002))
+    case = f"TEST_TYPE: regular\nENV_VARS:\n{names}"
+    (found,) = findings({"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: "{}"})
+    assert found == (
+        f"{CASE}:10003 error case-unreadable: a mapping has more than 10000 keys, expected fewer; "
+        "split the file"
+    )
+
+
+EQUIVALENT = """products:
+  - test_case: [a]
+    products:
+      - environment: [dev]
+        scope: [mr]
+        equivalent_to: [{--tensor-model-parallel-size: 1}]
+"""
+
+
+def test_a_row_that_is_compared_with_a_layout_needs_and_reads_no_golden(findings: Lint) -> None:
+    files: dict[Path | str, str] = {
+        "recipes/a.yaml": HEAD + EQUIVALENT,
+        CASE: "TEST_TYPE: regular\nMODEL_ARGS: {--tensor-model-parallel-size: 2}\n",
+    }
+    assert findings(files) == []
+    (finding,) = findings({GOLDEN: "{}"})
+    assert "warning unreachable-golden" in finding

@@ -1,0 +1,166 @@
+"""What a user sees of the checks: a run, a plan, lint and doctor on one project."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from labs import SlurmLab
+
+from pytest_megatron.workloads.commands.recipes import lint
+from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
+from pytest_megatron.workloads.training.checks.check import lint_checks
+
+RECIPE = """\
+type: basic
+format_version: 1
+maintainers: [team]
+loggers: [stdout]
+spec:
+  name: "{test_case}_{environment}_{platforms}"
+  model: gpt
+  gpus: 2
+  training_script_path: train.py
+products:
+  - test_case: [wrong, right]
+    products:
+      - environment: [dev]
+        scope: [mr]
+        platforms: [cpu]
+  - test_case: [on_hopper]
+    products:
+      - environment: [dev]
+        scope: [mr]
+        platforms: [dgx_h100]
+"""
+WRONG = """\
+ENV_VARS: {SKIP_PYTEST: 1}
+TEST_TYPE: regular
+MODEL_ARGS:
+  --num-layers: 3
+  --pipeline-model-parallel-size: 2
+  --train-iters: 2
+"""
+ON_HOPPER = """\
+ENV_VARS: {SKIP_PYTEST: 1, CUDA_DEVICE_MAX_CONNECTIONS: 8}
+TEST_TYPE: regular
+MODEL_ARGS: {--num-layers: 4, --tensor-model-parallel-size: 2}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    cases = {"wrong": WRONG, "right": WRONG.replace("layers: 3", "layers: 4")}
+    for name, text in {**cases, "on_hopper": ON_HOPPER}.items():
+        directory = tmp_path / "tests/functional_tests/test_cases/gpt" / name
+        directory.mkdir(parents=True)
+        (directory / "model_config.yaml").write_text(text)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/gpt.yaml").write_text(RECIPE)
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
+    return tmp_path
+
+
+CASES = "tests/functional_tests/test_cases/gpt"
+LAYERS = f"{CASES}/wrong/model_config.yaml:4: 3 layers cannot be divided over 2 pipeline stages: "
+
+
+def run_pytest(
+    project: Path, *words: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "megatron", *words]
+    return subprocess.run(
+        command, cwd=project, env=env, check=False, capture_output=True, text=True
+    )
+
+
+def test_a_wrong_workload_is_refused_before_anything_of_it_starts(project: Path) -> None:
+    result = run_pytest(project, "recipes", "-k", "wrong")
+    assert (result.returncode, "1 error" in result.stdout) == (1, True)
+    line = next(line for line in result.stdout.splitlines() if LAYERS in line)
+    assert line.endswith("[layout-layers]; nothing was run")
+    assert "it was started" not in result.stdout
+
+
+def test_a_plan_shows_what_would_be_refused_and_goes_on(project: Path) -> None:
+    result = run_pytest(project, "recipes", "--platform", "cpu", "--plan")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    first, _, second = result.stdout.partition(f"  error: {LAYERS}")
+    assert ("recipes/gpt.yaml::wrong" in first, "recipes/gpt.yaml::right" in second) == (True, True)
+    assert "recipes/gpt.yaml::wrong[dev-cpu]: would be refused, see above" in result.stderr
+
+
+def test_what_the_cluster_cannot_take_is_refused_without_a_job(
+    project: Path, slurm_lab: SlurmLab
+) -> None:
+    (project / "slurm.yaml").write_text(
+        "format_version: 1\n"
+        "slurm: {account: none, partition: short, time_slack: 3, ports: 40000-40100}\n"
+    )
+    words = ("recipes", "--platform", "cpu", "--run-dir", "run")
+    slurm = ("--executor", "slurm", "--executor-config", "slurm.yaml")
+    result = run_pytest(project, *words, *slurm, env=slurm_lab.env)
+    assert (result.returncode, "2 errors" in result.stdout) == (1, True)
+    wanted = (
+        LAYERS,
+        "the job asks for 00:33:00, and partition short gives at most 00:02:00: it is refused",
+    )
+    assert [text in result.stdout for text in wanted] == [True, True]
+    assert not list(project.glob("run/engine/**/*.sh"))
+    assert not list(project.glob("run/*/repeat_1"))
+
+
+def test_settings_that_cannot_be_read_are_one_line(project: Path) -> None:
+    (project / "slurm.yaml").write_text("slurm: {}\n")
+    words = ("--executor", "slurm", "--executor-config", "slurm.yaml")
+    result = run_pytest(project, "recipes", "--platform", "cpu", *words)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: slurm.yaml:1: format_version: is missing, expected 1" in result.stderr
+
+
+def test_our_own_recipes_have_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[4])
+    rows = [row for file in find_recipes([Path("recipes")]) for row in load_recipe(file)]
+    assert len(rows) > 20
+    assert lint_checks(rows, Path(), {}) == ()
+
+
+def test_lint_knows_what_needs_no_machine(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    Path("recipes/gpt.yaml").write_text(RECIPE.replace("[dgx_h100]", "[dgx_h100, dgx_h200]"))
+    result = CliRunner().invoke(lint, [])
+    found = [line for line in result.output.splitlines() if "layout-" in line or "conn" in line]
+    assert [line.partition(": error: ")[0] for line in found] == [
+        f"{CASES}/on_hopper/model_config.yaml:1",
+        f"{CASES}/on_hopper/model_config.yaml:1",
+        f"{CASES}/wrong/model_config.yaml:4",
+    ]
+    assert result.exit_code == 1
+
+
+def test_lint_names_a_variable_that_nothing_sets(project: Path) -> None:
+    case = project / CASES / "right/model_config.yaml"
+    variables = "A: '${B}', B: '${HOME}${NCCL_ALGO}${OF_CI:-}', C: '${TENSORBOARD_PAHT}/x'"
+    text = case.read_text().replace("SKIP_PYTEST: 1", f"SKIP_PYTEST: 1, {variables}")
+    case.write_text(f"{text}  --save: ${{LUSTRE}}/x\n")
+    rows = load_recipe(project / "recipes/gpt.yaml")
+    found = [str(one) for one in lint_checks(rows, project, {"HOME": "/h"}) if one.file == case]
+    known = (
+        "A, B, C, CHECKPOINT_LOAD_PATH, CHECKPOINT_SAVE_PATH, DATA_CACHE_PATH, DATA_PATH, "
+        "INFERENCE_OUTPUT_PATH, LOG_DIR, OUTPUT_PATH, PYTEST_MEGATRON_METRICS, "
+        "PYTHONFAULTHANDLER, PYTHONUNBUFFERED, REPEAT, RUN_NUMBER, SKIP_PYTEST, TENSORBOARD_PATH"
+    )
+    assert found == [
+        (
+            f"{case}:1: ENV_VARS.C: unknown variable 'TENSORBOARD_PAHT', expected one of this "
+            f"environment, or one of {known}; did you mean 'TENSORBOARD_PATH'?"
+        ),
+        (
+            f"{case}:7: MODEL_ARGS.--save: unknown variable 'LUSTRE', expected one of this "
+            f"environment, or one of {known}"
+        ),
+    ]

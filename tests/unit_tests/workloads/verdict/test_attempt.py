@@ -1,0 +1,159 @@
+"""Attempts whose files are laid down by hand: every end that a phase can have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workloads.training.plan.plan import PhasePlan
+from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
+from pytest_megatron.workloads.verdict.attempt import FailureCause, judge_attempt
+
+
+def phase(
+    root: Path,
+    *,
+    returncode: int = 0,
+    end: End = End.EXITED,
+    hung_rank: int | None = None,
+    last: int | None = 10,
+    at: int | None = 4,
+) -> PhaseEnd:
+    dirs = PhaseDirs(root=root)
+    dirs.tensorboard.mkdir(parents=True, exist_ok=True)
+    dirs.logs.mkdir(exist_ok=True)
+    plan = PhasePlan(
+        number=1, argv=(), env={}, own_env={}, dirs=dirs, last_iteration=last, world_size=2
+    )
+    return PhaseEnd(
+        plan=plan,
+        end=end,
+        returncode=returncode,
+        num_left=0,
+        duration_s=1.0,
+        hung_rank=hung_rank,
+        progress=None if at is None else Progress(iteration=at, last=10),
+    )
+
+
+def write_lines(root: Path, losses: dict[int, float], name: str = "lm loss") -> None:
+    lines = [json.dumps({"step": step, name: loss}) for step, loss in losses.items()]
+    (root / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def cause_of(end: PhaseEnd, *names: str) -> FailureCause | None:
+    names = names or ("lm loss",)
+    return judge_attempt([end], metric_names=names, time_limit_s=60)[1]
+
+
+def text_of(end: PhaseEnd, *names: str) -> str:
+    cause = cause_of(end, *names)
+    assert cause is not None
+    return f"{cause.text}; see {cause.see}"
+
+
+def test_a_whole_run_has_no_cause(tmp_path: Path) -> None:
+    write_lines(tmp_path, dict.fromkeys(range(1, 11), 1.0))
+    assert cause_of(phase(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        pytest.param(
+            dict.fromkeys(range(1, 10), 1.0),
+            "the training ended with exit code 0, but lm loss stops at step 9, "
+            "expected it to go on to 10",
+            id="one step short",
+        ),
+        pytest.param(
+            {1: 1.0, 2: float("inf"), 10: float("nan")},
+            "lm loss is inf at step 2, the first that is not finite",
+            id="inf",
+        ),
+    ],
+)
+def test_a_run_with_exit_code_0_may_still_be_no_good(
+    tmp_path: Path, losses: dict[int, float], expected: str
+) -> None:
+    write_lines(tmp_path, losses)
+    assert text_of(phase(tmp_path)) == f"{expected}; see {tmp_path}/launcher.log"
+
+
+def test_a_run_that_logs_every_fifth_step_is_whole(tmp_path: Path) -> None:
+    write_lines(tmp_path, {1: 1.0, 5: 1.0, 10: 1.0})
+    assert cause_of(phase(tmp_path, last=12)) is None
+
+
+def test_a_metric_that_is_compared_must_be_there(tmp_path: Path) -> None:
+    write_lines(tmp_path, {10: 1.0}, "grad-norm")
+    text = text_of(phase(tmp_path))
+    assert text.startswith("the training wrote no 'lm loss', only grad-norm; see ")
+
+
+def test_no_metrics_are_a_cause(tmp_path: Path) -> None:
+    text = text_of(phase(tmp_path))
+    assert text == (
+        "the training ended with exit code 0, but wrote no metrics: neither JSON lines to "
+        f"$PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH; see {tmp_path}"
+    )
+
+
+def test_a_script_judges_itself(tmp_path: Path) -> None:
+    measured = judge_attempt([phase(tmp_path)], metric_names=None, time_limit_s=1)
+    assert measured == ((), None)
+
+
+def test_a_launcher_that_fails_alone_is_quoted_and_looked_up(tmp_path: Path) -> None:
+    end = phase(tmp_path, returncode=1, at=None)
+    end.plan.dirs.launcher_log.write_text("RuntimeError: EADDRINUSE\n")
+    cause = cause_of(end)
+    assert cause is not None
+    assert (cause.rank, cause.evidence, cause.is_transient) == (
+        None,
+        ("RuntimeError: EADDRINUSE",),
+        True,
+    )
+    assert (cause.text, cause.see) == (
+        "the launcher raised RuntimeError: EADDRINUSE, before the first iteration that was logged",
+        f"{tmp_path}/launcher.log:1",
+    )
+
+
+def test_a_hung_collective_names_the_rank_that_reported_it(tmp_path: Path) -> None:
+    end = phase(tmp_path, returncode=-15, end=End.HUNG_COLLECTIVE, hung_rank=1)
+    cause = cause_of(end)
+    assert cause is not None
+    assert (cause.rank, cause.is_transient) == (1, False)
+    assert (cause.text, cause.see) == (
+        "a collective did not finish: rank 1 reported it, after iteration 4 of 10",
+        f"{tmp_path}/logs",
+    )
+
+
+def test_a_time_limit_is_never_transient(tmp_path: Path) -> None:
+    end = phase(tmp_path, returncode=-15, end=End.TIME_LIMIT)
+    end.plan.dirs.launcher_log.write_text("RuntimeError: EADDRINUSE\n")
+    cause = cause_of(end)
+    assert cause is not None
+    assert (cause.is_transient, cause.text) == (
+        False,
+        "time limit of 60 s reached, after iteration 4 of 10",
+    )
+
+
+def test_a_rank_that_ran_out_of_memory_is_known_and_not_run_again(tmp_path: Path) -> None:
+    end = phase(tmp_path, returncode=1)
+    (tmp_path / "logs" / "1").mkdir()
+    (tmp_path / "logs" / "1" / "stderr.log").write_text(
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 1, in <module>\n'
+        "torch.OutOfMemoryError: CUDA out of memory.\n"
+    )
+    cause = cause_of(end)
+    assert cause is not None
+    assert cause.signature is not None
+    assert (cause.rank, cause.signature.id, cause.is_transient) == (1, "cuda_oom", False)

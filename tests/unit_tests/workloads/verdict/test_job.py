@@ -1,0 +1,137 @@
+"""The maker of jobs: planned once for each choice of GPUs, checked for the machine that runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import Gpu, Host
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.workloads.engine.api import Resources
+from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
+from pytest_megatron.workloads.training.checks.check import findings_of
+from pytest_megatron.workloads.training.checks.rules import CheckFinding, RuleMatch
+from pytest_megatron.workloads.training.plan.plan import Setting
+from pytest_megatron.workloads.training.run.runner import ForwardingListener
+from pytest_megatron.workloads.verdict.attempt import Attempt
+from pytest_megatron.workloads.verdict.driver import begin
+from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, JobPlace, make_job
+
+GIB = 1 << 30
+ROW: dict[str, JsonValue] = {
+    "model": "gpt",
+    "test_case": "wide",
+    "environment": "dev",
+    "platforms": "dgx_h100",
+    "scope": "L0",
+    "cadence": ["pr"],
+    "gpus": 1,
+    "training_script_path": "train.py",
+}
+# 55 layers of 12 x 8192^2 weights of 2 bytes: 82.5 GiB without embeddings.
+CASE = """\
+TEST_TYPE: regular
+MODEL_ARGS: {--num-layers: 55, --hidden-size: 8192, --num-attention-heads: 64, --seq-length: 128,
+  --max-position-embeddings: 128, --micro-batch-size: 1, --bf16: true, --train-iters: 4}
+"""
+
+
+class Here:
+    """A place that changes nothing."""
+
+    def settle(self, setting: Setting, _workload: Workload) -> Setting:
+        return setting
+
+
+class NoRetries:
+    """Grants none."""
+
+    def claim(self, _attempt: Attempt) -> str | None:
+        return "none"
+
+    def on_retry(self, attempt: Attempt, pause_s: float) -> None:
+        raise AssertionError(attempt, pause_s)
+
+
+class CheckedPlace(Here):
+    """A place that finds an error in every job."""
+
+    def findings(
+        self, _workload: Workload, _setting: Setting, _needed: Resources
+    ) -> Sequence[CheckFinding]:
+        return findings_of([RuleMatch("partition-unknown", "slurm.toml", name="gpu", there="cpu")])
+
+
+def job_on(
+    tmp_path: Path, gpu_gib: int | None, place: JobPlace | None = None, case_text: str = CASE
+) -> CheckedJob:
+    """The job of a row on a machine with GPUs of some size, or on an unknown one."""
+    case = tmp_path / "tests/functional_tests/test_cases/gpt/wide/model_config.yaml"
+    case.parent.mkdir(parents=True, exist_ok=True)
+    case.write_text(case_text)
+    (tmp_path / "train.py").touch()
+    host = None
+    if gpu_gib is not None:
+        gpu = Gpu(index=0, name="NVIDIA H100 NVL", uuid="GPU-0", memory_bytes=gpu_gib * GIB)
+        host = Host(gpus=(gpu,), driver="570", cpu="x")
+    options = JobOptions(
+        root=tmp_path,
+        run_dir=tmp_path / "run",
+        env={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "5,6,7"},
+        project=ProjectConfig(),
+        is_lightweight=False,
+        host=host,
+    )
+    row = parse_row(Row(line=7, spec=ROW, axes=()), file=Path("recipes/r.yaml"), variant=())
+    return make_job(options, place or Here(), row, "recipes/r.yaml::wide[dev-dgx_h100]")
+
+
+def test_a_job_is_judged_by_the_gpus_that_run_it(tmp_path: Path) -> None:
+    job_on(tmp_path, gpu_gib=94).require_runnable()
+    for unfit in (80, None):
+        with pytest.raises(LaunchError, match="memory-weights"):
+            job_on(tmp_path, unfit).require_runnable()
+
+
+def test_an_engine_taken_over_refuses_no_job_for_its_own_findings(tmp_path: Path) -> None:
+    checked = job_on(tmp_path, gpu_gib=94, place=CheckedPlace())
+    with pytest.raises(LaunchError, match="partition-unknown"):
+        checked.require_runnable()
+    checked.without_engine_findings().require_runnable()
+    unfit = job_on(tmp_path, gpu_gib=80, place=CheckedPlace())
+    with pytest.raises(LaunchError, match="memory-weights"):
+        unfit.without_engine_findings().require_runnable()
+
+
+def test_the_plan_of_the_first_attempt_is_made_once(tmp_path: Path) -> None:
+    checked = job_on(tmp_path, gpu_gib=94)
+    assert checked.plan_of(repeat=1, number=1) is checked.plan
+    second = checked.plan_of(repeat=1, number=2)
+    assert second.dirs.root.name == "attempt_2"
+    assert replace(second, phases=(), dirs=checked.plan.dirs) == replace(checked.plan, phases=())
+
+
+def test_an_argument_names_the_gpus_that_are_leased(tmp_path: Path) -> None:
+    text = CASE.replace("--train-iters: 4", "--train-iters: 4, --gpus: '${CUDA_VISIBLE_DEVICES}'")
+    checked = job_on(tmp_path, gpu_gib=94, case_text=text)
+    (repeat,) = begin(checked, gather_facts(tmp_path), ForwardingListener(), NoRetries())
+    planned = next(repeat).planned(("GPU-a", "GPU-b"))
+    (phase,) = planned.plan.phases
+    assert phase.argv[phase.argv.index("--gpus") + 1] == "GPU-a,GPU-b"
+    assert phase.env["CUDA_VISIBLE_DEVICES"] == phase.own_env["CUDA_VISIBLE_DEVICES"]
+    assert phase.own_env["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert json.dumps(planned.description).count("GPU-a,GPU-b") >= 2
+
+
+def test_a_missing_program_is_refused(tmp_path: Path) -> None:
+    checked = job_on(tmp_path, gpu_gib=94)
+    (tmp_path / "train.py").unlink()
+    with pytest.raises(LaunchError, match=r"train\.py"):
+        checked.require_runnable()

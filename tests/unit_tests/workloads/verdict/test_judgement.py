@@ -1,0 +1,71 @@
+"""What of several comparisons a verdict names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.model import Golden, Value, series_of
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy
+from pytest_megatron.workloads.verdict.compare import GOLDEN, Judgement, RepeatComparison
+
+SOUND: dict[str, dict[int, float]] = {
+    "lm loss": {s: 5.0 - s / 20 for s in range(1, 51)},
+    "num-zeros": {s: 2000.0 + s for s in range(1, 51)},
+    "iteration-time": {s: 0.1 + s / 1e6 for s in range(1, 51)},
+}
+HARDLY = {1: 4.95 * (1 + 1.02e-3)}
+
+
+def headline(**changes: dict[int, Value | None]) -> str:
+    names = {name.replace("_", " "): changed for name, changed in changes.items()}
+    golden = {name: series_of({**values}) for name, values in SOUND.items()}
+    observed = {
+        name: series_of(
+            {
+                s: v
+                for s, v in {**dict[int, Value | None](values), **names.get(name, {})}.items()
+                if v is not None
+            }
+        )
+        for name, values in SOUND.items()
+    }
+    comparisons = compare(Golden(path="g.json", metrics=golden), observed, metrics=list(SOUND))
+    repeat = RepeatComparison(
+        repeat=1, against=GOLDEN, measured=Path("m.json"), comparisons=comparisons
+    )
+    return Judgement(repeats=(repeat,), policy=ComparisonPolicy.STRICT).in_short
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param(
+            {
+                "lm_loss": HARDLY,
+                "num-zeros": {s: 2.2 * v for s, v in SOUND["num-zeros"].items()},
+            },
+            "num-zeros is off (and 1 more)",
+            id="the one off furthest for its limit",
+        ),
+        pytest.param(
+            {
+                "lm_loss": {7: float("nan")},
+                "num-zeros": {s: 2.2 * v for s, v in SOUND["num-zeros"].items()},
+            },
+            "lm loss is off at step 7 (and 1 more)",
+            id="a value that is none",
+        ),
+        pytest.param(
+            {"lm_loss": HARDLY, "iteration-time": {50: None}},
+            "lm loss is off at step 1 (and 1 more)",
+            id="a time that is missing says least",
+        ),
+    ],
+)
+def test_a_headline_names_the_strongest_finding(
+    changes: dict[str, dict[int, Value | None]], expected: str
+) -> None:
+    assert headline(**changes) == expected

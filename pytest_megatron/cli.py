@@ -1,6 +1,7 @@
 """The `pytest-megatron` command.
 
-The module of a subcommand is imported on its first use: `--help` must stay fast, so nothing but click is imported until a subcommand runs.
+The rooms bring the subcommands; the module of one is imported on its first use, as `--help` must
+stay fast.
 """
 
 from __future__ import annotations
@@ -13,44 +14,17 @@ import click
 
 from pytest_megatron.base.command import EXIT_UNUSABLE, LazyGroup, echo_error
 from pytest_megatron.errors import MegatronError
+from pytest_megatron.rooms import rooms
 
-SUBCOMMANDS = {
-    "changed": ("ci.plan_command:changed", "Join records of what tests use, for --changed."),
-    "ci": ("ci.command:command", "Write files for CI, and make one verdict of many jobs."),
-    "cost": ("ci.plan_command:cost", "Print what items cost in GPU time, and what got dearer."),
-    "culprit": ("culprit.command:command", "Find the commit from which on an item fails."),
-    "demo": ("demo.command:command", "Write a small project into an empty directory, and run it."),
-    "doctor": ("doctor.command:command", "Check this machine and environment."),
-    "expand": (
-        "workloads.commands.recipes:expand",
-        "Print the workloads that recipe files expand to.",
-    ),
-    "flaky": ("flaky.command:command", "Count how often items passed only when run again."),
-    "gangs": ("gangs.command:gangs", "List and stop the processes that --keep-gangs keeps."),
-    "golden": ("workloads.commands.golden:command", "Compare observed metrics with golden values."),
-    "interactive": (
-        "engines.slurm.command:interactive",
-        "Print how to get a shell of Slurm for a workload.",
-    ),
-    "lint": ("workloads.commands.recipes:lint", "Report errors in recipes, cases and goldens."),
-    "plan": ("ci.plan_command:command", "Print the CI jobs for labels and an event."),
-    "repro": ("repro.command:command", "Do a failing item of a run or artifact again, here."),
-    "report": ("pages.command:report", "Write pages and pictures of finished runs."),
-    "runs": ("pages.command:runs", "List and remove the runs that a project keeps."),
-    "sbatch": ("engines.slurm.command:sbatch", "Print the script that runs a workload in Slurm."),
-    "schema": (
-        "workloads.commands.recipes:schema",
-        "Print the JSON Schema of a kind of file, or its path.",
-    ),
-    "trace": ("trace.command:command", "Compare and print traces of tensors."),
-    "triage": ("triage.command:command", "Find why a run failed, from its logs."),
-    "watch": ("gangs.command:watch", "Run tests, and again after each edit, on kept gangs."),
-}
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one
 
 
 class _MainCommands(LazyGroup):
-    lazy = SUBCOMMANDS
+    lazy = {  # noqa: RUF012 - the base class says what it is
+        word: (f"{name}.{module}", text)
+        for name, room in rooms()
+        for word, (module, text) in room.commands.items()
+    }
 
 
 @click.command(cls=_MainCommands, context_settings={"help_option_names": ["-h", "--help"]})

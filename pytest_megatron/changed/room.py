@@ -1,0 +1,7 @@
+"""The room `changed` in the table."""
+
+from __future__ import annotations
+
+from pytest_megatron.rooms import Room
+
+ROOM = Room()

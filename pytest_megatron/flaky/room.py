@@ -1,0 +1,11 @@
+"""The room `flaky` in the table."""
+
+from __future__ import annotations
+
+from pytest_megatron.rooms import Room
+
+ROOM = Room(
+    commands={
+        "flaky": ("command:command", "Count how often items passed only when run again."),
+    },
+)

@@ -1,0 +1,11 @@
+"""The room `trace` in the table."""
+
+from __future__ import annotations
+
+from pytest_megatron.rooms import Room
+
+ROOM = Room(
+    commands={
+        "trace": ("command:command", "Compare and print traces of tensors."),
+    },
+)

@@ -7,7 +7,7 @@ torch, no pydantic, no yaml) and run tests as ever while none of our options is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from pytest_megatron.gangs.fixtures import (  # noqa: F401 - pytest finds them h
 from pytest_megatron.gangs.markers import (
     asks_for_gang,
     declare_marks,
-    is_quarantined_by_us,
     parametrise_sizes,
 )
 from pytest_megatron.gangs.start.environment import (
@@ -37,6 +36,7 @@ from pytest_megatron.gangs.start.environment import (
 from pytest_megatron.gangs.stress import NAME as STRESS
 from pytest_megatron.gangs.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.process.originals import os  # loaded before any test can patch the library
+from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.session import options
 from pytest_megatron.session.deselected import (
     LeftOutFiles,
@@ -55,11 +55,24 @@ if TYPE_CHECKING:
     from pytest_megatron.gangs.controller.plugin import GangPlugin
     from pytest_megatron.session.state import RunSession
 
+# What rooms do in a session, in the order of the table.
+_BEGIN: ExtensionPoint[Callable[[pytest.Config, list[str]], None]] = ExtensionPoint(
+    "begin"
+)  # before conftest files
+_CONFIGURE: ExtensionPoint[Callable[[pytest.Config], None]] = ExtensionPoint("configure")
+_COLLECTED: ExtensionPoint[Callable[[pytest.Config, list[pytest.Item]], None]] = ExtensionPoint(
+    "collected"
+)  # all items
+_SELECTED: ExtensionPoint[Callable[[pytest.Config, list[pytest.Item]], None]] = ExtensionPoint(
+    "selected"
+)  # those that will run
+_HAS_WORKER: ExtensionPoint[Callable[[pytest.Config], None]] = ExtensionPoint(
+    "has_worker"
+)  # of pytest-xdist
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
 _CHANGING_ARGUMENTS = frozenset(("attach", "bucket", "changed", "keep-gangs"))
 _ACTING_EARLY = _CHANGING_ARGUMENTS | {"record-changed"}
-_HAS_GANGS = pytest.StashKey[bool]()
 _SHORT_NAMES = pytest.StashKey[ShortNames]()
 
 
@@ -69,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config = pluginmanager.get_plugin("pytestconfig")
     assert isinstance(config, pytest.Config)
     config.stash[_SHORT_NAMES] = names
-    if not _is_rank(config):
+    if not options.is_rank(config):
         with options.parsed_early(config, parser) as minutes:
             if minutes:
                 from pytest_megatron.gangs.start.keep import keep_gangs_early
@@ -87,16 +100,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         from pytest_megatron.workloads.items.attach import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
-    if options.asks_early_for_changes(early_config):
-        from pytest_megatron.changed.plugin import begin_early
-
-        begin_early(early_config, is_rank=_is_rank(early_config))
-    words = options.early_words(early_config, "bucket")
-    if words:
-        from pytest_megatron.ci.test_selection import add_folders
-
-        add_folders(early_config, args, words)
-    if not _is_rank(early_config):
+    for begin in _BEGIN.all():
+        begin(early_config, args)
+    if not options.is_rank(early_config):
         record_start_environment(early_config)
         if early_config.stash[KEY].learnt is not None:
             from pytest_megatron.gangs.start.start_mode import load_ahead
@@ -114,7 +120,7 @@ def pytest_keep_gangs(
     options.release_paths(early_config, parser, args)
     minutes = options.early_minutes(early_config)
     plugin = None
-    if minutes and not _is_rank(early_config):
+    if minutes and not options.is_rank(early_config):
         from pytest_megatron.gangs.start.keep import keep_gangs
 
         plugin = keep_gangs(early_config, minutes)
@@ -169,8 +175,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
     _leave_to_others(config)
-    _register_selections(config)
-    if _is_rank(config):
+    for configure in _CONFIGURE.all():
+        configure(config)
+    if options.is_rank(config):
         declare_marks(config)
         return
     config.pluginmanager.register(LeftOutFiles(config), "megatron-left-out-files")
@@ -192,7 +199,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_megatron.gangs.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
-        config.stash[_HAS_GANGS] = True
+        config.stash[options.HAS_GANGS] = True
         _register_cancelled(config, is_follower=True)
     elif chosen.asks_for_gangs:
         _register_gangs(config)
@@ -208,25 +215,14 @@ def _leave_to_others(config: pytest.Config) -> None:
     leave_out_of_environment(config, names.taken)
 
 
-def _register_selections(config: pytest.Config) -> None:
-    if options.may_ask_for_units(config):
-        from pytest_megatron.ci.test_selection import register_units
-
-        register_units(config, options.read_options(config))
-    if options.asks_for_changes(config):
-        from pytest_megatron.changed.plugin import register_changed
-
-        register_changed(config, options.read_options(config), is_rank=_is_rank(config))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
     """Send a worker of pytest-xdist the run directory and the command line."""
-    from pytest_megatron.flaky.plugin import register_quarantine
     from pytest_megatron.session.state import session_of
 
     session = session_of(node.config)
-    register_quarantine(node.config)  # which the workers' reports tell of
+    for has_worker in _HAS_WORKER.all():
+        has_worker(node.config)
     _register_gang_results(node.config, session)  # only workers know whether tests have our marks
     node.workerinput.update(session.worker_input())
 
@@ -237,21 +233,19 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
-        if options.asks_for_changes(config):
-            from pytest_megatron.changed.plugin import count_collected, leave_out_unchanged
-
-            count_collected(config, items)
+        for collected in _COLLECTED.all():
+            collected(config, items)
         yield
         has_gang = (
-            config.stash.get(_HAS_GANGS, False) or _is_rank(config) or _LAUNCHED in os.environ
+            config.stash.get(options.HAS_GANGS, False)
+            or options.is_rank(config)
+            or _LAUNCHED in os.environ
         )
         functions = (item for item in items if isinstance(item, pytest.Function))
         if not has_gang and any(map(asks_for_gang, functions)):
             _register_gangs(config).pytest_collection_modifyitems(items)
-        if options.asks_for_changes(config):
-            leave_out_unchanged(config, items)
-        if not _is_rank(config):
-            _quarantine(config, items)
+        for selected in _SELECTED.all():
+            selected(config, items)
     except pytest.UsageError as error:
         if hasattr(config, "workeroutput"):  # its terminal is nobody's; see `pytest_testnodedown`
             config.workeroutput[_USAGE_ERROR] = str(error)
@@ -266,7 +260,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the tests that were left out; ranks leave out those of their controller."""
-    if not _is_rank(session.config):
+    if not options.is_rank(session.config):
         fold(session)
 
 
@@ -290,22 +284,6 @@ def pytest_testnodedown(node: WorkerController) -> None:
         write_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
-def _is_rank(config: pytest.Config) -> bool:
-    """Return true if this process is a rank of ours, which collects for itself."""
-    return config.pluginmanager.has_plugin(options.COLLECTING_PLUGIN)
-
-
-def _quarantine(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Find the items in quarantine, where a mark or a role of ours is in the session."""
-    has_workloads = config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN)
-    has_roles = has_workloads or config.stash.get(_HAS_GANGS, False)
-    if has_roles or any(map(is_quarantined_by_us, items)):
-        from pytest_megatron.flaky.plugin import quarantine_items
-
-        is_writing = has_workloads and options.read_options(config).is_writing_goldens
-        quarantine_items(config, items, has_roles=has_roles, is_writing=is_writing)
-
-
 def _register_gangs(config: pytest.Config) -> GangPlugin:
     from pytest_megatron.gangs.controller.plugin import PLUGIN_NAME, GangPlugin
     from pytest_megatron.session.run_file import register_history
@@ -318,7 +296,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     if not session.is_worker:
         _register_gang_results(config, session)
         register_history(config, session)
-    config.stash[_HAS_GANGS] = True
+    config.stash[options.HAS_GANGS] = True
     return plugin
 
 
@@ -334,15 +312,15 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
-    from pytest_megatron.ci.log import register_ci_log
     from pytest_megatron.gangs.controller.results import NAME, GangResults
+    from pytest_megatron.session.reporters import register_reporters
     from pytest_megatron.session.run_file import register_pages, run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, NAME)
         register_pages(config, session)
-        register_ci_log(config)
+        register_reporters(config, session)
 
 
 def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 
 ROOMS = (
     *("gangs", "workloads", "triage"),
-    *("changed", "ci", "culprit", "demo", "doctor", "engines", "flaky", "pages", "repro", "trace"),
+    *("ci", "changed", "culprit", "demo", "doctor", "engines", "flaky", "pages", "repro", "trace"),
 )
 T = TypeVar("T")
 

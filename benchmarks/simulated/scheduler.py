@@ -19,6 +19,7 @@ from pytest_megatron.engines.slurm.states import JobFiles
 from pytest_megatron.engines.slurm.submit import SlurmSettings
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs, item_dirs
+from pytest_megatron.runs.ledger import RunLedger
 from pytest_megatron.workloads.engine.api import EngineContext
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.golden.store import golden_path, read_golden
@@ -31,7 +32,7 @@ from pytest_megatron.workloads.verdict.attempt import Attempt, Verdict
 from pytest_megatron.workloads.verdict.compare import judge
 from pytest_megatron.workloads.verdict.driver import Repeat, begin, conclude
 from pytest_megatron.workloads.verdict.job import WorkloadJob, check_job
-from pytest_megatron.workloads.verdict.retry import RetryPolicy, RunLedger
+from pytest_megatron.workloads.verdict.retry import RetryPolicy
 from pytest_megatron.workloads.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from simulated.cluster import Cluster, Fate, SimulatedJob, State
 from simulated.slurm import SimulatedScripts, SimulatedSlurm

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.project import ask_git
+from pytest_megatron.base.project import ask_git, load_config
 from pytest_megatron.base.schema import SchemaError, parse, shown
 from pytest_megatron.base.text import nearest, one_of
-from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass
+from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass, load_table
 from pytest_megatron.errors import SelectionError
+from pytest_megatron.session.decision import Considered, Decision
+from pytest_megatron.workloads.recipe.load import project_words
 
 _PART = re.compile(r"\*\*/|/\*\*$|\*\*|\*|\?|\{[^{}]*\}|[^*?{}/]+|.")
 
@@ -208,55 +210,6 @@ class Trigger:
     option: str = "--event"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Considered:
-    """A rule, whether it decided, and why or why not."""
-
-    rule: str
-    decides: bool
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The choice of scope, repeats and environment for a CI run.
-
-    Attributes:
-        scope, cadence: Words to select by; no cadence is no filter.
-        rule: Name of the rule that decided.
-        reason: Why it did, in a sentence.
-        considered: All rules in their order.
-        label_effects: Effects of labels beside the rule, a line for each.
-        unknown_labels: Those that no rule reads, each with the nearest that is.
-        suites: Further test suites that labels ask for.
-        env: Variables that labels set.
-        may_repeat_less: Whether a row that asks for fewer repeats gets them.
-    """
-
-    scope: tuple[str, ...]
-    cadence: tuple[str, ...]
-    n_repeat: int
-    is_lightweight: bool
-    environment: str
-    image: str
-    rule: str
-    reason: str
-    considered: tuple[Considered, ...]
-    label_effects: tuple[str, ...] = ()
-    unknown_labels: tuple[str, ...] = ()
-    suites: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    may_repeat_less: bool = True
-
-    def num_repeats(self, of_row: int | None) -> int:
-        """Return how often a row is trained: as the rule has it, fewer where the row has fewer."""
-        if self.is_lightweight:
-            return 1
-        if self.may_repeat_less and of_row is not None:
-            return min(self.n_repeat, of_row)
-        return self.n_repeat
-
-
 def parse_labels(text: str) -> tuple[str, ...]:
     """Return labels of a list with commas, or of a JSON array; a blank text is none.
 
@@ -272,6 +225,24 @@ def parse_labels(text: str) -> tuple[str, ...]:
     except SchemaError:
         raise SelectionError("--labels", problem) from None
     return tuple(dict.fromkeys(word.strip() for word in found if word.strip()))
+
+
+def decide_for(
+    root: Path, labels: str, event: str, cadence: str | None, environment: str | None
+) -> Decision:
+    """Return the decision of a project's table for the options of a session.
+
+    Raises:
+        MegatronError: The event is unknown, or the table is wrong.
+    """
+    trigger = Trigger(
+        event=event,
+        labels=parse_labels(labels),
+        cadence=cadence,
+        environment=environment,
+        option="--ci-event",
+    )
+    return decide(trigger, load_table(load_config(root), project_words(root)))
 
 
 def decide(trigger: Trigger, table: CiTable) -> Decision:

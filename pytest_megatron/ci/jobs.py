@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import Count, Text, open_to_others
-from pytest_megatron.ci.decide import Decision
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import Bucket
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
 

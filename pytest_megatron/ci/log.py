@@ -22,7 +22,8 @@ from pytest_megatron.base.text import (
     within_limit,
     workflow_command,
 )
-from pytest_megatron.session.options import CI_LOG_PLUGIN
+from pytest_megatron.session.reporters import FOLDING_LOG
+from pytest_megatron.session.state import RunSession
 
 _MOST_CHARS = 4000  # of an annotation
 # Long parts of a failure, which follow what they explain.
@@ -223,8 +224,8 @@ class CiLogPlugin:
         return str(found.relative_to(workspace) if is_below else path)
 
 
-def register_ci_log(config: pytest.Config) -> None:
+def register_ci_log(config: pytest.Config, _: RunSession) -> None:
     """Write as the CI system reads it, where one runs this session, once."""
     log = log_of(os.environ)
-    if log is not None and not config.pluginmanager.has_plugin(CI_LOG_PLUGIN):
-        config.pluginmanager.register(CiLogPlugin(config, log), CI_LOG_PLUGIN)
+    if log is not None and not config.pluginmanager.has_plugin(FOLDING_LOG):
+        config.pluginmanager.register(CiLogPlugin(config, log), FOLDING_LOG)

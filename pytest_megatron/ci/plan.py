@@ -19,14 +19,7 @@ from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.changed.select import Unaffected
 from pytest_megatron.ci.budget import Budget, item_histories, keep_within
-from pytest_megatron.ci.decide import (
-    Decision,
-    PathChange,
-    Suggestion,
-    Trigger,
-    decide,
-    suggest,
-)
+from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.jobs import (
     CiJob,
     PlanBudget,
@@ -48,6 +41,7 @@ from pytest_megatron.ci.test_jobs import (
 )
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError
 from pytest_megatron.runs.history import HistoryEntry, device_time
+from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.golden.policy import Base, ComparisonPolicy, policy_named
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile

@@ -11,4 +11,10 @@ ROOM = Room(
         "cost": ("plan_command:cost", "Print what items cost in GPU time, and what got dearer."),
         "plan": ("plan_command:command", "Print the CI jobs for labels and an event."),
     },
+    provides={
+        "begin": "hooks:begin",
+        "configure": "hooks:configure",
+        "decide": "decide:decide_for",
+        "reporter": "log:register_ci_log",
+    },
 )

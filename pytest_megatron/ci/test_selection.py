@@ -14,7 +14,7 @@ import pytest
 
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import one_of
-from pytest_megatron.ci.decide import Decision, matches_any
+from pytest_megatron.ci.decide import matches_any
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import (
     EXPERIMENTAL,
@@ -24,6 +24,7 @@ from pytest_megatron.ci.test_files import (
     reason_to_leave_out,
     wanted_launch_marks,
 )
+from pytest_megatron.session.decision import Decision
 from pytest_megatron.session.deselected import REASON, note_ignored
 from pytest_megatron.session.options import LEFT_OUT, Options, usage_errors
 from pytest_megatron.workloads.recipe.load import project_words

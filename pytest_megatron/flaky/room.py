@@ -8,4 +8,5 @@ ROOM = Room(
     commands={
         "flaky": ("command:command", "Count how often items passed only when run again."),
     },
+    provides={name: f"hooks:{name}" for name in ("has_worker", "selected")},
 )

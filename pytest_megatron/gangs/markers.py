@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.doctest import DoctestItem
 
-from pytest_megatron.session.options import Options, chosen_ini, seconds_of
+from pytest_megatron.session.options import Options, seconds_of
+from pytest_megatron.session.time_limit import (
+    NO_LIMIT,
+    TimeLimit,
+    has_timeout_plugin,
+    is_of_call,
+    limit_of_session,
+)
 
 if TYPE_CHECKING:
     from pytest_megatron.gangs.spec import GangSpec
@@ -27,8 +33,6 @@ _LINES = (
 )
 _NO_LABELS = ("controller", "isolated", "rerun_transient", "skip", "xfail")
 
-_NO_LIMIT = " (0 is no limit)"
-_TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads it
 _TIMEOUT_LINE = (
     "timeout(s, func_only=False): limit for each phase of a test on a gang, or for its call alone, "
     "in seconds; 0 is none"
@@ -39,7 +43,7 @@ def declare_marks(config: pytest.Config) -> None:
     """Register the markers with pytest."""
     for line in _LINES:
         config.addinivalue_line("markers", line)
-    if not _has_timeout_plugin(config):  # which declares it
+    if not has_timeout_plugin(config):  # which declares it
         config.addinivalue_line("markers", _TIMEOUT_LINE)
 
 
@@ -169,21 +173,6 @@ def allowed_leaks(item: pytest.Item) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeLimit:
-    """Time limit of a phase, and the setting that it comes from.
-
-    Attributes:
-        seconds: 0 is no limit.
-        source: The setting that the user would change.
-        is_of_call: Whether it limits the call alone.
-    """
-
-    seconds: float
-    source: str
-    is_of_call: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class PhaseLimits:
     """Time limits of the phases of a test, in seconds; 0 is no limit.
 
@@ -217,45 +206,16 @@ def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
     if mark is None:
         return limit_of_session(item.config, options)
     seconds = mark.args[0] if mark.args else mark.kwargs.get("timeout")
-    is_of_call = mark.kwargs.get("func_only")
-    if not (is_of_call is None or isinstance(is_of_call, bool)):
-        problem = f"func_only is {is_of_call!r}, expected True or False"
+    of_call = mark.kwargs.get("func_only")
+    if not (of_call is None or isinstance(of_call, bool)):
+        problem = f"func_only is {of_call!r}, expected True or False"
         raise pytest.UsageError(f"{item.nodeid}: mark timeout: {problem}")
     if seconds is None:  # the mark may only choose pytest-timeout's method
         limit = limit_of_session(item.config, options)
     else:
         where = f"{item.nodeid}: mark timeout"
-        limit = TimeLimit(seconds_of(seconds, where, _NO_LIMIT), where, _is_of_call(item.config))
-    return limit if is_of_call is None else replace(limit, is_of_call=is_of_call)
-
-
-def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
-    """Return the limit of tests without a marker.
-
-    `--rank-timeout` wins, then settings of pytest-timeout, then the default.
-
-    Raises:
-        pytest.UsageError: It is no time.
-    """
-    if "rank-timeout" not in options.given and _has_timeout_plugin(config):
-        settings: dict[str, object] = {
-            "--timeout": config.getoption("timeout", None),
-            "PYTEST_TIMEOUT": os.environ.get("PYTEST_TIMEOUT"),
-            "timeout in the ini file": chosen_ini(config, "timeout"),
-        }
-        for source, value in settings.items():
-            if value not in (None, ""):
-                return TimeLimit(seconds_of(value, source, _NO_LIMIT), source, _is_of_call(config))
-    return TimeLimit(options.rank_timeout_s, "--rank-timeout")
-
-
-def _is_of_call(config: pytest.Config) -> bool:
-    """Return true if pytest-timeout is set to limit calls alone."""
-    return _has_timeout_plugin(config) and chosen_ini(config, "timeout_func_only") is True
-
-
-def _has_timeout_plugin(config: pytest.Config) -> bool:
-    return any(map(config.pluginmanager.has_plugin, _TIMEOUT_PLUGINS))
+        limit = TimeLimit(seconds_of(seconds, where, NO_LIMIT), where, is_of_call(item.config))
+    return limit if of_call is None else replace(limit, is_of_call=of_call)
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,3 +262,8 @@ def make_results_dir(directory: Path) -> None:
 def _ignore(directory: Path) -> None:
     if not (directory / ".gitignore").exists():
         write_text_atomically(directory / ".gitignore", "*\n")
+
+
+def seed_of_examples(run_id: str) -> int:
+    """Return the default seed of hypothesis for all ranks of a run."""
+    return zlib.crc32(run_id.encode())

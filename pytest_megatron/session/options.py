@@ -24,11 +24,12 @@ from typing_extensions import override
 
 from pytest_megatron.base.text import one_of as one_word_of
 from pytest_megatron.errors import REMOVED, MegatronError
+from pytest_megatron.rooms import ROOMS, ExtensionPoint
 from pytest_megatron.session.short_names import PREFIX, ShortNames
 
 if TYPE_CHECKING:
-    from pytest_megatron.ci.decide import Decision
-    from pytest_megatron.gangs.topology import SlurmStep
+    from pytest_megatron.session.decision import Decision
+    from pytest_megatron.session.slurm_step import SlurmStep
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -53,10 +54,17 @@ class ValueKind(Generic[T_co]):
     bare: str | None = None
 
     def __call__(
-        self, name: str, text: str, default: D, shown: str = "", metavar: str = ""
+        self,
+        name: str,
+        text: str,
+        default: D,
+        shown: str = "",
+        *,
+        metavar: str = "",
+        room: str = "",
     ) -> T_co | D:
         """Return the field; for the arguments see `OptionRow`."""
-        row = OptionRow(name, text, self, default, shown, metavar or self.metavar)
+        row = OptionRow(name, text, self, default, shown, metavar or self.metavar, room)
         declared: D = field(metadata={"row": row})
         return declared
 
@@ -72,6 +80,7 @@ class OptionRow:
         default: Its value where none is given.
         shown: The default in texts, where the value itself does not explain it.
         metavar: Placeholder of the value.
+        room: The room that can be taken out with it; "" for those that are always there.
     """
 
     name: str
@@ -80,6 +89,7 @@ class OptionRow:
     default: object
     shown: str
     metavar: str
+    room: str
 
     @property
     def help(self) -> str:
@@ -105,7 +115,7 @@ class OptionRow:
 
 def typed(config: pytest.Config, name: str) -> object:
     """Return the value of an option on the command line, else None."""
-    value: object = config.getoption(dest(name))
+    value: object = config.getoption(dest(name), None)
     return None if value is False else value
 
 
@@ -138,12 +148,22 @@ def chosen_ini(config: pytest.Config, name: str) -> object:
 
 
 @contextlib.contextmanager
-def usage_errors() -> Generator[None]:
-    """Make usage errors of pytest of the plugin's own errors."""
+def usage_errors(shorten: Callable[[str], str] = str) -> Generator[None]:
+    """Make usage errors of pytest of the plugin's own errors, with their texts shortened."""
     try:
         yield
     except MegatronError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(shorten(str(error))) from None
+
+
+def is_rank(config: pytest.Config) -> bool:
+    """Return true if this process is a rank of ours, which collects for itself."""
+    return config.pluginmanager.has_plugin(COLLECTING_PLUGIN)
+
+
+def has_roles(config: pytest.Config) -> bool:
+    """Return true if the session runs workloads, or tests on gangs."""
+    return config.stash.get(HAS_GANGS, False) or config.pluginmanager.has_plugin(WORKLOADS_PLUGIN)
 
 
 def has_workers(config: pytest.Config) -> bool:
@@ -292,12 +312,14 @@ WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and s
 TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
 LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
+HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs
 ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
-CI_LOG_PLUGIN = "megatron-ci-log"
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
-_ALSO_ABOUT_UNITS = ("environment", "platform", "tag", "labels", "ci-event")
+_DECIDE: ExtensionPoint[Callable[[Path, str, str, str | None, str | None], Decision]] = (
+    ExtensionPoint("decide")
+)
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
 _OF_WORKERS = re.compile(r"-n|-d$|--numprocesses|--tx|--dist")  # of pytest-xdist
@@ -381,7 +403,11 @@ class Options:
     )
     tag: tuple[str, ...] = WORDS("tag", "only rows with this tag", ())
     labels: str = TEXT(
-        "labels", "CI labels of a pull request, with commas or as a JSON array", "", metavar="LIST"
+        "labels",
+        "CI labels of a pull request, with commas or as a JSON array",
+        "",
+        metavar="LIST",
+        room="ci",
     )
     ci_event: str = TEXT(
         "ci-event",
@@ -389,23 +415,27 @@ class Options:
         "pull_request",
         "pull_request, with --labels",
         metavar="NAME",
+        room="ci",
     )
     bucket: tuple[str, ...] = WORDS(
         "bucket",
         "python tests of these files or dir/**/*.py, without those of !pattern",
         (),
         "all files",
+        room="ci",
     )
     changed: str | None = BASE(
         "changed",
         "run the tests and workloads for which something changed since they were recorded",
         None,
         "all run",
+        room="changed",
     )
     is_recording_changed: bool = FLAG(
         "record-changed",
         "record the code and the files that tests and workloads use, for --changed",
         default=False,
+        room="changed",
     )
     changed_file: Path | None = PATH(
         "changed-file",
@@ -413,6 +443,7 @@ class Options:
         None,
         ".pytest_megatron/changed.z below the project's root",
         metavar="FILE",
+        room="changed",
     )
     changed_draw: str = SEED(
         "changed-draw",
@@ -420,11 +451,13 @@ class Options:
         "",
         "another in each session",
         metavar="SEED|off",
+        room="changed",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
         "tests with the mark experimental, where python tests are selected",
         "exclude",
+        room="ci",
     )
     run_dir: Path | None = PATH(
         "run-dir",
@@ -503,12 +536,14 @@ class Options:
         "audit-determinism",
         "train the first steps of each workload twice, and find the first tensor whose bits differ",
         default=False,
+        room="trace",
     )
     tensor_trace: TensorTrace = _TENSOR_TRACE(
         "tensor-trace",
         "record tensors of the first steps of each workload: hash their statistics, full also "
         "their values",
         "off",
+        room="trace",
     )
     tee_ranks: tuple[int, ...] | None = RANKS(
         "tee-ranks",
@@ -660,6 +695,8 @@ def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> S
     """Declare every option, each also as the ini option `megatron_<name>`."""
     names = ShortNames(parser, manager)
     for row in OPTION_ROWS.values():
+        if row.room and row.room not in ROOMS:
+            continue
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
@@ -702,24 +739,13 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
     Raises:
         pytest.UsageError: The event is unknown, or the project's table is wrong.
     """
-    from pytest_megatron.base.project import load_config
-    from pytest_megatron.ci.decide import Trigger, decide, parse_labels
-    from pytest_megatron.ci.table import load_table
-    from pytest_megatron.workloads.recipe.load import project_words
-
     cadence, environment = (
         x[0] if len(x) == 1 else None for x in (options.cadence, options.environment)
     )
+    decide = _DECIDE.first()
+    assert decide is not None  # it declares the options
     with usage_errors():
-        trigger = Trigger(
-            event=options.ci_event,
-            labels=parse_labels(options.labels),
-            cadence=cadence,
-            environment=environment,
-            option="--ci-event",
-        )
-        root = config.rootpath
-        decision = decide(trigger, load_table(load_config(root), project_words(root)))
+        decision = decide(config.rootpath, options.labels, options.ci_event, cadence, environment)
     return replace(
         options,
         decision=decision,
@@ -728,28 +754,6 @@ def _with_labels(config: pytest.Config, options: Options) -> Options:
         environment=options.environment or (decision.environment,),
         is_lightweight=options.is_lightweight or decision.is_lightweight,
     )
-
-
-def asks_for_changes(config: pytest.Config) -> bool:
-    """Return true if what tests use is recorded, or decides which of them run."""
-    return any(given(config, name) is not None for name in ("changed", "record-changed"))
-
-
-def asks_early_for_changes(early_config: pytest.Config) -> bool:
-    """Return the same before conftest files are loaded."""
-    given = vars(early_config.known_args_namespace)
-    names = [dest(name) for name in ("changed", "record-changed")]
-    return any(given.get(n) is not None or chosen_ini(early_config, n) is not None for n in names)
-
-
-def may_ask_for_units(config: pytest.Config) -> bool:
-    """Return true if an option is given that leaves out python tests by file or by mark.
-
-    Words that also choose among workloads have to be typed: their default in an ini file must not
-    leave out tests of a plain pytest.
-    """
-    is_theirs = any(given(config, name) is not None for name in ("bucket", "experimental-tests"))
-    return is_theirs or any(typed(config, name) is not None for name in _ALSO_ABOUT_UNITS)
 
 
 def _with_nodes(options: Options) -> Options:
@@ -797,7 +801,7 @@ def _slurm_step() -> SlurmStep | None:
     """
     if not any(name in os.environ for name in _SLURM_STEP):
         return None
-    from pytest_megatron.gangs.topology import find_slurm_step
+    from pytest_megatron.session.slurm_step import find_slurm_step
 
     with usage_errors():
         return find_slurm_step(os.environ)

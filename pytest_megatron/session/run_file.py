@@ -18,12 +18,10 @@ import pytest
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.gangs.controller.other_plugins import seed_of_examples
-from pytest_megatron.gangs.markers import limit_of_session
 from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
 from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
-from pytest_megatron.runs.layout import RUN_FILE, make_own_dir
+from pytest_megatron.runs.layout import RUN_FILE, make_own_dir, seed_of_examples
 from pytest_megatron.runs.prune import remove_old_runs
 from pytest_megatron.runs.record import (
     RecordedItem,
@@ -40,6 +38,7 @@ from pytest_megatron.runs.record import (
 from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.state import RunSession, link_latest
+from pytest_megatron.session.time_limit import limit_of_session
 
 _ATTRIBUTES: dict[str, type[RecordedWorkload | RecordedTest]] = {
     "megatron_workload": RecordedWorkload,

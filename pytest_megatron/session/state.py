@@ -11,28 +11,24 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_megatron.base.project import ProjectConfig, load_config
-from pytest_megatron.errors import MegatronError
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
 from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
+from pytest_megatron.runs.ledger import RunLedger
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.options import Options, read_options, usage_errors
 from pytest_megatron.triage.signatures import Table, load_table
-from pytest_megatron.workloads.verdict.retry import RunLedger
-
-if TYPE_CHECKING:  # sessions without workloads need none
-    from pytest_megatron.workloads.engine.api import Engine
 
 _ARGUMENTS_KEY = "megatron_arguments"
 NOTE_PREFIX = ".progress-"  # the name of a worker follows
 _LOCK = ".lock"  # in a run directory that the user named
 _RUN_DIR_KEY = "megatron_run_dir"
 _RUN_NAME = pytest.StashKey[str]()
+IS_WORKLOAD = pytest.StashKey[bool]()  # in the stash of an item that is one
 RECORDED = pytest.StashKey[list[str]]()  # arguments of the run that this session takes over
 
 
@@ -46,17 +42,20 @@ class RunSession:
         is_worker: Whether this is a worker of pytest-xdist.
         is_open: Whether the run directory was made.
         warned: Warnings about workloads that were shown, and are not shown again.
+        directory: Where pytest was started.
+        stash: What rooms keep for the session.
     """
 
     def __init__(self, config: pytest.Config, options: Options) -> None:
         """Read the configuration; starts and writes nothing."""
-        self._directory = config.invocation_params.dir
+        self.directory = config.invocation_params.dir
         self.root = config.rootpath
         self.options = options
         worker: dict[str, str] | None = getattr(config, "workerinput", None)
         self.is_worker = worker is not None
         self._worker_id = None if worker is None else worker["workerid"]
         self.warned: set[str] = set()
+        self.stash = pytest.Stash()
         self.is_open = False
         self._is_ours = False
         self._lock: int | None = None  # on the run directory
@@ -74,35 +73,6 @@ class RunSession:
     def facts(self) -> SessionFacts:
         """Facts about host and environment of this session."""
         return gather_facts(self.root)
-
-    @functools.cached_property
-    def engine(self) -> Engine:
-        """The engine of workloads.
-
-        Raises:
-            pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
-        """
-        from pytest_megatron.workloads.engine import api, local  # noqa: PLC0415
-
-        file = self.options.executor_config
-        context = api.EngineContext(
-            root=self.root,
-            run_dir=self.run_dir,
-            facts=self.facts,
-            env=os.environ,
-            config_file=None if file is None else Path(self._directory, file),
-            copies_lines="tee-ranks" in self.options.typed,
-            workload_start=self.options.settled_workload_start,
-        )
-        try:
-            return local.open_engine(self.options.executor, context)
-        except MegatronError as error:
-            raise pytest.UsageError(self.shorten(str(error))) from None
-
-    def close(self) -> None:
-        """Close the engine, if there was anything for it to do; one with a queue has its owner."""
-        if "engine" in vars(self) and not self.engine.is_queue:
-            self.engine.close()
 
     @functools.cached_property
     def project(self) -> ProjectConfig:
@@ -135,7 +105,7 @@ class RunSession:
         Raises:
             pytest.UsageError: A file of theirs cannot be read.
         """
-        typed = (Path(self._directory, path) for path in self.options.signatures)
+        typed = (Path(self.directory, path) for path in self.options.signatures)
         with usage_errors():
             return load_table((*self.project.signature_files, *typed))
 
@@ -250,7 +220,7 @@ class RunSession:
 
     def shorten(self, text: str) -> str:
         """Name files as the user would type them here."""
-        return text.replace(f"{self._directory}{os.sep}", "")
+        return text.replace(f"{self.directory}{os.sep}", "")
 
     def cannot_write(self, error: OSError) -> str:
         """Return the message for a file that could not be written."""
@@ -259,7 +229,7 @@ class RunSession:
 
     def _new_run_dir(self, config: pytest.Config) -> Path:
         if self.options.run_dir is not None:
-            chosen = Path(self._directory, self.options.run_dir)
+            chosen = Path(self.directory, self.options.run_dir)
         else:
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
             chosen = self.root / RUNS_DIR / config.stash.setdefault(_RUN_NAME, name)

@@ -20,7 +20,7 @@ from pytest_megatron.engines.multitask.coordinator import Peers
 from pytest_megatron.engines.multitask.messages import Join, decode
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.ipc.channel import Channel, Listener, WrongKeyError, connect, listen_on
-from pytest_megatron.gangs.topology import slurm_address
+from pytest_megatron.session.slurm_step import slurm_address
 from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
 
 _PAUSE_S = 0.2  # between two rounds of calls

@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_megatron.runs.layout import seed_of_examples
 from pytest_megatron.session.state import write_line
 
 if TYPE_CHECKING:  # sessions of workloads need neither
@@ -190,11 +190,6 @@ def leave_to_controller(config: pytest.Config) -> None:
     inline = sys.modules.get("inline_snapshot._global_state")
     if inline is not None:
         inline.state().active = False  # its changes would not be written
-
-
-def seed_of_examples(run_id: str) -> int:
-    """Return the default seed of hypothesis for all ranks of a run."""
-    return zlib.crc32(run_id.encode())
 
 
 def draw_same_examples(rank_config: RankConfig) -> None:

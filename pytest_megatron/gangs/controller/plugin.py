@@ -55,7 +55,7 @@ from pytest_megatron.gpu.host import this_host
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.session.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.session.run_file import RecordCarrier, put_record
-from pytest_megatron.session.state import RunSession, show_no_stacks, write_line
+from pytest_megatron.session.state import IS_WORKLOAD, RunSession, show_no_stacks, write_line
 from pytest_megatron.triage.signatures import Signature
 
 
@@ -257,9 +257,7 @@ class GangPlugin(RecordCarrier):
 
     def _print_plan(self, session: pytest.Session) -> bool | None:
         """Print the planned gangs and their numbers of tests; workloads print theirs."""
-        from pytest_megatron.workloads.items.collect import WorkloadItem  # noqa: PLC0415 - loads all of recipes
-
-        items = [item for item in session.items if not isinstance(item, WorkloadItem)]
+        items = [item for item in session.items if IS_WORKLOAD not in item.stash]
         for line in plan_lines(self._specs.get(item) for item in items):
             write_line(self._config, line)
         return None if self._config.pluginmanager.has_plugin(WORKLOADS_PLUGIN) else True

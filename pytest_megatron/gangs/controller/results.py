@@ -14,7 +14,7 @@ import pytest
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gangs.controller.rank_config import refuse_unfit_host
-from pytest_megatron.gangs.markers import device_of, limit_of_session
+from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.gangs.record import (
     flaky_lines,
@@ -24,7 +24,7 @@ from pytest_megatron.gangs.record import (
     unused_nodes_line,
 )
 from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.topology import count_gpus, count_unused_nodes
+from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import Gpu, this_host
 from pytest_megatron.runs.nowhere import ran_nowhere
 from pytest_megatron.runs.record import RecordedTest
@@ -32,7 +32,9 @@ from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.run_file import RunFile, record_on
+from pytest_megatron.session.slurm_step import count_unused_nodes
 from pytest_megatron.session.state import RunSession, write_line
+from pytest_megatron.session.time_limit import limit_of_session
 
 NAME = "megatron-gangs-results"
 LEFT = "megatron.left"  # user property of a report: what the test left behind

@@ -20,9 +20,10 @@ from pytest_megatron.gangs.ipc.channel import Listener, listen_on
 from pytest_megatron.gangs.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
 from pytest_megatron.gangs.supervisor.connections import Followers
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, choose_ports, find_key
+from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.session.options import Options
+from pytest_megatron.session.slurm_step import choose_ports
 
 MEETING_S = 300.0  # for every node to start and collect
 RETRY_S = 0.2

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.session.options import TRAINING_PLUGIN, WORKLOADS_PLUGIN
+from pytest_megatron.session.state import IS_WORKLOAD
 
 if TYPE_CHECKING:
     from pytest_megatron.runs.record import RecordedWorkload
@@ -68,6 +69,7 @@ class WorkloadItem(pytest.Item):
         super().__init__(**kwargs)  # type: ignore[arg-type]  # pytest's own keywords
         self.workload = workload
         self.record = self.training = self.finish = None
+        self.stash[IS_WORKLOAD] = True
 
     @override
     def setup(self) -> None:

@@ -24,6 +24,7 @@ from pytest_megatron.session.state import RunSession
 from pytest_megatron.workloads.golden.model import Golden
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path, new_golden_path, read_golden
+from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.recipe.case import Evaluation
 from pytest_megatron.workloads.refresh.accept import (
     AcceptOutcome,
@@ -150,7 +151,9 @@ class GoldenWriter:
         if not job.is_compared or not self.wants(has_golden=target.is_file()):
             return
         name = PurePosixPath(target.relative_to(self._root))
-        prospect = make_prospect(checked, name, facts, is_here=not self._session.engine.is_queue)
+        prospect = make_prospect(
+            checked, name, facts, is_here=not engine_of(self._session).is_queue
+        )
         refusals = consider_early(prospect, self._root, self._terms)
         if refusals:
             lines = [*(refusal.line for refusal in refusals), "nothing was run"]

@@ -20,6 +20,7 @@ from pytest_megatron.session.options import LOCAL, has_workers
 from pytest_megatron.session.run_file import run_file_of
 from pytest_megatron.session.state import RunSession
 from pytest_megatron.workloads.items.collect import WorkloadItem, runner_of
+from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.items.report import (
     ItemRetries,
     StepClock,
@@ -185,7 +186,7 @@ class QueuePlugin:
             pytest.UsageError: The run directory holds an earlier run, or there is no such engine.
         """
         runs_nothing = self._config.option.collectonly or self._session.options.is_plan
-        if runs_nothing or not self._session.engine.is_queue:
+        if runs_nothing or not engine_of(self._session).is_queue:
             return (yield)
         self._session.refuse_used_run_dir()
         items = session.items
@@ -202,7 +203,7 @@ class QueuePlugin:
             [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
         )
         scheduler = WorkloadScheduler(
-            self._session.engine, queue_timeout_s=self._session.options.queue_timeout_s
+            engine_of(self._session), queue_timeout_s=self._session.options.queue_timeout_s
         )
         scheduler.add(self._works(mine))
         try:
@@ -224,7 +225,7 @@ class QueuePlugin:
     def pytest_unconfigure(self) -> None:
         """Let others follow the jobs of this run, once `run.json` records its end."""
         if self._has_begun:
-            self._session.engine.close()
+            engine_of(self._session).close()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -327,7 +328,7 @@ def register_queue(config: pytest.Config, session: RunSession) -> None:
     if session.is_worker or (executor == LOCAL and not is_attached):
         return
     # Elsewhere it is opened when it has something to do.
-    has_queue = (is_attached or is_shared_out) and session.engine.is_queue
+    has_queue = (is_attached or is_shared_out) and engine_of(session).is_queue
     if is_attached and not has_queue:
         raise pytest.UsageError(
             f"--attach: the executor {executor} has no queue that jobs could be left in; "

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 import pytest
 
@@ -28,7 +28,7 @@ from pytest_megatron.runs.record import (
 )
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
-from pytest_megatron.session.options import CI_LOG_PLUGIN
+from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.trace.divergences import as_text
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
@@ -45,9 +45,6 @@ from pytest_megatron.workloads.verdict.attempt import Attempt, StoppedEarly, Ver
 from pytest_megatron.workloads.verdict.compare import Judgement
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.workloads.verdict.retry import fingerprint
-
-if TYPE_CHECKING:
-    from pytest_megatron.ci.log import CiLogPlugin
 
 _INDENT = "    "
 _WIDTH = 80  # of a terminal and of most logs
@@ -91,7 +88,7 @@ class LiveTerminal:
         self._config = config
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
         self._is_tty = reporter is not None and can_rewrite(reporter)
-        self._ci_log: CiLogPlugin | None = config.pluginmanager.get_plugin(CI_LOG_PLUGIN)
+        self._ci_log: FoldingLog | None = config.pluginmanager.get_plugin(FOLDING_LOG)
         self._copies_iterations = config.getoption("verbose") > 0
         self._name = node_id.rpartition("::")[2]
         self._width = 0

@@ -14,7 +14,6 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.ci.log import register_ci_log
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
@@ -28,6 +27,7 @@ from pytest_megatron.session.options import (
     has_workers,
     usage_errors,
 )
+from pytest_megatron.session.reporters import register_reporters
 from pytest_megatron.session.run_file import (
     RecordCarrier,
     RunFile,
@@ -42,6 +42,7 @@ from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem
+from pytest_megatron.workloads.items.engine import close_engine, engine_of
 from pytest_megatron.workloads.items.goldens import GoldenWriter
 from pytest_megatron.workloads.items.queue import register_queue
 from pytest_megatron.workloads.items.report import (
@@ -126,7 +127,7 @@ def register_training(config: pytest.Config, session: RunSession, policy: Compar
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
         register_pages(config, session)
-        register_ci_log(config)
+        register_reporters(config, session)
     register_queue(config, session)
     if has_workers(config) and not session.is_worker:
         manager.register(WorkersProgress(config, session.run_dir), f"{WORKLOADS_PLUGIN}-progress")
@@ -166,7 +167,7 @@ class TrainingPlugin(RecordCarrier):
 
     def pytest_sessionfinish(self) -> None:
         """Leave nothing of the engine behind."""
-        self._session.close()
+        close_engine(self._session)
 
     def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory.
@@ -176,7 +177,7 @@ class TrainingPlugin(RecordCarrier):
         """
         checked = make_item_job(self._session, item.workload, item.nodeid)
         job = checked.job
-        lacking = self._session.engine.lacks(checked.needed)
+        lacking = engine_of(self._session).lacks(checked.needed)
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         self._goldens.require(job)
@@ -243,7 +244,7 @@ class TrainingPlugin(RecordCarrier):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
             early = self.early_stop(checked.job)
-            facts, engine = self._session.facts, self._session.engine
+            facts, engine = self._session.facts, engine_of(self._session)
             training = train(checked, facts, live, retries, engine, early)
             retries.note_end(training)
             return training
@@ -481,7 +482,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
         project=session.project,
         is_lightweight=options.is_lightweight,
-        host=None if session.engine.is_queue else facts.host,
+        host=None if engine_of(session).is_queue else facts.host,
         tee_ranks=options.tee_ranks,
         trace=None if options.tensor_trace == "off" else options.tensor_trace,
         is_audited=options.is_audited,
@@ -491,7 +492,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         replay=Replay.of(os.environ),
         is_writing_goldens=options.is_writing_goldens,
     )
-    return make_job(job_options, session.engine, workload, node_id, num_repeats=num_repeats)
+    return make_job(job_options, engine_of(session), workload, node_id, num_repeats=num_repeats)
 
 
 def _num_repeats(options: Options, workload: Workload) -> int:

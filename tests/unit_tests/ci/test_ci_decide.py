@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.ci.decide import Decision, Trigger, decide, parse_labels
+from pytest_megatron.ci.decide import Trigger, decide, parse_labels
 from pytest_megatron.ci.table import built_in_table
 from pytest_megatron.errors import SelectionError
+from pytest_megatron.session.decision import Decision
 
 TABLE = built_in_table()
 

@@ -11,15 +11,17 @@ from pytest_megatron.gangs.rank.bootstrap import rank_env
 from pytest_megatron.gangs.topology import (
     Nodes,
     RankPlace,
-    SlurmStep,
-    choose_ports,
     count_gpus,
-    count_unused_nodes,
     describe_node,
     find_key,
+    share_gpus,
+)
+from pytest_megatron.session.slurm_step import (
+    SlurmStep,
+    choose_ports,
+    count_unused_nodes,
     find_slurm_step,
     first_host,
-    share_gpus,
 )
 
 TWO = Nodes(num_nodes=2, ranks_per_node=4)

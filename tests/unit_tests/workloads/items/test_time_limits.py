@@ -13,8 +13,8 @@ import pytest
 from _pytest.config import _prepareconfig
 from gang_suite import Suite
 
-from pytest_megatron.gangs.markers import TimeLimit, limit_of_session
 from pytest_megatron.session.options import read_options
+from pytest_megatron.session.time_limit import TimeLimit, limit_of_session
 
 # How releases of pytest-timeout declare their settings; 2.5 types the value in the ini file.
 DECLARATIONS = {

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pytest_megatron.workloads.verdict.retry import RunLedger
+from pytest_megatron.runs.ledger import RunLedger
 
 SAID = (
     "infrastructure: 2 of 3 workloads failed for causes of the machine or the network (dns); "
@@ -15,7 +15,7 @@ SAID = (
 CLAIM_TEN = """
 import sys
 from pathlib import Path
-from pytest_megatron.workloads.verdict.retry import RunLedger
+from pytest_megatron.runs.ledger import RunLedger
 ledger = RunLedger(run_dir=Path(sys.argv[1]), max_retries=25)
 print(sum(ledger.claim(str(n), "dns") is None for n in range(10)))
 """

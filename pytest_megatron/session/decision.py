@@ -1,0 +1,55 @@
+"""A decision about what CI runs, as the options `--labels` and `--ci-event` ask for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Considered:
+    """A rule, whether it decided, and why or why not."""
+
+    rule: str
+    decides: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The choice of scope, repeats and environment for a CI run.
+
+    Attributes:
+        scope, cadence: Words to select by; no cadence is no filter.
+        rule: Name of the rule that decided.
+        reason: Why it did, in a sentence.
+        considered: All rules in their order.
+        label_effects: Effects of labels beside the rule, a line for each.
+        unknown_labels: Those that no rule reads, each with the nearest that is.
+        suites: Further test suites that labels ask for.
+        env: Variables that labels set.
+        may_repeat_less: Whether a row that asks for fewer repeats gets them.
+    """
+
+    scope: tuple[str, ...]
+    cadence: tuple[str, ...]
+    n_repeat: int
+    is_lightweight: bool
+    environment: str
+    image: str
+    rule: str
+    reason: str
+    considered: tuple[Considered, ...]
+    label_effects: tuple[str, ...] = ()
+    unknown_labels: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    may_repeat_less: bool = True
+
+    def num_repeats(self, of_row: int | None) -> int:
+        """Return how often a row is trained: as the rule has it, fewer where the row has fewer."""
+        if self.is_lightweight:
+            return 1
+        if self.may_repeat_less and of_row is not None:
+            return min(self.n_repeat, of_row)
+        return self.n_repeat

@@ -6,7 +6,12 @@ from pytest_megatron.rooms import Room
 
 ROOM = Room(
     commands={
+        "expand": ("commands.recipes:expand", "Print the workloads that recipe files expand to."),
         "golden": ("commands.golden:command", "Compare observed metrics with golden values."),
         "lint": ("commands.recipes:lint", "Report errors in recipes, cases and goldens."),
+        "schema": (
+            "commands.recipes:schema",
+            "Print the JSON Schema of a kind of file, or its path.",
+        ),
     },
 )

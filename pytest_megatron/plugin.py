@@ -38,6 +38,7 @@ from pytest_megatron.gangs.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.process.originals import os  # loaded before any test can patch the library
 from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.session import options
+from pytest_megatron.session.arguments import are_recipes_asked_for, findable
 from pytest_megatron.session.deselected import (
     LeftOutFiles,
     fold,
@@ -47,7 +48,6 @@ from pytest_megatron.session.deselected import (
 from pytest_megatron.session.inherited import leave_out_of_environment
 from pytest_megatron.session.options import has_workers
 from pytest_megatron.session.short_names import PREFIX, ShortNames
-from pytest_megatron.workloads.items.collect import are_recipes_asked_for, collect_recipe
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController  # type: ignore[import-untyped]
@@ -185,7 +185,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen.num_stress is not None:
         config.pluginmanager.register(StressPlugin(config, chosen), STRESS)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
-        config.args[:] = options.findable(config.args, str(config.invocation_params.dir))
+        config.args[:] = findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or are_recipes_asked_for(config):
         from pytest_megatron.workloads.items.plugin import register_roles
@@ -346,4 +346,6 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     """Collect recipes, in a session that asked for them."""
     if not parent.config.pluginmanager.has_plugin(options.WORKLOADS_PLUGIN):
         return None
+    from pytest_megatron.workloads.items.collect import collect_recipe
+
     return collect_recipe(file_path, parent)

@@ -286,18 +286,6 @@ RANKS = ValueKind(_ranks, "LIST")
 GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
 
 
-def findable(arguments: Sequence[str], directory: str) -> list[str]:
-    """Return arguments without the directory where pytest would take its name for a node id's.
-
-    Without arguments, pytest names the directory in full; it splits at `::` and `[` before it looks
-    for a file.
-    """
-    if "::" not in directory and "[" not in directory:
-        return list(arguments)
-    start = f"{directory}{os.sep}"
-    return ["." if a == directory else a.removeprefix(start) for a in arguments]
-
-
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]

@@ -38,7 +38,8 @@ from pytest_megatron.gangs.rank.logs import RankLogs
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank, with_own_temp
 from pytest_megatron.process.fork_safety import HARMLESS_ENV, find_obstacle, reseed
 from pytest_megatron.process.tree import end_if_forked
-from pytest_megatron.session.options import COLLECTING_PLUGIN, findable
+from pytest_megatron.session.arguments import findable
+from pytest_megatron.session.options import COLLECTING_PLUGIN
 
 _RECIPES = (".yaml", ".yml")
 _PACKAGES_OF_PYTEST = [

@@ -17,6 +17,7 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import MegatronError
+from pytest_megatron.session.arguments import RECIPE_SUFFIXES, RECIPES_DIR, parts_below
 from pytest_megatron.session.options import TRAINING_PLUGIN, WORKLOADS_PLUGIN
 from pytest_megatron.session.state import IS_WORKLOAD
 
@@ -99,8 +100,6 @@ def runner_of(config: pytest.Config) -> WorkloadRunner:
     return runner
 
 
-RECIPES_DIR = "recipes"
-_SUFFIXES = (".yaml", ".yml")
 _HAS_TYPE = re.compile(rb"^type\s*:", re.MULTILINE)
 _PLAIN_MARK = re.compile(r"[A-Za-z_]\w*").fullmatch
 
@@ -146,35 +145,15 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
     silence. Elsewhere it is one if it is named on the command line and has `type:` at its top;
     without that it is another plugin's.
     """
-    if file_path.suffix not in _SUFFIXES:
+    if file_path.suffix not in RECIPE_SUFFIXES:
         return None
     # The project itself may lie below a folder of that name.
-    is_in_folder = RECIPES_DIR in _parts_below(file_path, parent.config.rootpath.parent)
+    is_in_folder = RECIPES_DIR in parts_below(file_path, parent.config.rootpath.parent)
     is_named = parent.session.isinitpath(file_path) and _looks_like_one(file_path)
     if not (is_in_folder or is_named):
         return None
     recipe: RecipeFile = RecipeFile.from_parent(parent, path=file_path)
     return recipe
-
-
-def are_recipes_asked_for(config: pytest.Config) -> bool:
-    """Return true if an argument names a recipe or a folder of recipes.
-
-    A plain `pytest` must not start trainings because a folder happens to hold recipes.
-    """
-    is_typed = config.args_source in (config.ArgsSource.ARGS, config.ArgsSource.TESTPATHS)
-    for argument in config.args:
-        path = Path(config.invocation_params.dir, argument.partition("::")[0])
-        parts = _parts_below(path, config.rootpath)
-        is_folder = is_typed and path.name == RECIPES_DIR  # it may be the root itself
-        if path.suffix in _SUFFIXES or is_folder or RECIPES_DIR in parts:
-            return True
-    return False
-
-
-def _parts_below(path: Path, root: Path) -> tuple[str, ...]:
-    """Return the parts of a path under `root`; all of them where it is elsewhere."""
-    return path.relative_to(root).parts if path.is_relative_to(root) else path.parts
 
 
 def _looks_like_one(path: Path) -> bool:

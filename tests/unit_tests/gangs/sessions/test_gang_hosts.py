@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite, wait_until
 
-from pytest_megatron.session.options import findable
+from pytest_megatron.session.arguments import findable
 
 TESTS = """
     import torch

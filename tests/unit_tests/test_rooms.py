@@ -1,0 +1,117 @@
+"""Rooms can be taken out, and the two halls do not load each other: real sessions of copies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from forked_sessions import run_command
+from tiny_project import Project
+
+import pytest_megatron
+from pytest_megatron.rooms import ROOMS, Room, load, rooms
+
+PACKAGE = Path(pytest_megatron.__file__).parent
+HALLS = ("gangs", "workloads", "triage")
+NEEDS = {"culprit": "repro"}  # it does items again by that room
+TESTS = """\
+def test_ranks(rank, world_size):
+    assert world_size == 2
+
+def test_split(rank):
+    assert rank == 0
+"""
+LOADED = """\
+import os, pathlib, sys, pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure():
+    if "RANK" not in os.environ:
+        pathlib.Path("loaded.txt").write_text("\\n".join(sys.modules))
+"""
+MAIN = [sys.executable, "-c", "from pytest_megatron.cli import main; main()"]
+
+
+def project_in(root: Path) -> Project:
+    """A project with a sound row and one that differs from its golden, and tests on ranks."""
+    project = Project(root=root)
+    project.add("sound")
+    project.add("differs")
+    project.golden("differs", changes={3: 0.5})
+    (root / "test_ranks.py").write_text(TESTS)
+    (root / "conftest.py").write_text(LOADED)
+    return project
+
+
+def without(room: str, site: Path) -> None:
+    """Copy the package without a room and its name in the table."""
+    copy = site / "pytest_megatron"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    gone = [room, *(user for user, used in NEEDS.items() if used == room)]
+    for name in gone:
+        shutil.rmtree(copy / name)
+    table = copy / "rooms.py"
+    text = table.read_text()
+    for name in gone:
+        text, count = re.subn(rf'"{name}",? ?', "", text)
+        assert count == 1
+    table.write_text(text)
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in HALLS])
+def test_a_room_can_be_taken_out(room: str, tmp_path: Path) -> None:
+    without(room, tmp_path / "site")
+    project = project_in(tmp_path / "project")
+    env = {"PYTHONPATH": os.fspath(tmp_path / "site")}
+    result = project.run("--ranks", "2", "test_ranks.py", "recipes", "-v", **env)
+    assert "2 failed, 2 passed" in result.stdout, result.text
+    assert "lm loss is off at step 3" in result.stdout
+    assert "1 failed" not in result.stderr
+    for words in (["--help"], [*MAIN, "--help"]):
+        command = words if words[0] != "--help" else project.command("--help", run_dir="")
+        done = run_command(command, project.root, project.env(**env))
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    if room == "repro":
+        return
+    for item in ("test_ranks.py::test_split", "recipes/tiny.yaml::differs[dev-cpu]"):
+        words = [*MAIN, "repro", "run", item]
+        done = run_command(words, project.root, project.env(**env))
+        assert "1 failed" in done.stdout, done.stdout + done.stderr
+
+
+def loaded_by(project: Project, *arguments: str) -> set[str]:
+    command = project.command(*arguments, run_dir="run")
+    done = run_command(command, project.root, project.env())
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    names = (project.root / "loaded.txt").read_text().splitlines()
+    return {
+        name.removeprefix("pytest_megatron.")
+        for name in names
+        if name.startswith("pytest_megatron.") and name.rpartition(".")[2] not in ("room", "hooks")
+    }
+
+
+def test_tests_on_ranks_load_nothing_of_workloads(tmp_path: Path) -> None:
+    loaded = loaded_by(project_in(tmp_path), "--ranks", "2", "test_ranks.py")
+    assert "gangs.controller.plugin" in loaded
+    assert {name for name in loaded if name.startswith("workloads.")} == set()
+
+
+def test_workloads_load_of_gangs_the_markers_and_fixtures_of_all_tests(tmp_path: Path) -> None:
+    loaded = loaded_by(project_in(tmp_path), "recipes")
+    assert "workloads.items.training" in loaded
+    assert {name for name in loaded if name.startswith("gangs.")} == {
+        *("gangs.fixtures", "gangs.markers", "gangs.start", "gangs.start.environment"),
+        *("gangs.start.learnt", "gangs.stress"),
+    }
+
+
+def test_what_rooms_add_is_there() -> None:
+    for name, room in rooms():
+        assert isinstance(room, Room)
+        for target in (*room.provides.values(), *(target for target, _ in room.commands.values())):
+            assert load(name, target) is not None

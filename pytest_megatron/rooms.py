@@ -52,7 +52,7 @@ class ExtensionPoint(Generic[T]):
     """A place where rooms add something; the module that asks declares it, with its type.
 
     Attributes:
-        name: As in `Room.provides`.
+        name: The key in `Room.provides`.
     """
 
     name: str

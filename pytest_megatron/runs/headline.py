@@ -28,8 +28,8 @@ def make_advice(advice: str, *, known_as: str | None = None, again: str = "") ->
     """Return what to do about a failure, in one line.
 
     Args:
-        advice: Of the signature.
-        known_as: Its id, where it names a cause.
+        advice: What to do, from the signature.
+        known_as: Id of the signature, where it names a cause.
         again: Whether it is run again, and why not.
     """
     if known_as is None:

@@ -43,7 +43,7 @@ class ValueKind(Generic[T_co]):
 
     Attributes:
         parse: Return the value for an option's name and the user's input.
-        metavar: Its placeholder in the help; "" for a flag, which takes no value.
+        metavar: Placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
         bare: The value of an option that was typed without one; None if it needs one.
     """
@@ -75,9 +75,9 @@ class OptionRow:
 
     Attributes:
         name: Without the dashes in front.
-        text: Its meaning, with which its text in the reference begins.
+        text: The meaning; the text in the reference begins with it.
         kind: How its value is parsed.
-        default: Its value where none is given.
+        default: Value where none is given.
         shown: The default in texts, where the value itself does not explain it.
         metavar: Placeholder of the value.
         room: The room that can be taken out with it; "" for those that are always there.

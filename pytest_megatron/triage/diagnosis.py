@@ -99,18 +99,18 @@ class Diagnosis:
     record: RecordedDiagnosis
 
 
-def diagnose(story: RankLog, root: Root) -> Diagnosis:
+def diagnose(rank_log: RankLog, root: Root) -> Diagnosis:
     """Put a root cause into words.
 
     Reads the logs up to the lines that are shown, to count them.
     """
     phase = phase_of(root.frames)
     printed = (parse_iteration(place.text) for place in root.places)
-    iteration = next(filter(None, printed), story.iteration)  # that it failed in, or after
-    evidence = _evidence(story, root)
-    exits = {str(rank): one.how for rank, one in story.ranks.items() if one.how}
+    iteration = next(filter(None, printed), rank_log.iteration)  # that it failed in, or after
+    evidence = _evidence(rank_log, root)
+    exits = {str(rank): one.how for rank, one in rank_log.ranks.items() if one.how}
     facts, row = facts_of(root), root.signature
-    headline = _headline(story, root, phase, iteration)
+    headline = _headline(rank_log, root, phase, iteration)
     record = RecordedDiagnosis(
         family=row.family,
         transient=row.is_transient,
@@ -118,24 +118,24 @@ def diagnose(story: RankLog, root: Root) -> Diagnosis:
         signature=row.id,
         evidence=evidence,
         headline=headline,
-        text=_paragraph(headline, story, root, facts),
+        text=_paragraph(headline, rank_log, root, facts),
         reason=_reason(row),
         policy=row.policy.value,
         advice=row.advice,
         source=row.source,
-        next=_command(row, evidence, facts, story),
-        again=story.unit.known.command,
+        next=_command(row, evidence, facts, rank_log),
+        again=rank_log.unit.known.command,
         root_ranks=root.ranks,
         is_every_rank=root.is_all,
-        world_size=story.world_size,
+        world_size=rank_log.world_size,
         exits=exits,
         iteration=None if iteration is None else iteration[0],
         last_iteration=None if iteration is None else iteration[1],
         phase=phase,
         facts=facts,
         fingerprint=_fingerprint(root),
-        unit=story.unit.name,
-        notes=story.notes,
+        unit=rank_log.unit.name,
+        notes=rank_log.notes,
     )
     return Diagnosis(row=row, record=record)
 
@@ -152,21 +152,23 @@ def _reason(row: Signature) -> str:
 
 
 def _headline(
-    story: RankLog, root: Root, phase: str | None, iteration: tuple[int, int] | None
+    rank_log: RankLog, root: Root, phase: str | None, iteration: tuple[int, int] | None
 ) -> str:
     """Return who did what, where and when."""
     is_known = phase is not None and not (phase == "start-up" and iteration)  # a flat program
     where = f"{root.where or root.frame or ''}{f', in {phase}' if is_known else ''}"
-    return make_headline(_who(story, root), root.what, where=where, when=_when(story, iteration))
+    return make_headline(
+        _who(rank_log, root), root.what, where=where, when=_when(rank_log, iteration)
+    )
 
 
-def _paragraph(headline: str, story: RankLog, root: Root, facts: Mapping[str, str]) -> str:
+def _paragraph(headline: str, rank_log: RankLog, root: Root, facts: Mapping[str, str]) -> str:
     """Return the headline, what it means, and what the others did."""
     also = (f"{text[0].upper()}{text[1:]}" for text in (headline, *root.also))
     sentences = [f"{text.rstrip('.')}." for text in also]
     if "tried_to_allocate" in facts:
         sentences.append(_say_memory(facts))
-    followed = [rank for rank in _failed(story) if rank not in root.ranks]
+    followed = [rank for rank in _failed(rank_log) if rank not in root.ranks]
     if followed and root.ranks:
         verb = "follows" if len(followed) == 1 else "follow"
         text = name_ranks(followed)
@@ -174,21 +176,21 @@ def _paragraph(headline: str, story: RankLog, root: Root, facts: Mapping[str, st
     return " ".join(sentences)
 
 
-def _who(story: RankLog, root: Root) -> str:
+def _who(rank_log: RankLog, root: Root) -> str:
     if root.who is not None:
         return root.who
     if not root.ranks:
-        return story.unit.known.program or ("the launcher" if story.ranks else "the program")
+        return rank_log.unit.known.program or ("the launcher" if rank_log.ranks else "the program")
     if root.is_all:
-        return f"every one of {story.world_size} ranks"
-    of = f" of {story.world_size}" if story.world_size > 1 else ""
+        return f"every one of {rank_log.world_size} ranks"
+    of = f" of {rank_log.world_size}" if rank_log.world_size > 1 else ""
     return f"{name_ranks(root.ranks)}{of}"
 
 
-def _when(story: RankLog, iteration: tuple[int, int] | None) -> str:
+def _when(rank_log: RankLog, iteration: tuple[int, int] | None) -> str:
     if iteration is not None:
         return f"after iteration {iteration[0]} of {iteration[1]}"
-    return "before the first iteration that was logged" if story.unit.logs else ""
+    return "before the first iteration that was logged" if rank_log.unit.logs else ""
 
 
 def _say_memory(facts: Mapping[str, str]) -> str:
@@ -202,20 +204,20 @@ def _say_memory(facts: Mapping[str, str]) -> str:
     return "".join(text.format(facts[name]) for name, text in parts.items() if name in facts) + "."
 
 
-def _failed(story: RankLog) -> Sequence[int]:
+def _failed(rank_log: RankLog) -> Sequence[int]:
     return [
         rank
-        for rank, told in story.ranks.items()
+        for rank, told in rank_log.ranks.items()
         if told.fatal is not None or told.how not in ("", "exit code 0")
     ]
 
 
-def _evidence(story: RankLog, root: Root) -> tuple[RecordedEvidence, ...]:
+def _evidence(rank_log: RankLog, root: Root) -> tuple[RecordedEvidence, ...]:
     """Return the lines that show a cause, each once; without one the end of the rank's log."""
     places = root.places
-    if not places and root.ranks and root.ranks[0] in story.ranks:
-        places = story.ranks[root.ranks[0]].last_words[-2:]
-    places = places or story.launcher.last_words[-3:]
+    if not places and root.ranks and root.ranks[0] in rank_log.ranks:
+        places = rank_log.ranks[root.ranks[0]].last_words[-2:]
+    places = places or rank_log.launcher.last_words[-3:]
     found: dict[tuple[str, int], RecordedEvidence] = {}
     for place in places:
         evidence = evidence_of(place, root.ranks[0] if root.ranks else None)
@@ -248,7 +250,7 @@ def _command(
     signature: Signature,
     evidence: Sequence[RecordedEvidence],
     facts: Mapping[str, str],
-    story: RankLog,
+    rank_log: RankLog,
 ) -> str | None:
     """Return what to type next: the signature's command, or what shows the evidence."""
     words: dict[str, str] = {}
@@ -263,7 +265,7 @@ def _command(
             if "{file}" in template and "!" in words["file"]:
                 continue  # a member of an archive
             return re.sub(r"\{(\w+)\}", lambda m: words[m[1]], template)
-    return f"ls -l {shlex.quote(story.unit.name)}"
+    return f"ls -l {shlex.quote(rank_log.unit.name)}"
 
 
 def _fingerprint(root: Root) -> str:

@@ -222,7 +222,7 @@ def _of_ranks(
 
     Args:
         root: Nothing above it is looked at.
-        directories: Of its ranks.
+        directories: Directories of the ranks.
         by_parent: The files of every directory.
         loose: The files that no launch has taken.
         naming: What a person knows a path as; the parents of other launches' ranks.

@@ -191,14 +191,14 @@ def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
 
 
 def _forget_what_was_overcome(
-    book: _LogCollector, successes: Mapping[LogFile, LogLine], *, has_trained: bool
+    logs: _LogCollector, successes: Mapping[LogFile, LogLine], *, has_trained: bool
 ) -> None:
     """Leave out lines of a launcher's log after which what wrote it came to a good end.
 
     And pulls and clones that broke off long before the step that needed them failed: another
     attempt helped.
     """
-    outcomes = [e for e in book.events if e.signature.role is LineRole.OUTCOME]
+    outcomes = [e for e in logs.events if e.signature.role is LineRole.OUTCOME]
 
     def is_overcome(event: Event) -> bool:
         row, place = event.signature, event.place
@@ -213,7 +213,7 @@ def _forget_what_was_overcome(
         end = min((e.place.offset for e in later), default=start + len(tail))
         return end - place.offset > _MOST_OVERCOME_BYTES
 
-    book.events = [event for event in book.events if not is_overcome(event)]
+    logs.events = [event for event in logs.events if not is_overcome(event)]
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
@@ -303,7 +303,7 @@ def _is_presumed_clean(unit: Unit, ends: dict[int, ProcessExit], launcher: Fatal
 
 
 def _fatal(
-    book: _LogCollector,
+    logs: _LogCollector,
     end: ProcessExit | None,
     table: Table,
     labelled: set[LogFile],
@@ -314,12 +314,12 @@ def _fatal(
     """Return the exception that ended a rank, if one did."""
     if is_clean or (end is not None and end.how == "exit code 0"):
         return None
-    found = find_fatal(book.traces, table, labelled, rank, end)
+    found = find_fatal(logs.traces, table, labelled, rank, end)
     if found is None and end is not None and end.message is not None:
         found = Fatal(signature=classify_message(table, end.message), message=end.message)
     if found is not None:
         return found
-    return book.what[-1] if book.what else None
+    return logs.what[-1] if logs.what else None
 
 
 def _bare(
@@ -365,15 +365,15 @@ def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
 
 
 def _story(
-    rank: int | None, book: _LogCollector, end: ProcessExit | None, fatal: Fatal | None, unit: Unit
+    rank: int | None, logs: _LogCollector, end: ProcessExit | None, fatal: Fatal | None, unit: Unit
 ) -> RankStory:
     return RankStory(
         rank=rank,
         exit=end,
         fatal=fatal,
-        events=tuple(book.events),
-        enqueued=tuple(book.enqueued),
-        stack_frame=_stack_frame(book.stacks[-1]) if book.stacks else None,
+        events=tuple(logs.events),
+        enqueued=tuple(logs.enqueued),
+        stack_frame=_stack_frame(logs.stacks[-1]) if logs.stacks else None,
         last_words=_last_words([log for log in unit.logs if log.rank == rank]),
     )
 

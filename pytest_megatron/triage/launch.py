@@ -47,8 +47,8 @@ class Known:
 
     Attributes:
         program: What was started, for a sentence: `the script`; None where that is not known.
-        returncode: Its exit code, negative for a signal.
-        limit_s: Its time limit.
+        returncode: Exit code of the launcher, negative for a signal.
+        limit_s: Time limit of the launch.
         iteration: How far it is known to have come: N of M.
         command: What runs it again, as typed in a shell.
         record: A failed comparison with a golden, or the health of GPUs, in our run directory.

@@ -19,7 +19,7 @@ class LogLine:
     """A line in a log.
 
     Attributes:
-        offset: Of a byte of it.
+        offset: Place of a byte of the line in the file.
         text: The line, without what is put in front of it.
     """
 
@@ -175,7 +175,7 @@ class Root:
         who: Who did it, where the ranks do not say that; empty where `what` is a sentence.
         places: Lines that show it.
         frame: `file:line in name` where it happened, or None.
-        frames: Of its traceback.
+        frames: Frames of the traceback.
         message: What it raised, whole, or None.
         where: The same in words, where it is not one frame.
         is_all: Whether every rank failed in this way.

@@ -33,16 +33,16 @@ def is_watchdog(event: Event) -> bool:
     return event.signature.is_fatal and event.signature.role is LineRole.CASCADE
 
 
-def find_absent(story: RankLog, table: Table) -> Root | None:
+def find_absent(rank_log: RankLog, table: Table) -> Root | None:
     """Return the rank to blame, by the logs of ranks that only waited for others or lost them."""
-    hurt = {r: rank for r, rank in story.ranks.items() if cascade_of(rank) is not None}
-    if story.collectives:
-        return _by_flights(story, table, hurt)
+    hurt = {r: rank for r, rank in rank_log.ranks.items() if cascade_of(rank) is not None}
+    if rank_log.collectives:
+        return _by_flights(rank_log, table, hurt)
     if not hurt:
-        fatal = story.launcher.fatal
+        fatal = rank_log.launcher.fatal
         if fatal is None or fatal.signature.family not in _TIMEOUTS:
             return None
-        absent = [rank for rank in range(story.world_size) if rank not in story.ranks]
+        absent = [rank for rank in range(rank_log.world_size) if rank not in rank_log.ranks]
         return Root(
             signature=fatal.signature,
             ranks=tuple(absent[:1]),
@@ -54,30 +54,30 @@ def find_absent(story: RankLog, table: Table) -> Root | None:
     signature = worst.signature
     is_timeout = signature.family in _TIMEOUTS
     named = tuple(rank for rank in _named(hurt.values()) if rank not in hurt)
-    silent = named or _silent(story, hurt.keys())
+    silent = named or _silent(rank_log, hurt.keys())
     odd = () if silent else _odd(hurt)
     if silent and not is_timeout:
         signature = table["silent_exit"]
     if odd:
         signature = table["collective_differs"]
     ranks = silent or odd
-    if len(ranks) > max(1, story.world_size // 2):
+    if len(ranks) > max(1, rank_log.world_size // 2):
         ranks = ()
     return Root(
         signature=signature,
         ranks=ranks,
-        who=None if ranks else f"{name_ranks(hurt)} of {story.world_size}",
-        what=_what_it_did(ranks, hurt, story, worst, is_timeout=is_timeout),
+        who=None if ranks else f"{name_ranks(hurt)} of {rank_log.world_size}",
+        what=_what_it_did(ranks, hurt, rank_log, worst, is_timeout=is_timeout),
         places=worst.places,
         message=worst.message,
-        frame=_stack_frame(story, ranks),
+        frame=_stack_frame(rank_log, ranks),
         also=_collectives(hurt),
     )
 
 
-def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
+def _by_flights(rank_log: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
     """Return the root by the collective that ranks disagree about in flight recorders."""
-    first = story.collectives[0]
+    first = rank_log.collectives[0]
     is_other = first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE, Desync.EXTRA)
     shown = next((c for rank in hurt.values() if (c := cascade_of(rank)) is not None), None)
     ranks = first.ranks if first.is_certain else ()
@@ -88,8 +88,8 @@ def _by_flights(story: RankLog, table: Table, hurt: dict[int, RankStory]) -> Roo
         what=_what_it_did_there(first.kind),
         places=() if shown is None else shown.places,
         message=None if shown is None else shown.message,
-        frame=_stack_frame(story, ranks),
-        also=tuple(f"flight recorders: {finding.text}" for finding in story.collectives),
+        frame=_stack_frame(rank_log, ranks),
+        also=tuple(f"flight recorders: {finding.text}" for finding in rank_log.collectives),
     )
 
 
@@ -106,7 +106,7 @@ def _what_it_did_there(kind: Desync) -> str:
 def _what_it_did(
     ranks: Sequence[int],
     hurt: dict[int, RankStory],
-    story: RankLog,
+    rank_log: RankLog,
     worst: Fatal,
     *,
     is_timeout: bool,
@@ -114,7 +114,7 @@ def _what_it_did(
     if not ranks:
         what = "waited for a collective that did not finish"
         return what if is_timeout else f"lost another rank: {worst.headline}"
-    rank = story.ranks.get(ranks[0])
+    rank = rank_log.ranks.get(ranks[0])
     if rank is not None and ranks[0] in hurt:
         call = _collective_call(rank)
         return "called another collective" + ("" if call is None else f", {call}")
@@ -123,8 +123,8 @@ def _what_it_did(
     return "ended without a word while the others went on"
 
 
-def _stack_frame(story: RankLog, ranks: Sequence[int]) -> str | None:
-    return story.ranks[ranks[0]].stack_frame if ranks and ranks[0] in story.ranks else None
+def _stack_frame(rank_log: RankLog, ranks: Sequence[int]) -> str | None:
+    return rank_log.ranks[ranks[0]].stack_frame if ranks and ranks[0] in rank_log.ranks else None
 
 
 def cascade_of(rank: RankStory) -> Fatal | None:
@@ -155,15 +155,15 @@ def _named(ranks: Iterable[RankStory]) -> tuple[int, ...]:
     return tuple(sorted(names))
 
 
-def _silent(story: RankLog, hurt: Iterable[int]) -> tuple[int, ...]:
+def _silent(rank_log: RankLog, hurt: Iterable[int]) -> tuple[int, ...]:
     """Return the ranks that neither waited nor were stopped by the launcher.
 
     torch's agent reports every rank that it stopped; one that it does not report had ended well.
     """
-    others = [rank for rank in range(story.world_size) if rank not in set(hurt)]
-    if not story.has_exits:
+    others = [rank for rank in range(rank_log.world_size) if rank not in set(hurt)]
+    if not rank_log.has_exits:
         return tuple(others)
-    unreported = [r for r in others if r not in story.ranks or story.ranks[r].exit is None]
+    unreported = [r for r in others if r not in rank_log.ranks or rank_log.ranks[r].exit is None]
     return tuple(unreported or others)
 
 
@@ -182,14 +182,14 @@ def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:
     return ()
 
 
-def odd_by_fingerprint(story: RankLog) -> tuple[int, ...]:
+def odd_by_fingerprint(rank_log: RankLog) -> tuple[int, ...]:
     """Return the ranks whose collective differs from that of most, by the ranks' own reports.
 
     With TORCH_DISTRIBUTED_DEBUG=DETAIL each rank prints its own collective and one of the others'.
     """
     values = {
         int(found["rank"]): found["call"]
-        for rank in story.ranks.values()
+        for rank in rank_log.ranks.values()
         if rank.fatal is not None
         for found in _FINGERPRINT.finditer(rank.fatal.message)
     }
@@ -257,30 +257,34 @@ class _CauseCandidate:
         return self.story.exit is not None and self.story.exit.is_first
 
 
-def find_root(story: RankLog, table: Table) -> Root | None:
+def find_root(rank_log: RankLog, table: Table) -> Root | None:
     """Return what a failure began with; None if nothing failed."""
-    candidates = [c for rank in story.ranks.values() if (c := _candidate(rank, table)) is not None]
-    if story.unit.known.ended in _ENDED_BY_US:
+    candidates = [
+        c for rank in rank_log.ranks.values() if (c := _candidate(rank, table)) is not None
+    ]
+    if rank_log.unit.known.ended in _ENDED_BY_US:
         candidates = [c for c in candidates if _is_own(c)]
-    root = _first(candidates, story)
-    if root is not None and (odd := odd_by_fingerprint(story)):
+    root = _first(candidates, rank_log)
+    if root is not None and (odd := odd_by_fingerprint(rank_log)):
         guilty = next((_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
         root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
-    explained = _explained(story, root)
+    explained = _explained(rank_log, root)
     if explained is not None:
         return explained
-    if root is not None or story.unit.known.ended is LaunchEnd.STOPPED:
-        return root or _line(story)
-    if story.unit.known.ended is LaunchEnd.TIME_LIMIT:
-        return _time_limit(story, table)
-    launcher = _candidate(story.launcher, table)
-    if launcher is not None and story.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
+    if root is not None or rank_log.unit.known.ended is LaunchEnd.STOPPED:
+        return root or _line(rank_log)
+    if rank_log.unit.known.ended is LaunchEnd.TIME_LIMIT:
+        return _time_limit(rank_log, table)
+    launcher = _candidate(rank_log.launcher, table)
+    if launcher is not None and rank_log.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
         return _of(launcher, ())
-    waiting = _lone_root(story) or find_absent(story, table)
+    waiting = _lone_root(rank_log) or find_absent(rank_log, table)
     if waiting is not None:
         return waiting
-    found = _line(story) or _outcome(story, table) or _raised(story, table) or _hint(story)
-    return found or _root_in_silent(story, table)
+    found = (
+        _line(rank_log) or _outcome(rank_log, table) or _raised(rank_log, table) or _hint(rank_log)
+    )
+    return found or _root_in_silent(rank_log, table)
 
 
 def _is_own(candidate: _CauseCandidate) -> bool:
@@ -324,21 +328,21 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
     )
 
 
-def _lone_root(story: RankLog) -> Root | None:
+def _lone_root(rank_log: RankLog) -> Root | None:
     """Return the ranks whose own Python raised that a child or a pipe of theirs failed.
 
     A pipe may have broken since a rank ended well: one that torch's agent, who reports all others,
     does not list; without its reports, a silent one that others lost.
     """
-    lone = [c for rank in story.ranks.values() if (c := _lone(rank)) is not None]
-    ranks = [story.ranks.get(rank) for rank in range(story.world_size)]
+    lone = [c for rank in rank_log.ranks.values() if (c := _lone(rank)) is not None]
+    ranks = [rank_log.ranks.get(rank) for rank in range(rank_log.world_size)]
     num_hurt = sum(rank is not None and cascade_of(rank) is not None for rank in ranks)
-    is_one_silent = len(lone) < num_hurt < story.world_size
+    is_one_silent = len(lone) < num_hurt < rank_log.world_size
     if any(rank is not None and rank.exit is not None and rank.exit.pid for rank in ranks):
         is_one_silent = any(rank is None or rank.exit is None for rank in ranks)
     if is_one_silent:
         lone = [candidate for candidate in lone if candidate.signature.family == "exit"]
-    return _first(lone, story)
+    return _first(lone, rank_log)
 
 
 def _lone(rank: RankStory) -> _CauseCandidate | None:
@@ -371,7 +375,7 @@ def _describe_end(how: str) -> str:
     return f"was killed by {how}" if how.startswith("SIG") else f"ended with {how}"
 
 
-def _first(candidates: Sequence[_CauseCandidate], story: RankLog) -> Root | None:
+def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | None:
     """Return the earliest of several; those of the same cause are named together."""
     if not candidates:
         return None
@@ -390,7 +394,7 @@ def _first(candidates: Sequence[_CauseCandidate], story: RankLog) -> Root | None
     root = min(tied, key=order)
     alike = [c for c in candidates if _is_alike(c, root)]
     ranks = sorted(c.story.rank for c in alike if c.story.rank is not None)
-    is_all = 1 < story.world_size == len(ranks)
+    is_all = 1 < rank_log.world_size == len(ranks)
     if not is_all and root.story.rank is not None:
         ranks.remove(root.story.rank)
         ranks.insert(0, root.story.rank)
@@ -436,12 +440,12 @@ def _of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = Fa
     )
 
 
-def _explained(story: RankLog, root: Root | None) -> Root | None:
+def _explained(rank_log: RankLog, root: Root | None) -> Root | None:
     """Return what makes the root that was found a consequence, such as a job's time limit."""
     family = "unknown" if root is None else root.signature.family
-    events = [e for e in _events(story) if e.signature.explains]
+    events = [e for e in _events(rank_log) if e.signature.explains]
     fitting = [e for e in events if family in e.signature.explains]
-    if root is None and story.unit.known.returncode == 0:
+    if root is None and rank_log.unit.known.returncode == 0:
         fitting = []
     if not fitting:
         return None
@@ -459,16 +463,16 @@ def _explained(story: RankLog, root: Root | None) -> Root | None:
     )
 
 
-def _events(story: RankLog) -> Iterable[Event]:
-    for rank in (story.launcher, *story.ranks.values()):
+def _events(rank_log: RankLog) -> Iterable[Event]:
+    for rank in (rank_log.launcher, *rank_log.ranks.values()):
         yield from rank.events
 
 
-def _time_limit(story: RankLog, table: Table) -> Root:
-    frames = {r: rank.stack_frame for r, rank in story.ranks.items() if rank.stack_frame}
+def _time_limit(rank_log: RankLog, table: Table) -> Root:
+    frames = {r: rank.stack_frame for r, rank in rank_log.ranks.items() if rank.stack_frame}
     counts = Counter(frames.values())
     odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
-    limit_s = story.unit.known.limit_s
+    limit_s = rank_log.unit.known.limit_s
     limit = "time limit" if limit_s is None else f"time limit of {limit_s:g} s"
     return Root(
         signature=table["time_limit"],
@@ -479,10 +483,10 @@ def _time_limit(story: RankLog, table: Table) -> Root:
     )
 
 
-def _line(story: RankLog) -> Root | None:
+def _line(rank_log: RankLog) -> Root | None:
     """Return a line of a log that shows a failure where no rank, and no launcher, reported one."""
-    is_clean = story.unit.known.returncode == 0
-    causes = [e for e in _events(story) if e.signature.role is LineRole.CAUSE]
+    is_clean = rank_log.unit.known.returncode == 0
+    causes = [e for e in _events(rank_log) if e.signature.role is LineRole.CAUSE]
     fatal = [e for e in causes if e.signature.is_fatal and not is_clean]
     soft = [e for e in causes if e.signature.family == "nonfinite_loss"]
     return next(map(_wrote, (*fatal, *soft)), None)
@@ -501,17 +505,17 @@ def _quoted(event: Event) -> str:
     return f"wrote {event.place.text.strip()[:200]!r}"
 
 
-def _outcome(story: RankLog, table: Table) -> Root | None:
+def _outcome(rank_log: RankLog, table: Table) -> Root | None:
     """Return that a step or a process failed, as a runner or another launcher reports.
 
     Of several the one with a signal. An exception explains more than an outcome.
     """
-    if story.unit.known.returncode == 0:
+    if rank_log.unit.known.returncode == 0:
         return None
-    events = [e for e in _events(story) if e.signature.role is LineRole.OUTCOME]
+    events = [e for e in _events(rank_log) if e.signature.role is LineRole.OUTCOME]
     ended = [(event, _end_told_by(event)) for event in events]
     known = [(e, row) for e, how in ended if (row := _known_end(table, how)) is not None]
-    plain = [(e, e.signature) for e in events] if story.launcher.fatal is None else []
+    plain = [(e, e.signature) for e in events] if rank_log.launcher.fatal is None else []
     found = (replace(_wrote(event), signature=row, ranks=()) for event, row in [*known, *plain])
     return next(found, None)
 
@@ -531,22 +535,24 @@ def _known_end(table: Table, how: str | None) -> Signature | None:
     return row if row is not None and row.id in ("sigkill", "native_crash", "terminated") else None
 
 
-def _hint(story: RankLog) -> Root | None:
+def _hint(rank_log: RankLog) -> Root | None:
     """Return what a log warns of last that shows neither a failure nor a good end."""
-    if story.is_presumed_clean or story.success is not None:
+    if rank_log.is_presumed_clean or rank_log.success is not None:
         return None
     roles = (LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION)
-    events = [e for e in _events(story) if e.signature.family != "unknown"]
+    events = [e for e in _events(rank_log) if e.signature.family != "unknown"]
     telling = (event for role in roles for event in events if event.signature.role is role)
     return next(map(_wrote, telling), None)
 
 
-def _raised(story: RankLog, table: Table) -> Root | None:
+def _raised(rank_log: RankLog, table: Table) -> Root | None:
     """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
-    if {rank.how for rank in story.ranks.values()} - {""} == {"SIGTERM"}:
+    if {rank.how for rank in rank_log.ranks.values()} - {""} == {"SIGTERM"}:
         signature, what = table["terminated"], "was stopped by SIGTERM"
-        return Root(signature=signature, ranks=(), what=what, places=story.launcher.last_words[-2:])
-    fatal = story.launcher.fatal
+        return Root(
+            signature=signature, ranks=(), what=what, places=rank_log.launcher.last_words[-2:]
+        )
+    fatal = rank_log.launcher.fatal
     if fatal is None:
         return None
     what = f"{fatal.verb} {fatal.headline}"
@@ -556,10 +562,10 @@ def _raised(story: RankLog, table: Table) -> Root | None:
     return replace(root, frame=fatal.frame, frames=fatal.frames, message=fatal.message)
 
 
-def _root_in_silent(story: RankLog, table: Table) -> Root | None:
+def _root_in_silent(rank_log: RankLog, table: Table) -> Root | None:
     """Return that something failed for an unknown reason, if it did."""
-    code, words = story.unit.known.returncode, story.launcher.last_words[-3:]
-    if not story.has_exits and code in (None, 0):
+    code, words = rank_log.unit.known.returncode, rank_log.launcher.last_words[-3:]
+    if not rank_log.has_exits and code in (None, 0):
         return None
     what = "failed" if code in (None, 0) else _describe_end(how_it_ended(code))
     said = f"its last words: {words[-1].text.strip()[:200]!r}" if words else "it says nothing"

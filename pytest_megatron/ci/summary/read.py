@@ -254,17 +254,17 @@ def read_run(root: Path, shown: str) -> JobRun:
     )
 
 
-def _job_record(book: _JobCollector) -> CiJobRecord | None:
-    file = book.root / FILE_NAME
-    if not is_within(file, book.root):
+def _job_record(collector: _JobCollector) -> CiJobRecord | None:
+    file = collector.root / FILE_NAME
+    if not is_within(file, collector.root):
         return None
     try:
         record = read_record(file, CiJobRecord)
     except RunError as error:
-        book.problems.append(f"{FILE_NAME}: {error.problem}")
+        collector.problems.append(f"{FILE_NAME}: {error.problem}")
         return None
     if record.commit is not None:
-        book.commits.add(record.commit)
+        collector.commits.add(record.commit)
     return record
 
 
@@ -274,11 +274,13 @@ def _junit_files(directory: Path) -> list[Path]:
     return [f for f in found if "coverage" not in f.name and f.is_file() and not f.is_symlink()]
 
 
-def _show(book: _JobCollector, path: Path) -> str:
-    where = path.relative_to(book.root).as_posix()
+def _show(collector: _JobCollector, path: Path) -> str:
+    where = path.relative_to(collector.root).as_posix()
     if where == ".":
-        return book.shown
-    return book.shown + where if book.shown.endswith("!") else f"{book.shown}/{where}"
+        return collector.shown
+    return (
+        collector.shown + where if collector.shown.endswith("!") else f"{collector.shown}/{where}"
+    )
 
 
 def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
@@ -292,19 +294,19 @@ def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
 
 
 def _read_run_dir(
-    book: _JobCollector, run_dir: Path, job: str, cases: Mapping[tuple[str, str], JUnitCase]
+    collector: _JobCollector, run_dir: Path, job: str, cases: Mapping[tuple[str, str], JUnitCase]
 ) -> None:
     """Take the items of one `run.json`, and the problems of the run as a whole."""
-    shown = _show(book, run_dir)
+    shown = _show(collector, run_dir)
     try:
         run = read_run_file(run_dir)
     except RunError as error:
         what = "is not whole, or is no record of a run"
-        book.problems.append(f"{shown}/{RUN_FILE}: {what}: {error.problem}")
+        collector.problems.append(f"{shown}/{RUN_FILE}: {what}: {error.problem}")
         return
     if run.commit is not None:
-        book.commits.add(run.commit)
-    book.deselected.append(run.deselected)
+        collector.commits.add(run.commit)
+    collector.deselected.append(run.deselected)
     for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
@@ -318,9 +320,9 @@ def _read_run_dir(
                 charts=failed_charts(run_dir, node_id, record) if item.is_bad else (),
             )
         item = replace(item, gpu_s=_gpu_seconds(record, plan, run.options))
-        book.items[node_id] = item
-    if (problem := _unfinished(run, run_dir, book)) is not None:
-        book.problems.append(problem)
+        collector.items[node_id] = item
+    if (problem := _unfinished(run, run_dir, collector)) is not None:
+        collector.problems.append(problem)
 
 
 def _item(
@@ -394,7 +396,7 @@ def _reproduce(shown: str, node_id: str) -> str:
     return shlex.join(["pytest-megatron", "repro", artifact, node_id])
 
 
-def _unfinished(run: RecordedRun, run_dir: Path, book: _JobCollector) -> str | None:
+def _unfinished(run: RecordedRun, run_dir: Path, collector: _JobCollector) -> str | None:
     """Return the problem with the end of a run; None if its items explain the exit code."""
     code = run.exit_code
     if run.ended is None or code is None:
@@ -404,9 +406,9 @@ def _unfinished(run: RecordedRun, run_dir: Path, book: _JobCollector) -> str | N
         return f"never finished: it was killed{during}; the last thing that it wrote is of {last}"
     if code in _EXITS:
         return f"pytest {_EXITS[code]} (exit code {code})"
-    has_bad = any(item.is_bad for item in book.items.values())
+    has_bad = any(item.is_bad for item in collector.items.values())
     has_bad = has_bad or any(
-        c.outcome in ("failed", "broken") for j in book.junits for c in j.cases
+        c.outcome in ("failed", "broken") for j in collector.junits for c in j.cases
     )
     if code and not has_bad:
         return f"pytest ended with exit code {code}, and no item says why; read the job's log"
@@ -420,20 +422,20 @@ def _running(run: RecordedRun, run_dir: Path) -> str | None:
     return next((p.node_id for p in plans if p is not None and p.node_id not in run.items), None)
 
 
-def _add_cases(book: _JobCollector, job: str) -> None:
+def _add_cases(collector: _JobCollector, job: str) -> None:
     """Take the tests that ran on no gang, which only JUnit XML has."""
-    known = {address(node_id): node_id for node_id in book.items}
-    for key, case in _by_address(book.junits).items():
+    known = {address(node_id): node_id for node_id in collector.items}
+    for key, case in _by_address(collector.junits).items():
         node_id = known.get(key)
         cause = cause_of_case(case)
         if node_id is not None:  # an error that came after its record was made
-            item = book.items[node_id]
+            item = collector.items[node_id]
             if cause is not None and item.verdict in ("passed", "flaky"):
-                book.items[node_id] = replace(item, verdict=case.outcome, cause=cause)
+                collector.items[node_id] = replace(item, verdict=case.outcome, cause=cause)
             elif case.outcome == item.verdict == "skipped":
-                book.items[node_id] = replace(item, skip_reason=case.message)
+                collector.items[node_id] = replace(item, skip_reason=case.message)
         else:
-            book.items[case.node_id] = JobItem(
+            collector.items[case.node_id] = JobItem(
                 node_id=case.node_id,
                 job=job,
                 verdict=case.outcome,

@@ -143,7 +143,7 @@ def find_bare(
         data: The end of the log.
         start: The offset of that end.
         table: Says what an exception means.
-        rank: Of whose lines; None takes all.
+        rank: Rank whose lines are read; None reads all.
         most_after: Lines that may follow it; None takes many, unless it is to be run again.
     """
     raws = data.split(b"\n")

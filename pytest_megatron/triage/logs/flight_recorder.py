@@ -107,7 +107,7 @@ class FlightDump:
     Attributes:
         path: The file it was read from.
         rank: By the file's name, or its directory's; None where neither ends in a number.
-        version: Of the format: `2.10`.
+        version: Version of the format, such as `2.10`.
         entries: In the order of `record`.
         groups: Group -> its global ranks, as far as the dump knows them.
     """

@@ -61,7 +61,7 @@ class RaisedException:
         message: `Type: text`, with the lines that belong to it.
         frames: `file:line in name`, outermost first.
         own_frame: The deepest outside of libraries, or None.
-        time_s: Of the last line with a time before it, or None.
+        time_s: Time of the last line with a time before it, or None.
         link: To the exception before it in the same log.
         start: Index of its header in the lines.
         said: Index of the line with its type.
@@ -100,7 +100,7 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
     """Read the traceback whose header is `lines[start]`, up to the end of its chain.
 
     Args:
-        lines: Of one rank, without those of others between them.
+        lines: Lines of one rank, without those of others between them.
         start: Index of a line that holds `HEADER`.
     """
     before = lines[start - 1].text if start else ""
@@ -151,7 +151,7 @@ class Bare:
     """Return the error in a line near the end of a log, where no traceback is whole.
 
     Attributes:
-        index: Of its line.
+        index: Number of the line.
         message: `Type: text`, with the lines that belong to it.
         is_exception: Whether it has the form of an exception, and is no line of a logger.
         num_after: Lines behind it that mean something.

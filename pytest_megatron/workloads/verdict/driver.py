@@ -152,11 +152,11 @@ def _drive(repeat: Repeat, engine: Engine) -> RepeatEnd:
         return end
 
 
-def _run_order(order: Submission, engine: Engine) -> SubmissionOutcome:
+def _run_order(submission: Submission, engine: Engine) -> SubmissionOutcome:
     """Run one order to its end."""
-    time.sleep(order.delay_s)
+    time.sleep(submission.delay_s)
     try:
-        engine.submit([order])
+        engine.submit([submission])
         while True:
             for update in engine.poll():
                 if update.outcome is not None:
@@ -164,7 +164,7 @@ def _run_order(order: Submission, engine: Engine) -> SubmissionOutcome:
             time.sleep(engine.interval_s)
     except BaseException:
         with contextlib.suppress(Exception):  # what is on its way matters more
-            engine.cancel([order.key])
+            engine.cancel([submission.key])
         raise
 
 

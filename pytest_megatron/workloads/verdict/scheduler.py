@@ -245,10 +245,10 @@ class WorkloadScheduler:
                 orders.append(order)
         return ended + self._submit(orders)
 
-    def _keep(self, found: _Open, index: int, order: Submission) -> None:
-        assert order.key not in self._open, order.key
-        found.keys[order.key] = index
-        self._open[order.key] = found
+    def _keep(self, found: _Open, index: int, submission: Submission) -> None:
+        assert submission.key not in self._open, submission.key
+        found.keys[submission.key] = index
+        self._open[submission.key] = found
 
     def _submit(self, orders: Sequence[Submission]) -> list[WorkEnd]:
         """Hand orders to the engine."""

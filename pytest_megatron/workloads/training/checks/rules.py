@@ -74,7 +74,7 @@ class CheckFinding:
 
     @property
     def severity(self) -> Severity:
-        """As the rule's."""
+        """Severity of the rule."""
         return self.rule.severity
 
     @property

@@ -18,7 +18,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.chart import choose, deviations, shares
 from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
-from pytest_megatron.trace.divergences import TensorDivergence
+from pytest_megatron.runs.equivalence import TensorDivergence
 from pytest_megatron.workloads.golden.model import Value
 
 MOST_BYTES = 220_000  # of base64 in a page: 8 charts of 10,000 steps stay below 300 kB

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.base.text import name_ranks
-from pytest_megatron.trace.divergences import TraceComparison
+from pytest_megatron.runs.equivalence import TraceComparison
 from pytest_megatron.workloads.golden.model import Series
 
 # In the order in which an index lists them.

@@ -27,6 +27,7 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
+from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
 from pytest_megatron.runs.record import (
@@ -41,7 +42,6 @@ from pytest_megatron.runs.record import (
     read_record,
     read_run,
 )
-from pytest_megatron.trace.divergences import TraceComparison, read_comparison
 from pytest_megatron.workloads.golden.compare.result import RELATIVE, layer_text
 from pytest_megatron.workloads.golden.model import Golden, MetricMap
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics

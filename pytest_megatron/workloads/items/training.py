@@ -15,6 +15,7 @@ import pytest
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.runs.equivalence import write_comparison
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
@@ -38,7 +39,6 @@ from pytest_megatron.session.run_file import (
     run_file_of,
 )
 from pytest_megatron.session.state import RunSession, show_no_stacks
-from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem

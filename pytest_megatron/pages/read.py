@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
-from pytest_megatron.pages.chart import allowed_around
+from pytest_megatron.pages.chart import allowed_around, chart_svg, mermaid_chart
 from pytest_megatron.pages.model import (
     GOOD,
     AttemptRow,
@@ -30,6 +30,7 @@ from pytest_megatron.pages.model import (
 from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
+from pytest_megatron.runs.pictures import Picture
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedBand,
@@ -179,16 +180,16 @@ class RunReader:
         )
 
 
-def failed_charts(run_dir: Path, node_id: str, record: RecordedWorkload) -> tuple[Chart, ...]:
-    """Return the charts of the metrics that disagree with the golden of a workload."""
+def failed_picture(run_dir: Path, node_id: str, record: RecordedWorkload) -> Picture | None:
+    """Return the first metric that disagrees with the golden of a workload; None if all agree."""
     dirs = item_dirs(run_dir, node_id)
     notes: list[str] = []
     comparison = _record(dirs.comparison, RecordedComparison, notes)
-    if comparison is None:
-        return ()
-    return tuple(
-        chart for chart in _charts(dirs, record, comparison, notes) if chart.passed is False
-    )
+    charts = () if comparison is None else _charts(dirs, record, comparison, notes)
+    if not charts or charts[0].passed is not False:  # which are sorted so
+        return None
+    first = charts[0]
+    return Picture(metric=first.metric, svg=chart_svg(first, node_id), mermaid=mermaid_chart(first))
 
 
 def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:

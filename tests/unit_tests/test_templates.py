@@ -70,7 +70,6 @@ ITEM = {
     "reproduce": EVIL,
     "how_flaky": EVIL,
     "duration_s": 1.0,
-    "charts": [{"metric": EVIL}],
 }
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
 GROUP = [ITEM] * 9
@@ -270,7 +269,7 @@ MACROS: dict[str, tuple[object, ...]] = {
     "planned": (SUMMARY,),
     "problems": ([(EVIL, ()), (EVIL, [EVIL]), (EVIL, [EVIL] * 30)],),
     "fetch": (SUMMARY,),
-    "group": (GROUP, {"legend": EVIL, "source": EVIL}),
+    "group": (GROUP, {"metric": EVIL, "mermaid": {"legend": EVIL, "source": EVIL}}),
     "flaky": ([ITEM],),
     "nowhere": (NOWHERE,),
     "jobs": ([JOB],),

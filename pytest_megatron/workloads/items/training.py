@@ -35,7 +35,6 @@ from pytest_megatron.session.run_file import (
     put_record,
     record_on,
     register_history,
-    register_pages,
     run_file_of,
 )
 from pytest_megatron.session.state import RunSession, show_no_stacks
@@ -126,7 +125,6 @@ def register_training(config: pytest.Config, session: RunSession, policy: Compar
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
-        register_pages(config, session)
         register_reporters(config, session)
     register_queue(config, session)
     if has_workers(config) and not session.is_worker:

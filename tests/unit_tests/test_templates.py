@@ -25,11 +25,8 @@ LINK = {"text": EVIL, "path": f"../{EVIL}"}
 FACTS = {"name": EVIL, "started": EVIL}
 ATTEMPT = {
     "name": EVIL,
-    "cause": EVIL,
-    "signature": EVIL,
-    "is_transient": True,
+    "record": {"cause": EVIL, "signature": EVIL, "duration_s": 1.0},
     "is_run_again": True,
-    "duration_s": 1.0,
     "links": [LINK],
 }
 DIVERGENCE = {
@@ -45,8 +42,7 @@ DIVERGENCE = {
     "norm_ratio": None,
 }
 FINDING = {
-    "passed": False,
-    "metric": EVIL,
+    "record": {"passed": False, "metric": EVIL},
     "repeat": 1,
     "against": EVIL,
     "short_text": EVIL,
@@ -117,13 +113,12 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         **FRAME,
         "item": {
             "node_id": EVIL,
-            "verdict": EVIL,
-            "problem": EVIL,
+            "record": {"verdict": EVIL, "problem": EVIL},
             "links": [LINK],
             "attempts": [ATTEMPT],
             "triage": [EVIL, EVIL],
             "notes": [EVIL],
-            "others": [FINDING, *[{**FINDING, "passed": True}] * 9],
+            "others": [FINDING, *[{**FINDING, "record": {"passed": True, "metric": EVIL}}] * 9],
             "trace": {
                 "verdict": EVIL,
                 "num_divergences": 60,
@@ -157,15 +152,17 @@ PAGES: Mapping[str, Mapping[str, object]] = {
                 "files": f"../{EVIL}",
                 "shown_tests": [
                     {
-                        "verdict": EVIL,
                         "node_id": EVIL,
+                        "record": {
+                            "verdict": EVIL,
+                            "duration_s": 1.0,
+                            "report": [(EVIL, EVIL)],
+                            "world_size": 2,
+                        },
                         "problem": EVIL,
-                        "duration_s": 1.0,
                         "rank_lines": [EVIL, EVIL],
-                        "report": [(EVIL, EVIL)],
                         "links": [LINK],
                         "is_good": is_good,
-                        "world_size": 2,
                     }
                     for is_good in (True, False)
                 ],

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
-from pytest_megatron.trace.settings import VARIABLE, TraceSettings
+from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE, TraceSettings
 
 PROGRAMS = Path(__file__).parents[1] / "tests/functional_tests"
 NUM_STEPS = 12

@@ -314,12 +314,11 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
     from pytest_megatron.gangs.controller.results import NAME, GangResults
     from pytest_megatron.session.reporters import register_reporters
-    from pytest_megatron.session.run_file import register_pages, run_file_of
+    from pytest_megatron.session.run_file import run_file_of
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))
         config.pluginmanager.register(results, NAME)
-        register_pages(config, session)
         register_reporters(config, session)
 
 

@@ -1,7 +1,7 @@
 """Templates of HTML, SVG and Markdown, in two environments that are loaded on first use.
 
-Templates are files in `pytest_megatron/templates`. They escape every value but those that a filter
-of this module has escaped already, and fail on a name that they are not given.
+Templates are files in the folder `templates` of a room. They escape every value but those that a
+filter of this module has escaped already, and fail on a name that they are not given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_FOLDER = Path(__file__).parents[1] / "templates"
+_PACKAGE = Path(__file__).parents[1]
 
 
 def render(name: str, **values: object) -> str:
@@ -82,7 +82,7 @@ def _new(escape: Callable[[str], str]) -> Environment:
         return value if is_safe else _safe(escape(str(value)))
 
     return Environment(
-        loader=FileSystemLoader(_FOLDER),
+        loader=FileSystemLoader(sorted(_PACKAGE.glob("*/templates"))),
         autoescape=True,  # leaves a text that `escaped` returned as it is
         auto_reload=False,
         finalize=escaped,

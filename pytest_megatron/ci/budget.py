@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from pytest_megatron.base.findings import Finding, Severity
+from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.ci.decide import Trigger, decision_by
 from pytest_megatron.ci.jobs import CiJob, DroppedJob, PlanBudget
-from pytest_megatron.ci.table import BUDGET, CiTable, DecisionRule
+from pytest_megatron.ci.table import BUDGET, CiTable, DecisionRule, load_table
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.history import HistoryEntry, device_time
-from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
+from pytest_megatron.workloads.recipe.lint import RowCheck
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload
 from pytest_megatron.workloads.recipe.select import Selection, failing
 
 _BUDGET = re.compile(BUDGET).fullmatch
@@ -274,6 +276,18 @@ def budget_lines(found: PlanBudget) -> list[str]:
         for one in found.dropped
     ]
     return lines
+
+
+def lint_budgets(
+    config: ProjectConfig,
+    words: Vocabulary,
+    root: Path,
+    history: Callable[[], Sequence[HistoryEntry]],
+) -> RowCheck:
+    """Return a check of budgets, see `ProjectLint`."""
+    table = load_table(config, words)
+    entries = history() if table.budget else ()
+    return lambda rows, _: check_budgets(tuple(rows), table, entries, config.file or root)
 
 
 def check_budgets(

@@ -16,6 +16,7 @@ import click
 from pytest_megatron.base.command import EXIT_FAILED, PATH, HintingGroup, echo_json, format_option
 from pytest_megatron.base.text import without_commands
 from pytest_megatron.errors import CiError, MegatronError
+from pytest_megatron.runs.pictures import WRITE_PAGES
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.summary.merge import CiSummary
@@ -227,12 +228,13 @@ def _link(directory: Path) -> str | None:
 
 def _write_pages(found: CiSummary, directory: Path) -> str | None:
     """Write the pages of the runs that can be read; return where, from the directory, if any."""
-    from pytest_megatron.pages.write import write_report  # noqa: PLC0415
-
+    write_pages = WRITE_PAGES.first()
+    if write_pages is None:
+        return None
     names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
     runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
     try:
-        index, _ = write_report(runs, directory / _PAGES)
+        index, _ = write_pages(runs, directory / _PAGES)
     except MegatronError as error:
         click.echo(f"no pages of the runs: {error}", err=True)
         return None

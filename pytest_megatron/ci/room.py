@@ -15,6 +15,7 @@ ROOM = Room(
         "begin": "hooks:begin",
         "configure": "hooks:configure",
         "decide": "decide:decide_for",
+        "project_lint": "budget:lint_budgets",
         "reporter": "log:register_ci_log",
     },
 )

@@ -19,7 +19,7 @@ from pytest_megatron.runs.prune import kept_runs
 from pytest_megatron.runs.record import RecordedTest, read_run
 
 # Their names end in .txt, so that no tool takes them for files of this package.
-_FILES = Path(__file__).parents[1] / "templates" / "demo"
+_FILES = Path(__file__).parent / "templates"
 _RECORD = "-p megatron recipes --golden record"
 _RUN = "-p megatron --ranks 2 tests recipes"
 _HANG = "tests/test_hang.py::test_gather"

@@ -18,16 +18,9 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine, today
 from pytest_megatron.base.text import counted
-from pytest_megatron.flaky.quarantine import (
-    TABLE,
-    Quarantine,
-    QuarantineError,
-    matches,
-    parse_quarantine,
-    project_quarantines,
-    today,
-)
+from pytest_megatron.flaky.quarantine import TABLE, matches, project_quarantines
 from pytest_megatron.gangs.markers import QUARANTINE, is_quarantined_by_us
 from pytest_megatron.runs.history import FailureStreak, HistoryEntry, failure_streak, read
 from pytest_megatron.runs.record import RecordedQuarantine

@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 
 from pytest_megatron.base.templates import render
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
+from pytest_megatron.runs.pictures import MermaidChart
 from pytest_megatron.runs.record import RecordedBand, finite
 from pytest_megatron.workloads.golden.model import Series
 
@@ -375,19 +376,6 @@ _MERMAID_POINTS = 32
 _SEEN_APART = 0.03  # of the range of values; curves that are closer look like one
 _MERMAID_WIDTH, _MERMAID_HEIGHT = 600, 220
 _LEAST_POWER, _MOST_POWER = -2, 5  # of ten, of numbers that are shown as they are
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MermaidChart:
-    """A small picture for Markdown of GitHub and GitLab, which render mermaid and no SVG.
-
-    Attributes:
-        legend: The lines, by their colours.
-        source: No text of anybody is in it; below 1,000 characters.
-    """
-
-    legend: str
-    source: str
 
 
 def mermaid_chart(chart: Chart) -> MermaidChart | None:

@@ -149,7 +149,7 @@ class IndexRun:
     @property
     def shown_tests(self) -> list[TestRow]:
         """The tests that an index lists."""
-        return sorted(self.tests, key=lambda row: _order(row.verdict))[:_MOST_TESTS]
+        return sorted(self.tests, key=lambda row: _order(row.record.verdict))[:_MOST_TESTS]
 
 
 def index_row(item: PageItem, page: str | None, run: str | None = None) -> IndexRow:
@@ -158,9 +158,9 @@ def index_row(item: PageItem, page: str | None, run: str | None = None) -> Index
     measured = [f.largest for f in item.findings if f.largest is not None and _is_worst(f, item)]
     return IndexRow(
         node_id=item.node_id,
-        verdict=item.verdict,
+        verdict=item.record.verdict,
         headline=_with_quarantine(item, shorten(item.headline, _MOST_TEXT)),
-        duration_s=item.duration_s,
+        duration_s=item.record.duration_s,
         num_attempts=len(item.attempts),
         largest=max(measured, default=None),
         spark=sparkline(_chosen(judged)) if judged else "",
@@ -210,7 +210,7 @@ def _with_quarantine(item: PageItem, headline: str) -> str:
 
 def _is_worst(finding: MetricFinding, item: PageItem) -> bool:
     """Return true if a finding failed, or if none did."""
-    return not finding.passed or all(f.passed for f in item.findings)
+    return not finding.record.passed or all(f.record.passed for f in item.findings)
 
 
 def _chosen(charts: Sequence[Chart]) -> Chart:

@@ -18,7 +18,9 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.chart import choose, deviations, shares
 from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
-from pytest_megatron.trace.divergences import TensorDivergence
+from pytest_megatron.runs.equivalence import TensorDivergence
+from pytest_megatron.runs.record import RecordedLayer, finite
+from pytest_megatron.workloads.golden.compare.result import RELATIVE, layer_text
 from pytest_megatron.workloads.golden.model import Value
 
 MOST_BYTES = 220_000  # of base64 in a page: 8 charts of 10,000 steps stay below 300 kB
@@ -203,21 +205,22 @@ def item_page(
         index: Path to the run's page; None if there is none.
         most_bytes: Limit for the curves.
     """
-    duration = "" if item.duration_s is None else f"{item.duration_s:.1f} s"
+    record = item.record
+    duration = "" if record.duration_s is None else f"{record.duration_s:.1f} s"
     words = shlex.quote(item.node_id)
     return document(
         "item_page.html",
         "curves.js",
-        title=f"{item.verdict}: {item.node_id}",
+        title=f"{record.verdict}: {item.node_id}",
         item=item,
         run=run,
         files=files,
         index=index,
         facts=(
             ("in quarantine", item.quarantine),
-            ("summary", item.summary),
+            ("summary", record.summary),
             ("time", duration),
-            ("platform", item.platform),
+            ("platform", record.platform),
             ("started", run.started),
             *run.facts,
         ),
@@ -274,14 +277,20 @@ def _charts(charts: Sequence[Chart], most_bytes: int) -> list[JsonValue]:
     encoded: list[JsonValue] = []
     for chart, values in zip(drawn, encode_charts(drawn, most_bytes=most_bytes), strict=True):
         assert isinstance(values, dict)
-        shown = next((f for f in chart.findings if not f.passed), None) or next(
+        shown = next((f for f in chart.findings if not f.record.passed), None) or next(
             iter(chart.findings), None
         )
-        layers: list[JsonValue] = [] if shown is None else [[ok, text] for ok, text in shown.layers]
-        rule = "" if shown is None else shown.rule
+        layers: list[JsonValue] = [] if shown is None else list(map(_layer, shown.record.layers))
+        rule = "" if shown is None else shown.record.rule
         texts = list[JsonValue](_texts(chart.findings))
         encoded.append({**values, "t": texts, "l": layers, "rule": rule})
     return encoded
+
+
+def _layer(row: RecordedLayer) -> JsonValue:
+    """Return result and text of a layer of a comparison."""
+    measured, limit = finite(row.measured), finite(row.limit)
+    return [row.passed, layer_text(row.layer, measured, limit, row.unit or RELATIVE, row.place)]
 
 
 def _texts(findings: Sequence[MetricFinding]) -> Iterator[str]:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from pytest_megatron.base.text import name_ranks
-from pytest_megatron.trace.divergences import TraceComparison
+from pytest_megatron.runs.equivalence import TraceComparison
+from pytest_megatron.runs.record import (
+    RecordedAttempt,
+    RecordedMetric,
+    RecordedTest,
+    RecordedWorkload,
+    finite,
+)
 from pytest_megatron.workloads.golden.model import Series
 
 # In the order in which an index lists them.
@@ -49,30 +56,24 @@ class MetricFinding:
     """Finding of a comparison on one metric of one repeat.
 
     Attributes:
-        rule: The rule that decided.
-        first_step: The first outside of the band; None if no single one decided.
-        text: For a person.
-        golden_path: The file that it ends with.
-        largest: The largest relative deviation.
-        layers: (whether it passed, in words) of every test that the metric was put to.
+        record: The finding as it was recorded; its text ends with the file of the golden.
     """
 
-    metric: str
     repeat: int
     against: str
-    passed: bool
-    rule: str
-    first_step: int | None
-    text: str
-    golden_path: str = ""
-    largest: float | None = None
-    layers: tuple[tuple[bool, str], ...] = ()
+    record: RecordedMetric
+
+    @property
+    def largest(self) -> float | None:
+        """The largest relative deviation."""
+        return finite(self.record.largest_relative)
 
     @property
     def short_text(self) -> str:
         """The text without the file at its end and the metric at its start."""
-        words = self.text.removesuffix(f"; {self.golden_path}")
-        return words.removeprefix(f"{self.metric}: ").removeprefix(f"{self.metric}, ")
+        metric = self.record.metric
+        words = self.record.text.removesuffix(f"; {self.record.golden_path}")
+        return words.removeprefix(f"{metric}: ").removeprefix(f"{metric}, ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +100,13 @@ class Chart:
     @property
     def passed(self) -> bool | None:
         """True if every comparison of it passed; None if there was none."""
-        return all(f.passed for f in self.findings) if self.findings else None
+        return all(f.record.passed for f in self.findings) if self.findings else None
 
     @property
     def first_step(self) -> int | None:
         """The first bad step of the first repeat that disagrees."""
-        bad = [f.first_step for f in self.findings if not f.passed and f.first_step is not None]
-        return min(bad, default=None)
+        bad = (f.record.first_step for f in self.findings if not f.record.passed)
+        return min((step for step in bad if step is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +119,16 @@ class FileLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRow:
-    """One attempt, as a table shows it."""
+    """One attempt, with its logs."""
 
-    name: str
-    cause: str | None
-    signature: str | None
+    record: RecordedAttempt
     is_run_again: bool
-    root_rank: int | None
-    duration_s: float
     links: tuple[FileLink, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its repeat and its number."""
+        return f"repeat {self.record.repeat or 1}, attempt {self.record.attempt or 1}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +137,6 @@ class PageItem:
 
     Attributes:
         directory: Name of the directory in the run's directory.
-        headline: The first line of `problem` of one that failed, else the summary.
-        summary: One line.
-        quarantine: Why its failure did not count; empty if it did.
         triage: Why attempts failed, in words.
         links: Files of the whole item.
         others: Findings without a curve: of gradients, of generated text.
@@ -148,21 +147,27 @@ class PageItem:
 
     node_id: str
     directory: str
-    verdict: str
-    platform: str
-    problem: str | None
-    summary: str
-    duration_s: float | None
+    record: RecordedWorkload
     attempts: tuple[AttemptRow, ...] = ()
     charts: tuple[Chart, ...] = ()
     others: tuple[MetricFinding, ...] = ()
-    headline: str = ""
     triage: tuple[str, ...] = ()
     links: tuple[FileLink, ...] = ()
     notes: tuple[str, ...] = ()
-    quarantine: str = ""
     trace: TraceComparison | None = None
     is_audit: bool = False
+
+    @property
+    def headline(self) -> str:
+        """The first line of the problem of one that failed, else the summary."""
+        record = self.record
+        return record.headline if record.verdict in ("failed", "broken") else record.summary
+
+    @property
+    def quarantine(self) -> str:
+        """Why its failure did not count; empty if it did."""
+        held = self.record.quarantine
+        return held.reason if held is not None and held.holds else ""
 
     @property
     def findings(self) -> tuple[MetricFinding, ...]:
@@ -175,31 +180,30 @@ class TestRow:
     """One distributed test.
 
     Attributes:
-        ranks: (rank, its outcome).
-        report: (title, text) of tracebacks, stacks and captured output of one that failed.
         links: Logs of its gangs, below the run's directory.
     """
 
     node_id: str
-    verdict: str
-    problem: str
-    world_size: int
-    duration_s: float
-    num_attempts: int
-    ranks: tuple[tuple[str, str], ...]
-    report: tuple[tuple[str, str], ...] = ()
+    record: RecordedTest
     links: tuple[FileLink, ...] = ()
+
+    @property
+    def problem(self) -> str:
+        """Why it did not pass, or did not at once."""
+        causes = self.record.causes
+        reruns = f"passed at rerun {len(causes)}, after {', '.join(causes)}" if causes else ""
+        return self.record.problem or reruns
 
     @property
     def is_good(self) -> bool:
         """True if there is nothing to look at."""
-        return self.verdict in GOOD
+        return self.record.verdict in GOOD
 
     @property
     def rank_lines(self) -> list[str]:
         """Actions of ranks; ranks with the same one share a line."""
         by_text: dict[str, list[int]] = {}
-        for rank, did in self.ranks:
+        for rank, did in self.record.ranks.items():
             if rank.isdecimal() and len(rank) <= _MOST_DIGITS:
                 by_text.setdefault(did, []).append(int(rank))
         lines = [f"{name_ranks(ranks)}: {did}" for did, ranks in by_text.items()]

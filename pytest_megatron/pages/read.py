@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
-from pytest_megatron.pages.chart import allowed_around
+from pytest_megatron.pages.chart import allowed_around, chart_svg, mermaid_chart
 from pytest_megatron.pages.model import (
     GOOD,
     AttemptRow,
@@ -27,29 +27,26 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
+from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
+from pytest_megatron.runs.pictures import Picture
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedBand,
     RecordedComparison,
-    RecordedLayer,
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
-    finite,
     read_record,
     read_run,
 )
-from pytest_megatron.trace.divergences import TraceComparison, read_comparison
-from pytest_megatron.workloads.golden.compare.result import RELATIVE, layer_text
 from pytest_megatron.workloads.golden.model import Golden, MetricMap
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics
 
 _MOST_PHASES = 100
 _LOSS = "lm loss"
 _GANG_DIRECTORY = re.compile(r"(ranks(?:-[\w.-]+)?/attempt_\d+)/?$")
-_BAD = ("failed", "broken")
 _MOST_LOGS = 16  # linked, of one test or attempt
 _File = TypeVar("_File")
 
@@ -132,17 +129,7 @@ class RunReader:
         found = [_GANG_DIRECTORY.search(attempt.directory) for attempt in record.attempts]
         gangs = [] if record.verdict in GOOD else [match[1] for match in found if match is not None]
         logs = (link for gang in dict.fromkeys(gangs) for link in _rank_logs(self.directory, gang))
-        return TestRow(
-            node_id=node_id,
-            verdict=record.verdict,
-            problem=record.problem or _reruns(record.causes),
-            world_size=record.world_size,
-            duration_s=record.duration_s or 0.0,
-            num_attempts=len(record.attempts),
-            ranks=tuple(record.ranks.items()),
-            report=record.report,
-            links=tuple(islice(logs, _MOST_LOGS)),
-        )
+        return TestRow(node_id=node_id, record=record, links=tuple(islice(logs, _MOST_LOGS)))
 
     def _item(self, node_id: str, record: RecordedWorkload) -> PageItem:
         dirs = item_dirs(self.directory, node_id)
@@ -157,38 +144,31 @@ class RunReader:
         )
         charts = _charts(dirs, record, comparison, notes)
         shown = {chart.metric for chart in charts}
-        held = record.quarantine
         return PageItem(
             node_id=node_id,
             directory=dirs.root.name,
-            verdict=record.verdict,
-            platform=record.platform or "",
-            problem=record.problem,
-            headline=record.headline if record.verdict in _BAD else record.summary,
-            summary=record.summary,
-            duration_s=record.duration_s,
+            record=record,
             attempts=attempts,
             charts=charts,
-            others=tuple(f for f in findings if f.metric not in shown),
+            others=tuple(f for f in findings if f.record.metric not in shown),
             triage=tuple(_triage(triage)),
             links=_links(dirs.root, _ITEM_FILES),
             notes=tuple(notes),
-            quarantine=held.reason if held is not None and held.holds else "",
             trace=trace,
             is_audit=not dirs.equivalence.is_file(),
         )
 
 
-def failed_charts(run_dir: Path, node_id: str, record: RecordedWorkload) -> tuple[Chart, ...]:
-    """Return the charts of the metrics that disagree with the golden of a workload."""
+def failed_picture(run_dir: Path, node_id: str, record: RecordedWorkload) -> Picture | None:
+    """Return the first metric that disagrees with the golden of a workload; None if all agree."""
     dirs = item_dirs(run_dir, node_id)
     notes: list[str] = []
     comparison = _record(dirs.comparison, RecordedComparison, notes)
-    if comparison is None:
-        return ()
-    return tuple(
-        chart for chart in _charts(dirs, record, comparison, notes) if chart.passed is False
-    )
+    charts = () if comparison is None else _charts(dirs, record, comparison, notes)
+    if not charts or charts[0].passed is not False:  # which are sorted so
+        return None
+    first = charts[0]
+    return Picture(metric=first.metric, svg=chart_svg(first, node_id), mermaid=mermaid_chart(first))
 
 
 def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:
@@ -225,25 +205,8 @@ def _trace(dirs: ItemDirs, notes: list[str]) -> TraceComparison | None:
 
 def _findings(comparison: RecordedComparison) -> Iterator[MetricFinding]:
     for repeat in comparison.repeats:
-        for row in repeat.comparisons:
-            yield MetricFinding(
-                metric=row.metric,
-                repeat=repeat.repeat,
-                against=repeat.against,
-                passed=row.passed,
-                rule=row.rule,
-                first_step=None if row.passed else row.first_step,
-                text=row.text,
-                golden_path=row.golden_path,
-                largest=finite(row.largest_relative),
-                layers=tuple(map(_layer, row.layers)),
-            )
-
-
-def _layer(row: RecordedLayer) -> tuple[bool, str]:
-    """Return result and text of a layer of a comparison."""
-    measured, limit = finite(row.measured), finite(row.limit)
-    return row.passed, layer_text(row.layer, measured, limit, row.unit or RELATIVE, row.place)
+        for record in repeat.comparisons:
+            yield MetricFinding(repeat=repeat.repeat, against=repeat.against, record=record)
 
 
 def _allowed(comparison: RecordedComparison) -> dict[str, RecordedBand]:
@@ -326,7 +289,7 @@ def _charts(
     names = dict.fromkeys((*expected, *(metric for metric, _ in curves)))
     charts = []
     for metric in names:
-        mine = tuple(f for f in findings if f.metric == metric)
+        mine = tuple(f for f in findings if f.record.metric == metric)
         shown = [curve for name, curve in curves if name == metric]
         band = None
         if golden is not None and metric in expected:
@@ -338,15 +301,10 @@ def _charts(
 
 
 def _attempt(dirs: ItemDirs, row: RecordedAttempt, *, is_last: bool) -> AttemptRow:
-    repeat, number = row.repeat or 1, row.attempt or 1
-    root = dirs.attempt(repeat=repeat, attempt=number).root
+    root = dirs.attempt(repeat=row.repeat or 1, attempt=row.attempt or 1).root
     return AttemptRow(
-        name=f"repeat {repeat}, attempt {number}",
-        cause=row.cause,
-        signature=row.signature,
+        record=row,
         is_run_again=not is_last,
-        root_rank=row.root_rank,
-        duration_s=row.duration_s,
         links=tuple(_logs(dirs.root, root, row.root_rank or 0)),
     )
 
@@ -396,10 +354,6 @@ def _triage(triage: RecordedTriage) -> Iterator[str]:
         lines += [f"next: {row.next}"] if row.next else []
         if lines:
             yield f"{row.attempt}: " + "\n  ".join(lines)
-
-
-def _reruns(causes: Sequence[str]) -> str:
-    return f"passed at rerun {len(causes)}, after {', '.join(causes)}" if causes else ""
 
 
 _ITEM_FILES = (

@@ -9,4 +9,10 @@ ROOM = Room(
         "report": ("command:report", "Write pages and pictures of finished runs."),
         "runs": ("command:runs", "List and remove the runs that a project keeps."),
     },
+    provides={
+        "drawn_files": "read:is_worth_showing",
+        "failed_picture": "read:failed_picture",
+        "pages": "write:write_report",
+        "reporter": "plugin:register_pages",
+    },
 )

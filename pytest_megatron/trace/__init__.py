@@ -15,7 +15,7 @@ import atexit
 import sys
 from typing import TYPE_CHECKING
 
-from pytest_megatron.trace.settings import read_settings
+from pytest_megatron.workloads.training.plan.trace_settings import read_settings
 
 if TYPE_CHECKING:
     import torch

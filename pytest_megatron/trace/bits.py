@@ -17,16 +17,22 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from pytest_megatron.base.schema import Count, SchemaError, parse
-from pytest_megatron.base.text import counted, name_ranks
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import TraceError
-from pytest_megatron.trace.divergences import (
-    MOST_DIVERGENCES,
+from pytest_megatron.runs.equivalence import (
     PHASES,
     DivergenceKind,
+    Phase,
     TensorDivergence,
     TraceComparison,
 )
-from pytest_megatron.trace.files import Phase, TraceLayout, rank_files, read_end, read_header
+from pytest_megatron.trace.files import (
+    MOST_DIVERGENCES,
+    TraceLayout,
+    rank_files,
+    read_end,
+    read_header,
+)
 
 _MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
 _STEP = re.compile(rb'"step": ?(\d+)')
@@ -158,15 +164,6 @@ def compare_bits(reference: Path, candidate: Path) -> TraceComparison:
         divergences=divergences,
         num_divergences=count.different,
     )
-
-
-def headline(one: TensorDivergence) -> str:
-    """Return `forward of decoder.layers.1.mlp.linear_fc2 output.0, step 1, rank 1`."""
-    name = one.parameter or f"{one.module or 'the model'} {one.tensor}"
-    ranks = name_ranks(one.ranks)
-    if not one.step:
-        return f"initial value of {name}, {ranks}"
-    return f"{one.phase} of {name}, step {one.step}, {ranks}"
 
 
 def _layouts(files: dict[int, Path]) -> dict[int, TraceLayout]:

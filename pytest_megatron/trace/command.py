@@ -25,6 +25,7 @@ from pytest_megatron.base.command import (
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import columns, counted, listed, printable
 from pytest_megatron.errors import RunError, TraceError
+from pytest_megatron.runs.equivalence import TraceComparison, as_text, comparison_to_json, headline
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import PLAN_FILE, TRACE_DIR, item_dirs
 from pytest_megatron.runs.record import (
@@ -35,8 +36,7 @@ from pytest_megatron.runs.record import (
     read_if_whole,
     read_run,
 )
-from pytest_megatron.trace.bits import compare_bits, headline
-from pytest_megatron.trace.divergences import TraceComparison, as_text, comparison_to_json
+from pytest_megatron.trace.bits import compare_bits
 from pytest_megatron.trace.files import (
     TraceRecord,
     rank_files,

@@ -4,7 +4,7 @@
 
 All are directories of traces with values. The reference's tensors are cut as the candidate's ranks
 hold theirs, one tensor of a step at a time. Exit code 0: equal; 1: different; 2: unusable. Reads
-values with numpy alone; never imported by the controller, which reads the file by `divergences.py`.
+values with numpy alone; never imported by the controller, which reads the file alone.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pathlib import Path
 import numpy as np
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.trace.divergences import (
-    MOST_DIVERGENCES,
+from pytest_megatron.runs.equivalence import (
     PHASES,
     DivergenceKind,
     NotCompared,
+    Phase,
     TensorDivergence,
     TraceComparison,
     as_text,
-    hint_of,
     write_comparison,
 )
-from pytest_megatron.trace.files import Phase
+from pytest_megatron.trace.files import MOST_DIVERGENCES
+from pytest_megatron.trace.hints import hint_of
 from pytest_megatron.trace.merge import (
     HeldPart,
     Merge,

@@ -15,13 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import IO, Literal, TypeVar, cast
+from typing import IO, TypeVar, cast
 
 from pytest_megatron.errors import TraceError
+from pytest_megatron.runs.equivalence import Phase
+from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 
 Line = dict[str, object]
 FORMAT_VERSION = 1
-Phase = Literal["initial", "forward", "backward", "gradient", "update"]
+MOST_DIVERGENCES = 50  # of one comparison, that are kept
 _RANK = re.compile(r"rank_(\d+)\.jsonl").fullmatch
 
 
@@ -66,7 +68,7 @@ class TraceHeader:
     torch: str
     megatron_core: str | None
     layout: TraceLayout
-    values: Literal["hash", "full"]
+    values: TraceValues
     batch_first: bool | None = None
 
 

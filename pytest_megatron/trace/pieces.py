@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_megatron.errors import TraceError
+from pytest_megatron.runs.equivalence import Phase
 from pytest_megatron.trace.files import (
-    Phase,
     TraceHeader,
     TraceLayout,
     TraceRecord,

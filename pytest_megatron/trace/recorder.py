@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from pytest_megatron.runs.equivalence import Phase
 from pytest_megatron.trace import layout
-from pytest_megatron.trace.files import ParameterShard, Phase, TraceEnd, TraceRecord, TraceWriter
+from pytest_megatron.trace.files import ParameterShard, TraceEnd, TraceRecord, TraceWriter
 from pytest_megatron.trace.measure import (
     Array,
     Pending,
@@ -39,7 +40,6 @@ from pytest_megatron.trace.measure import (
     measure_on_device,
     resolve,
 )
-from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.trace.shards import (
     NamedParameter,
     is_partial,
@@ -52,6 +52,7 @@ from pytest_megatron.trace.shards import (
     unwrap,
 )
 from pytest_megatron.trace.weights import read_weights, write_weights
+from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 
 class Noise:

@@ -8,4 +8,5 @@ ROOM = Room(
     commands={
         "trace": ("command:command", "Compare and print traces of tensors."),
     },
+    provides={"trace_tools": "tools:TOOLS"},
 )

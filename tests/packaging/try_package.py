@@ -46,7 +46,7 @@ IN_SDIST = (
 )
 IN_WHEEL = (
     *("gangs/rank/bootstrap.py", "session/options.py", "plugin.py", "py.typed"),
-    *("schemas/recipe.schema.json", "templates/page.html", "triage/signatures.toml"),
+    *("schemas/recipe.schema.json", "pages/templates/page.html", "triage/signatures.toml"),
 )
 NEEDS_TORCH = "device: torch is not installed for "
 TEST = """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.job_file import CiJobRecord
 from pytest_megatron.ci.summary.junit import Junit
-from pytest_megatron.pages.model import Chart
 from pytest_megatron.runs.nowhere import Deselected
+from pytest_megatron.runs.pictures import Picture
 
 BAD = ("failed", "broken")
 _ASSERTION = re.compile(r"(?:\[rank \d+\] )?(?:E +)?(?:AssertionError\b|assert\b)")
@@ -76,7 +76,7 @@ class JobItem:
         skip_reason: Reason why it was skipped, as far as the run or its JUnit XML has it.
         gpu_s: GPU-seconds of all attempts, as far as its run directory has them.
         line: Where it is in the project's file, that of its node id; None where not known.
-        charts: Metrics that disagree with their golden.
+        picture: The first metric that disagrees with its golden.
     """
 
     node_id: str
@@ -95,7 +95,7 @@ class JobItem:
     skip_reason: str = ""
     gpu_s: float = 0.0
     line: int | None = None
-    charts: tuple[Chart, ...] = ()
+    picture: Picture | None = None
 
     @property
     def is_bad(self) -> bool:

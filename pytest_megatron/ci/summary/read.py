@@ -19,11 +19,11 @@ from pytest_megatron.ci.jobs import PlanFile
 from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.errors import CiError, RunError, TriageError
-from pytest_megatron.pages.read import failed_charts, is_worth_showing
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.nowhere import Deselected
+from pytest_megatron.runs.pictures import DRAW_FAILED, IS_DRAWN
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedEvidence,
@@ -314,10 +314,11 @@ def _read_run_dir(
         if isinstance(record, RecordedWorkload):
             plan = _plan_of(record, run_dir)
             line = _LINE.search(plan.recipe or "") if plan is not None else None
+            draw = DRAW_FAILED.first() if item.is_bad else None
             item = replace(
                 _as_judged(item, record, run.options),
                 line=None if line is None else int(line[1]),
-                charts=failed_charts(run_dir, node_id, record) if item.is_bad else (),
+                picture=None if draw is None else draw(run_dir, node_id, record),
             )
         item = replace(item, gpu_s=_gpu_seconds(record, plan, run.options))
         collector.items[node_id] = item
@@ -532,7 +533,7 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
 
 def _is_wanted(path: PurePath) -> bool:
     is_result = path.name in (FILE_NAME, SUMMARY_FILE) or path.suffix == ".xml"
-    return is_result or is_worth_reading(path) or is_worth_showing(path)
+    return is_result or is_worth_reading(path) or any(is_drawn(path) for is_drawn in IS_DRAWN.all())
 
 
 def _damaged(path: Path, shown: str, problem: str) -> JobRun:

@@ -22,7 +22,6 @@ from pytest_megatron.ci.summary.junit import CaseDetails, JUnitCase, Suite, addr
 from pytest_megatron.ci.summary.merge import CiSummary
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.errors import CiError
-from pytest_megatron.pages.chart import chart_svg, mermaid_chart
 
 CODE_QUALITY_FILE = "gl-code-quality-report.json"
 STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step
@@ -215,8 +214,9 @@ def _failures(summary: CiSummary, link: str | None) -> Iterator[str]:
     num_charts = 0
     for group in summary.groups:
         item = group[0]
-        picture = mermaid_chart(item.charts[0]) if item.charts else None
-        if picture is not None and num_charts < _MOST_CHARTS:
+        picture = item.picture
+        has_chart = picture is not None and picture.mermaid is not None
+        if has_chart and num_charts < _MOST_CHARTS:
             num_charts += 1
             file = files.get((item.job, item.node_id))
             url = f"{link}/{quote(file)}" if link is not None and file is not None else None
@@ -227,8 +227,8 @@ def _failures(summary: CiSummary, link: str | None) -> Iterator[str]:
 
 def curve_files(summary: CiSummary) -> dict[tuple[str, str], str]:
     """Return (job, node id) -> path of the picture of its first metric that is off."""
-    drawn = [group[0] for group in summary.groups if group[0].charts]
-    drawn += [i for group in summary.groups for i in group[1:] if i.charts]
+    drawn = [group[0] for group in summary.groups if group[0].picture]
+    drawn += [i for group in summary.groups for i in group[1:] if i.picture]
     return {
         (item.job, item.node_id): f"curves/{number:03}-{_UNSAFE.sub('-', item.node_id)[-60:]}.svg"
         for number, item in enumerate(drawn[:_MOST_CURVES], 1)
@@ -313,7 +313,7 @@ def write_outputs(
         "index.html": as_html(summary, pages),
         "junit.xml": join(_suites(summary, {key: directory / name for key, name in files.items()})),
         CODE_QUALITY_FILE: json.dumps(code_quality(summary), indent=1) + "\n",
-        **{name: chart_svg(items[key].charts[0], key[1]) for key, name in files.items()},
+        **{name: one.svg for key, name in files.items() if (one := items[key].picture)},
     }
     try:
         write_texts_together({directory / name: text for name, text in texts.items()})

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.workloads.engine import worker
+from pytest_megatron.engines import worker
 from pytest_megatron.workloads.engine.records import read_spec
 
 GRACE_S = 20.0  # for the worker to end a training and to write its record

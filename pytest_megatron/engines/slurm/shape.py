@@ -25,7 +25,7 @@ from pytest_megatron.workloads.engine.config import (
     UvSyncConfig,
 )
 
-WORKER = "pytest_megatron.workloads.engine.worker"
+WORKER = "pytest_megatron.engines.worker"
 SPEC_VARIABLE = "spec"
 # What the shell that submits may have of an earlier launcher would lead every rank astray.
 UNSET = f"unset {' '.join(PLACE_VARIABLES)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -20,10 +21,9 @@ from pytest_megatron.base.command import (
 )
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
-from pytest_megatron.ci.table import load_table
 from pytest_megatron.flaky.command import history_option, read_known_entries
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.lint import lint_recipes
+from pytest_megatron.workloads.recipe.lint import PROJECT_LINTS, lint_recipes
 from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, project_words, read_recipe
 
 
@@ -85,12 +85,10 @@ def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
     PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
     an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
     """
-    from pytest_megatron.ci.budget import check_budgets  # noqa: PLC0415 - slow to import
-    from pytest_megatron.workloads.training.checks.check import lint_checks  # noqa: PLC0415 - the same
+    from pytest_megatron.workloads.training.checks.check import lint_checks  # noqa: PLC0415 - slow to import
 
     config, words = load_config(root), project_words(root)
-    table = load_table(config, words)
-    entries = read_known_entries(path, root) if table.budget else ()
+    history = partial(read_known_entries, path, root)
     findings = lint_recipes(
         paths or (Path("recipes"),),
         root=root,
@@ -98,7 +96,7 @@ def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
         other_names=config.golden_platforms,
         row_checks=[
             lambda rows, _: lint_checks(rows, root, os.environ),
-            lambda rows, _: check_budgets(tuple(rows), table, entries, config.file or root),
+            *(make(config, words, root, history) for make in PROJECT_LINTS.all()),
         ],
     )
     click.echo(findings_text(findings, form), nl=False)

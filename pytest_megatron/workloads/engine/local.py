@@ -28,7 +28,6 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, Host, Lease, lease_gpus
 from pytest_megatron.process.guarded import Guard, GuardedProcess, GuardStart, execute_guard
-from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workloads.engine.api import (
     GROUP,
     Engine,
@@ -51,6 +50,7 @@ from pytest_megatron.workloads.recipe.case import Launcher
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, Setting
+from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workloads.training.run.runner import run_attempt, start_here
 
 CarryOut = Callable[[Submission, Planned, Lease], SubmissionOutcome]

@@ -18,6 +18,7 @@ import pytest
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.text import counted, rough_time
+from pytest_megatron.runs.equivalence import as_text
 from pytest_megatron.runs.headline import make_advice
 from pytest_megatron.runs.record import (
     RecordedAttempt,
@@ -30,7 +31,6 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
-from pytest_megatron.trace.divergences import as_text
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap
 from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind

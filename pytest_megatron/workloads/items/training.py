@@ -15,6 +15,7 @@ import pytest
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.runs.equivalence import write_comparison
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.runs.reproduce import reproduce_line
@@ -34,11 +35,9 @@ from pytest_megatron.session.run_file import (
     put_record,
     record_on,
     register_history,
-    register_pages,
     run_file_of,
 )
 from pytest_megatron.session.state import RunSession, show_no_stacks
-from pytest_megatron.trace.divergences import write_comparison
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem
@@ -126,7 +125,6 @@ def register_training(config: pytest.Config, session: RunSession, policy: Compar
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
         register_history(config, session)
-        register_pages(config, session)
         register_reporters(config, session)
     register_queue(config, session)
     if has_workers(config) and not session.is_worker:

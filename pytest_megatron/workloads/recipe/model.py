@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.flaky.quarantine import Quarantine, QuarantineError, parse_quarantine
 
 # Scope as written -> the tier that CI asks for, and the cadence that the tier implies.
 # Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd

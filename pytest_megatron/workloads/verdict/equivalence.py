@@ -14,16 +14,20 @@ from dataclasses import dataclass
 
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MetricsError
+from pytest_megatron.runs.equivalence import (
+    TraceComparison,
+    as_text,
+    headline,
+    read_comparison,
+)
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.runs.record import RecordedAudit
-from pytest_megatron.trace.bits import compare_bits, headline
-from pytest_megatron.trace.divergences import TraceComparison, as_text, read_comparison
 from pytest_megatron.workloads.golden.compare.result import Comparison, ComparisonRule
+from pytest_megatron.workloads.training.plan.trace_settings import trace_tools
 from pytest_megatron.workloads.training.run.runner import PhaseEnd
 from pytest_megatron.workloads.verdict.gradients import last_words, run_comparison
 
 REFERENCE = "reference"
-_PROGRAM = "pytest_megatron.trace.compare"
 _ALL = "all tensors"
 
 
@@ -32,10 +36,10 @@ def compare_traces(python: str, dirs: AttemptDirs, env: Mapping[str, str]) -> Tr
 
     Raises:
         MetricsError: The program left no result; the text is the last line of its output.
-        TraceError: The result cannot be read.
+        TraceError: The result cannot be read, or nothing compares traces.
     """
     reference, noise, candidate = (str(dirs.phase(number).trace) for number in (1, 2, 3))
-    command = [python, "-m", _PROGRAM, reference, candidate, "--noise", noise]
+    command = [python, *trace_tools().compare, reference, candidate, "--noise", noise]
     command += ["--output", str(dirs.equivalence)]
     done = run_comparison(command, env, where=reference)
     if not dirs.equivalence.is_file():
@@ -123,8 +127,9 @@ def judge_audit(ends: Sequence[PhaseEnd]) -> Audit:
     """Compare pairs of phases that trained the same.
 
     Raises:
-        TraceError: A trace cannot be read, or is of no training.
+        TraceError: A trace cannot be read, is of no training, or nothing compares traces.
     """
+    compare_bits = trace_tools().compare_bits
     names, found = [], []
     for first, second in zip(ends[::2], ends[1::2], strict=True):
         found.append(compare_bits(first.plan.dirs.trace, second.plan.dirs.trace))

@@ -21,7 +21,6 @@ from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_n
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
 from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.trace.settings import TraceValues
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.workloads.engine.api import (
     Checking,
@@ -50,6 +49,7 @@ from pytest_megatron.workloads.training.plan.plan import (
     require_inputs,
 )
 from pytest_megatron.workloads.training.plan.script import ScriptMachine, look_at_machine
+from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
 from pytest_megatron.workloads.verdict.equivalence import Audit
 from pytest_megatron.workloads.verdict.gradients import tolerance_of

@@ -17,7 +17,9 @@ from pytest_megatron.ci.summary.render import (
     as_markdown,
     as_text,
 )
+from pytest_megatron.pages.chart import mermaid_chart
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
+from pytest_megatron.runs.pictures import Picture
 from pytest_megatron.workloads.golden.model import series_of
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"
@@ -175,7 +177,8 @@ def test_600_failures_with_curves_fit_a_comment() -> None:
             Curve(name="repeat 1", role=CurveRole.RUN, series=off),
         ),
     )
-    items = tuple(replace(item, charts=(chart,), gpu_s=7200.0) for item in found.items)
+    picture = Picture(metric=EVIL, svg="", mermaid=mermaid_chart(chart))
+    items = tuple(replace(item, picture=picture, gpu_s=7200.0) for item in found.items)
     summary = merge([replace(found, items=items)])
     comment = as_markdown(summary, COMMENT_BYTES, "https://gitlab.com/a/-/jobs/1/artifacts/file/x")
     assert len(comment.encode()) <= COMMENT_BYTES < 65_536

@@ -33,7 +33,7 @@ from pytest_megatron.workloads.training.run.runner import Progress
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --nodes={nodes} --ntasks-per-node=1 --time={minutes} {flags}
-exec {python} -m pytest_megatron.workloads.engine.worker "$1"
+exec {python} -m pytest_megatron.engines.worker "$1"
 """
 
 

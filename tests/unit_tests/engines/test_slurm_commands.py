@@ -103,10 +103,7 @@ def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Pat
     assert shown[0].startswith("#   python -m torch.distributed.run --nnodes 2 ")
     assert any(" train.py --train-iters 4" in line for line in shown)
     spec = project / "run/engine/spec.json"
-    assert any(
-        line.endswith(f" python -m pytest_megatron.workloads.engine.worker {spec}")
-        for line in lines
-    )
+    assert any(line.endswith(f" python -m pytest_megatron.engines.worker {spec}") for line in lines)
     assert stat.S_IMODE(spec.stat().st_mode) == 0o600
     assert json.loads(spec.read_text())["env"] == {"TEXT": "it's $HOME"}
 
@@ -196,7 +193,7 @@ def test_a_wrong_number_of_tasks_is_said(
     worker = (
         sys.executable,
         "-m",
-        "pytest_megatron.workloads.engine.worker",
+        "pytest_megatron.engines.worker",
         "run/engine/spec.json",
     )
     done = slurm_lab.run("srun", "--nodes=1", "--ntasks=1", "--time=2", *worker, cwd=tmp_path)

@@ -166,7 +166,7 @@ def step(
 ) -> Iterator[Step]:
     path = root / "spec.json"
     write_spec(path, spec)
-    command = [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(path)]
+    command = [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)]
     tasks = []
     for task in range(num_nodes * per_node):
         if task in missing:
@@ -314,7 +314,7 @@ def test_a_task_that_never_comes_names_its_host(tmp_path: Path) -> None:
 def test_a_task_with_another_key_is_not_let_in(tmp_path: Path) -> None:
     stranger, spec = tmp_path / "stranger.json", native(tmp_path)
     write_spec(stranger, replace(spec, secret=str(stranger), options={"gather_s": "1"}))
-    command = [sys.executable, "-m", "pytest_megatron.workloads.engine.worker"]
+    command = [sys.executable, "-m", "pytest_megatron.engines.worker"]
     env = task_env(tmp_path, 1, 2, 1)
     with step(tmp_path, spec, 2, 1, missing=(1,)) as found:
         wait_for(lambda: is_listening(found.tasks[0]))

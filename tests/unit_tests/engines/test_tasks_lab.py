@@ -77,7 +77,7 @@ def test_launchers_under_srun_make_one_training(slurm_lab: SlurmLab, tmp_path: P
     worker = (
         sys.executable,
         "-m",
-        "pytest_megatron.workloads.engine.worker",
+        "pytest_megatron.engines.worker",
         str(tmp_path / "spec.json"),
     )
     done = slurm_lab.run(*words, *worker, cwd=tmp_path)

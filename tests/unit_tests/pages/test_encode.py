@@ -15,6 +15,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.chart import choose, shares
 from pytest_megatron.pages.item_page import encode_charts
 from pytest_megatron.pages.model import Chart, Curve, CurveRole, MetricFinding
+from pytest_megatron.runs.record import RecordedMetric
 from pytest_megatron.workloads.golden.model import Series, series_of
 
 
@@ -24,13 +25,9 @@ def chart(golden: Series, *runs: Series, first: int | None = None) -> Chart:
         Curve(name=f"repeat {n}", role=CurveRole.RUN, series=s) for n, s in enumerate(runs, 1)
     ]
     found = MetricFinding(
-        metric="lm loss",
         repeat=1,
         against="golden",
-        passed=False,
-        rule="band",
-        first_step=first,
-        text="",
+        record=RecordedMetric(metric="lm loss", passed=False, rule="band", first_step=first),
     )
     return Chart(metric="lm loss", curves=tuple(curves), findings=() if first is None else (found,))
 

@@ -17,7 +17,7 @@ from made_run import METRICS, MadeRun, changed, curve
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli import group
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.trace.divergences import (
+from pytest_megatron.runs.equivalence import (
     TensorDivergence,
     TraceComparison,
     write_comparison,

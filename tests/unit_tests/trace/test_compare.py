@@ -16,8 +16,8 @@ from typing import Protocol
 
 import pytest
 
+from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.trace.compare import main
-from pytest_megatron.trace.divergences import TraceComparison, read_comparison
 from pytest_megatron.trace.files import (
     ParameterShard,
     TraceEnd,
@@ -27,7 +27,7 @@ from pytest_megatron.trace.files import (
     read_header,
     read_records,
 )
-from pytest_megatron.trace.settings import TraceSettings
+from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 # Not imported: every worker of pytest-xdist would do so, and the tests train elsewhere.
 pytestmark = [

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.trace.divergences import DivergenceKind, TensorDivergence, hint_of
-from pytest_megatron.trace.files import Phase, TraceLayout
+from pytest_megatron.runs.equivalence import DivergenceKind, Phase, TensorDivergence
+from pytest_megatron.trace.files import TraceLayout
+from pytest_megatron.trace.hints import hint_of
 
 _ONE = TraceLayout()
 _TP2 = TraceLayout(tp=(0, 2))

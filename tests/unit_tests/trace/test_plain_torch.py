@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.runs.equivalence import TraceComparison
 from pytest_megatron.trace.compare import compare
-from pytest_megatron.trace.divergences import TraceComparison
 from pytest_megatron.trace.files import TraceLayout, rank_files, read_header
-from pytest_megatron.trace.settings import TraceSettings
+from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -20,7 +20,7 @@ from pytest_megatron.trace.files import (
     read_values,
 )
 from pytest_megatron.trace.recorder import Recorder
-from pytest_megatron.trace.settings import TraceSettings
+from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 
 class Block(torch.nn.Module):

@@ -23,7 +23,6 @@ from typing import assert_never
 from pytest_megatron.base.files import JsonValue, write_text_atomically
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.workloads.recipe.case import (
     CP,
     EP,
@@ -43,6 +42,7 @@ from pytest_megatron.workloads.recipe.case import (
     sizes_of,
 )
 from pytest_megatron.workloads.recipe.model import DEFAULT_TRACE_STEPS, Equivalence, Workload
+from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 _CANDIDATE = "candidate"
 _NOISE_SEED = 1

@@ -24,8 +24,6 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
-from pytest_megatron.trace.settings import VARIABLE as TRACE_VARIABLE
-from pytest_megatron.trace.settings import TraceSettings, TraceValues
 from pytest_megatron.workloads.recipe.case import (
     CP,
     TP,
@@ -61,6 +59,12 @@ from pytest_megatron.workloads.training.plan.script import (
     redirected,
     script_env,
     script_files,
+)
+from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as TRACE_VARIABLE
+from pytest_megatron.workloads.training.plan.trace_settings import (
+    TraceSettings,
+    TraceValues,
+    trace_tools,
 )
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -119,7 +123,6 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
 _NO_PYTHON = "--no-python"
-TRACER = ("-m", "pytest_megatron.trace.run")  # runs the script behind it
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -170,25 +173,25 @@ class Started:
     Attributes:
         python: Interpreter of launcher and program.
         program: The program and its arguments, as torch.distributed.run takes them.
+        tracer: Arguments before them that record a trace.
     """
 
     python: str
     ranks: Ranks
     program: tuple[str, ...]
+    tracer: tuple[str, ...] = ()
 
     @property
     def script(self) -> str | None:
         """The Python script that the ranks run; None of a command."""
-        is_traced = self.program[: len(TRACER)] == TRACER
-        words = self.program[len(TRACER) :] if is_traced else self.program
-        return None if words[0] == _NO_PYTHON else words[0]
+        return None if self.program[0] == _NO_PYTHON else self.program[0]
 
     @property
     def rank_words(self) -> tuple[str, ...]:
         """Command of one rank, as torch.distributed.run would start it."""
         if self.program[0] == _NO_PYTHON:
             return self.program[1:]
-        return (self.python, "-u", *self.program)
+        return (self.python, "-u", *self.tracer, *self.program)
 
     @property
     def launcher_words(self) -> tuple[str, ...]:
@@ -199,9 +202,10 @@ class Started:
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
         )
         launcher = (self.python, "-m", _MODULES[ranks.starter])
+        program = (*self.tracer, *self.program)
         if ranks.is_alone:
-            return (*launcher, "--standalone", *own, *_tee_words(ranks), *self.program)
-        return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *self.program)
+            return (*launcher, "--standalone", *own, *_tee_words(ranks), *program)
+        return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *program)
 
 
 def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) -> Launcher:
@@ -487,6 +491,7 @@ def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
 
     Raises:
         LaunchError: It runs a recipe's script or a command, so that no tracer can be put before it.
+        TraceError: Nothing records traces.
     """
     if phase.start is None or phase.start.script is None:
         found = "a script" if phase.start is None else f"the command {phase.start.program[1]!r}"
@@ -495,7 +500,7 @@ def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
             f"runs {found}, expected a training_script_path that ends in .py, since traces are "
             f"recorded in such a program alone",
         )
-    start = replace(phase.start, program=(*TRACER, *phase.start.program))
+    start = replace(phase.start, tracer=trace_tools().record)
     own = {TRACE_VARIABLE: settings}
     return replace(
         phase,

@@ -104,7 +104,7 @@ class PoolEngine:
         path = outcome.with_suffix(".json")
         write_spec(path, spec)
         return subprocess.Popen(
-            [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(path)],
+            [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)],
             env=dict(self._context.env),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.equivalence import TensorDivergence, TraceComparison, as_text
 from pytest_megatron.runs.layout import ItemDirs
 from pytest_megatron.runs.record import RecordedAttempt, RecordedAudit
-from pytest_megatron.trace.divergences import TensorDivergence, TraceComparison, as_text
 from pytest_megatron.triage.signatures import match_signature
 from pytest_megatron.workloads.golden.model import MetricMap, series_of
 from pytest_megatron.workloads.golden.policy import policy_named

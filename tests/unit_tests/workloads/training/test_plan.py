@@ -10,7 +10,6 @@ from pytest_megatron.errors import CaseError, LaunchError, MegatronError, Recipe
 from pytest_megatron.gangs.rank.bootstrap import rank_env
 from pytest_megatron.gangs.topology import RankPlace
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.workloads.recipe.case import read_case
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.phases import (
@@ -21,6 +20,7 @@ from pytest_megatron.workloads.training.plan.phases import (
     find_untraceable,
 )
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
+from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 ROOT = Path(__file__).parents[4]
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))

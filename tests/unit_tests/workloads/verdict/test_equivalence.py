@@ -14,11 +14,11 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs
-from pytest_megatron.trace.settings import VARIABLE, TraceSettings
 from pytest_megatron.workloads.golden.compare.result import ComparisonRule
 from pytest_megatron.workloads.recipe.case import read_case
 from pytest_megatron.workloads.recipe.model import Row, parse_row
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Setting, plan_attempt
+from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE, TraceSettings
 from pytest_megatron.workloads.verdict.attempt import Attempt
 from pytest_megatron.workloads.verdict.driver import judge_files
 from pytest_megatron.workloads.verdict.equivalence import compare_traces, judge_equivalence

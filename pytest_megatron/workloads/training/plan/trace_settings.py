@@ -1,19 +1,21 @@
 """Settings of a trace, as the variable `PYTEST_MEGATRON_TRACE` passes them to every rank.
 
-The process that starts the ranks writes the variable, `pytest_megatron.trace.run` or the program
-itself reads it in each. Must not import torch: the controller imports this module.
+The process that starts the ranks writes the variable, the recorder in each of them reads it; what
+records and compares is an extension. Must not import torch: the controller imports this module.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.errors import TraceError
+from pytest_megatron.rooms import ExtensionPoint
+from pytest_megatron.runs.equivalence import TraceComparison
 
 VARIABLE = "PYTEST_MEGATRON_TRACE"
 TraceValues: TypeAlias = Literal["hash", "full"]
@@ -122,3 +124,37 @@ def read_settings(env: Mapping[str, str] | None = None) -> TraceSettings | None:
     """
     text = (os.environ if env is None else env).get(VARIABLE)
     return TraceSettings.from_json(text) if text else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTools:
+    """Programs and functions that record and compare traces.
+
+    Attributes:
+        record: Arguments of Python that run the program behind them with a trace.
+        compare: Arguments of Python that compare the two traces behind them, with torch or not.
+        compare_bits: Compares two traces of one layout, reference and candidate.
+    """
+
+    record: tuple[str, ...]
+    compare: tuple[str, ...]
+    compare_bits: Callable[[Path, Path], TraceComparison]
+
+
+_TOOLS: ExtensionPoint[TraceTools] = ExtensionPoint("trace_tools")
+
+
+def trace_tools() -> TraceTools:
+    """Return what records and compares traces.
+
+    Raises:
+        TraceError: Nothing does.
+    """
+    found = _TOOLS.first()
+    if found is None:
+        raise TraceError(
+            "tensor traces",
+            "cannot be recorded, since pytest_megatron.trace is not there; install it, or run "
+            "without --tensor-trace, --audit-determinism and equivalent_to",
+        )
+    return found

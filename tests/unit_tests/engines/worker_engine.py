@@ -105,7 +105,7 @@ class WorkerEngine:
                 *self.before,
                 sys.executable,
                 "-m",
-                "pytest_megatron.workloads.engine.worker",
+                "pytest_megatron.engines.worker",
                 str(path),
             ],
             env={**self._context.env, **self._env},

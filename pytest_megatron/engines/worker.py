@@ -1,6 +1,6 @@
 """Carries out one attempt inside the job of an engine.
 
-Started as `python -m pytest_megatron.workloads.engine.worker SPEC`. SPEC is a file, or a directory:
+Started as `python -m pytest_megatron.engines.worker SPEC`. SPEC is a file, or a directory:
 element N of a job array then takes `N.json` in it. The environment is the job's, under the plan's
 own variables. It leaves the attempt's files as a local run does, and at the end the file that the
 spec names, whole or not at all; what kept it from running anything it also prints. The exit code is

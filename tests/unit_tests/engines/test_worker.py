@@ -82,7 +82,7 @@ def test_a_job_that_is_told_to_end_leaves_no_rank_and_says_so(project: Project) 
     project.add("hang", "hang@3:0", env={"TINY_PROJECT": str(project.root)})
     path = WorkerEngine(context_of(project)).spec(first_order(project, "hang"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(path)],
+        [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)],
         env=project.env(),
         stdout=subprocess.DEVNULL,
     )
@@ -115,7 +115,7 @@ def test_a_second_start_of_a_job_touches_nothing(project: Project) -> None:
 def test_the_outcome_of_the_first_start_of_a_job_stays(project: Project) -> None:
     project.add("sound")
     path = WorkerEngine(context_of(project)).spec(first_order(project, "sound"))
-    words = [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(path)]
+    words = [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)]
     assert subprocess.run(words, check=False, capture_output=True).returncode == 0
     first = path.with_suffix(".outcome").read_bytes()
     again = subprocess.run(words, check=False, capture_output=True, text=True)
@@ -150,7 +150,7 @@ def test_a_spec_that_cannot_be_read_says_why(
     if content is not None:
         path.write_text(content)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(path)],
+        [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)],
         capture_output=True,
         text=True,
         check=False,
@@ -167,7 +167,7 @@ def test_an_array_finds_its_element(project: Project, tmp_path: Path) -> None:
     array.mkdir()
     path.rename(array / "7.json")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_megatron.workloads.engine.worker", str(array)],
+        [sys.executable, "-m", "pytest_megatron.engines.worker", str(array)],
         env=project.env(SLURM_ARRAY_TASK_ID="7", SLURM_JOB_ID="41"),
         stdout=subprocess.DEVNULL,
         check=False,

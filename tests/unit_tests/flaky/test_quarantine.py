@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.flaky.quarantine import (
-    Quarantine,
-    QuarantineError,
     check_pattern,
     edit_table,
     matches,
     owners_of,
-    parse_quarantine,
 )
 
 HELD = Quarantine(reason="#12", until=dt.date(2026, 12, 31))

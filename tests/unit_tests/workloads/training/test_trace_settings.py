@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.trace.settings import VARIABLE, TraceSettings, read_settings
+from pytest_megatron.workloads.training.plan.trace_settings import (
+    VARIABLE,
+    TraceSettings,
+    read_settings,
+    trace_tools,
+)
 
 
 def test_settings_pass_through_the_variable() -> None:
@@ -41,3 +46,11 @@ def test_a_wrong_value_is_named(text: str, problem: str) -> None:
     with pytest.raises(TraceError) as caught:
         TraceSettings.from_json(text)
     assert str(caught.value).startswith(f"{VARIABLE}: {problem}")
+
+
+def test_without_the_room_of_traces_one_error_names_the_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pytest_megatron.rooms.ROOMS", ("workloads",))
+    with pytest.raises(TraceError, match=r"is not there; .* --tensor-trace, --audit-determinism"):
+        trace_tools()

@@ -1,0 +1,209 @@
+"""The result of comparing two traces: `equivalence.json`, and its text. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, cast
+
+from pytest_megatron.base.files import JsonValue, read_bytes, write_json_atomically
+from pytest_megatron.base.schema import Count, FormatVersion, SchemaError, parse
+from pytest_megatron.base.text import counted, name_ranks, shorten, visible
+from pytest_megatron.errors import TraceError
+
+_MOST_NEXT = 5  # divergences after the first one that the text has
+_MOST_REASONS = 3
+_WIDTH = 80
+
+DivergenceKind: TypeAlias = Literal[
+    "value", "replicas", "missing", "extra", "shape", "not_finite", "bits"
+]
+TraceVerdict: TypeAlias = Literal["equal", "different", "unusable"]
+
+Phase: TypeAlias = Literal["initial", "forward", "backward", "gradient", "update"]
+PHASES: tuple[Phase, ...] = ("initial", "forward", "backward", "gradient", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDivergence:
+    """A tensor that differs from the reference's.
+
+    Attributes:
+        order: Number in the execution of the reference, from 0.
+        parameter: Name of the parameter, or of the buffer, in phases `initial`, `gradient` and
+            `update`.
+        is_buffer: It is a buffer.
+        ranks: Ranks of the candidate that hold the part that differs.
+        norm_ratio: Norm of the candidate's tensor, by the reference's.
+        error: Norm of the difference, by the norm of the reference's tensor.
+        noise: The error that rounding alone makes of this tensor; None where not measured.
+        limit: Largest error that does not count.
+    """
+
+    order: int
+    step: int
+    microbatch: int
+    phase: Phase
+    module: str
+    tensor: str
+    parameter: str | None = None
+    ranks: tuple[int, ...] = ()
+    kind: DivergenceKind = "value"
+    is_buffer: bool = False
+    norm_ratio: float | None = None
+    error: float | None = None
+    noise: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotCompared:
+    """A tensor that both traces may have and that no rule can merge."""
+
+    module: str
+    tensor: str
+    phase: Phase
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceComparison:
+    """All of `equivalence.json`.
+
+    Attributes:
+        problem: With `unusable`: where, found, expected, what to do.
+        num_compared: Tensors that were compared, equal or not.
+        hint: The likely cause of the first divergence, in a sentence.
+        divergences: The first ones, in the reference's order of execution.
+    """
+
+    verdict: TraceVerdict
+    format_version: FormatVersion = 1
+    problem: str | None = None
+    steps: Count = 0
+    num_compared: Count = 0
+    not_compared: tuple[NotCompared, ...] = ()
+    hint: str | None = None
+    divergences: tuple[TensorDivergence, ...] = ()
+    num_divergences: Count = 0
+
+
+def write_comparison(path: Path, comparison: TraceComparison) -> None:
+    """Write `equivalence.json`; numbers that are not finite become null.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    write_json_atomically(path, comparison_to_json(comparison))
+
+
+def comparison_to_json(comparison: TraceComparison) -> JsonValue:
+    """Return the content of `equivalence.json`."""
+    return _plain(asdict(comparison))
+
+
+def read_comparison(path: Path) -> TraceComparison:
+    """Return the content of `equivalence.json`.
+
+    Raises:
+        TraceError: It cannot be read, or holds something else.
+    """
+    try:
+        return parse(TraceComparison, read_bytes(path))
+    except OSError as error:
+        raise TraceError(str(path), f"cannot be read: {error.strerror}") from error
+    except SchemaError as error:
+        problem = error.problems[0].in_output
+        raise TraceError(str(path), f"{problem}; compare the traces again") from None
+
+
+def as_text(comparison: TraceComparison) -> str:
+    """Return at most a screen: the first divergence, its hint, the next ones, the numbers."""
+    return "\n".join(visible(line) for line in _lines(comparison))
+
+
+def headline(one: TensorDivergence) -> str:
+    """Return `forward of decoder.layers.1.mlp.linear_fc2 output.0, step 1, rank 1`."""
+    name = one.parameter or f"{one.module or 'the model'} {one.tensor}"
+    ranks = name_ranks(one.ranks)
+    if not one.step:
+        return f"initial value of {name}, {ranks}"
+    return f"{one.phase} of {name}, step {one.step}, {ranks}"
+
+
+def _lines(comparison: TraceComparison) -> Iterator[str]:
+    if comparison.problem is not None:
+        yield f"the traces cannot be compared: {comparison.problem}"
+    first, *others = comparison.divergences or (None,)
+    if first is not None:
+        yield f"first difference: {_subject(first)}"
+        yield f"  {_place(first)}" + (f", {name_ranks(first.ranks)}" if first.ranks else "")
+        yield f"  {_amount(first)}"
+    if comparison.hint is not None:
+        yield f"  hint: {comparison.hint}"
+    if others:
+        yield "then:"
+        for one in others[:_MOST_NEXT]:
+            yield "  " + shorten(f"{_subject(one)}, {_place(one)}: {_amount(one)}", _WIDTH - 2)
+    yield _numbers(comparison)
+    reasons = [one.reason for one in comparison.not_compared]
+    by_number = sorted(set(reasons), key=reasons.count, reverse=True)
+    for reason in by_number[:_MOST_REASONS]:
+        yield "  " + shorten(f"{reasons.count(reason)} not compared: {reason}", _WIDTH - 2)
+
+
+def _subject(one: TensorDivergence) -> str:
+    if one.parameter is not None:
+        what = "gradient" if one.phase == "gradient" else "value after the step"
+        what = what if one.step else "initial value"
+        return f"{one.parameter}, {what}"
+    return f"{one.module or 'the model'}, {one.phase}, {one.tensor}"
+
+
+def _place(one: TensorDivergence) -> str:
+    is_parameter = one.phase not in {"forward", "backward"}
+    return f"step {one.step}" if is_parameter else f"step {one.step}, micro-batch {one.microbatch}"
+
+
+_KINDS: dict[DivergenceKind, str] = {
+    "value": "its values differ",
+    "replicas": "ranks that hold the same part disagree",
+    "missing": "the candidate has no such tensor",
+    "extra": "the reference has no such tensor",
+    "shape": "its shape does not fit the reference's",
+    "not_finite": "it has values that are not finite, the reference's has none",
+    "bits": "its bits differ",
+}
+
+
+def _amount(one: TensorDivergence) -> str:
+    """Return how a tensor differs, in a line."""
+    numbers = []
+    if one.error is not None:
+        numbers.append(f"error {one.error:.1e}")
+    if one.limit is not None:
+        numbers.append(f"limit {one.limit:.1e}")
+    if one.noise is not None:
+        numbers.append(f"noise {one.noise:.1e}")
+    if one.norm_ratio is not None:
+        numbers.append(f"norm {one.norm_ratio:.4g} times the reference's")
+    return _KINDS[one.kind] + (f": {', '.join(numbers)}" if numbers else "")
+
+
+def _numbers(comparison: TraceComparison) -> str:
+    compared = counted(comparison.num_compared, "tensor")
+    text = f"{comparison.num_divergences} of {compared} differ"
+    num_left_out = len(comparison.not_compared)
+    return f"{text}, {num_left_out} not compared, {counted(comparison.steps, 'step')}"
+
+
+def _plain(value: object) -> JsonValue:
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return cast("JsonValue", value)

@@ -1,0 +1,172 @@
+"""The likely cause of the first difference between two traces. Must not import torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from pytest_megatron.base.text import name_ranks
+from pytest_megatron.runs.equivalence import TensorDivergence
+from pytest_megatron.trace.files import TraceLayout
+
+_NEAR = 0.02  # of a ratio to a size
+_EMBEDDING = re.compile(r"embedding|output_layer").search
+_EXPERT = re.compile(r"(?:^|\.)experts\.").search
+# Parameters of which each tensor-parallel rank has all, and the gradient of a part of a sequence.
+_REPLICATED = re.compile(r"norm|router|linear_proj\.bias|linear_fc2\.bias|position_emb").search
+_AXES = (
+    ("tp", "tensor-parallel"),
+    ("dp", "data-parallel"),
+    ("cp", "context-parallel"),
+    ("ep", "expert-parallel"),
+    ("edp", "data-parallel ranks of an expert, that is"),
+    ("pp", "pipeline-parallel"),
+)
+
+
+def hint_of(
+    divergences: Sequence[TensorDivergence],
+    reference: TraceLayout,
+    candidate: TraceLayout,
+    *,
+    is_sharded: bool = False,
+) -> str | None:
+    """Return the likely cause of the first divergence in a sentence; None without a pattern.
+
+    Args:
+        divergences: All of them, in the reference's order of execution.
+        reference: Layout of the reference; only sizes count.
+        candidate: Layout of the candidate.
+        is_sharded: Each rank of the candidate has a part of the optimizer.
+    """
+    if not divergences:
+        return None
+    first = divergences[0]
+    same = [one for one in divergences if (one.step, one.phase) == (first.step, first.phase)]
+    if first.kind == "not_finite":
+        return "values overflow or are divided by zero here"
+    match first.phase:
+        case "forward":
+            found = _of_forward(first, same, reference, candidate)
+        case "backward":
+            found = _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+        case "gradient":
+            found = _of_gradients(same, reference, candidate)
+        case "update":
+            found = _of_update(same, is_sharded=is_sharded)
+        case "initial":
+            found = (
+                f"{name_ranks(first.ranks)} begin with other values of what they share: seeds,"
+                " a checkpoint, or weights that are not broadcast; the reference's replaced them"
+            )
+    return found
+
+
+def _of_forward(
+    first: TensorDivergence,
+    same: Sequence[TensorDivergence],
+    reference: TraceLayout,
+    candidate: TraceLayout,
+) -> str | None:
+    if first.tensor == "samples":
+        numbers = [one.microbatch for one in same if one.tensor == "samples"]
+        return (
+            f"samples of {name_ranks(numbers, 'micro-batch')} of the reference are not trained on"
+        )
+    if not first.module and first.tensor.startswith("input"):
+        return "the inputs of the model differ: data, labels or position ids"
+    if "dropout" in first.module and first.tensor.startswith("output"):
+        return "ranks draw other dropout masks than the reference: seeds or the random state"
+    if first.tensor.startswith("input") and first.module:
+        return (
+            _of_ratio(first, reference, candidate)
+            or "what this module gets is computed between modules, or in one that is not compared"
+        )
+    return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+
+
+def _of_gradients(
+    same: Sequence[TensorDivergence], reference: TraceLayout, candidate: TraceLayout
+) -> str | None:
+    parameters = [one for one in same if one.parameter is not None]
+    names = [one.parameter or "" for one in parameters]
+    if not names:
+        return (
+            "gradients agree and their norm does not: the norm counts parameters that ranks share"
+            " twice, or misses some"
+        )
+    first = parameters[0]
+    if candidate.pp[1] > 1 and all(map(_EMBEDDING, names)):
+        return (
+            "only gradients of the embedding differ: first and last pipeline stage have to add"
+            " those of the weight that they share"
+        )
+    if all(map(_EXPERT, names)):
+        ratio = _of_ratio(first, reference, candidate)
+        return ratio or "only gradients of experts differ: they are reduced over the wrong ranks"
+    if candidate.tp[1] > 1 and all(map(_REPLICATED, names)):
+        return (
+            "only gradients of parameters that tensor-parallel ranks share differ: with sequence"
+            " parallelism each rank has a part, which have to be added"
+        )
+    return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+
+
+def _of_update(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
+    first = same[0]
+    if first.is_buffer:
+        return "the buffer is updated otherwise, or ranks do not add what each of them counts"
+    if first.step == 0:
+        return "the initial weights differ already: they were not loaded, or cut otherwise"
+    if first.kind == "replicas":
+        cause = (
+            "the optimizer's parts were not gathered"
+            if is_sharded
+            else "their optimizers differ, by the learning rate, the clipping or the state"
+        )
+        return (
+            f"gradients agree and {name_ranks(first.ranks)} have other parameters after the step:"
+            f" {cause}"
+        )
+    if first.kind == "missing" and is_sharded:
+        return "no rank of the distributed optimizer has a part of the parameter"
+    return "gradients agree and parameters do not: the optimizer, its state or its share of ranks"
+
+
+def _of_ratio(one: TensorDivergence, reference: TraceLayout, candidate: TraceLayout) -> str | None:
+    """Return the hint for a norm that is off by the size of an axis."""
+    ratio = one.norm_ratio
+    if ratio is None or ratio <= 0:
+        return None
+    for axis, words in _AXES:
+        sizes: tuple[int, int] = getattr(candidate, axis)
+        others: tuple[int, int] = getattr(reference, axis)
+        size = sizes[1] / others[1]
+        if size == 1:
+            continue
+        if math.isclose(ratio, size, rel_tol=_NEAR):
+            return (
+                f"the norm is {size:g} times the reference's, the number of {words} ranks: a sum"
+                " over them instead of a mean, or one reduction too many"
+            )
+        if math.isclose(ratio, 1 / size, rel_tol=_NEAR):
+            return (
+                f"the norm is 1/{size:g} of the reference's, {size:g} being the number of {words}"
+                " ranks: a reduction over them is missing, or they are averaged twice"
+            )
+    return None
+
+
+def _of_ranks(one: TensorDivergence, candidate: TraceLayout) -> str | None:
+    """Return the hint for a difference of some ranks only."""
+    if one.kind == "replicas":
+        return (
+            f"{name_ranks(one.ranks)} hold the same and disagree: a reduction over them is missing"
+            " or has the wrong group"
+        )
+    axes = ("tp", "cp") if one.parameter is None else ("tp", "dp", "cp")
+    num_ranks = math.prod(getattr(candidate, axis)[1] for axis in axes)
+    if one.ranks and len(one.ranks) < num_ranks and candidate.pp[1] == 1:
+        return f"only {name_ranks(one.ranks)} of {num_ranks} differ: look at their part"
+    return None

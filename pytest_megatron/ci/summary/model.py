@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.job_file import CiJobRecord
-from pytest_megatron.ci.summary.junit import Junit
 from pytest_megatron.pages.model import Chart
+from pytest_megatron.runs.junit import Junit
 from pytest_megatron.runs.nowhere import Deselected
 
 BAD = ("failed", "broken")

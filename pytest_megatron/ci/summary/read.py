@@ -16,12 +16,12 @@ from pytest_megatron.base.files import read_json
 from pytest_megatron.base.schema import SchemaError, parse, validate
 from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord
 from pytest_megatron.ci.jobs import PlanFile
-from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.pages.read import failed_charts, is_worth_showing
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
+from pytest_megatron.runs.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.record import (

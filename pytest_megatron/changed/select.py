@@ -7,7 +7,7 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -15,6 +15,7 @@ from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.base.text import counted
 from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
 from pytest_megatron.changed.record import (
+    DEFAULT_FILE,
     ProjectState,
     TestEntry,
     TestRecord,
@@ -263,15 +264,17 @@ def find_unaffected(record: TestRecord, changes: Changes) -> Unaffected:
     return Unaffected(node_ids, frozenset(files))
 
 
-def unaffected_since(root: Path, base: str, files: Iterable[Path]) -> Unaffected:
+def unaffected_since(root: Path, base: str, files: Sequence[Path]) -> Unaffected:
     """Return the items of the records in files for which nothing changed; never the environment.
+
+    Without files, the record is the project's.
 
     Raises:
         ConfigError: A record cannot be read.
         SelectionError: git is missing, or does not know the base.
     """
     top, start = checkout_of(root.resolve())
-    paths = [file.resolve() for file in files]
+    paths = [file.resolve() for file in files or (DEFAULT_FILE,)]
     record = merge_records(map(read_record, paths))
     paths += [path.with_name(DRAWN) for path in paths]
     now = ProjectState(environment={}, files=files_of(top, *paths), root=start)

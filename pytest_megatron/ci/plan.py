@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
-from pytest_megatron.changed.select import Unaffected
 from pytest_megatron.ci.budget import Budget, item_histories, keep_within
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.jobs import (
@@ -144,6 +143,18 @@ class BrokenRecipesError(RecipeError):
     def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__(findings[0].where, findings[0].message)
         self.findings = tuple(findings)
+
+
+class Unaffected(Protocol):
+    """Items for which nothing changed."""
+
+    @property
+    def node_ids(self) -> frozenset[str]:
+        """Node ids of tests and workloads."""
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Files of tests, of all of whose tests that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

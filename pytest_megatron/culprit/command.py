@@ -16,7 +16,7 @@ import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.base.project import ask_git, load_config
+from pytest_megatron.base.project import SHORT_COMMIT, ask_git, load_config
 from pytest_megatron.base.schema import SchemaError, closed, validate
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.culprit.run import (
@@ -27,7 +27,6 @@ from pytest_megatron.culprit.run import (
     run_at,
 )
 from pytest_megatron.culprit.search import (
-    SHORT,
     CulpritReport,
     CulpritState,
     next_position,
@@ -241,7 +240,7 @@ def _result_lines(root: Path, state: CulpritState, report: CulpritReport) -> Ite
     else:
         left = counted(len(report.candidates), "commit")
         yield f"{left} left, {chance}: no run separates them, or --max-runs is reached"
-        yield from (f"  {commit[:SHORT]} {names[commit]}" for commit in report.candidates)
+        yield from (f"  {commit[:SHORT_COMMIT]} {names[commit]}" for commit in report.candidates)
     untestable = len(state.untestable)
     could_not = f", {untestable} could not be run" if untestable else ""
     seen = len({run.position for run in state.runs})

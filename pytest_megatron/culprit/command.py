@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import shlex
 import sys
@@ -33,13 +32,13 @@ from pytest_megatron.culprit.search import (
     report_of,
 )
 from pytest_megatron.errors import ConfigError, CulpritError
-from pytest_megatron.repro.argv import SEEDED, Again, Wishes, command_for, pytest_argv
-from pytest_megatron.repro.choose import check_node_id, choose, read_own_run
+from pytest_megatron.runs.choose import check_node_id, choose, read_own_run
 from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.history import FILE_NAME, misleading_share, read
 from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.runs.record import read_record, to_json
 from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.session.again import Again, Wishes, command_for, pytest_argv, seeded_here
 
 _STATE, _REPORT = "state.json", "culprit.json"
 _INTERRUPTED = 130
@@ -185,7 +184,7 @@ def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Ag
             Wishes(is_trusted=is_own, words=words),
             (),
             python=sys.executable,
-            seeded=[name for name in SEEDED if importlib.util.find_spec(name) is not None],
+            seeded=seeded_here(),
             run_dir=RUN_DIR,
         )
 

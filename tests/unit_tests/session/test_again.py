@@ -12,8 +12,8 @@ from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RunError
-from pytest_megatron.repro.argv import Again, Wishes, command_for, container_lines
-from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.choose import Chosen
+from pytest_megatron.session.again import Again, Wishes, command_for
 
 COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--megatron-run-dir", "new"]
 COMMON += ["--megatron-history", "off", "--maxfail", "0"]
@@ -212,21 +212,3 @@ def test_a_line_for_a_shell_is_quoted(tmp_path: Path) -> None:
     chosen = replace(chosen_of(tmp_path, a_test(), env={"OMP_SCHEDULE": "$(id)"}), node_id=name)
     again = made(chosen)
     assert shlex.split(again.line) == ["OMP_SCHEDULE=$(id)", *again.argv]
-    for line in container_lines("nvcr.io/nvidia/pytorch:25.03-py3", again, num_gpus=2):
-        assert shlex.quote(name) in line
-        assert shlex.split(line)[-1] == name
-
-
-def test_the_image_of_a_run_is_started_by_docker_or_slurm() -> None:
-    again = Again(argv=("py", "-m", "pytest", "t.py::a"), env={"NCCL_ALGO": "Ring"})
-    inside = "python -m pytest t.py::a"
-    docker = (
-        "docker run --rm --ipc=host --ulimit memlock=-1 --gpus all -e NCCL_ALGO=Ring "
-        '-v "$PWD:$PWD" -w "$PWD" nvcr.io/nvidia/pytorch:25.03-py3'
-    )
-    srun = (
-        "srun --nodes=1 --ntasks=1 --gpus=8 '--container-image=nvcr.io#nvidia/pytorch:25.03-py3' "
-        '--container-mounts="$PWD:$PWD" --container-workdir="$PWD" env NCCL_ALGO=Ring'
-    )
-    expected = [f"{docker} {inside}", f"{srun} {inside}"]
-    assert container_lines("25.03", again, num_gpus=8) == expected

@@ -1,4 +1,4 @@
-"""The command that does an item again, and the environment that it gets. Pure.
+"""The command that does an item again, and the environment that it gets.
 
 Nothing that an artifact holds is run, and no text of it passes through a shell: it only chooses a
 test of the checkout, numbers, and variables that change how a training computes.
@@ -6,16 +6,17 @@ test of the checkout, numbers, and variables that change how a training computes
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.choose import Chosen
 from pytest_megatron.runs.record import RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED
-from pytest_megatron.workloads.training.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.runs.reproduce import CHECKPOINTS, PHASE, RANKS, REPEAT
 
 # Of the machine that it was: set again by us, or of no meaning here.
 _OF_MACHINE = frozenset(
@@ -60,8 +61,14 @@ UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_TLS
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _DEFAULT_POLICY = "strict"
-_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
-SEEDED = ("pytest_randomly", "hypothesis")
+_SEEDED = ("pytest_randomly", "hypothesis")
+OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+PYTEST_EXITS = {
+    2: "pytest was interrupted, or could not import a test module",
+    3: "pytest itself failed",
+    4: "pytest has no such test here, could not import its module, or refused an option",
+    5: "there is no such test here",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +129,7 @@ def command_for(
         wishes: The user's.
         before: Node ids to run before it on the same gang.
         python: Interpreter.
-        seeded: Modules of `SEEDED` that are installed here, whose plugins take a seed.
+        seeded: Modules whose plugins take a seed, from `seeded_here`.
         run_dir: Where results go.
     """
     env, left_out = _environment(chosen, wishes)
@@ -216,6 +223,11 @@ def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]
     return words
 
 
+def seeded_here() -> list[str]:
+    """Return the modules that are installed here and whose plugins take a seed."""
+    return [name for name in _SEEDED if importlib.util.find_spec(name) is not None]
+
+
 def _seed_words(seeds: Mapping[str, str | None], seeded: Collection[str]) -> list[str]:
     """Return the seeds that plugins had, and keep them from shuffling what is given here."""
     known = {name: seed for name, seed in seeds.items() if re.fullmatch(r"\d{1,20}", seed or "")}
@@ -251,28 +263,3 @@ def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[s
 
 def _is_harmless(name: str, value: str) -> bool:
     return name in _HARMLESS and "/" not in value and value.isprintable()
-
-
-def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
-    """Return what runs a command in the container image that a run had, for docker and for Slurm.
-
-    The project is mounted where it lies here; variables are handed in by name and value.
-    """
-    if _IMAGE_TAG(image):
-        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
-    inside = ("python", *again.argv[1:])
-    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
-    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
-    docker += ["--gpus", "all"] if num_gpus else []
-    docker += [word for pair in variables for word in ("-e", pair)]
-    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
-    registry, _, rest = image.partition("/")
-    enroot = f"{registry}#{rest}" if "." in registry and rest else image
-    srun.append(f"--container-image={enroot}")
-    place = '-v "$PWD:$PWD" -w "$PWD"'
-    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
-    prefix = shlex.join(["env", *variables]) + " " if variables else ""
-    return [
-        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
-        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
-    ]

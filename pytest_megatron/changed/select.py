@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.project import ask_git, read_git
@@ -243,28 +242,18 @@ def summary(reasons: Mapping[str, str], num_items: int, most: int = 3) -> list[s
     return lines
 
 
-@dataclass(frozen=True, slots=True)
-class Unaffected:
-    """Items for which nothing changed.
+def find_unaffected(record: TestRecord, changes: Changes) -> frozenset[str]:
+    """Return the items of a record that need not run: node ids of tests and workloads.
 
-    Attributes:
-        node_ids: Node ids of tests and workloads.
-        files: Files of tests, all of whose tests are recorded and unaffected.
+    Files of tests are among them, all of whose tests are recorded and need not run.
     """
-
-    node_ids: frozenset[str]
-    files: frozenset[str]
-
-
-def find_unaffected(record: TestRecord, changes: Changes) -> Unaffected:
-    """Return the items of a record that need not run."""
     node_ids = frozenset(n for n in record.tests if changes.reason(n, None) is None)
     of_files = Counter(node_id.partition("::")[0] for node_id in node_ids)
     files = (file for file, number in record.collected.items() if of_files[file] == number > 0)
-    return Unaffected(node_ids, frozenset(files))
+    return node_ids.union(files)
 
 
-def unaffected_since(root: Path, base: str, files: Sequence[Path]) -> Unaffected:
+def unaffected_since(root: Path, base: str, files: Sequence[Path]) -> frozenset[str]:
     """Return the items of the records in files for which nothing changed; never the environment.
 
     Without files, the record is the project's.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -33,7 +33,7 @@ from pytest_megatron.ci.decide import (
     parse_changes,
     parse_labels,
 )
-from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, Unaffected, make_plan
+from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.rooms import ExtensionPoint
@@ -76,9 +76,8 @@ class PrintReplay(Protocol):
         """Replay `number` commits by records in files and by a history."""
 
 
-UNAFFECTED: ExtensionPoint[Callable[[Path, str, Sequence[Path]], Unaffected]] = ExtensionPoint(
-    "plan.unaffected"
-)
+FindUnaffected: TypeAlias = Callable[[Path, str, Sequence[Path]], frozenset[str]]
+UNAFFECTED: ExtensionPoint[FindUnaffected] = ExtensionPoint("plan.unaffected")
 REPLAY: ExtensionPoint[PrintReplay] = ExtensionPoint("plan.replay")
 
 
@@ -255,7 +254,7 @@ def _request(given: _PlanOptions) -> PlanRequest:
         gpus=given["gpus"],
         ranks=given["ranks"] or given["gpus"],
         changes=_changes(root, given["changed_paths"], given["diff"]),
-        unaffected=None
+        unaffected=frozenset()
         if given["changed"] is None
         else answer_of(UNAFFECTED, "--changed")(root, given["changed"], given["changed_file"]),
         budget=_budget(given["budget"], given["path"]),

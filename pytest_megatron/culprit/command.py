@@ -38,7 +38,7 @@ from pytest_megatron.runs.history import FILE_NAME, misleading_share, read
 from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.runs.record import read_record, to_json
 from pytest_megatron.runs.reproduce import headline_fingerprint
-from pytest_megatron.session.again import Again, Wishes, command_for, pytest_argv, seeded_here
+from pytest_megatron.session.again import Again, Wishes, command_for, pytest_argv
 
 _STATE, _REPORT = "state.json", "culprit.json"
 _INTERRUPTED = 130
@@ -183,8 +183,6 @@ def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Ag
             chosen,
             Wishes(is_trusted=is_own, words=words),
             (),
-            python=sys.executable,
-            seeded=seeded_here(),
             run_dir=RUN_DIR,
         )
 

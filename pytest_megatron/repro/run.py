@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +19,6 @@ from pytest_megatron.session.again import (
     Again,
     Wishes,
     command_for,
-    seeded_here,
 )
 
 
@@ -113,8 +111,6 @@ class Stage:
             chosen,
             wishes,
             before,
-            python=sys.executable,
-            seeded=seeded_here(),
             run_dir=str(target.relative_to(self.root) if inside else target),
         )
 

@@ -133,6 +133,7 @@ def _words(value: JsonValue, where: str) -> tuple[str, ...]:
 
 
 # Source: git setup.c, die_upon_dubious_ownership, from 2.35.2 on; a command is not translated.
+SHORT_COMMIT = 12  # characters of a commit that is shown
 _REFUSAL = re.compile(r"^\s*(git config --global --add safe\.directory .+)$", re.MULTILINE)
 
 

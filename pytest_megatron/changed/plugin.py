@@ -38,7 +38,7 @@ from pytest_megatron.changed.drawn import (
 )
 from pytest_megatron.changed.record import (
     COLLECT,
-    FILE_NAME,
+    DEFAULT_FILE,
     FinishedTest,
     Joiner,
     ProjectState,
@@ -214,7 +214,7 @@ class Selector:
         self._options = options
         self._root = config.rootpath
         self._top, self._start = _checkout_of(config)
-        self._file = options.changed_file or OWN_DIR / FILE_NAME
+        self._file = options.changed_file or DEFAULT_FILE
         self._started = time.time()
         self._drawn_path = self._path.with_name(DRAWN)
         self._drawn: list[str] = []

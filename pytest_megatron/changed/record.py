@@ -33,9 +33,10 @@ from pytest_megatron.changed.sources import (
     decompressed,
 )
 from pytest_megatron.errors import ConfigError
+from pytest_megatron.runs.layout import OWN_DIR
 
 SCHEMA = 2
-FILE_NAME = "changed.z"
+DEFAULT_FILE = OWN_DIR / "changed.z"
 _MOST_BYTES = 1 << 30  # of the text
 
 

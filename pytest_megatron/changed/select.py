@@ -7,14 +7,14 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.base.text import counted
 from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
 from pytest_megatron.changed.record import (
+    DEFAULT_FILE,
     ProjectState,
     TestEntry,
     TestRecord,
@@ -242,36 +242,28 @@ def summary(reasons: Mapping[str, str], num_items: int, most: int = 3) -> list[s
     return lines
 
 
-@dataclass(frozen=True, slots=True)
-class Unaffected:
-    """Items for which nothing changed.
+def find_unaffected(record: TestRecord, changes: Changes) -> frozenset[str]:
+    """Return the items of a record that need not run: node ids of tests and workloads.
 
-    Attributes:
-        node_ids: Node ids of tests and workloads.
-        files: Files of tests, all of whose tests are recorded and unaffected.
+    Files of tests are among them, all of whose tests are recorded and need not run.
     """
-
-    node_ids: frozenset[str]
-    files: frozenset[str]
-
-
-def find_unaffected(record: TestRecord, changes: Changes) -> Unaffected:
-    """Return the items of a record that need not run."""
     node_ids = frozenset(n for n in record.tests if changes.reason(n, None) is None)
     of_files = Counter(node_id.partition("::")[0] for node_id in node_ids)
     files = (file for file, number in record.collected.items() if of_files[file] == number > 0)
-    return Unaffected(node_ids, frozenset(files))
+    return node_ids.union(files)
 
 
-def unaffected_since(root: Path, base: str, files: Iterable[Path]) -> Unaffected:
+def unaffected_since(root: Path, base: str, files: Sequence[Path]) -> frozenset[str]:
     """Return the items of the records in files for which nothing changed; never the environment.
+
+    Without files, the record is the project's.
 
     Raises:
         ConfigError: A record cannot be read.
         SelectionError: git is missing, or does not know the base.
     """
     top, start = checkout_of(root.resolve())
-    paths = [file.resolve() for file in files]
+    paths = [file.resolve() for file in files or (DEFAULT_FILE,)]
     record = merge_records(map(read_record, paths))
     paths += [path.with_name(DRAWN) for path in paths]
     now = ProjectState(environment={}, files=files_of(top, *paths), root=start)

@@ -17,7 +17,6 @@ from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
-from pytest_megatron.changed.select import Unaffected
 from pytest_megatron.ci.budget import Budget, item_histories, keep_within
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.jobs import (
@@ -160,7 +159,7 @@ class PlanRequest:
         num_shards: None makes jobs of the buckets that recipes name.
         durations: Files of recorded durations; empty is the project's history, if it is there.
         changes: Changed paths, None where they are not known.
-        unaffected: Items for which nothing changed, which are left out; None leaves out none.
+        unaffected: Node ids for which nothing changed, and files of such tests alone: left out.
         budget: At most so much may be spent, by these runs; None leaves out nothing.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
@@ -180,7 +179,7 @@ class PlanRequest:
     gpus: int = 0
     ranks: int = 0
     changes: tuple[PathChange, ...] | None = None
-    unaffected: Unaffected | None = None
+    unaffected: frozenset[str] = frozenset()
     budget: tuple[Budget, tuple[HistoryEntry, ...]] | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
@@ -386,12 +385,10 @@ def _select(
 
 
 def _leave_out_unaffected(
-    workloads: tuple[Workload, ...], unaffected: Unaffected | None
+    workloads: tuple[Workload, ...], unaffected: frozenset[str]
 ) -> tuple[tuple[Workload, ...], list[LeftOut]]:
     """Return the rows for which something changed, and the others."""
-    if unaffected is None:
-        return workloads, []
-    kept = tuple(row for row in workloads if _node_id(row) not in unaffected.node_ids)
+    kept = tuple(row for row in workloads if _node_id(row) not in unaffected)
     gone = [_node_id(row) for row in workloads if row not in kept]
     return kept, [LeftOut(name=name, reasons=(UNCHANGED,)) for name in gone]
 
@@ -461,7 +458,7 @@ def _unit_jobs(
         SelectionError: There are rows of unit tests, and none is asked for.
     """
     tag = table.tag if request.tag is None else request.tag
-    unaffected = request.unaffected.files if request.unaffected else frozenset()
+    unaffected = request.unaffected
     if request.num_shards is not None:
         files = find_test_files(request.root, table.unit_tests)
         history = request.root / HISTORY

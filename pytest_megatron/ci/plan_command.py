@@ -1,7 +1,4 @@
-"""`pytest-megatron plan`, `changed` and `cost`: jobs of CI, what changed, and what items cost.
-
-`plan --replay` shows what leaving out unchanged items would have saved and missed.
-"""
+"""`pytest-megatron plan` and `cost`: jobs of CI, and what items cost."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ import io
 import json
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeAlias, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -22,19 +19,12 @@ from typing_extensions import TypedDict, Unpack
 from pytest_megatron.base.command import (
     EXIT_UNUSABLE,
     PATH,
-    HintingGroup,
     echo_error,
-    echo_json,
     format_option,
 )
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable, rough_time
-from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
-from pytest_megatron.changed.drawn import read_drawn
-from pytest_megatron.changed.record import FILE_NAME, merge_records, read_record, write_record
-from pytest_megatron.changed.replay import ReplayedCommit, ReplayReport, replay
-from pytest_megatron.changed.select import unaffected_since
 from pytest_megatron.ci.budget import Budget, parse_budget
 from pytest_megatron.ci.decide import (
     PathChange,
@@ -45,14 +35,8 @@ from pytest_megatron.ci.decide import (
 )
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.ci.plan_text import as_text, github_outputs, matrix_problem, outputs_text
-from pytest_megatron.culprit.search import SHORT
-from pytest_megatron.errors import ConfigError, EmptySelectionError, SelectionError
-from pytest_megatron.flaky.command import (
-    days_of,
-    history_option,
-    read_entries,
-    read_known_entries,
-)
+from pytest_megatron.errors import EmptySelectionError, SelectionError
+from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.history import (
     COST_KEYS,
     CostRow,
@@ -60,22 +44,53 @@ from pytest_megatron.runs.history import (
     cost_rows,
     days_ago,
     device_time,
-    durations_of,
-    outcomes_by_commit,
-    wilson_interval,
 )
-from pytest_megatron.runs.layout import OWN_DIR
+from pytest_megatron.runs.history_options import (
+    days_of,
+    history_option,
+    read_entries,
+    read_known_entries,
+)
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.model import CADENCES
 
+T = TypeVar("T")
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
 _OF_REPLAY = frozenset(("replay", "path", "changed_file", "explain", "form"))
-_REPLAY_HEAD = (
-    *("commit", "items", "run", "unknown", "assumed", "skipped", "saved", "judged", "failed"),
-    "subject",
-)
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
+
+
+class PrintReplay(Protocol):
+    """Prints what leaving out unchanged items would have saved and missed."""
+
+    def __call__(
+        self,
+        number: int,
+        files: Sequence[Path],
+        history: Path,
+        *,
+        form: str,
+        is_explained: bool,
+    ) -> None:
+        """Replay `number` commits by records in files and by a history."""
+
+
+FindUnaffected: TypeAlias = Callable[[Path, str, Sequence[Path]], frozenset[str]]
+UNAFFECTED: ExtensionPoint[FindUnaffected] = ExtensionPoint("plan.unaffected")
+REPLAY: ExtensionPoint[PrintReplay] = ExtensionPoint("plan.replay")
+
+
+def answer_of(point: ExtensionPoint[T], option: str) -> T:
+    """Return what a room has for an option.
+
+    Raises:
+        SelectionError: The room is not there.
+    """
+    found = point.first()
+    if found is None:
+        raise SelectionError(option, "this installation has no records of what tests use; drop it")
+    return found
 
 
 class _PlanOptions(TypedDict):
@@ -164,9 +179,7 @@ class _PlanOptions(TypedDict):
     "--changed-file",
     multiple=True,
     type=PATH,
-    default=[OWN_DIR / FILE_NAME],
-    show_default=True,
-    help="The record of what tests use, repeatable.",
+    help="The record of what tests use, repeatable.  [default: .pytest_megatron/changed.z]",
 )
 @click.option(
     "--replay",
@@ -241,9 +254,9 @@ def _request(given: _PlanOptions) -> PlanRequest:
         gpus=given["gpus"],
         ranks=given["ranks"] or given["gpus"],
         changes=_changes(root, given["changed_paths"], given["diff"]),
-        unaffected=None
+        unaffected=frozenset()
         if given["changed"] is None
-        else unaffected_since(root, given["changed"], given["changed_file"]),
+        else answer_of(UNAFFECTED, "--changed")(root, given["changed"], given["changed_file"]),
         budget=_budget(given["budget"], given["path"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
@@ -320,190 +333,13 @@ def _print_replay(number: int, given: _PlanOptions) -> None:
             raise SelectionError(option.opts[0], "is for a plan; leave it out beside --replay")
     if given["form"] == "github":
         raise SelectionError("--format github", "is for a plan; --replay has text and json")
-    records = [read_record(file) for file in given["changed_file"]]
-    for file, record in zip(given["changed_file"], records, strict=True):
-        if not record.tests:
-            raise ConfigError(
-                str(file), "has no record of this version; run tests with --record-changed"
-            )
-    entries = read_known_entries(given["path"])
-    outcomes, durations = outcomes_by_commit(entries), durations_of(entries)
-    found = replay(Path.cwd(), number, records, outcomes, durations)
-    if given["form"] == "json":
-        echo_json(_replay_as_json(found, is_explained=given["explain"]))
-        return
-    for line in _replay_lines(found, number, is_explained=given["explain"]):
-        click.echo(printable(line))
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
-
-
-def _replay_lines(found: ReplayReport, number: int, *, is_explained: bool) -> Iterator[str]:
-    lines = columns([_REPLAY_HEAD, *map(_replay_row, found.commits)], num_right=9)
-    yield lines[0]
-    for one, line in zip(found.commits, lines[1:], strict=True):
-        yield line
-        for word in ("run", "unknown", "assumed"):
-            reasons: dict[str, str] = getattr(one, word)
-            ordered = Counter(reasons.values()).most_common(None if is_explained else 1)
-            if is_explained or word != "run":
-                yield from (f"    {word}: {count}: {reason}" for reason, count in ordered)
-    if found.is_short:
-        yield f"git has {len(found.commits)} of the {number} commits here"
-    yield from _replay_sum_lines(found)
-    if found.assuming is not None and any(one.assumed for one in found.commits):
-        yield ""
-        yield "no proof: if items used then what they use in the nearest record,"
-        yield from _replay_sum_lines(found.assuming)
-
-
-def _replay_sum_lines(found: ReplayReport) -> Iterator[str]:
-    sums = _replay_sums(found)
-    yield (
-        f"skipped {sums['num_skipped']} of {sums['num_items']} times; saved {sums['saved']:.0f} "
-        f"of {sums['total']:.0f} {found.unit}, {_share(sums['saved'], sums['total'])}"
+    answer_of(REPLAY, "--replay")(
+        number,
+        given["changed_file"],
+        given["path"],
+        form=given["form"],
+        is_explained=given["explain"],
     )
-    num_others = sums["num_unknown"] + sums["num_assumed"]
-    if num_others:
-        yield (
-            f"unknown or assumed {num_others} times, and counted as run: no record has the code of "
-            "the commit or of the one before; give more records by --changed-file"
-        )
-    if not sums["num_judged"]:
-        yield "no false green rate: the history has no outcome of a skipped item"
-        return
-    rate = _share(sums["num_failed"], sums["num_judged"])
-    yield (
-        f"judged {sums['num_judged']} of the skipped by the next run of each, if --changed would "
-        f"not have run it earlier: {sums['num_failed']} failed, false green rate {rate}"
-    )
-    for green in found.false_greens:
-        flaky = ", and passed there as well" if green.is_contradictory else ""
-        yield (
-            f"    {green.node_id} failed at {green.commit[:SHORT]}{flaky}; "
-            f"skipped since {green.since[:SHORT]}"
-        )
-
-
-def _replay_row(one: ReplayedCommit) -> tuple[str, ...]:
-    parts = (one.items, one.run, one.unknown, one.assumed, one.skipped)
-    judged = (one.num_judged, one.num_failed)
-    share = _share(one.saved, one.total)
-    numbers = (*(str(len(part)) for part in parts), share, *map(str, judged))
-    return (one.commit[:SHORT], *numbers, one.subject)
-
-
-def _replay_counts(one: ReplayedCommit) -> dict[str, float]:
-    return {
-        "num_items": len(one.items),
-        "num_run": len(one.run),
-        "num_unknown": len(one.unknown),
-        "num_assumed": len(one.assumed),
-        "num_skipped": len(one.skipped),
-        "num_judged": one.num_judged,
-        "num_failed": one.num_failed,
-        "total": round(one.total, 3),
-        "saved": round(one.saved, 3),
-    }
-
-
-def _replay_sums(found: ReplayReport) -> dict[str, float]:
-    rows = [_replay_counts(one) for one in found.commits]
-    return {name: sum(row[name] for row in rows) for name in rows[0]}
-
-
-def _replay_as_json(found: ReplayReport, *, is_explained: bool) -> dict[str, JsonValue]:
-    sums = _replay_sums(found)
-    judged = sums["num_judged"]
-    return {
-        "unit": found.unit,
-        "is_short": found.is_short,
-        **sums,
-        "false_green_rate": sums["num_failed"] / judged if judged else None,
-        "false_greens": [asdict(green) for green in found.false_greens],
-        "assuming": None
-        if found.assuming is None
-        else _replay_as_json(found.assuming, is_explained=is_explained),
-        "commits": [
-            {
-                "commit": one.commit,
-                "subject": one.subject,
-                **_replay_counts(one),
-                "run": _reasons(one.run, is_explained=is_explained),
-                "unknown": _reasons(one.unknown, is_explained=is_explained),
-                "assumed": _reasons(one.assumed, is_explained=is_explained),
-                **({"skipped": list[JsonValue](one.skipped)} if is_explained else {}),
-            }
-            for one in found.commits
-        ],
-    }
-
-
-def _reasons(reasons: Mapping[str, str], *, is_explained: bool) -> dict[str, JsonValue]:
-    """Return node id -> reason, or reason -> number of items."""
-    return dict(reasons) if is_explained else dict(Counter(reasons.values()).most_common())
-
-
-@click.group(name="changed", cls=HintingGroup)
-def changed() -> None:
-    """Records of the code and the files that tests use."""
-
-
-@changed.command(name="merge")
-@click.argument(
-    "files",
-    nargs=-1,
-    required=True,
-    metavar="FILE...",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=OWN_DIR / FILE_NAME,
-    show_default=True,
-    help="The file to write.",
-)
-def merge(files: tuple[Path, ...], output: Path) -> None:
-    """Join the records of several jobs; of a test that two of them have, the later one counts."""
-    record = merge_records([read_record(file) for file in files])
-    try:
-        write_record(output, record)
-    except OSError as error:
-        raise ConfigError(str(output), f"cannot be written: {error.strerror}") from error
-    click.echo(f"{output}: {counted(len(record.tests), 'test')} of {counted(len(files), 'record')}")
-
-
-@changed.command(name="audit")
-@click.argument(
-    "files",
-    nargs=-1,
-    metavar="[FILE]...",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-)
-def audit(files: tuple[Path, ...]) -> None:
-    """Print how many of the tests that --changed left out would have failed, by those it drew."""
-    paths = files or (OWN_DIR / DRAWN,)
-    # Files of jobs that began with the same cache have the same lines.
-    runs = [*dict.fromkeys(run for path in paths for run in read_drawn(path))]
-    number = sum(len(run.drawn) for run in runs)
-    if not number:
-        problem = "has no drawn tests; sessions with --changed write it, unless --changed-draw off"
-        raise ConfigError(", ".join(map(str, paths)), problem)
-    num_missed = sum(len(run.missed) for run in runs)
-    low, high = wilson_interval(num_missed, number)
-    failed = f"{num_missed} of {counted(number, 'drawn test')} failed"
-    rate = f"{num_missed / number:.1%} (95 %: {low:.1%} to {high:.1%})"
-    click.echo(
-        f"{failed} in {counted(len(runs), 'session')}, {rate}; nothing changed for "
-        f"{sum(run.num_left_out for run in runs)} tests"
-    )
-    for run in sorted(runs, key=lambda run: run.time):
-        for node_id in sorted(run.missed):
-            where = (run.commit or "no commit")[:SHORT]
-            click.echo(printable(f"    {node_id} failed at {where}, {run.time}, seed {run.seed}"))
 
 
 _DEARER = 0.1  # share from which on a page lists a change

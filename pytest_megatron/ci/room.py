@@ -6,7 +6,6 @@ from pytest_megatron.rooms import Room
 
 ROOM = Room(
     commands={
-        "changed": ("plan_command:changed", "Join records of what tests use, for --changed."),
         "ci": ("command:command", "Write files for CI, and make one verdict of many jobs."),
         "cost": ("plan_command:cost", "Print what items cost in GPU time, and what got dearer."),
         "plan": ("plan_command:command", "Print the CI jobs for labels and an event."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import shlex
 import sys
@@ -16,7 +15,7 @@ import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.base.project import ask_git, load_config
+from pytest_megatron.base.project import SHORT_COMMIT, ask_git, load_config
 from pytest_megatron.base.schema import SchemaError, closed, validate
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.culprit.run import (
@@ -27,20 +26,19 @@ from pytest_megatron.culprit.run import (
     run_at,
 )
 from pytest_megatron.culprit.search import (
-    SHORT,
     CulpritReport,
     CulpritState,
     next_position,
     report_of,
 )
 from pytest_megatron.errors import ConfigError, CulpritError
-from pytest_megatron.repro.argv import SEEDED, Again, Wishes, command_for, pytest_argv
-from pytest_megatron.repro.choose import check_node_id, choose, read_own_run
+from pytest_megatron.runs.choose import check_node_id, choose, read_own_run
 from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.history import FILE_NAME, misleading_share, read
 from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.runs.record import read_record, to_json
 from pytest_megatron.runs.reproduce import headline_fingerprint
+from pytest_megatron.session.again import Again, Wishes, command_for, pytest_argv
 
 _STATE, _REPORT = "state.json", "culprit.json"
 _INTERRUPTED = 130
@@ -185,8 +183,6 @@ def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Ag
             chosen,
             Wishes(is_trusted=is_own, words=words),
             (),
-            python=sys.executable,
-            seeded=[name for name in SEEDED if importlib.util.find_spec(name) is not None],
             run_dir=RUN_DIR,
         )
 
@@ -241,7 +237,7 @@ def _result_lines(root: Path, state: CulpritState, report: CulpritReport) -> Ite
     else:
         left = counted(len(report.candidates), "commit")
         yield f"{left} left, {chance}: no run separates them, or --max-runs is reached"
-        yield from (f"  {commit[:SHORT]} {names[commit]}" for commit in report.candidates)
+        yield from (f"  {commit[:SHORT_COMMIT]} {names[commit]}" for commit in report.candidates)
     untestable = len(state.untestable)
     could_not = f", {untestable} could not be run" if untestable else ""
     seen = len({run.position for run in state.runs})

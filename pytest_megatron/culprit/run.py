@@ -19,14 +19,14 @@ from typing import Self
 
 from pytest_megatron.base.project import run_git
 from pytest_megatron.base.text import describe_exit, shorten
-from pytest_megatron.ci.summary.junit import JUnitCase, read_junit
 from pytest_megatron.culprit.search import CulpritRun, CulpritState, Outcome
 from pytest_megatron.errors import CiError, CulpritError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
-from pytest_megatron.repro.choose import read_own_run
-from pytest_megatron.repro.run import OF_PYTEST, PYTEST_EXITS
+from pytest_megatron.runs.choose import read_own_run
+from pytest_megatron.runs.junit import JUnitCase, read_junit
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedExecution, RecordedItem
+from pytest_megatron.session.again import OF_PYTEST, PYTEST_EXITS
 
 RUN_DIR = "RUN_DIR"  # in the command of a search
 _GRACE_S = 30.0  # for pytest to end its ranks

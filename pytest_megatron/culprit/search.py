@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from pytest_megatron.base.project import SHORT_COMMIT
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import CulpritError
 from pytest_megatron.runs.record import Real, RecordedFile
@@ -206,7 +207,6 @@ def suspects(belief: Belief, untestable: Collection[int]) -> tuple[range, float]
 
 
 Outcome: TypeAlias = Literal["passed", "failed", "broken", "untestable"]
-SHORT = 12
 MOST_BROKEN = 3  # runs of a commit without a judgement; then it counts as untestable
 _MOST_NO_CHANGE = 0.025  # once the ends differ
 
@@ -284,7 +284,7 @@ class CulpritState(RecordedFile):
 
     def name(self, position: int) -> str:
         """Return a commit as it is printed."""
-        return f"{self.commits[position][:SHORT]} {self.subjects[position]}"
+        return f"{self.commits[position][:SHORT_COMMIT]} {self.subjects[position]}"
 
     def counts(self, position: int) -> str:
         """Return the number of failed runs of a commit in words."""

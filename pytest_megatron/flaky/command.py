@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import difflib
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,33 +28,19 @@ from pytest_megatron.flaky.quarantine import (
     project_quarantines,
 )
 from pytest_megatron.runs.history import (
-    FILE_NAME,
     FlakinessCase,
     HistoryEntry,
     HistoryRecord,
     days_ago,
     flakiness_cases,
     flaky_records,
-    read,
     wilson_interval,
 )
+from pytest_megatron.runs.history_options import days_of, history_option, read_entries
 
-_SPAN = re.compile(r"(\d+)([hdw])").fullmatch
-_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 _MOST_REVISIONS = 10  # of an item
 _DEFAULT_DAYS = 30
 _OWNERS = ("CODEOWNERS", ".github/CODEOWNERS", ".gitlab/CODEOWNERS", "docs/CODEOWNERS")
-
-
-DEFAULT_HISTORY = Path(".pytest_megatron") / FILE_NAME
-history_option = click.option(
-    "--history",
-    "path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=DEFAULT_HISTORY,
-    show_default=True,
-    help="The file that runs append to.",
-)
 
 
 @click.command(name="flaky")
@@ -122,44 +107,6 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
     records = flaky_records(entries, since=start, min_runs=min_runs)
     text = _FORMATS[form](records)
     click.echo(text if form == "json" else printable(text), nl=False)
-
-
-def read_entries(path: Path) -> tuple[HistoryEntry, ...]:
-    """Return the entries of a history; lines that are none are named on stderr.
-
-    Raises:
-        ConfigError: It is not there, or cannot be read.
-    """
-    if not path.exists():
-        raise ConfigError(
-            str(path), "is not there; runs with workloads or distributed tests write it"
-        )
-    try:
-        history = read(path)
-    except OSError as error:
-        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-    for problem in history.problems:
-        click.echo(printable(problem), err=True)
-    return history.entries
-
-
-def read_known_entries(path: Path, root: Path = Path()) -> tuple[HistoryEntry, ...]:
-    """Return the entries of a project's history, which may not be there yet, or of a given file."""
-    if path != DEFAULT_HISTORY:
-        return read_entries(path)
-    return read_entries(root / path) if (root / path).exists() else ()
-
-
-def days_of(span: str) -> float:
-    """Return the number of days of a span such as 12h or 2w.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    match = _SPAN(span)
-    if match is None:
-        raise ConfigError("--since", f"found {span!r}, expected a number with h, d or w, as in 30d")
-    return int(match[1]) * _DAYS[match[2]]
 
 
 def _as_text(records: Sequence[HistoryRecord]) -> str:

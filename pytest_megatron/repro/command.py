@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -19,16 +20,10 @@ from pytest_megatron.base.command import PATH, echo_error
 from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import MegatronError, ReproError
-from pytest_megatron.repro.argv import Again, Wishes, container_lines
-from pytest_megatron.repro.choose import (
-    Chosen,
-    choose,
-    find_plan,
-    read_own_run,
-    smallest_cause,
-)
 from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
+from pytest_megatron.repro.order import smallest_cause
 from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage
+from pytest_megatron.runs.choose import Chosen, choose, find_plan, read_own_run
 from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.find import find_runs
@@ -40,7 +35,9 @@ from pytest_megatron.runs.record import (
     RecordedTest,
     RecordedWorkload,
 )
+from pytest_megatron.session.again import Again, Wishes
 
+_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
 _WANTED = ("plan.json", "triage.json", "comparison.json", PATCH_NAME)
 
 
@@ -236,6 +233,31 @@ def _lines(prepared: _Prepared, again: Again) -> list[str]:
         lines.append("# in the container of the run, with docker or under Slurm:")
         lines += [f"# {line}" for line in container_lines(image, again, num_gpus=num_gpus)]
     return lines
+
+
+def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
+    """Return what runs a command in the container image that a run had, for docker and for Slurm.
+
+    The project is mounted where it lies here; variables are handed in by name and value.
+    """
+    if _IMAGE_TAG(image):
+        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
+    inside = ("python", *again.argv[1:])
+    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
+    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
+    docker += ["--gpus", "all"] if num_gpus else []
+    docker += [word for pair in variables for word in ("-e", pair)]
+    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
+    registry, _, rest = image.partition("/")
+    enroot = f"{registry}#{rest}" if "." in registry and rest else image
+    srun.append(f"--container-image={enroot}")
+    place = '-v "$PWD:$PWD" -w "$PWD"'
+    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    prefix = shlex.join(["env", *variables]) + " " if variables else ""
+    return [
+        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
+        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
+    ]
 
 
 def _again(prepared: _Prepared) -> Again:

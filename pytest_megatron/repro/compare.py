@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pytest_megatron.base.project import ask_git
+from pytest_megatron.base.project import SHORT_COMMIT, ask_git
 from pytest_megatron.errors import ReproError
-from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.choose import Chosen
 from pytest_megatron.runs.environment import NAME, SessionFacts, make_patch
 from pytest_megatron.runs.record import RecordedPlan, RecordedTest
 from pytest_megatron.workloads.recipe.case import ParallelSizes
-
-_SHORT = 12
 
 
 def differences(
@@ -50,7 +48,7 @@ def differences(
 def _of_commit(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[str]:
     run = chosen.run
     if run.commit is not None and run.commit != here.commit:
-        short, own = run.commit[:_SHORT], (here.commit or "no commit")[:_SHORT]
+        short, own = run.commit[:SHORT_COMMIT], (here.commit or "no commit")[:SHORT_COMMIT]
         has_it = ask_git(root, "cat-file", "-e", f"{run.commit}^{{commit}}") is not None
         way = f"git checkout {short}" if has_it else "git fetch it first"
         yield f"commit: {short} there, {own} here; {way}"

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.repro.argv import SEEDED, Again, Wishes, command_for
-from pytest_megatron.repro.choose import Chosen, read_own_run
+from pytest_megatron.runs.choose import Chosen, read_own_run
 from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedAttempt, RecordedItem
+from pytest_megatron.session.again import (
+    OF_PYTEST,
+    PYTEST_EXITS,
+    Again,
+    Wishes,
+    command_for,
+)
 
 
 class ReproExit(IntEnum):
@@ -38,14 +42,6 @@ class ReproOutcome:
 
     exit: ReproExit
     text: str
-
-
-PYTEST_EXITS = {
-    2: "pytest was interrupted, or could not import a test module",
-    3: "pytest itself failed",
-    4: "pytest has no such test here, could not import its module, or refused an option",
-    5: "there is no such test here",
-}
 
 
 def judge_again(chosen: Chosen, again: RecordedItem | None, returncode: int) -> ReproOutcome:
@@ -93,9 +89,6 @@ def is_same_failure(chosen: Chosen, again: RecordedItem) -> bool:
     return there.signature == here.signature
 
 
-OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Where items are done again.
@@ -118,8 +111,6 @@ class Stage:
             chosen,
             wishes,
             before,
-            python=sys.executable,
-            seeded=[name for name in SEEDED if importlib.util.find_spec(name) is not None],
             run_dir=str(target.relative_to(self.root) if inside else target),
         )
 

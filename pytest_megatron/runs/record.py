@@ -48,6 +48,7 @@ _Number: TypeAlias = Annotated[int, Ge(1), Le(1_000_000)]
 _Measured: TypeAlias = "Real | str | None"  # a number that is not finite is a text
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,199}$"
 _Variables: TypeAlias = dict[Annotated[str, matches(_VARIABLE)], str]
+OptionValue: TypeAlias = bool | _Count | _Seconds | str | tuple[str, ...] | None
 RecordedVerdict: TypeAlias = Literal["passed", "failed", "flaky", "broken", "skipped"]
 
 
@@ -292,25 +293,6 @@ class RecordedPatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedOptions:
-    """Options of the plugin that change how an item runs or is judged; None is not recorded."""
-
-    golden: str | None = None
-    golden_policy: str | None = None
-    stop_early: str | None = None
-    lightweight: bool = False
-    audit_determinism: bool = False
-    rank_timeout: _Seconds | None = None
-    rank_grace: _Seconds | None = None
-    gang_start: str | None = None
-    workload_start: str | None = None
-    ranks_per_gpu: _Number | None = None
-    stress: _Number | None = None
-    stress_seed: _Count | None = None
-    signatures: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class _RecordedFacts(RecordedFile):
     """Environment of a run or an attempt."""
 
@@ -330,6 +312,8 @@ class RecordedRun(_RecordedFacts):
     """`run.json`.
 
     Attributes:
+        options: Options of the plugin that change how an item runs or is judged, where they were
+            given; null in a file of an earlier version is one that was not.
         deselected: Tests that were left out, folded by `runs.nowhere`.
     """
 
@@ -343,7 +327,7 @@ class RecordedRun(_RecordedFacts):
     positional: tuple[str, ...] | None = None
     env: _Variables = field(default_factory=dict)
     seeds: dict[str, str | None] = field(default_factory=dict)
-    options: RecordedOptions = field(default_factory=RecordedOptions)
+    options: dict[str, OptionValue] = field(default_factory=dict)
     patch: RecordedPatch | None = None
     deselected: dict[str, dict[str, _Count]] = field(default_factory=dict)
     items: dict[str, RecordedItem]

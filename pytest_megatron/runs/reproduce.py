@@ -1,10 +1,15 @@
-"""Command that reproduces a failure, and the fingerprint of equal failures. Pure."""
+"""Command that reproduces a failure, its variables, and the fingerprint of equal failures. Pure."""
 
 from __future__ import annotations
 
 import re
 import shlex
 
+# Variables by which `repro` asks for a part of a workload, or for another number of ranks.
+REPEAT = "PYTEST_MEGATRON_REPEAT"
+PHASE = "PYTEST_MEGATRON_PHASE"
+RANKS = "PYTEST_MEGATRON_RANKS"
+CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
 _NUMBER = re.compile(r"\d+")

@@ -28,6 +28,7 @@ from pytest_megatron.rooms import ROOMS, ExtensionPoint
 from pytest_megatron.session.short_names import PREFIX, ShortNames
 
 if TYPE_CHECKING:
+    from pytest_megatron.runs.record import OptionValue
     from pytest_megatron.session.decision import Decision
     from pytest_megatron.session.slurm_step import SlurmStep
 
@@ -92,6 +93,11 @@ class OptionRow:
     room: str
 
     @property
+    def is_there(self) -> bool:
+        """False for an option of a room that was taken out."""
+        return not self.room or self.room in ROOMS
+
+    @property
     def help(self) -> str:
         """The text for `--help`."""
         has_default = self.shown_default not in ("false", "no filter", "none")
@@ -111,6 +117,28 @@ class OptionRow:
         """Return the parsed value."""
         value = given(config, self.name)
         return self.default if value is None else self.kind.parse(self.name, value)
+
+    def words(self, value: OptionValue) -> list[str]:
+        """Return the words of a command line that give a recorded value.
+
+        Raises:
+            pytest.UsageError: The option does not take it.
+        """
+        if plain_value(self.kind.parse(self.name, value)) != value:
+            raise pytest.UsageError(f"--{self.name}: does not take {value!r}")
+        option = f"--{PREFIX}{self.name}"
+        if not self.metavar:
+            return [option] if value else []
+        if self.kind in (TEXT, FILES):  # may begin with a dash
+            return [f"{option}={word}" for word in (value if isinstance(value, tuple) else [value])]
+        return [option, str(value).removesuffix(".0")]
+
+
+def plain_value(value: object) -> OptionValue:
+    """Return a parsed value as JSON has it."""
+    if isinstance(value, tuple):
+        return tuple(map(str, value))
+    return value if isinstance(value, bool | int | float) else str(value)
 
 
 def typed(config: pytest.Config, name: str) -> object:
@@ -304,6 +332,12 @@ HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs
 ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
+# They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
+OF_ITEMS = (
+    *("audit", "audit-determinism", "gang-start", "golden", "golden-policy", "lightweight"),
+    *("rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early", "stress"),
+    *("stress-seed", "tensor-trace", "workload-start"),
+)
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _DECIDE: ExtensionPoint[Callable[[Path, str, str, str | None, str | None], Decision]] = (
     ExtensionPoint("decide")
@@ -614,6 +648,19 @@ class Options:
         return {name: getattr(self, name.replace("-", "_")) for name in SELECTION}
 
     @property
+    def of_items(self) -> dict[str, OptionValue]:
+        """The options that change how an item runs or is judged, where they are not as by default.
+
+        One that was given counts as well. The names have underscores in place of dashes.
+        """
+        return {
+            row.name.replace("-", "_"): plain_value(getattr(self, name))
+            for name, row in OPTION_ROWS.items()
+            if row.name in OF_ITEMS
+            and (row.name in self.given or getattr(self, name) != row.default)
+        }
+
+    @property
     def selected_by(self) -> str:
         """The options that leave out tests or workloads, with the values that apply."""
         words = (f"--{name} {','.join(w)}" for name, w in self.selection.items() if w)
@@ -683,7 +730,7 @@ def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> S
     """Declare every option, each also as the ini option `megatron_<name>`."""
     names = ShortNames(parser, manager)
     for row in OPTION_ROWS.values():
-        if row.room and row.room not in ROOMS:
+        if not row.is_there:
             continue
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}

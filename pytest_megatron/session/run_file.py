@@ -23,8 +23,8 @@ from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir, seed_of_examples
 from pytest_megatron.runs.prune import remove_old_runs
 from pytest_megatron.runs.record import (
+    OptionValue,
     RecordedItem,
-    RecordedOptions,
     RecordedPatch,
     RecordedRun,
     RecordedTest,
@@ -34,6 +34,7 @@ from pytest_megatron.runs.record import (
     read_if_whole,
     run_text,
 )
+from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.state import RunSession, link_latest
@@ -116,22 +117,17 @@ def _seeds(config: pytest.Config, run_id: str) -> dict[str, str | None]:
     return seeds
 
 
-def _options(config: pytest.Config, options: Options) -> RecordedOptions:
-    return RecordedOptions(
-        golden=options.golden,
-        golden_policy=options.golden_policy,
-        stop_early=options.stop_early,
-        lightweight=options.is_lightweight,
-        audit_determinism=options.is_audited,
-        rank_timeout=_rank_timeout_s(config, options),
-        rank_grace=options.rank_grace_s,
-        gang_start=options.gang_start,
-        workload_start=options.workload_start,
-        ranks_per_gpu=options.ranks_per_gpu,
-        stress=options.num_stress,
-        stress_seed=None if options.num_stress is None else options.stress_seed,
-        signatures=tuple(str(path) for path in options.signatures),
-    )
+def _options(config: pytest.Config, session: RunSession) -> dict[str, OptionValue]:
+    """Return the options that change how an item runs, without secrets."""
+    options = session.options
+    found = replace(options, rank_timeout_s=_rank_timeout_s(config, options)).of_items
+    return {name: _redacted(value, session.redactor) for name, value in found.items()}
+
+
+def _redacted(value: OptionValue, redactor: Redactor) -> OptionValue:
+    if isinstance(value, tuple):
+        return tuple(map(redactor.text, value))
+    return redactor.text(value) if isinstance(value, str) else value
 
 
 def _rank_timeout_s(config: pytest.Config, options: Options) -> float:
@@ -277,7 +273,7 @@ class RunFile(RecordCarrier):
             positional=tuple(session.redactor.words(_positional(config))),
             env=_session_env(session),
             seeds=_seeds(config, session.run_dir.name),
-            options=_options(config, session.options),
+            options=_options(config, session),
             **session.facts.as_keys(),
             patch=self._patch,
             deselected=self._deselected(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.job_file import CiJobRecord
-from pytest_megatron.ci.summary.junit import Junit
+from pytest_megatron.runs.junit import Junit
 from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.pictures import Picture
 

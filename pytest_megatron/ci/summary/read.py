@@ -16,20 +16,20 @@ from pytest_megatron.base.files import read_json
 from pytest_megatron.base.schema import SchemaError, parse, validate
 from pytest_megatron.ci.job_file import FILE_NAME, LOG_NAME, CiJobRecord
 from pytest_megatron.ci.jobs import PlanFile
-from pytest_megatron.ci.summary.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
+from pytest_megatron.runs.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.pictures import DRAW_FAILED, IS_DRAWN
 from pytest_megatron.runs.record import (
+    OptionValue,
     RecordedAttempt,
     RecordedEvidence,
     RecordedExecution,
     RecordedItem,
-    RecordedOptions,
     RecordedPlan,
     RecordedRun,
     RecordedTest,
@@ -352,7 +352,7 @@ def _item(
 
 
 def _gpu_seconds(
-    record: RecordedItem, plan: RecordedPlan | None, options: RecordedOptions
+    record: RecordedItem, plan: RecordedPlan | None, options: Mapping[str, OptionValue]
 ) -> float:
     """Return GPUs times seconds of all attempts; 0 where the plan of a workload is not there."""
     if not record.is_on_gpus:
@@ -360,7 +360,8 @@ def _gpu_seconds(
     if record.num_devices is not None:
         num_gpus = record.num_devices
     elif isinstance(record, RecordedTest):  # a record of before this key
-        num_gpus = -(-record.world_size // (options.ranks_per_gpu or 1))
+        per_gpu = options.get("ranks_per_gpu")
+        num_gpus = -(-record.world_size // (per_gpu if isinstance(per_gpu, int) else 1))
     else:
         num_gpus = 0 if plan is None else plan.world_size or 0
     return num_gpus * sum(attempt.duration_s for attempt in record.attempts)
@@ -376,17 +377,20 @@ def _plan_of(record: RecordedWorkload, run_dir: Path) -> RecordedPlan | None:
     return next((plan for plan in plans if plan is not None), None)
 
 
-def _as_judged(item: JobItem, record: RecordedWorkload, options: RecordedOptions) -> JobItem:
+def _as_judged(
+    item: JobItem, record: RecordedWorkload, options: Mapping[str, OptionValue]
+) -> JobItem:
     """Return a workload's item with how often and how strictly it ran."""
-    is_compared = False if options.golden == "off" else record.compared
+    is_compared = False if options.get("golden") == "off" else record.compared
     policy = record.policy
-    if policy is None and options.golden_policy is not None:  # a record of before this key
-        policy = {"name": options.golden_policy}
+    name = options.get("golden_policy")
+    if policy is None and isinstance(name, str):  # a record of before this key
+        policy = {"name": name}
     return replace(
         item,
         num_repeats=len({row.repeat for row in record.attempts if row.cause is None}),
         is_compared=is_compared,
-        is_lightweight=options.lightweight,
+        is_lightweight=options.get("lightweight") is True,
         policy=policy if is_compared else None,
     )
 

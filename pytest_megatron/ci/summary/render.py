@@ -18,10 +18,11 @@ from pytest_megatron.base.text import (
     within_limit,
     workflow_command,
 )
-from pytest_megatron.ci.summary.junit import CaseDetails, JUnitCase, Suite, address, join
+from pytest_megatron.ci.summary.junit import CaseDetails, Suite, join
 from pytest_megatron.ci.summary.merge import CiSummary
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.errors import CiError
+from pytest_megatron.runs.junit import JUnitCase, address
 
 CODE_QUALITY_FILE = "gl-code-quality-report.json"
 STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.ci.summary.junit import JUnitCase
 from pytest_megatron.culprit.run import judge
 from pytest_megatron.culprit.search import (
     CulpritRun,
@@ -16,6 +15,7 @@ from pytest_megatron.culprit.search import (
     report_of,
 )
 from pytest_megatron.errors import CulpritError
+from pytest_megatron.runs.junit import JUnitCase
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
 
 STATE = CulpritState(

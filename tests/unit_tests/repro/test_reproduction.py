@@ -5,6 +5,7 @@ No step of it needs paths of the first machine, or ports or directories that two
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -144,6 +145,40 @@ def test_a_shell_has_the_environment_and_the_script(
     assert repro(checkout, str(packed), "dies", "--shell").exit_code == 0
     assert "PYTHONHASHSEED=7" in (tmp_path / "env").read_text().splitlines()
     assert (tmp_path / "script").read_text().startswith(f"cd {checkout}\n")
+
+
+LEAVES = """\
+    import os
+
+    def test_sets():
+        os.environ["LEFT"] = "1"
+    """
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ini"),
+    [
+        (["--audit=fail"], ""),
+        ([], "megatron_audit = fail"),
+        (["--audit=fail"], "megatron_audit=off"),
+    ],
+    ids=["typed", "in the ini file", "typed against the ini file"],
+)
+def test_a_test_that_failed_by_an_option_fails_by_it_again(
+    tmp_path: Path, arguments: list[str], ini: str
+) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for root in (there, here):
+        root.mkdir()
+        Suite(root).write(test_a=LEAVES, **{"pytest.ini": "[pytest]\n"})
+    (there / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
+    suite = Suite(there, is_fresh=True, has_torch=False)
+    ended = suite.run("--ranks=1", "--device=cpu", "--run-dir=out", *arguments)
+    assert ended.summary == "1 passed, 1 error"
+    assert json.loads((there / "out/run.json").read_text())["options"] == {"audit": "fail"}
+    done = repro(here, str(there / "out"))
+    assert (done.exit_code, " --megatron-audit fail " in done.stdout) == (1, True), done.output
+    assert "fails in the same way: " in done.stdout
 
 
 SECRETS = {

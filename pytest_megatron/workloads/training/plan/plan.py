@@ -24,6 +24,7 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
+from pytest_megatron.runs.reproduce import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.workloads.recipe.case import (
     CP,
     TP,
@@ -768,12 +769,6 @@ def _plan_script(
 
 def _time_limit_s(workload: Workload) -> float:
     return workload.time_limit_s or DEFAULT_TIME_LIMIT_S
-
-
-REPEAT = "PYTEST_MEGATRON_REPEAT"
-PHASE = "PYTEST_MEGATRON_PHASE"
-RANKS = "PYTEST_MEGATRON_RANKS"
-CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.errors import RunError
-from pytest_megatron.repro.argv import Again, Wishes, command_for, container_lines
-from pytest_megatron.repro.choose import Chosen
+from pytest_megatron.runs.choose import Chosen
+from pytest_megatron.session.again import Again, Wishes, command_for
 
 COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--megatron-run-dir", "new"]
 COMMON += ["--megatron-history", "off", "--maxfail", "0"]
@@ -51,6 +50,8 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "60",
         "--megatron-ranks-per-gpu",
         "4",
+        "--megatron-rank-grace",
+        "10",
     ]
     expected += [
         "--megatron-stress",
@@ -74,7 +75,7 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
     once = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1", "--megatron-platform=cpu"]
     again = made(chosen, Wishes(num_ranks=1))
     fresh = ("--megatron-workload-start", "fresh")
-    words = (*once, "--megatron-golden-policy=megatron", "--megatron-lightweight", *fresh)
+    words = (*once, "--megatron-lightweight", *fresh, "--megatron-golden-policy=megatron")
     assert again.argv == (*COMMON, *words, ROW)
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
@@ -196,8 +197,59 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     for record in (a_test(), a_row()):
         words = made(chosen_of(tmp_path, record, options=options)).argv
         assert not any("evil" in word or "home" in word for word in words)
-    with pytest.raises(RunError, match=r"run\.json: options\.rank_timeout: found '1'"):
-        chosen_of(tmp_path, a_test(), options={"rank_timeout": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("rank_timeout", "1", "with a value that it does not take: --rank-timeout: does not take"),
+        ("stress", True, "with a value that it does not take: --stress: True is not a count"),
+        ("lightweight", "yes", "with a value that it does not take: --lightweight: does not take"),
+        ("audit", "fail --pdb", "with a value that it does not take: --audit: 'fail --pdb' is"),
+        ("signatures", ["a.toml,/etc/b"], "with a value that it does not take: --signatures: does"),
+        ("golden_policy", "../own.toml", "and '../own.toml' is not taken over; --trust takes it"),
+        ("golden_policy", "a\x00b", "and 'a\\x00b' is not taken over; --trust takes it over"),
+        ("golden_policy", "a***.toml", "with a secret that is not kept; give it yourself"),
+    ],
+)
+def test_an_option_that_is_not_given_back_is_named(
+    tmp_path: Path, name: str, value: JsonValue, reason: str
+) -> None:
+    again = made(chosen_of(tmp_path, a_test(), options={name: value}))
+    assert again.argv == made(chosen_of(tmp_path, a_test())).argv
+    assert reason in again.left_out[0]
+    assert again.left_out[0].startswith(f"--{name.replace('_', '-')} was given there")
+
+
+@pytest.mark.parametrize("name", ["pdb", "p", "run_dir", "executor", "golden_reason", "--pdb"])
+def test_no_other_option_is_given_back(tmp_path: Path, name: str) -> None:
+    again = made(chosen_of(tmp_path, a_test(), options={name: "evil"}), Wishes(is_trusted=True))
+    assert again.argv == made(chosen_of(tmp_path, a_test())).argv
+    assert again.left_out == (f"{name!r} is no option that is given back",)
+
+
+@pytest.mark.parametrize("record", [a_test(), a_row()])
+def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, JsonValue]) -> None:
+    options: JsonValue = {
+        "rank_timeout": 0.5,
+        "stop_early": "off",
+        "tensor_trace": "full",
+        "audit": "fail",
+        "signatures": ["a.toml", "b.toml"],
+        "stress_seed": 1234567890,
+    }
+    words = made(chosen_of(tmp_path, record, options=options), Wishes(is_traced=True)).argv
+    given = ["--megatron-rank-timeout", "0.5", "--megatron-stop-early", "off"]
+    given += ["--megatron-tensor-trace", "full", "--megatron-audit", "fail"]
+    given += ["--megatron-signatures=a.toml", "--megatron-signatures=b.toml"]
+    given += ["--megatron-stress-seed", "1234567890"]
+    assert list(words[-1 - len(given) : -1]) == given
+
+
+def test_null_and_false_of_an_earlier_version_are_not_given(tmp_path: Path) -> None:
+    options: JsonValue = {"lightweight": False, "stress": None, "golden": "check"}
+    again = made(chosen_of(tmp_path, a_row(), options=options))
+    assert again == made(chosen_of(tmp_path, a_row()))
 
 
 def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_path: Path) -> None:
@@ -212,21 +264,3 @@ def test_a_line_for_a_shell_is_quoted(tmp_path: Path) -> None:
     chosen = replace(chosen_of(tmp_path, a_test(), env={"OMP_SCHEDULE": "$(id)"}), node_id=name)
     again = made(chosen)
     assert shlex.split(again.line) == ["OMP_SCHEDULE=$(id)", *again.argv]
-    for line in container_lines("nvcr.io/nvidia/pytorch:25.03-py3", again, num_gpus=2):
-        assert shlex.quote(name) in line
-        assert shlex.split(line)[-1] == name
-
-
-def test_the_image_of_a_run_is_started_by_docker_or_slurm() -> None:
-    again = Again(argv=("py", "-m", "pytest", "t.py::a"), env={"NCCL_ALGO": "Ring"})
-    inside = "python -m pytest t.py::a"
-    docker = (
-        "docker run --rm --ipc=host --ulimit memlock=-1 --gpus all -e NCCL_ALGO=Ring "
-        '-v "$PWD:$PWD" -w "$PWD" nvcr.io/nvidia/pytorch:25.03-py3'
-    )
-    srun = (
-        "srun --nodes=1 --ntasks=1 --gpus=8 '--container-image=nvcr.io#nvidia/pytorch:25.03-py3' "
-        '--container-mounts="$PWD:$PWD" --container-workdir="$PWD" env NCCL_ALGO=Ring'
-    )
-    expected = [f"{docker} {inside}", f"{srun} {inside}"]
-    assert container_lines("25.03", again, num_gpus=8) == expected

@@ -1,21 +1,26 @@
-"""The command that does an item again, and the environment that it gets. Pure.
+"""The command that does an item again, and the environment that it gets.
 
 Nothing that an artifact holds is run, and no text of it passes through a shell: it only chooses a
-test of the checkout, numbers, and variables that change how a training computes.
+test of the checkout, options, and variables that change how a training computes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from pytest_megatron.repro.choose import Chosen
-from pytest_megatron.runs.record import RecordedAttempt, RecordedTest, RecordedWorkload
+import pytest
+
+from pytest_megatron.runs.choose import Chosen
+from pytest_megatron.runs.record import OptionValue, RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED
-from pytest_megatron.workloads.training.plan.plan import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.runs.reproduce import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.session.options import OF_ITEMS, OPTION_ROWS
 
 # Of the machine that it was: set again by us, or of no meaning here.
 _OF_MACHINE = frozenset(
@@ -59,9 +64,14 @@ TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC UCX_IB_GPU_DIRECT_RDMA UCX_MEMTYPE_CACHE UCX
 UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_TLS
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
-_DEFAULT_POLICY = "strict"
-_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
-SEEDED = ("pytest_randomly", "hypothesis")
+_SEEDED = ("pytest_randomly", "hypothesis")
+OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+PYTEST_EXITS = {
+    2: "pytest was interrupted, or could not import a test module",
+    3: "pytest itself failed",
+    4: "pytest has no such test here, could not import its module, or refused an option",
+    5: "there is no such test here",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +102,7 @@ class Again:
     Attributes:
         argv: Program and arguments; no shell comes between.
         env: Variables beside those of the user.
-        left_out: Variables of the run that are not set here, with the reason.
+        left_out: Variables and options of the run that are not given here, with the reason.
     """
 
     argv: tuple[str, ...]
@@ -111,9 +121,9 @@ def command_for(
     wishes: Wishes,
     before: Sequence[str],
     *,
-    python: str,
-    seeded: Collection[str],
     run_dir: str,
+    python: str = sys.executable,
+    seeded: Collection[str] | None = None,
 ) -> Again:
     """Return the command that does an item again.
 
@@ -121,20 +131,21 @@ def command_for(
         chosen: The item.
         wishes: The user's.
         before: Node ids to run before it on the same gang.
-        python: Interpreter.
-        seeded: Modules of `SEEDED` that are installed here, whose plugins take a seed.
         run_dir: Where results go.
+        python: Interpreter.
+        seeded: Modules whose plugins take a seed; by default those that are installed here.
     """
     env, left_out = _environment(chosen, wishes)
     if isinstance(chosen.item, RecordedTest):
         words = _test_words(chosen, chosen.item, wishes)
     else:
-        words = _workload_words(chosen, chosen.item, wishes)
+        words = _workload_words(chosen.item)
         env |= _replay_env(chosen, wishes)
-    words += _seed_words(chosen.run.seeds, seeded)
+    given, not_given = _option_words(chosen, wishes)
+    words += [*given, *_seed_words(chosen.run.seeds, _seeded_here() if seeded is None else seeded)]
     words += [*wishes.words, *before, chosen.node_id]
     argv = pytest_argv(python, run_dir, words)
-    return Again(argv=argv, env=env, left_out=tuple(left_out))
+    return Again(argv=argv, env=env, left_out=(*left_out, *not_given))
 
 
 def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
@@ -152,30 +163,58 @@ def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, .
     return (python, "-m", "pytest", "-p", "megatron", *own, *words)
 
 
-def _workload_words(chosen: Chosen, item: RecordedWorkload, wishes: Wishes) -> list[str]:
-    options = chosen.run.options
+def _workload_words(item: RecordedWorkload) -> list[str]:
     words = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1"]
-    words += [f"--megatron-platform={item.platform}"] if item.platform else []
-    if options.golden == "off" or wishes.phase is not None:
-        words += ["--megatron-golden", "off"]
-    policy = options.golden_policy or _DEFAULT_POLICY
-    if policy != _DEFAULT_POLICY and _may_name(policy, wishes):
-        words.append(f"--megatron-golden-policy={policy}")
-    words += ["--megatron-lightweight"] if options.lightweight else []
-    words += ["--megatron-audit-determinism"] if options.audit_determinism else []
-    words += ["--megatron-tensor-trace", "hash"] if wishes.is_traced else []
-    words += ["--megatron-stop-early", "off"] if options.stop_early == "off" else []
-    if options.workload_start in ("fork", "fresh"):
-        words += ["--megatron-workload-start", options.workload_start]
-    return words + [
-        f"--megatron-signatures={path}" for path in options.signatures if _may_name(path, wishes)
-    ]
+    return words + ([f"--megatron-platform={item.platform}"] if item.platform else [])
+
+
+def _options(chosen: Chosen, wishes: Wishes) -> dict[str, OptionValue]:
+    """Return the options that an item had, and those that are wished for."""
+    recorded = chosen.run.options.items()
+    options: dict[str, OptionValue] = {name: v for name, v in recorded if v is not None}
+    if options.get("golden") != "off":
+        options.pop("golden", None)  # nothing is written
+    if wishes.phase is not None:
+        options["golden"] = "off"
+    if wishes.is_traced and options.get("tensor_trace") != "full":
+        options["tensor_trace"] = "hash"
+    return options
+
+
+def _option_words(chosen: Chosen, wishes: Wishes) -> tuple[list[str], list[str]]:
+    """Return the words that give options back, and those that are not given, with the reason."""
+    options = _options(chosen, wishes)
+    words: list[str] = []
+    left_out: list[str] = []
+    for row in OPTION_ROWS.values():
+        key = row.name.replace("-", "_")
+        if not row.is_there or row.name not in OF_ITEMS or key not in options:
+            continue
+        value = options.pop(key)
+        texts = value if isinstance(value, tuple) else (str(value),)
+        where = f"--{row.name} was given there"
+        if any(REDACTED in text for text in texts):
+            left_out.append(f"{where}, with a secret that is not kept; give it yourself")
+            continue
+        known = [text for text in texts if _may_name(text, wishes)]
+        left_out += [
+            f"{where}, and {text!r} is not taken over; --trust takes it over"
+            for text in texts
+            if text not in known
+        ]
+        try:
+            words += row.words(tuple(known) if isinstance(value, tuple) else value) if known else []
+        except pytest.UsageError as error:
+            left_out.append(f"{where} with a value that it does not take: {error}")
+    left_out += [f"{name!r} is no option that is given back" for name in options]
+    return words, left_out
 
 
 def _may_name(text: str, wishes: Wishes) -> bool:
     """Whether a file that a run names may be used: one of the checkout."""
     path = PurePosixPath(text)
-    return wishes.is_trusted or not (path.is_absolute() or ".." in path.parts)
+    is_inside = not (path.is_absolute() or ".." in path.parts) and text.isprintable()
+    return wishes.is_trusted or is_inside
 
 
 def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
@@ -192,28 +231,16 @@ def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
 
 
 def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]:
-    options = chosen.run.options
     words = ["--megatron-ranks", str(wishes.num_ranks or item.world_size)]
     words += ["--megatron-device", item.device] if item.device else []
-    for name, value, default in (
-        ("--megatron-rank-timeout", options.rank_timeout, 300.0),
-        ("--megatron-rank-grace", options.rank_grace, 10.0),
-        ("--megatron-ranks-per-gpu", options.ranks_per_gpu, 1),
-    ):
-        if value is not None and value != default:
-            words += [name, f"{value:g}"]
-    if options.stress is not None:
-        words += [
-            "--megatron-stress",
-            str(options.stress),
-            "--megatron-stress-seed",
-            str(options.stress_seed or 0),
-        ]
-    if options.gang_start == "fresh":
-        words += ["--megatron-gang-start", "fresh"]
     if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:
         words.append("-n0")  # it ran in a worker of pytest-xdist, which `addopts` may ask for
     return words
+
+
+def _seeded_here() -> list[str]:
+    """Return the modules that are installed here and whose plugins take a seed."""
+    return [name for name in _SEEDED if importlib.util.find_spec(name) is not None]
 
 
 def _seed_words(seeds: Mapping[str, str | None], seeded: Collection[str]) -> list[str]:
@@ -251,28 +278,3 @@ def _environment(chosen: Chosen, wishes: Wishes) -> tuple[dict[str, str], list[s
 
 def _is_harmless(name: str, value: str) -> bool:
     return name in _HARMLESS and "/" not in value and value.isprintable()
-
-
-def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
-    """Return what runs a command in the container image that a run had, for docker and for Slurm.
-
-    The project is mounted where it lies here; variables are handed in by name and value.
-    """
-    if _IMAGE_TAG(image):
-        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
-    inside = ("python", *again.argv[1:])
-    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
-    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
-    docker += ["--gpus", "all"] if num_gpus else []
-    docker += [word for pair in variables for word in ("-e", pair)]
-    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
-    registry, _, rest = image.partition("/")
-    enroot = f"{registry}#{rest}" if "." in registry and rest else image
-    srun.append(f"--container-image={enroot}")
-    place = '-v "$PWD:$PWD" -w "$PWD"'
-    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
-    prefix = shlex.join(["env", *variables]) + " " if variables else ""
-    return [
-        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
-        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
-    ]

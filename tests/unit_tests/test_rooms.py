@@ -17,7 +17,7 @@ from pytest_megatron.rooms import ROOMS, Room, load, rooms
 
 PACKAGE = Path(pytest_megatron.__file__).parent
 HALLS = ("gangs", "workloads", "triage")
-NEEDS = {"culprit": "repro"}  # it does items again by that room
+NEEDS: dict[str, str] = {}
 TESTS = """\
 def test_ranks(rank, world_size):
     assert world_size == 2

@@ -1,4 +1,4 @@
-"""What draws finished runs: pages, and pictures of metrics. A room brings it; without, none are."""
+"""Pages and pictures of finished runs. A room draws them; without it there are none."""
 
 from __future__ import annotations
 

@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from pytest_megatron.base.schema import Count, SchemaError, parse
+from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import TraceError
 from pytest_megatron.runs.equivalence import (
     PHASES,
     DivergenceKind,
-    Phase,
     TensorDivergence,
     TraceComparison,
 )
 from pytest_megatron.trace.files import (
     MOST_DIVERGENCES,
     TraceLayout,
+    TraceRecord,
     rank_files,
     read_end,
     read_header,
@@ -42,41 +42,7 @@ _SIZES = ("tp", "pp", "dp", "cp", "ep", "etp")
 _Key: TypeAlias = tuple[int, int, str, str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    """The part of a line that is compared."""
-
-    order: Count
-    step: Count
-    microbatch: Count
-    phase: Phase
-    module: str
-    tensor: str
-    shape: tuple[Count, ...]
-    dtype: str
-    norm: float | None
-    hash: str
-    not_finite: Count
-
-    @property
-    def key(self) -> _Key:
-        """The same in two traces of one training."""
-        return self.step, self.microbatch, self.phase, self.module, self.tensor
-
-    def place(self, layout: TraceLayout) -> tuple[int, int, int, int]:
-        """Return a place before those of all tensors that are computed from this one.
-
-        Each rank counts its own records. Stages of a pipeline run one after the other, forward and
-        backward; with virtual stages a rank has several of them, and the layer counts.
-        """
-        stage = 0
-        if self.phase in ("forward", "backward"):
-            stage = layout.pp[0] if layout.vpp == 1 else _depth(self.module)
-            stage = stage if self.phase == "forward" else -stage
-        return self.step, PHASES.index(self.phase), stage, self.order
-
-
-_Waiting: TypeAlias = dict[_Key, deque[_Record]]
+_Waiting: TypeAlias = dict[_Key, deque[TraceRecord]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +50,7 @@ class _RecordDifference:
     """A record that the traces do not have alike."""
 
     rank: int
-    record: _Record
+    record: TraceRecord
     place: tuple[int, int, int, int]
     kind: DivergenceKind
     norm_ratio: float | None = None
@@ -205,14 +171,16 @@ def _differences(
             ratio = theirs.norm / ours.norm if theirs.norm and ours.norm else None
         if kind is None:
             continue
-        record = cast("_Record", ours or theirs)
+        record = cast("TraceRecord", ours or theirs)
         count.different += 1
         yield _RecordDifference(
-            rank=rank, record=record, place=record.place(layout), kind=kind, norm_ratio=ratio
+            rank=rank, record=record, place=_place_of(record, layout), kind=kind, norm_ratio=ratio
         )
 
 
-def _pairs(of: _RankFiles, count: _Count) -> Iterator[tuple[_Record | None, _Record | None]]:
+def _pairs(
+    of: _RankFiles, count: _Count
+) -> Iterator[tuple[TraceRecord | None, TraceRecord | None]]:
     """Yield both records of each tensor whose lines differ, and those of one trace alone.
 
     A record that the other trace does not have at this place waits for it, so that records of one
@@ -236,20 +204,20 @@ def _pairs(of: _RankFiles, count: _Count) -> Iterator[tuple[_Record | None, _Rec
 
 
 def _matched(
-    record: _Record, side: int, waiting: tuple[_Waiting, _Waiting]
-) -> Iterator[tuple[_Record, _Record]]:
+    record: TraceRecord, side: int, waiting: tuple[_Waiting, _Waiting]
+) -> Iterator[tuple[TraceRecord, TraceRecord]]:
     """Yield a record with the other trace's; where that is still to come, have it wait."""
-    others = waiting[1 - side].get(record.key)
+    others = waiting[1 - side].get(_key_of(record))
     if others is None:
-        waiting[side].setdefault(record.key, deque()).append(record)
+        waiting[side].setdefault(_key_of(record), deque()).append(record)
         return
     other = others.popleft()
     if not others:
-        del waiting[1 - side][record.key]
+        del waiting[1 - side][_key_of(record)]
     yield (other, record) if side else (record, other)
 
 
-def _alone(record: _Record, side: int) -> tuple[_Record | None, _Record | None]:
+def _alone(record: TraceRecord, side: int) -> tuple[TraceRecord | None, TraceRecord | None]:
     return (None, record) if side else (record, None)
 
 
@@ -266,15 +234,15 @@ def _lines(path: Path, last_step: int | None) -> Iterator[bytes]:
             yield line
 
 
-def _parsed(line: bytes, path: Path) -> _Record:
+def _parsed(line: bytes, path: Path) -> TraceRecord:
     try:
-        return parse(_Record, line)
+        return parse(TraceRecord, line)
     except SchemaError as error:
         problem = error.problems[0].in_output
         raise TraceError(str(path), f"{problem}; record the trace again") from None
 
 
-def _kind_of(reference: _Record, candidate: _Record) -> DivergenceKind | None:
+def _kind_of(reference: TraceRecord, candidate: TraceRecord) -> DivergenceKind | None:
     """Return how two records of one tensor differ; None where their bits are the same.
 
     Norms are no bits: on a GPU their sums may differ in the last digit.
@@ -291,8 +259,8 @@ def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
     ranks: dict[tuple[object, ...], list[int]] = {}
     first: dict[tuple[object, ...], _RecordDifference] = {}
     for one in found:
-        ranks.setdefault((one.record.key, one.kind), []).append(one.rank)
-        first.setdefault((one.record.key, one.kind), one)
+        ranks.setdefault((_key_of(one.record), one.kind), []).append(one.rank)
+        first.setdefault((_key_of(one.record), one.kind), one)
     for key, one in first.items():
         record = one.record
         is_parameter = record.phase in ("gradient", "update")
@@ -325,6 +293,24 @@ def _hint(first: TensorDivergence) -> str | None:
             return "the data differ, or their order: this is what the model is called with"
         return "it is made before this module is called, outside of the modules that are traced"
     return None
+
+
+def _key_of(record: TraceRecord) -> _Key:
+    """Return what is the same in two traces of one training."""
+    return record.step, record.microbatch, record.phase, record.module, record.tensor
+
+
+def _place_of(record: TraceRecord, layout: TraceLayout) -> tuple[int, int, int, int]:
+    """Return a place before those of all tensors that are computed from this one.
+
+    Each rank counts its own records. Stages of a pipeline run one after the other, forward and
+    backward; with virtual stages a rank has several of them, and the layer counts.
+    """
+    stage = 0
+    if record.phase in ("forward", "backward"):
+        stage = layout.pp[0] if layout.vpp == 1 else _depth(record.module)
+        stage = stage if record.phase == "forward" else -stage
+    return record.step, PHASES.index(record.phase), stage, record.order
 
 
 def _depth(module: str) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, TypeVar, cast
 
+from pytest_megatron.base.schema import Count
 from pytest_megatron.errors import TraceError
 from pytest_megatron.runs.equivalence import Phase
 from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
@@ -114,19 +115,19 @@ class TraceRecord:
         at: Offset and number of bytes in `rank_<r>.bin`.
     """
 
-    order: int
-    step: int
-    microbatch: int
+    order: Count
+    step: Count
+    microbatch: Count
     phase: Phase
     module: str
     kind: str
     tensor: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     norm: float | None
     mean: float | None
     hash: str
-    not_finite: int
+    not_finite: Count
     at: tuple[int, int] | None = None
     parameter: ParameterShard | None = None
 

@@ -1,4 +1,4 @@
-"""What records and compares traces, for workloads."""
+"""The programs and functions of traces that workloads use."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from pytest_megatron.runs.history import durations_of, outcomes_by_commit, wilso
 from pytest_megatron.runs.history_options import read_known_entries
 from pytest_megatron.runs.layout import OWN_DIR
 
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _HEAD = (
     *("commit", "items", "run", "unknown", "assumed", "skipped", "saved", "judged", "failed"),
     "subject",
@@ -39,7 +40,7 @@ def changed() -> None:
     nargs=-1,
     required=True,
     metavar="FILE...",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=_FILE,
 )
 @click.option(
     "--output",
@@ -63,7 +64,7 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
     "files",
     nargs=-1,
     metavar="[FILE]...",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=_FILE,
 )
 def audit(files: tuple[Path, ...]) -> None:
     """Print how many of the tests that --changed left out would have failed, by those it drew."""
@@ -89,7 +90,11 @@ def audit(files: tuple[Path, ...]) -> None:
 
 
 def print_replay(
-    number: int, files: Sequence[Path], history: Path, *, form: str, is_explained: bool
+    number: int,
+    files: Sequence[Path],
+    history: Path,
+    form: str,
+    is_explained: bool,  # noqa: FBT001 - a value, not a choice
 ) -> None:
     """Print what `--changed` would have left out at each of the last commits, and missed.
 

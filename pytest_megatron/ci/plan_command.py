@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -61,23 +61,9 @@ _OF_REPLAY = frozenset(("replay", "path", "changed_file", "explain", "form"))
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
 
 
-class PrintReplay(Protocol):
-    """Prints what leaving out unchanged items would have saved and missed."""
-
-    def __call__(
-        self,
-        number: int,
-        files: Sequence[Path],
-        history: Path,
-        *,
-        form: str,
-        is_explained: bool,
-    ) -> None:
-        """Replay `number` commits by records in files and by a history."""
-
-
 FindUnaffected: TypeAlias = Callable[[Path, str, Sequence[Path]], frozenset[str]]
 UNAFFECTED: ExtensionPoint[FindUnaffected] = ExtensionPoint("plan.unaffected")
+PrintReplay: TypeAlias = Callable[[int, Sequence[Path], Path, str, bool], None]
 REPLAY: ExtensionPoint[PrintReplay] = ExtensionPoint("plan.replay")
 
 
@@ -333,13 +319,8 @@ def _print_replay(number: int, given: _PlanOptions) -> None:
             raise SelectionError(option.opts[0], "is for a plan; leave it out beside --replay")
     if given["form"] == "github":
         raise SelectionError("--format github", "is for a plan; --replay has text and json")
-    answer_of(REPLAY, "--replay")(
-        number,
-        given["changed_file"],
-        given["path"],
-        form=given["form"],
-        is_explained=given["explain"],
-    )
+    files, history = given["changed_file"], given["path"]
+    answer_of(REPLAY, "--replay")(number, files, history, given["form"], given["explain"])
 
 
 _DEARER = 0.1  # share from which on a page lists a change

@@ -22,11 +22,10 @@ from pytest_megatron.base.text import describe_exit, shorten
 from pytest_megatron.culprit.search import CulpritRun, CulpritState, Outcome
 from pytest_megatron.errors import CiError, CulpritError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
-from pytest_megatron.runs.choose import read_own_run
+from pytest_megatron.runs.choose import read_own_item
 from pytest_megatron.runs.junit import JUnitCase, read_junit
-from pytest_megatron.runs.layout import RUN_FILE
 from pytest_megatron.runs.record import RecordedExecution, RecordedItem
-from pytest_megatron.session.again import OF_PYTEST, PYTEST_EXITS
+from pytest_megatron.session.again import PYTEST_EXITS, environment_with
 
 RUN_DIR = "RUN_DIR"  # in the command of a search
 _GRACE_S = 30.0  # for pytest to end its ranks
@@ -131,7 +130,7 @@ class Worktrees:
     def _set_up(self, path: Path, state: CulpritState) -> str:
         log = self.place / f"setup_{path.name}.log"
         command = ("sh", "-c", state.setup)
-        end = _run(command, path / state.prefix, _environment({}), log, state.time_limit_s)
+        end = _run(command, path / state.prefix, environment_with({}), log, state.time_limit_s)
         if end is None:
             return f"the set-up did not end within {state.time_limit_s:g} s; see {log}"
         return f"the set-up {describe_exit(end.returncode)}; see {log}" if end.returncode else ""
@@ -157,7 +156,7 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
     has_own = bool(state.setup) and own.exists()
     argv[0] = str(own) if has_own else sys.executable
     argv += ["--confcutdir", ".", "--junit-xml", str(report), "-o", "junit_family=xunit2"]
-    env = _environment(state.env)
+    env = environment_with(state.env)
     if not has_own:  # above an editable installation of the user's tree
         inherited = (env["PYTHONPATH"],) if env.get("PYTHONPATH") else ()
         env["PYTHONPATH"] = os.pathsep.join((str(project), str(project / "src"), *inherited))
@@ -167,7 +166,7 @@ def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
         outcome: Outcome = "failed"
         problem = f"did not end within {state.time_limit_s:g} s"
     else:
-        outcome, problem = judge(end.returncode, _record(run_dir, state.item), _cases(report))
+        outcome, problem = judge(end.returncode, read_own_item(run_dir, state.item), _cases(report))
     problem = shorten(problem, _MOST_CHARS)
     return CulpritRun(
         position=position,
@@ -206,19 +205,11 @@ def judge(
     return ("untestable", f"skipped: {problem}") if kinds == {"skipped"} else ("passed", "")
 
 
-def _record(run_dir: Path, item: str) -> RecordedItem | None:
-    return read_own_run(run_dir).items.get(item) if (run_dir / RUN_FILE).is_file() else None
-
-
 def _cases(report: Path) -> tuple[JUnitCase, ...]:
     try:
         return read_junit(report).cases
     except CiError:
         return ()
-
-
-def _environment(added: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in OF_PYTEST} | dict(added)
 
 
 def _run(

@@ -18,7 +18,7 @@ import click
 
 from pytest_megatron.base.command import PATH, echo_error
 from pytest_megatron.base.project import ask_git
-from pytest_megatron.base.text import printable
+from pytest_megatron.base.text import counted, printable
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
 from pytest_megatron.repro.order import smallest_cause
@@ -35,7 +35,7 @@ from pytest_megatron.runs.record import (
     RecordedTest,
     RecordedWorkload,
 )
-from pytest_megatron.session.again import Again, Wishes
+from pytest_megatron.session.again import Again, Wishes, environment_with
 
 _IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
 _WANTED = ("plan.json", "triage.json", "comparison.json", PATCH_NAME)
@@ -215,8 +215,7 @@ def _print_header(prepared: _Prepared, again: Again) -> None:
     if chosen.problem:
         lines.append(f"  there: {chosen.problem}")
     if chosen.before:
-        count = len(chosen.before)
-        lines.append(f"  after: {count} {'test' if count == 1 else 'tests'} on the same gang")
+        lines.append(f"  after: {counted(len(chosen.before), 'test')} on the same gang")
     lines += [f"  {note}" for note in (*prepared.notes, *again.left_out)]
     for text in lines:
         click.echo(printable(text))
@@ -288,7 +287,7 @@ def _open_shell(prepared: _Prepared) -> ReproOutcome:
     script = stage.scratch / "again.sh"
     script.write_text("\n".join(_lines(prepared, again)) + "\n", encoding="utf-8")
     click.echo(printable(f'  a shell in {stage.root}; sh "$REPRO" runs it, exit leaves'))
-    env = {**stage.env(again), "REPRO": str(script)}
+    env = {**environment_with(again.env), "REPRO": str(script)}
     shell = os.environ.get("SHELL") or "/bin/sh"
     try:
         subprocess.run([shell], cwd=stage.root, env=env, check=False)

@@ -10,15 +10,14 @@ from enum import IntEnum
 from pathlib import Path
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.runs.choose import Chosen, read_own_run
-from pytest_megatron.runs.layout import RUN_FILE
+from pytest_megatron.runs.choose import Chosen, read_own_item
 from pytest_megatron.runs.record import RecordedAttempt, RecordedItem
 from pytest_megatron.session.again import (
-    OF_PYTEST,
     PYTEST_EXITS,
     Again,
     Wishes,
     command_for,
+    environment_with,
 )
 
 
@@ -136,7 +135,7 @@ class Stage:
                 process = subprocess.Popen(
                     again.argv,
                     cwd=self.root,
-                    env=self.env(again),
+                    env=environment_with(again.env),
                     stdout=file if is_quiet else None,
                     stderr=subprocess.STDOUT if is_quiet else None,
                 )
@@ -147,13 +146,4 @@ class Stage:
         except KeyboardInterrupt:  # pytest has it too, and needs a moment to end its ranks
             process.wait()
             raise
-        return judge_again(chosen, self._item(chosen.node_id, name), returncode)
-
-    def env(self, again: Again) -> dict[str, str]:
-        """Return the whole environment of what is started."""
-        own = {k: v for k, v in os.environ.items() if k not in OF_PYTEST}
-        return {**own, **again.env}
-
-    def _item(self, node_id: str, name: str) -> RecordedItem | None:
-        run_dir = self.scratch / name
-        return read_own_run(run_dir).items.get(node_id) if (run_dir / RUN_FILE).is_file() else None
+        return judge_again(chosen, read_own_item(self.scratch / name, chosen.node_id), returncode)

@@ -77,6 +77,11 @@ def read_own_run(run_dir: Path) -> RecordedRun:
     return run
 
 
+def read_own_item(run_dir: Path, node_id: str) -> RecordedItem | None:
+    """Return the record of an item; None where the run has none of it."""
+    return read_own_run(run_dir).items.get(node_id) if (run_dir / RUN_FILE).is_file() else None
+
+
 def check_node_id(node_id: str, where: str) -> None:
     """Make sure that a node id names a test below the project, and is no option of pytest's.
 

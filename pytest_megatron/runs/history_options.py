@@ -1,4 +1,4 @@
-"""What commands about the history of runs share: its option, its entries, and spans of time."""
+"""The history of runs in commands: its option, its entries, and spans of time."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ test of the checkout, options, and variables that change how a training computes
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
 import sys
@@ -65,7 +66,7 @@ UCX_RNDV_SCHEME UCX_RNDV_THRESH UCX_TLS
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _SEEDED = ("pytest_randomly", "hypothesis")
-OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
 PYTEST_EXITS = {
     2: "pytest was interrupted, or could not import a test module",
     3: "pytest itself failed",
@@ -150,17 +151,13 @@ def command_for(
 
 def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
     """Return the command that runs pytest once, with the plugin and without a history."""
-    own = (
-        "--rootdir",
-        ".",
-        "--megatron-run-dir",
-        run_dir,
-        "--megatron-history",
-        "off",
-        "--maxfail",
-        "0",
-    )
-    return (python, "-m", "pytest", "-p", "megatron", *own, *words)
+    own = ("--rootdir", ".", "--megatron-run-dir", run_dir, "--megatron-history", "off")
+    return (python, "-m", "pytest", "-p", "megatron", *own, "--maxfail", "0", *words)
+
+
+def environment_with(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a pytest that is started, without what this one has of pytest."""
+    return {k: v for k, v in os.environ.items() if k not in _OF_PYTEST} | dict(added)
 
 
 def _workload_words(item: RecordedWorkload) -> list[str]:

@@ -17,7 +17,6 @@ from pytest_megatron.rooms import ROOMS, Room, load, rooms
 
 PACKAGE = Path(pytest_megatron.__file__).parent
 HALLS = ("gangs", "workloads", "triage")
-NEEDS: dict[str, str] = {}
 TESTS = """\
 def test_ranks(rank, world_size):
     assert world_size == 2
@@ -51,14 +50,10 @@ def without(room: str, site: Path) -> None:
     """Copy the package without a room and its name in the table."""
     copy = site / "pytest_megatron"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    gone = [room, *(user for user, used in NEEDS.items() if used == room)]
-    for name in gone:
-        shutil.rmtree(copy / name)
+    shutil.rmtree(copy / room)
     table = copy / "rooms.py"
-    text = table.read_text()
-    for name in gone:
-        text, count = re.subn(rf'"{name}",? ?', "", text)
-        assert count == 1
+    text, count = re.subn(rf'"{room}",? ?', "", table.read_text())
+    assert count == 1
     table.write_text(text)
 
 

@@ -72,8 +72,8 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
 
     Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
     """
-    from pytest_megatron.ci.job_file import new_job, write_job  # noqa: PLC0415 - each command its own
-    from pytest_megatron.ci.plan_text import outputs_text  # noqa: PLC0415
+    from pytest_megatron.ci.jobs import new_job, write_job  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.plan_command import outputs_text  # noqa: PLC0415
 
     record = new_job(job, test_case or job, os.environ)
     write_job(record, directory)

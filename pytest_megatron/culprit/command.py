@@ -34,10 +34,10 @@ from pytest_megatron.culprit.search import (
 from pytest_megatron.errors import ConfigError, CulpritError
 from pytest_megatron.runs.choose import check_node_id, choose, read_own_run
 from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.headline import headline_fingerprint
 from pytest_megatron.runs.history import FILE_NAME, misleading_share, read
 from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.runs.record import read_record, to_json
-from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.session.again import Again, Wishes, command_for, pytest_argv
 
 _STATE, _REPORT = "state.json", "culprit.json"

@@ -15,7 +15,7 @@ import click
 from pytest_megatron.base.command import EXIT_FAILED, PATH, echo_error
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import HostError
-from pytest_megatron.runs.prune import kept_runs
+from pytest_megatron.runs.find import kept_runs
 from pytest_megatron.runs.record import RecordedTest, read_run
 
 # Their names end in .txt, so that no tool takes them for files of this package.

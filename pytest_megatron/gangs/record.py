@@ -15,8 +15,8 @@ from pytest_megatron.base.text import counted, cut_middle, without_colours
 from pytest_megatron.gangs.merge import Merged, longrepr_text, skip_reason
 from pytest_megatron.gangs.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
+from pytest_megatron.runs.headline import headline_fingerprint
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
-from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.triage.signatures import (
     Signature,
     Table,

@@ -12,7 +12,7 @@ import click
 from pytest_megatron.base.command import EXIT_UNUSABLE, PATH, HintingGroup, echo_error, root_option
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.errors import ReportError, RunError
-from pytest_megatron.runs.prune import kept_runs, remove_old_runs
+from pytest_megatron.runs.find import kept_runs, remove_old_runs
 
 
 @click.group("runs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})

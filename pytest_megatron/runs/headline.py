@@ -1,7 +1,9 @@
-"""The headline of a failure: the one line that every place shows of it. Pure."""
+"""The headline of a failure, which every place shows, and the command that reproduces it. Pure."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
 
 from pytest_megatron.base.text import name_ranks
@@ -50,3 +52,41 @@ def where_ranks_were(frames: Mapping[int, str | None]) -> str:
         return next(iter(found), None) or ""
     ordered = sorted(found.items(), key=lambda one: (len(one[1]), one[1]))
     return ", ".join(f"{frame} ({name_ranks(ranks)})" for frame, ranks in ordered if frame)
+
+
+# Variables by which `repro` asks for a part of a workload, or for another number of ranks.
+REPEAT = "PYTEST_MEGATRON_REPEAT"
+PHASE = "PYTEST_MEGATRON_PHASE"
+RANKS = "PYTEST_MEGATRON_RANKS"
+CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
+_NUMBER = re.compile(r"\d+")
+_RANK = re.compile(r"^\[rank \d+\] ")
+_RANKS = re.compile(r"\branks? #(?:-#)?(?:, #(?:-#)?)*")  # who was late differs from run to run
+_ROW = re.compile(r"#(?:, #)+")  # and so does how much a list holds
+_HELD = re.compile(r"\{.*")  # or a mapping, such as an environment, which is never the same
+_MOST = 160
+
+
+def reproduce_line(where: str, node_id: str) -> str:
+    """Return the last line of a failure's report: the command that reproduces it.
+
+    Args:
+        where: The run directory, as the user would type it.
+        node_id: Node id of the item.
+    """
+    return f"reproduce: pytest-megatron repro {shlex.quote(where)} {shlex.quote(node_id)}"
+
+
+def headline_fingerprint(headline: str, end: str = "") -> str:
+    """Return the text that two failures of a test share if they have the same cause.
+
+    Args:
+        headline: The printed failure; its first line counts.
+        end: How the execution ended: `died`, `hung`, ...
+    """
+    first = _RANK.sub("", headline.strip().partition("\n")[0])
+    plain = _HELD.sub("{", _NUMBER.sub("#", _PATH.sub("PATH", _ADDRESS.sub("#", first))))
+    plain = _ROW.sub("#", _RANKS.sub("ranks", plain))
+    return "|".join((end, plain[:_MOST]))

@@ -18,9 +18,9 @@ from pathlib import PurePosixPath
 import pytest
 
 from pytest_megatron.runs.choose import Chosen
+from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.runs.record import OptionValue, RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED
-from pytest_megatron.runs.reproduce import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.session.options import OF_ITEMS, OPTION_ROWS
 
 # Of the machine that it was: set again by us, or of no meaning here.

@@ -19,9 +19,9 @@ from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
 from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
+from pytest_megatron.runs.find import remove_old_runs
 from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir, seed_of_examples
-from pytest_megatron.runs.prune import remove_old_runs
 from pytest_megatron.runs.record import (
     OptionValue,
     RecordedItem,

@@ -26,9 +26,9 @@ from pytest_megatron.gangs.record import (
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import Gpu, this_host
+from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.nowhere import ran_nowhere
 from pytest_megatron.runs.record import RecordedTest
-from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.run_file import RunFile, record_on

@@ -19,7 +19,7 @@ import pytest
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.text import counted, rough_time
 from pytest_megatron.runs.equivalence import as_text
-from pytest_megatron.runs.headline import make_advice
+from pytest_megatron.runs.headline import headline_fingerprint, make_advice
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedAudit,
@@ -28,7 +28,6 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
 )
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers

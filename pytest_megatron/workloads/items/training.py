@@ -16,9 +16,9 @@ import pytest
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.runs.equivalence import write_comparison
+from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
-from pytest_megatron.runs.reproduce import reproduce_line
 from pytest_megatron.session.options import (
     LOCAL,
     MIN_REFRESH_REPEATS,

@@ -17,7 +17,7 @@ from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.equivalence import TraceComparison
-from pytest_megatron.runs.headline import make_headline, where_ranks_were
+from pytest_megatron.runs.headline import headline_fingerprint, make_headline, where_ranks_were
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.runs.record import (
     RecordedDiagnosis,
@@ -26,7 +26,6 @@ from pytest_megatron.runs.record import (
     RecordedFile,
     RecordedVerdict,
 )
-from pytest_megatron.runs.reproduce import headline_fingerprint
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units

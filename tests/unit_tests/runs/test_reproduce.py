@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from pytest_megatron.runs.reproduce import headline_fingerprint, reproduce_line
+from pytest_megatron.runs.headline import headline_fingerprint, reproduce_line
 
 
 @pytest.mark.parametrize(

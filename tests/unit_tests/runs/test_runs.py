@@ -6,9 +6,8 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from pytest_megatron.cli import group
-from pytest_megatron.runs.find import runs_below
+from pytest_megatron.runs.find import kept_runs, remove_old_runs, runs_below
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
-from pytest_megatron.runs.prune import kept_runs, remove_old_runs
 
 
 def make_runs(root: Path, *places: str) -> None:

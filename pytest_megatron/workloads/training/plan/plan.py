@@ -23,8 +23,8 @@ from pathlib import Path
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
+from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
-from pytest_megatron.runs.reproduce import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.workloads.recipe.case import (
     CP,
     TP,

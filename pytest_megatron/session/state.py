@@ -20,6 +20,7 @@ from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
 from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
 from pytest_megatron.runs.ledger import RunLedger
 from pytest_megatron.runs.redact import Redactor
+from pytest_megatron.session.log import SessionLog
 from pytest_megatron.session.options import Options, read_options, usage_errors
 from pytest_megatron.triage.signatures import Table, load_table
 
@@ -44,6 +45,7 @@ class RunSession:
         warned: Warnings about workloads that were shown, and are not shown again.
         directory: Where pytest was started.
         stash: What rooms keep for the session.
+        log: Keeps what was decided.
     """
 
     def __init__(self, config: pytest.Config, options: Options) -> None:
@@ -56,6 +58,8 @@ class RunSession:
         self._worker_id = None if worker is None else worker["workerid"]
         self.warned: set[str] = set()
         self.stash = pytest.Stash()
+        self.log = SessionLog()
+        self.log.begin()
         self.is_open = False
         self._is_ours = False
         self._lock: int | None = None  # on the run directory
@@ -149,6 +153,7 @@ class RunSession:
             except OSError as error:
                 raise pytest.UsageError(self.cannot_write(error)) from None
             self.is_open = True
+            self.log.write_to(self.run_dir)
         return self.run_dir
 
     def refuse_used_run_dir(self) -> None:
@@ -245,6 +250,7 @@ def session_of(config: pytest.Config) -> RunSession:
     if _SESSION not in config.stash:
         config.stash[_SESSION] = RunSession(config, read_options(config))
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
+        config.add_cleanup(config.stash[_SESSION].log.end)
     return config.stash[_SESSION]
 
 

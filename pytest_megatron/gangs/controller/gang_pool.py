@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -36,6 +37,8 @@ from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.session.state import RunSession, write_line
+
+_LOG = logging.getLogger("pytest_megatron.gangs")
 
 
 class Leases:
@@ -223,6 +226,7 @@ class GangPool:
             self.drop_ahead()
         self.leases.close()  # those of ranks that began ahead: a wider gang may come first
         if reason:
+            _LOG.info("every rank collects for itself: %s", reason)
             if config.getoption("verbose", 0) > 0:
                 write_line(config, f"every rank collects for itself: {reason}")
             if self.per_rank is None:
@@ -232,6 +236,7 @@ class GangPool:
             else:
                 self.per_rank.compare_with(session.items)
         else:
+            _LOG.info("ranks are forked from the session")
             for item in session.items:
                 _ = item.location  # cached by pytest, so that ranks inherit it
             template = SessionTemplate(
@@ -380,6 +385,8 @@ class GangPool:
             descriptors=lease.descriptors if lease else (),
         )
         self.gangs[number] = gang
+        gpus = ", ".join(gpu.uuid for gpu in lease.gpus) if lease else "no GPU"
+        _LOG.info("gang %d: %d ranks on %s, %s", number, spec.world_size, spec.device, gpus)
         if lease is not None:
             self.leases.of_gangs[number] = lease
         return gang

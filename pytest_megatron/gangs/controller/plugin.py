@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -57,6 +58,8 @@ from pytest_megatron.session.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, 
 from pytest_megatron.session.run_file import RecordCarrier, put_record
 from pytest_megatron.session.state import IS_WORKLOAD, RunSession, show_no_stacks, write_line
 from pytest_megatron.triage.signatures import Signature
+
+_LOG = logging.getLogger("pytest_megatron.gangs")
 
 
 class PhaseHooks:
@@ -418,9 +421,12 @@ class GangPlugin(RecordCarrier):
         cause = transient_cause(
             execution.merged, execution.log_lines(), execution.last_stderr_lines(), self._run.table
         )
-        if cause is None or self._run.ledger.claim(item.nodeid, cause.id) is not None:
+        if cause is None:
+            _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
-        return cause
+        refusal = self._run.ledger.claim(item.nodeid, cause.id)
+        _LOG.info("%s: run again for %s: %s", item.nodeid, cause.id, refusal or "yes")
+        return cause if refusal is None else None
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which precede the report of the test."""

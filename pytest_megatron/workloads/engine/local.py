@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import select
 import socket
@@ -52,6 +53,8 @@ from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, Setting
 from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workloads.training.run.runner import run_attempt, start_here
+
+_LOG = logging.getLogger("pytest_megatron.workloads")
 
 CarryOut = Callable[[Submission, Planned, Lease], SubmissionOutcome]
 _MOST_PROCESSES = 2  # each holds torch: a few hundred MB
@@ -145,6 +148,7 @@ class LeasingEngine:
         )
         with contextlib.closing(leased) as lease, HealthWatch(lease.gpus) as watch:
             devices = tuple(gpu.uuid for gpu in lease.gpus)
+            _LOG.info("%s: leased %s", submission.key, ", ".join(devices))
             outcome = self._carry_out(submission, submission.planned(devices), lease)
             return replace(outcome, health=watch.finish())
 
@@ -177,6 +181,8 @@ class LocalEngine(LeasingEngine):
     ) -> SubmissionOutcome:
         mode = self._context.workload_start
         forks = mode == "fork" or (mode == "auto" and submission.resources.platform == CPU_PLATFORM)
+        how = "forked from a warm process" if forks else "fresh interpreters"
+        _LOG.info("%s: ranks are %s (--workload-start %s)", submission.key, how, mode)
 
         def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
             # Forks of one process share a seed of `hash()` and addresses, so an audit of two forks

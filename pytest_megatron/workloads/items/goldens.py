@@ -7,6 +7,7 @@ disagrees with its golden leaves one too, for `pytest-megatron golden review` an
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,8 @@ from pytest_megatron.workloads.refresh.pull_request import commit_message, markd
 from pytest_megatron.workloads.refresh.read import read_candidate
 from pytest_megatron.workloads.verdict.compare import check_golden_kind
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+
+_LOG = logging.getLogger("pytest_megatron.workloads")
 
 _MOST_LINES = 60  # of the page in the terminal
 
@@ -103,6 +106,7 @@ class GoldenWriter:
             LaunchError: It cannot be copied.
         """
         path = golden_path(self._root, job.workload)
+        _LOG.info("%s: golden %s (--golden %s)", job.node_id, path, self._options.golden)
         if not job.is_compared or self._options.golden == "off":
             return
         try:

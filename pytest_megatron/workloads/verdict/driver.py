@@ -7,6 +7,7 @@ this machine and for thousands on a cluster.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 import time
@@ -55,6 +56,8 @@ from pytest_megatron.workloads.verdict.gradients import compare_gradients, measu
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.workloads.verdict.retry import StopRetrying, next_step, with_policy
 from pytest_megatron.workloads.verdict.script import find_saved, judge_script
+
+_LOG = logging.getLogger("pytest_megatron.workloads")
 
 
 class Retries(Protocol):
@@ -196,9 +199,13 @@ def _repeat(
             judged = early_stop.account(plan, judged)
         attempts.append(judged)
         step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
+        where = f"{job.node_id}, repeat {repeat}, attempt {len(attempts)}"
         if isinstance(step, StopRetrying):
+            cause = "it trained as it should" if judged.cause is None else judged.cause.text
+            _LOG.info("%s: no further attempt: %s", where, step.reason or cause)
             return RepeatEnd(attempts=tuple(attempts), stopped=step.reason)
         refusal = retries.claim(attempts[-1])
+        _LOG.info("%s: further attempt: %s", where, refusal or f"in {step.pause_s:g} s")
         if refusal is not None:
             return RepeatEnd(attempts=tuple(attempts), stopped=refusal)
         retries.on_retry(attempts[-1], step.pause_s)

@@ -523,7 +523,9 @@ class Watch:
     def _on_list(self, args: tuple[object, ...]) -> None:
         place = "." if args[0] is None else args[0]
         name = self._name("", place) if isinstance(place, int) else self._name(place)
-        if name is None or self._is_in_session or _is_importing():
+        if name is None or _is_importing():
+            return
+        if self._is_in_session and not self._is_of_project():
             return
         self._add("listed", name)
         if os.path.exists(os.path.join(name, "__init__.py")):  # a registry of plug-ins

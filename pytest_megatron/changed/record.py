@@ -201,7 +201,6 @@ def restamped(record: TestRecord, node_ids: Iterable[str], state: ProjectState) 
 
 IMPORT = "import:"  # in front of the file
 COLLECT = "collect:"  # in front of the file
-_GONE = ("", "", "")  # the block of a file that a test has removed
 _FILES = ("loaded", "whole", "opened", "listed", "asked", "cached", "filled", "uses")
 _NO_CODE = (WHOLE, LISTING, EXISTS)
 # Names of methods of Python's own types: most calls of them are none of a method of the project.
@@ -294,7 +293,7 @@ class Joiner:
         self._notes = notes
         self._sources = sources
         self._started = started
-        self._numbers: dict[tuple[str, str, str], int] = {_GONE: 0}  # of the blocks
+        self._numbers: dict[tuple[str, str, str], int] = {}  # of the blocks
         self._imported = functools.cache(self._find_imported)
         self._block = functools.cache(self._find_block)
         self._code = functools.cache(self._find_code)
@@ -377,7 +376,6 @@ class Joiner:
                 modules, blocks = self._imported(start)
                 reached |= modules
                 own |= blocks
-        own.discard(self._numbers[_GONE])
         return own
 
     def _find_collected(self, file: str) -> tuple[frozenset[int], frozenset[str]]:
@@ -494,8 +492,9 @@ class Joiner:
     def _find_block(self, path: str, name: str) -> int:
         found = self._sources.blocks(path)
         kept = block_named(path, name, found)
-        block = (path, kept, found[kept]) if kept in found else _GONE
-        return self._numbers.setdefault(block, len(self._numbers))
+        if kept not in found:  # it was to be opened, and is not there
+            kept = EXISTS
+        return self._numbers.setdefault((path, kept, found[kept]), len(self._numbers))
 
     def _is_written(self, path: str) -> bool:
         """Return true for a file that was written since the session began."""

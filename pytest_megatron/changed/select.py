@@ -33,6 +33,7 @@ from pytest_megatron.changed.sources import (
     blocks_of,
     checkout_of,
     files_of,
+    is_listed,
 )
 from pytest_megatron.errors import SelectionError
 
@@ -163,7 +164,8 @@ class Changes:
         if not {(path, WHOLE), (path, EXISTS)}.isdisjoint(self._used):
             return True
         is_gone_or_new = (path in state.files) != (path in self._now.files)
-        if is_gone_or_new and (str(PurePosixPath(path).parent), LISTING) in self._used:
+        place = PurePosixPath(path)
+        if is_gone_or_new and is_listed(place.name) and (str(place.parent), LISTING) in self._used:
             return True
         return _matches(path, IRRELEVANT)
 

@@ -484,7 +484,7 @@ class Sources:
         exists = {EXISTS: self._tree.kind(path)}
         names = self._tree.names(path)
         if names is not None:
-            listed = "\0".join(sorted(filter(_is_listed, names)))
+            listed = "\0".join(sorted(filter(is_listed, names)))
             return {LISTING: digest(listed.encode("utf-8", "surrogateescape")), **exists}
         source = self._tree.read(path)
         if source is None:
@@ -571,7 +571,7 @@ class Sources:
         return [conftest for conftest in found if self._tree.is_file(conftest)]
 
 
-def _is_listed(name: str) -> bool:
+def is_listed(name: str) -> bool:
     """Return false for what running tests leaves in a directory."""
     return not name.startswith((".", "__pycache__")) and not name.endswith(".pyc")
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NOTES = "MEGATRON_CHANGED_NOTES"  # directory of the files
 KEY = "MEGATRON_CHANGED_WINDOW"  # the one that processes belong to
 ROOT = "MEGATRON_CHANGED_ROOT"
+_WORKER = "PYTEST_XDIST_WORKER"  # which such a process sets itself
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HOOK = os.path.join(_PACKAGE, "changed", "site")
 _IGNORED = ("/.git/", "/.pytest_megatron/", "/.pytest_cache/", "/__pycache__/", "/site-packages/")
@@ -202,6 +203,7 @@ class Watch:
         self._outside = (prefix,) if prefix.startswith(self._starts) else ()  # a `.venv` in it
         self._directory = directory
         self._has_windows = has_windows
+        self._was_worker = _WORKER in os.environ  # the process that started this one, if any
         self._windows = [_Window(key)]
         self._written: set[str] = set()  # files
         self._file = self._new_file()
@@ -227,8 +229,9 @@ class Watch:
 
     @property
     def _is_in_session(self) -> bool:
-        """True while pytest itself is at work, in a process that opens windows."""
-        return self._has_windows and len(self._windows) == 1
+        """True while pytest itself is at work, in a process that opens windows or is going to."""
+        is_new_worker = not self._was_worker and _WORKER in os.environ
+        return len(self._windows) == 1 and (self._has_windows or is_new_worker)
 
     def _is_own(self, name: str) -> bool:
         if "/.." in name:  # as of a path of modules
@@ -523,7 +526,9 @@ class Watch:
     def _on_list(self, args: tuple[object, ...]) -> None:
         place = "." if args[0] is None else args[0]
         name = self._name("", place) if isinstance(place, int) else self._name(place)
-        if name is None or self._is_in_session or _is_importing():
+        if name is None or _is_importing():
+            return
+        if self._is_in_session and not self._is_of_project():
             return
         self._add("listed", name)
         if os.path.exists(os.path.join(name, "__init__.py")):  # a registry of plug-ins

@@ -291,10 +291,12 @@ def _load() -> tuple[str, dict[str, tuple[int, ...]]]:
             return f"{type(error).__name__}: {error}", {}
     if caught:  # which a session reports as warnings of the test that imports torch
         return f"a warning while torch is loaded: {caught[0].message}", {}
-    files = {file: _version_of(file) for file in _loaded_files()}
+    # A file goes before its folder, as the one that is named.
+    files = {f: _version_of(f) for f in sorted(_loaded_files(), key=len, reverse=True)}
     for file, version in files.items():
         # A file with several names may have got one of them just now, as from uv.
         is_named_anew = version[:1] > (1,) and version[2:3] <= (began_ns,)
+        is_named_anew |= os.path.isdir(file)  # noqa: PTH112 - it got a `__pycache__`
         if _is_removed(file) or (version[1:2] > (began_ns,) and not is_named_anew):
             return f"{file} was changed while it was loaded", {}
     return find_obstacle("torch was loaded"), files
@@ -402,8 +404,11 @@ def _loaded_files() -> set[str]:
         spec = getattr(module, "__spec__", None)
         archive = getattr(getattr(spec, "loader", None), "archive", None)
         found |= {getattr(module, "__file__", None), archive}
-    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
-        found.update(line.split(None, 5)[5:])
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    mapped = {name for line in maps for name in line.split(None, 5)[5:]}
+    found |= mapped
+    # A library that is new in such a folder may go before one that was found elsewhere.
+    found.update(os.path.dirname(name) for name in mapped if ".so" in name)  # noqa: PTH120 - a name
     names = {name for name in found if isinstance(name, str) and name.startswith("/")}
     return {name for name in names if not name.endswith(_REMOVED) or _is_removed(name)}
 

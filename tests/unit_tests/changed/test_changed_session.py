@@ -315,6 +315,31 @@ def test_without_a_record_all_tests_run(project: Project) -> None:
     assert (done.returncode, "--changed: 1 of 1 run" in done.stdout) == (0, True)
 
 
+def test_what_a_plugin_starts_in_a_worker_counts_for_no_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pytest-benchmark asks git for its tag, when workers add their options."""
+    plugins, project = tmp_path / "plugins", tmp_path / "project"
+    for file, text in {
+        plugins / "starter.py": """
+import subprocess
+
+def pytest_addoption(parser):
+    subprocess.check_output(["git", "status"])
+""",
+        project / "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-p starter'\n",
+        project / "test_one.py": "def test_one():\n    pass\n",
+    }.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    assert run_git(project, "init", "-q").returncode == 0
+    recorded = Project.pytest_in(project, "--record-changed", "-n", "2")
+    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+    done = Project.pytest_in(project, "--changed")
+    assert "--changed: 0 of 1 run" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(
     ("method", "problem"),
     [("spawn", ""), ("fork", "it forks a process, which is not recorded")],

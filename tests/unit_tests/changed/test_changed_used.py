@@ -43,6 +43,7 @@ def load():
     "data/lazy.txt": "lazy",
     "data/chosen.txt": "chosen",
     "data/listed/a.txt": "a",
+    "data/hooked/a.txt": "a",
     "data/asked.txt": "asked",
     "data/size.txt": "size",
     "data/cat.txt": "cat",
@@ -153,7 +154,12 @@ def test_text_first():
 def test_text_second():
     assert keeping.text() == "kept!"
 """,
-    "tests/conftest.py": "",
+    "tests/conftest.py": """
+import os
+
+def pytest_sessionstart(session):
+    session.names = os.listdir("data/hooked")
+""",
     "tests/test_lazy.py": """
 def test_lazy_first():
     from pkg import front
@@ -202,6 +208,15 @@ def test_exists():
 
 def test_absent():
     assert not os.path.exists("data/absent.txt")
+
+def test_absent_opened():
+    try:
+        open("data/absent.txt")
+    except FileNotFoundError:
+        pass
+
+def test_hooked():
+    assert Path("data/hooked/a.txt").read_text() == "a"
 
 def test_size():
     assert os.stat("data/size.txt").st_size == 4
@@ -311,7 +326,9 @@ def test_only_tests_with_unknown_files_run_without_a_change(project: Project) ->
         pytest.param("pkg/plugins/two.py", "VALUE = 2\n", REGISTRY, id="new-plug-in"),
         pytest.param("data/listed/b.txt", "b", {*REGISTRY, "test_listed_by_number"}, id="listed"),
         pytest.param("data/asked.txt", None, ASKED, id="gone"),
-        pytest.param("data/absent.txt", "", {"test_absent"}, id="new"),
+        pytest.param("data/absent.txt", "", {"test_absent", "test_absent_opened"}, id="new"),
+        pytest.param("data/listed/.b", "b", None, id="hidden-in-a-listed-folder"),
+        pytest.param("data/hooked/a.txt", None, None, id="listed-by-a-hook"),
         pytest.param("data/size.txt", "longer", {"test_size"}, id="size"),
         pytest.param("data/in_folder.txt", "x", {"test_folder"}, id="in-an-open-folder"),
         pytest.param("data/rows.sqlite", "x", {"test_database"}, id="database"),

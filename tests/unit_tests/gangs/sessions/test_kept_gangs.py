@@ -286,6 +286,11 @@ def add_a_library_that_goes_before(project: Project) -> str:
     return f"{project.root / 'lib'} has changed"
 
 
+def add_a_library_beside_one(project: Project) -> str:
+    project.write("stub/libgomp.so", "mine")
+    return f"{project.root / 'stub'} has changed"
+
+
 def add_a_module_that_goes_before(project: Project) -> str:
     project.write("src/packed.py", "VALUE = 3")
     return "src/packed.py has the name of a loaded module"
@@ -317,6 +322,7 @@ def test_a_library_that_was_changed_starts_anew(project: Project) -> None:
         edit_with_the_times_kept,
         edit_an_archive,
         add_a_library_that_goes_before,
+        add_a_library_beside_one,
         add_a_module_that_goes_before,
         add_a_sitecustomize,
     ):

@@ -86,6 +86,12 @@ class QuarantinePlugin:
                 f"no earlier run of {counted(len(unknown), 'item')} is in the history, so that a "
                 f"regression would not be noticed before quarantine is over; keep --history"
             )
+        dirty = [state for state in self._seen.values() if state["holds"] and state["dirty"]]
+        if dirty:
+            terminalreporter.line(
+                f"the last failures of {counted(len(dirty), 'item')} do not count, as the tree had "
+                "changes; a file that git neither has nor ignores is one, too"
+            )
 
     def _mark(self, report: pytest.TestReport, quarantine: Quarantine) -> None:
         is_suspended = report.nodeid in self.suspended
@@ -102,8 +108,9 @@ class QuarantinePlugin:
             is_expired=not quarantine.holds_on(self._day),
             holds=holds,
         )
-        more = {"failure": failure, "problem": problem, "known": streak.num_known > 0}
-        report.__dict__[_STATE] = {**asdict(state), **more}
+        is_dirty = streak.num_dirty >= streak.num_needed  # it would count otherwise
+        more = {"failure": failure, "problem": problem, "dirty": is_dirty}
+        report.__dict__[_STATE] = {**asdict(state), **more, "known": streak.num_known > 0}
         record = record_on(report)
         if record is not None:
             advice = problem or record.advice

@@ -551,6 +551,7 @@ class FailureStreak:
             most, over its whole stay in quarantine.
         since: The commit of the first of them; empty without one.
         num_bad_before, num_before: Runs before them that failed, and all.
+        num_dirty: Runs after all of these that failed, and do not count as the tree had changes.
     """
 
     num_failed: int
@@ -558,6 +559,7 @@ class FailureStreak:
     since: str
     num_bad_before: int
     num_before: int
+    num_dirty: int = 0
 
     @property
     def num_known(self) -> int:
@@ -575,8 +577,10 @@ def failure_streak(entries: Iterable[HistoryEntry], platform: str) -> FailureStr
         entries: Those of the item alone, on every platform.
         platform: Where it runs now.
     """
-    own = (entry for entry in dict.fromkeys(entries) if entry.platform == platform)
-    runs = sorted((run for run in own if run.is_counted), key=lambda run: run.time)
+    own = [entry for entry in dict.fromkeys(entries) if entry.platform == platform]
+    own.sort(key=lambda run: run.time)
+    uncounted = takewhile(lambda run: not run.is_counted, reversed(own))
+    runs = [run for run in own if run.is_counted]
     last = list(takewhile(lambda run: not run.is_good, reversed(runs)))
     before = runs[: len(runs) - len(last)]
     num_bad = sum(not run.is_good for run in before)
@@ -593,6 +597,7 @@ def failure_streak(entries: Iterable[HistoryEntry], platform: str) -> FailureStr
         since=str(last[-1].commit) if last else "",
         num_bad_before=num_bad,
         num_before=len(before),
+        num_dirty=sum(run.is_dirty and not run.is_good for run in uncounted),
     )
 
 

@@ -52,7 +52,7 @@ from pytest_megatron.trace.pieces import (
     Trace,
     TracedStep,
     Values,
-    read_samples,
+    match_samples,
 )
 
 _EXIT_CODES = {"equal": 0, "different": 1, "unusable": 2}
@@ -321,11 +321,11 @@ class Comparer:
         Raises:
             TraceError: The candidate trains on others.
         """
-        of_reference = read_samples(reference)
-        of_candidate = read_samples(candidate, of_reference)
-        if of_reference is None or of_candidate is None:
+        matched = match_samples(reference, candidate)
+        if matched is None:
             return None
-        names = [{sample[0] for sample in one.places} for one in (of_reference, of_candidate)]
+        of_reference, of_candidate = matched
+        names = [{sample[0] for sample in one.places} for one in matched]
         if foreign := names[1] - names[0]:
             raise TraceError(
                 str(self._candidate.directory),

@@ -443,12 +443,12 @@ class Recorder:
         )
 
     def _on_gradient(
-        self, places: Sequence[_Place], microbatch: int, gradient: torch.Tensor
+        self, places: Sequence[_Place], microbatch: int, gradient: torch.Tensor | None
     ) -> None:
         if self._is_over:
             return
         self._backward_microbatch = microbatch
-        if is_partial(gradient):
+        if gradient is None or is_partial(gradient):  # none: nothing of the loss depends on it
             return
         with _PLAIN():
             values = local_values(gradient)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.machinery
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ LEAKS = {
     "test_changes_the_arguments": "sys.argv changed (--train-iters)",
     "test_adds_a_path": "sys.path changed (/left/by/a/test)",
     "test_puts_a_stub_in_the_place_of_a_library": "sys.modules changed (flash_attn_of_a_test)",
+    "test_puts_in_more_stubs": "sys.modules changed (stub_0_of_a_test, stub_1_of_a_test",
     "test_replaces_a_module": "sys.modules changed (wave)",
     "test_adds_a_handler": "handlers of the root logger changed",
     "test_disables_logging": "logging.disable 50, was 0",
@@ -40,6 +42,12 @@ LEAKS = {
     "test_sets_the_recursion_limit": "recursion limit 5000, was ",
     "test_blocks_a_signal": "blocked signals {",
     "test_limits_files": "limit of open files ",
+    "test_adds_a_finder": "sys.meta_path changed (<class ",
+    "test_enters_a_device": "modes of torch functions 1, was 0",
+    "test_flushes_denormal_numbers": "denormal numbers as zero True, was False",
+    "test_turns_onednn_off": "oneDNN False, was True",
+    "test_checks_sparse_tensors": "checks of sparse tensors True, was False",
+    "test_profiles": "sys.getprofile changed",
 }
 FORWARD, ZERO = "forward", "zero_grad"
 LIMIT = "recompile_limit"
@@ -79,6 +87,19 @@ def test_puts_a_stub_in_the_place_of_a_library() -> None:
 def test_is_clean_with_a_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     del sys.modules["flash_attn_of_a_test"]
     monkeypatch.setitem(sys.modules, "flash_attn_of_a_test", stub)
+
+
+def test_puts_in_more_stubs() -> None:
+    for number in range(9):
+        name = f"stub_{number}_of_a_test"
+        sys.modules[name] = types.ModuleType(name)
+
+
+def test_is_clean_while_stubs_are_there() -> None:
+    for number in range(99):
+        name = f"new_{number}_of_a_test"
+        spec = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
 
 
 def test_is_clean_with_a_new_module() -> None:
@@ -258,3 +279,67 @@ def test_limits_files() -> None:
 
 def test_is_clean_with_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, KEPT["files"])
+
+
+class Finder:
+    """Finds nothing."""
+
+    @staticmethod
+    def find_spec(*_: object) -> None: ...
+
+
+def test_adds_a_finder() -> None:
+    sys.meta_path.append(Finder)  # type: ignore[arg-type]
+
+
+def test_is_clean_with_a_finder() -> None:
+    sys.meta_path.remove(Finder)  # type: ignore[arg-type]
+    pytest.importorskip("absl.flags")  # adds one of its own
+
+
+def test_is_clean_with_what_packages_and_inductor_set_at_their_first_use() -> None:
+    sys.path.append(f"{np.__path__[0]}/_vendor")
+    sys.setrecursionlimit(2000)
+
+
+def test_enters_a_device() -> None:
+    KEPT["device"] = device = torch.device("meta")
+    device.__enter__()
+
+
+def test_is_clean_with_devices() -> None:
+    KEPT["device"].__exit__(None, None, None)
+    torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+
+def test_flushes_denormal_numbers() -> None:
+    torch.set_flush_denormal(True)
+
+
+def test_is_clean_with_denormal_numbers() -> None:
+    torch.set_flush_denormal(False)
+
+
+def test_turns_onednn_off() -> None:
+    torch.backends.mkldnn.set_flags(False)
+
+
+def test_is_clean_with_onednn() -> None:
+    torch.backends.mkldnn.set_flags(True)
+
+
+def test_checks_sparse_tensors() -> None:
+    torch.sparse.check_sparse_tensor_invariants.enable()
+
+
+def test_is_clean_with_sparse_tensors() -> None:
+    torch.sparse.check_sparse_tensor_invariants.disable()
+
+
+def test_profiles() -> None:
+    sys.setprofile(stub)
+
+
+def test_is_clean_with_a_profile() -> None:
+    sys.setprofile(None)

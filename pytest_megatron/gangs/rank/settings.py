@@ -11,6 +11,7 @@ import gc
 import locale
 import logging
 import multiprocessing
+import re
 import resource
 import signal
 import sys
@@ -37,6 +38,13 @@ _HOOKS = {
 _GETTERS = {  # of torch._C
     "default dtype": "get_default_dtype",
     "deterministic algorithms": "_get_deterministic_algorithms",
+    "warnings in place of deterministic algorithms": "_get_deterministic_algorithms_warn_only",
+    "filling of uninitialized memory": "_get_deterministic_fill_uninitialized_memory",
+    "checks of sparse tensors": "_check_sparse_tensor_invariants",
+    "every warning of torch": "_get_warnAlways",
+    "oneDNN": "_get_mkldnn_enabled",
+    "NNPACK": "_get_nnpack_enabled",
+    "threads of backward passes": "_is_multithreading_enabled",
     "cudnn.deterministic": "_get_cudnn_deterministic",
     "cudnn.benchmark": "_get_cudnn_benchmark",
     "cudnn.enabled": "_get_cudnn_enabled",
@@ -56,6 +64,9 @@ _GETTERS = {  # of torch._C
 }
 _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 _OTHER_DEFAULTS = ("env_value_force", "env_value_default", "alias")
+_RAISED = {2000: 1000}  # Inductor's recursion limit -> Python's
+_PACKAGES = re.compile(r"/(site|dist)-packages/").search
+_LEAST_FLOAT = 5e-324
 _UNSET = (object, type(None))  # of a mark of torch's
 _OF_LIBRARIES = ("_pytest.", "absl.", "pytest_megatron.", "torch.", "sys", "_thread", "threading")
 _WITHOUT_VERSIONS = (3, 14)
@@ -114,7 +125,7 @@ class PythonSettings:
             handlers = cast("list[object]", now["handlers of the root logger"])
             found = {
                 **{name: _shown(value) for name, value in now.items()},
-                "sys.modules": tuple(self._find_replaced()),
+                "sys.modules": tuple(sorted(self._find_replaced())),
                 "handlers of the root logger": tuple(filter(None, map(_shown, handlers))),
             }
             self._found = {("python", name): value for name, value in found.items()}
@@ -214,15 +225,27 @@ class TorchSettings:
                     yield f"{what}autocast on {device}", partial(get_of, device)
         if bindings:
             yield "default device", partial(_default_device, _variables("torch"))
+            yield "modes of torch functions", partial(_num_modes, _variables("torch"), bindings)
+            yield "denormal numbers as zero", partial(_LEAST_FLOAT.__eq__, 0.0)
 
 
 def _count(variables: Mapping[str, object], names: Iterable[str]) -> int:
     return sum(len(cast("Mapping[int, object]", variables.get(name) or ())) for name in names)
 
 
+def _default_mode(variables: Mapping[str, object]) -> object:
+    return getattr(variables.get("_GLOBAL_DEVICE_CONTEXT"), "device_context", None)
+
+
 def _default_device(variables: Mapping[str, object]) -> str:
-    device = getattr(variables.get("_GLOBAL_DEVICE_CONTEXT"), "device_context", None)
-    return "cpu" if device is None else str(device.device)
+    mode = _default_mode(variables)
+    return "cpu" if mode is None else str(getattr(mode, "device", None))
+
+
+def _num_modes(variables: Mapping[str, object], bindings: Mapping[str, object]) -> int:
+    """Return the number of modes that were entered, without that of the default device."""
+    get_number = cast("Callable[[], int]", bindings["_len_torch_function_stack"])
+    return get_number() - (_default_mode(variables) is not None)
 
 
 def _read_python() -> dict[str, object]:
@@ -233,8 +256,8 @@ def _read_python() -> dict[str, object]:
     get_errors, get_options = numpy.get("geterr"), numpy.get("get_printoptions")
     return {
         "sys.argv": tuple(sys.argv),
-        "sys.path": tuple(sys.path),
-        "sys.meta_path": tuple(sys.meta_path),
+        "sys.path": tuple(path for path in sys.path if not _PACKAGES(path)),
+        "sys.meta_path": tuple(finder for finder in sys.meta_path if not _is_packaged(finder)),
         "sys.excepthook": sys.excepthook,
         "sys.displayhook": sys.displayhook,
         "sys.unraisablehook": sys.unraisablehook,
@@ -243,7 +266,9 @@ def _read_python() -> dict[str, object]:
         "handlers of the root logger": list(root.handlers),
         "level of the root logger": root.level,
         "logging.disable": root.manager.disable,
-        "recursion limit": sys.getrecursionlimit(),
+        "recursion limit": _RAISED.get(sys.getrecursionlimit(), sys.getrecursionlimit()),
+        "sys.getprofile": sys.getprofile(),
+        "sys.gettrace": sys.gettrace(),
         "garbage collection": gc.isenabled(),
         "start method": multiprocessing.get_start_method(allow_none=True) or _START_METHOD,
         "default timeout of sockets": socket.getdefaulttimeout(),
@@ -270,6 +295,12 @@ def _shown(value: object) -> object:
     named = value if hasattr(value, "__qualname__") else type(value)
     is_known = str(getattr(named, "__module__", "")).startswith(_OF_LIBRARIES)
     return None if is_known else (id(value),)
+
+
+def _is_packaged(finder: object) -> bool:
+    """Return whether an installed package, which adds it when it is imported, has a finder."""
+    kind = finder if isinstance(finder, type) else type(finder)
+    return _PACKAGES(str(_variables(kind.__module__).get("__file__"))) is not None
 
 
 def _is_genuine(module: object) -> bool:

@@ -145,7 +145,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
         lines += [reason, ""]
     lines += [f"{name}: {value}" for name, value in _origins(written)]
     worst = max(written, key=lambda d: d.largest, default=None)
-    if worst is not None and worst.metrics and worst.state is FileChange.CHANGED:
+    if worst is not None and worst.largest and worst.state is FileChange.CHANGED:
         metric = max(worst.metrics, key=lambda m: m.largest)
         lines.append(
             f"Largest relative change: {metric.largest:.1e}, {metric.metric} at step "

@@ -10,7 +10,6 @@ import datetime as dt
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -244,30 +243,39 @@ HISTORY = """
 """
 
 
+def _entry(number: int, *, is_bad: bool, is_dirty: bool = False) -> HistoryEntry:
+    return HistoryEntry(
+        time=f"2026-01-01T00:{number:02}:00Z",
+        run="r",
+        node_id="test_it.py::test_ring",
+        kind="test",
+        verdict="failed" if is_bad else "passed",
+        num_attempts=1,
+        causes=(),
+        duration_s=1.0,
+        commit=f"{number:040}",
+        is_dirty=is_dirty,
+        platform="cpu x2",
+        quarantined_until=f"{UNTIL}",
+    )
+
+
+def test_failures_that_do_not_count_because_of_changes_are_told(tmp_path: Path) -> None:
+    suite = Suite(root=tmp_path).write("test_it.py", HISTORY.format(held=HELD))
+    runs = [_entry(n, is_bad=n % 8 == 3 or n >= 24, is_dirty=n >= 24) for n in range(39)]
+    append(tmp_path / "past.jsonl", runs)
+    run = suite.run("--ranks", "2", "--history", "past.jsonl")
+    assert (run.returncode, run.counts) == (0, "2 quarantined")
+    said = "the last failures of 1 item do not count, as the tree had changes"
+    assert any(line.startswith(said) for line in run.lines)
+
+
 @pytest.mark.parametrize("more", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_an_item_that_fails_ever_again_counts(tmp_path: Path, more: tuple[str, ...]) -> None:
     """Every eighth run failed, and then 15 in a row: that is no flakiness of before."""
     suite = Suite(root=tmp_path).write("test_it.py", HISTORY.format(held=HELD))
-    entry = HistoryEntry(
-        time="",
-        run="r",
-        node_id="test_it.py::test_ring",
-        kind="test",
-        verdict="passed",
-        num_attempts=1,
-        causes=(),
-        duration_s=1.0,
-        commit=None,
-        is_dirty=False,
-        platform="cpu x2",
-        quarantined_until=f"{UNTIL}",
-    )
     path = tmp_path / "past.jsonl"
-    for number in range(39):
-        is_bad = number % 8 == 3 or number >= 24
-        verdict = "failed" if is_bad else "passed"
-        time = f"2026-01-01T00:{number:02}:00Z"
-        append(path, [replace(entry, time=time, verdict=verdict, commit=f"{number:040}")])
+    append(path, [_entry(n, is_bad=n % 8 == 3 or n >= 24) for n in range(39)])
     options = ("--ranks", "2", "--history", "past.jsonl", *more)
     run = suite.run(*options)
     assert (run.returncode, run.counts) == (1, "1 failed, 1 quarantined")

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,10 @@ _TRAININGS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("plain")
+def train(root: Path, program: str, named: Mapping[str, tuple[str, int, tuple[str, ...]]]) -> None:
+    """Leave a trace of each training in a directory of its name."""
     trainings = []
-    for name, (begins_with, ranks, arguments) in _TRAININGS.items():
+    for name, (begins_with, ranks, arguments) in named.items():
         settings = TraceSettings(
             directory=root / name,
             values="full",
@@ -56,9 +56,8 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         trainings.append([settings.to_json(), ranks, port, *arguments])
-    program = _GUESTS / "plain_model.py"
     done = subprocess.run(
-        [sys.executable, _GUESTS / "traced_trainings.py", program, json.dumps(trainings)],
+        [sys.executable, _GUESTS / "traced_trainings.py", _GUESTS / program, json.dumps(trainings)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -66,6 +65,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plain")
+    train(root, "plain_model.py", _TRAININGS)
     return root
 
 
@@ -129,3 +134,9 @@ def test_the_limit_that_is_named_is_the_one_that_was_applied(traces: Path) -> No
     assert first.error is not None
     assert first.limit == 2.0**-23
     assert first.error > first.limit
+
+
+def test_samples_along_the_second_axis_are_found(tmp_path: Path) -> None:
+    train(tmp_path, "recurrent_model.py", {"one": ("", 1, ()), "two": ("one", 2, ())})
+    found = compare(tmp_path / "one", tmp_path / "two", None)
+    assert (found.verdict, found.divergences, found.problem) == ("equal", (), None)

@@ -206,3 +206,37 @@ def test_a_program_without_modules_is_named(tmp_path: Path) -> None:
     recorder.stop()
     problem = "the program called no torch.nn.Module with gradients"
     assert read_end(tmp_path / "rank_0.jsonl") == TraceEnd(steps=0, problem=problem)
+
+
+class First(torch.autograd.Function):
+    """Takes two tensors; the loss depends on the first."""
+
+    @override
+    @staticmethod
+    def forward(  # type: ignore[override] # torch's stub takes anything
+        _ctx: object, first: torch.Tensor, second: torch.Tensor
+    ) -> torch.Tensor:
+        return first + 0 * second
+
+    @override
+    @staticmethod
+    def backward(  # type: ignore[override] # torch's stub takes anything
+        _ctx: object, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def test_an_output_may_have_no_gradient(tmp_path: Path) -> None:
+    model = Block("off")
+    optimizer = torch.optim.SGD(model.parameters())
+    recorder = Recorder(TraceSettings(directory=tmp_path, steps=1))
+    recorder.start()
+    try:
+        first = model(torch.ones(2, 4))
+        loss: torch.Tensor = First.apply(first, model(torch.ones(2, 4)))  # type: ignore[no-untyped-call] # torch's stub
+        loss.sum().backward()  # type: ignore[no-untyped-call] # torch's stub
+        optimizer.step()
+    finally:
+        recorder.stop()
+    outputs = [one for one in records(tmp_path) if one.module == "" and "output" in one.tensor]
+    assert [one.tensor for one in outputs] == ["output.0", "output.0", "grad_output.0"]

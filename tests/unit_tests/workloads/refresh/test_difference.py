@@ -215,6 +215,8 @@ def test_a_commit_message_says_what_where_and_how_much() -> None:
         "Driver: 570",
         f"Largest relative change: 1.0e-02, lm loss at step 40 of {path}",
     ]
+    more_steps = differ(path, golden(metric_map(curve(60))), OLD)
+    assert "step None" not in commit_message([more_steps])
     long = [differ(f"g/{'long' * 20}/x.json", None, OLD)]
     assert commit_message(long).splitlines()[0] == "Record 1 golden"
     both = [differ(f"g/c{n}/x.json", OLD if n else None, new) for n in range(2)]

@@ -136,6 +136,10 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     launcher = None if alone else own
     if launcher is None and not alone:
         launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
+    if launcher is not None and launcher.rank is not None and launcher.rank not in ranks:
+        book = books[launcher.rank]
+        ranks[launcher.rank] = _story(launcher.rank, book, None, launcher, unit)
+        launcher = None
     return RankLog(
         unit=unit,
         ranks=ranks,

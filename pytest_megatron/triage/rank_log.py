@@ -55,6 +55,7 @@ class Fatal:
         epoch_s: As torch's error file has it, or None.
         place: None where only the error file knows it.
         verb: For a sentence; `wrote` where it is a line of a logger.
+        rank: That its line names in a log of several, or None.
     """
 
     signature: Signature
@@ -65,6 +66,7 @@ class Fatal:
     epoch_s: float | None = None
     place: LogLine | None = None
     verb: str = "raised"
+    rank: int | None = None
 
     @property
     def headline(self) -> str:

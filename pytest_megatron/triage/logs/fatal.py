@@ -168,7 +168,8 @@ def find_bare(
         offset = start + sum(len(raw) + 1 for raw in raws[:index])
         place = LogLine(log=log, offset=offset, text=bare.message.partition("\n")[0])
         verb = "raised" if bare.is_exception else "wrote"
-        return Fatal(signature=signature, message=bare.message, verb=verb, place=place)
+        whose = parsed[index].rank if log.rank is None else None
+        return Fatal(signature=signature, message=bare.message, verb=verb, place=place, rank=whose)
     return None
 
 

@@ -22,7 +22,7 @@ _PREFIX = re.compile(
     r"|\[?(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))\]?"
     r"(?: (?:\d\d[OE][ +] ?)?|$)"
     r"|(?P<clock>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?) \| "  # loguru, Loki
-    r"|\d\d:\d\d:\d\d(?:\.\d+)? "  # Jenkins
+    r"|\d\d:\d\d:\d\d(?:\.\d+)? (?: (?=\S))?"  # Jenkins, whose Timestamper writes two spaces
     # a date alone, or syslog of a program with its pid; daemons stay noise
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:(?!\S+ \S+?(?:\[\d+\])?: )"
     r"|\S+ (?!systemd|kernel|sshd|CRON|slurm)[\w./@-]+\[\d+\]: )"

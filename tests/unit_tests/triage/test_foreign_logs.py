@@ -104,6 +104,9 @@ def test_anything_else_is_no_good_end(tmp_path: Path, line: str) -> None:
     [
         ("##[error]Process completed with exit code 1.", "exit", "step_failed"),
         ("Error: Process completed with exit code 137.", "sigkill", "sigkill"),
+        ("##[error]fetch failed", "exit", "step_failed"),
+        ("##[error]Command '['p']' died with <Signals.SIGSEGV: 11>.", "segfault", "native_crash"),
+        ("command terminated with exit code 137", "sigkill", "sigkill"),
         ("\x1b[31;1mERROR: Job failed: exit code 1\x1b[0;m", "exit", "step_failed"),
         ("ERROR: Job failed (system failure): prepare environment", "exit", "step_failed"),
         (
@@ -133,6 +136,69 @@ def test_what_a_runner_says_of_a_step_is_a_failure(
     first = group.first
     assert (first.family, first.signature) == (expected, signature)
     assert not first.transient
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "slurmstepd: error: *** JOB 608 ON n1 CANCELLED AT 2022-08-12T02:06:12 DUE TO JOB "
+            "REQUEUE ***\nslurmstepd: error: Failed to send MESSAGE_TASK_EXIT: Connection refused\n"
+            "srun: error: n1: tasks 2-3: Exited with exit code 1",
+            ("slurm_preempted", True),
+            id="a requeue, and what follows from it",
+        ),
+        pytest.param(
+            "slurmstepd: error: pyxis: container start failed with error code: 1\n"
+            "slurmstepd: error: pyxis: couldn't start container\n"
+            "srun: error: n1: task 0: Exited with exit code 1",
+            ("pyxis_failed", False),
+            id="a container of Slurm, and its task",
+        ),
+        pytest.param(
+            "E: Failed to fetch http://archive.ubuntu.com/x.deb  Could not connect to "
+            "archive.ubuntu.com:80 (40.1.1.2), connection timed out\n"
+            "E: Unable to fetch some archives, maybe run apt-get update?\n"
+            "Error: Process completed with exit code 100.",
+            ("fetch_failed", True),
+            id="a mirror that does not answer",
+        ),
+        pytest.param(
+            "E: Failed to fetch http://archive.ubuntu.com/x.deb  404  Not Found [IP: 1.2.3.4 80]\n"
+            "Error: Process completed with exit code 100.",
+            ("package_missing", False),
+            id="a mirror that has no such package",
+        ),
+        pytest.param(
+            "ssh: Could not resolve hostname github.com: Temporary failure in name resolution\n"
+            "fatal: Could not read from remote repository.\n\nPlease make sure you have the "
+            "correct access rights\nand the repository exists.",
+            ("name_not_resolved", True),
+            id="a name, and what git makes of it",
+        ),
+        pytest.param(
+            "fatal: unable to connect to github.com:\ngithub.com[0: 1.2.3.4]: errno=Connection "
+            "timed out\n\nfatal: clone of 'git://github.com/a/b.git' into submodule path 'b' "
+            "failed",
+            ("git_protocol", False),
+            id="a protocol that is gone",
+        ),
+    ],
+)
+def test_what_tools_say_of_a_step_tells_why_it_failed(
+    tmp_path: Path, text: str, expected: tuple[str, bool]
+) -> None:
+    (group,) = of_log(tmp_path, f"{text}\n").groups
+    assert (group.first.signature, group.first.transient) == expected
+
+
+def test_a_traceback_that_is_cut_off_is_that_of_the_rank_whose_lines_it_has(
+    tmp_path: Path,
+) -> None:
+    lines = traceback("torch.OutOfMemoryError: CUDA out of memory. Tried").splitlines()[1:]
+    found = of_log(tmp_path, "".join(f"[rank2]: {line}\n" for line in lines))
+    first = found.groups[0].first
+    assert (first.family, first.root_rank) == ("cuda_oom", 2)
 
 
 @pytest.mark.parametrize(

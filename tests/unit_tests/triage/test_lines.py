@@ -25,6 +25,8 @@ from pytest_megatron.triage.logs.traceback import HEADER, is_at_end, read_chain
             7,
         ),
         ("2026-11-21T09:00:00.1234567Z [rank2]: x", "x", 2),
+        ("13:33:50  [gw2] node down", "[gw2] node down", None),  # Jenkins' Timestamper
+        ("13:33:50    File", "   File", None),
     ],
 )
 def test_a_line_says_whose_it_is(raw: str, text: str, rank: int | None) -> None:

@@ -190,7 +190,7 @@ def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Pat
     )
     assert "MASTER_PORT unset" in told["test_i_leaves_variables"]
     assert "it replaced builtins.open, which was put back" in run.stdout
-    assert "3 after a test that left ranks out of step" in run.stdout
+    assert "3 after a test that left its ranks unfit for others" in run.stdout
 
 
 LEAVES_RANKS = """

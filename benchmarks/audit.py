@@ -56,10 +56,11 @@ def time_of_a_look(num_looks: int = 500) -> float:
     from torch.distributed import init_process_group  # noqa: PLC0415
 
     from pytest_megatron.gangs.rank.audit import LeakAudit  # noqa: PLC0415
+    from pytest_megatron.gangs.rank.logs import RankLogs  # noqa: PLC0415
     from pytest_megatron.gangs.rank.process_state import StateKeeper  # noqa: PLC0415
 
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    keeper = StateKeeper(1, lambda: None, LeakAudit())
+    keeper = StateKeeper(1, RankLogs(Path("not-written")), lambda: None, LeakAudit())
     keeper.find_leaks()
     times = []
     for _ in range(num_looks):

@@ -12,15 +12,32 @@ import click
 from click.shell_completion import CompletionItem
 from typing_extensions import override
 
-from pytest_megatron.base.text import counted, nearest, printable, workflow_command
+from pytest_megatron.base.text import counted, nearest, one_of, printable, workflow_command
 from pytest_megatron.errors import REMOVED, MegatronError
 
 if TYPE_CHECKING:
     from pytest_megatron.base.files import JsonValue
     from pytest_megatron.base.findings import Finding
 
+    _Choice = click.Choice[str]
+else:  # no generic class before click 8.2
+    _Choice = click.Choice
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+
+class Choice(_Choice):
+    """The words that a parameter takes; an error names the one that looks most like another."""
+
+    @override
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        if value not in self.choices:
+            self.fail(f"{value!r} is unknown, expected {one_of(value, self.choices)}", param, ctx)
+        return super().convert(value, param, ctx)
+
 
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2
@@ -45,7 +62,7 @@ def format_option(
     return click.option(
         "--format",
         "form",
-        type=click.Choice(forms),
+        type=Choice(forms),
         default="text",
         show_default=True,
         help=about,

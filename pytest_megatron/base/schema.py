@@ -363,7 +363,7 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
         text = f"unknown key, expected {one_of(loc[-1], keys)}"
         loc = (*above, loc[-1])
     elif kind == "value_error":
-        problem = error["ctx"]["error"]
+        loc, problem = _node_at(schema, loc)[1], error["ctx"]["error"]
         is_value = isinstance(problem, ExpectedError)
         text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
     else:

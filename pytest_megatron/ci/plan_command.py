@@ -21,6 +21,7 @@ from typing_extensions import TypedDict, Unpack
 from pytest_megatron.base.command import (
     EXIT_UNUSABLE,
     PATH,
+    Choice,
     echo_error,
     format_option,
 )
@@ -123,7 +124,7 @@ class _PlanOptions(TypedDict):
 )
 @click.option("--event", default="pull_request", show_default=True, metavar="NAME")
 @click.option("--ref", default="", metavar="REF", help="For rules about pushes: refs/heads/main.")
-@click.option("--cadence", type=click.Choice(CADENCES), help="What a schedule is for.")
+@click.option("--cadence", type=Choice(CADENCES), help="What a schedule is for.")
 @click.option("--environment", metavar="NAME", help="Instead of what labels say.")
 @click.option("--platform", multiple=True, metavar="LIST", help="Only jobs for this hardware.")
 @click.option("--model", multiple=True, metavar="LIST", help="Only workloads of this model.")
@@ -138,8 +139,8 @@ class _PlanOptions(TypedDict):
     metavar="PATH",
     help="Recipe or directory, repeatable; recipes/ by default.",
 )
-@click.option("--recipe-profile", type=click.Choice([p.value for p in Profile]))
-@click.option("--only", type=click.Choice(list(_KINDS)), default="all", show_default=True)
+@click.option("--recipe-profile", type=Choice([p.value for p in Profile]))
+@click.option("--only", type=Choice(list(_KINDS)), default="all", show_default=True)
 @click.option(
     "--shards",
     type=click.IntRange(min=1),
@@ -351,7 +352,7 @@ class _CostTable:
 
 @click.command(name="cost")
 @history_option
-@click.option("--by", type=click.Choice(list(COST_KEYS)), default="item", show_default=True)
+@click.option("--by", type=Choice(list(COST_KEYS)), default="item", show_default=True)
 @click.option(
     "--since",
     metavar="SPAN",
@@ -361,7 +362,7 @@ class _CostTable:
 )
 @click.option(
     "--sort",
-    type=click.Choice(["cost", "change"]),
+    type=Choice(["cost", "change"]),
     default="cost",
     show_default=True,
     help="change begins with what got dearer by most.",

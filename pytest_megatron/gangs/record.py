@@ -162,7 +162,7 @@ def _texts_of_others(failed: Iterable[Merged]) -> Iterable[str]:
 
 _BACKENDS = {"cuda": "NCCL", "cpu": "gloo"}
 _REPLACED = {
-    Reason.DONE: "a test that left ranks out of step",
+    Reason.DONE: "a test that left its ranks unfit for others",
     Reason.FAILED: "a failure after which ranks died or did not end",
     Reason.DIED: "a death",
     Reason.HUNG: "a hang",

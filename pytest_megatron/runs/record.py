@@ -42,7 +42,7 @@ _VERSION_KEY = "format_version"
 _Record = TypeVar("_Record")
 
 Real: TypeAlias = Annotated[float, FINITE]
-_Seconds: TypeAlias = Annotated[float, FINITE, Ge(0)]
+_Seconds: TypeAlias = Annotated[float, Ge(0), FINITE]
 _Count: TypeAlias = Annotated[int, Ge(0), Le(1 << 53)]
 _Number: TypeAlias = Annotated[int, Ge(1), Le(1_000_000)]
 _Measured: TypeAlias = "Real | str | None"  # a number that is not finite is a text

@@ -289,11 +289,11 @@ class Finder:
 
 
 def test_adds_a_finder() -> None:
-    sys.meta_path.append(Finder)  # type: ignore[arg-type]
+    sys.meta_path.append(Finder)
 
 
 def test_is_clean_with_a_finder() -> None:
-    sys.meta_path.remove(Finder)  # type: ignore[arg-type]
+    sys.meta_path.remove(Finder)
     pytest.importorskip("absl.flags")  # adds one of its own
 
 
@@ -322,19 +322,19 @@ def test_is_clean_with_denormal_numbers() -> None:
 
 
 def test_turns_onednn_off() -> None:
-    torch.backends.mkldnn.set_flags(False)
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
 
 
 def test_is_clean_with_onednn() -> None:
-    torch.backends.mkldnn.set_flags(True)
+    torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
 
 
 def test_checks_sparse_tensors() -> None:
-    torch.sparse.check_sparse_tensor_invariants.enable()
+    torch.sparse.check_sparse_tensor_invariants.enable()  # type: ignore[no-untyped-call]
 
 
 def test_is_clean_with_sparse_tensors() -> None:
-    torch.sparse.check_sparse_tensor_invariants.disable()
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
 
 def test_profiles() -> None:

@@ -22,7 +22,8 @@ from pytest_megatron.process.originals import os
 
 STACKS_FILE = "stacks.txt"
 FLIGHT_FILE = "nccl_flight_recorder.json"
-_STREAMS = ("stdout", "stderr")
+STANDARD = ("stdin", "stdout", "stderr")
+_STREAMS = STANDARD[1:]
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 _MOST_BYTES = 1 << 18  # of one phase in a report; the log has all of it
 _CHUNK_BYTES = 1 << 16
@@ -50,23 +51,32 @@ class RankLogs:
 
     def redirect(self) -> None:
         """Redirect stdout and stderr of this process to the log files, and stdin to /dev/null."""
-        open_standard_descriptors()  # else files opened here would get their numbers
-        close_stdin()
+        open_standard_descriptors()
         null = os.open(os.devnull, os.O_WRONLY)
         originals = (sys.__stdout__, sys.__stderr__)  # which a module may keep
-        for number, (stream, original) in enumerate(zip(_STREAMS, originals, strict=True), start=1):
+        for number, original in enumerate(originals, start=1):
             os.dup2(null, number)
             if isinstance(original, io.TextIOWrapper):
                 with contextlib.suppress(OSError, ValueError):  # it is closed
                     original.flush()  # to nowhere: text of the process that was forked
                     original.reconfigure(line_buffering=True)
-            descriptor = self._open(stream)
-            os.dup2(descriptor, number)
-            os.close(descriptor)
         os.close(null)
-        sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115 - lives on
-        sys.stdout = _text_stream(1)
-        sys.stderr = _text_stream(2)
+        for name in STANDARD:
+            self.reopen(name)
+
+    def reopen(self, name: str) -> None:
+        """Open stdin, stdout or stderr of this process anew, whatever became of it."""
+        open_standard_descriptors()  # else a file opened here would get one of their numbers
+        number = STANDARD.index(name)
+        if name == "stdin":
+            close_stdin()
+            sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115 - lives on
+            return
+        descriptor = self._open(name)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+        setattr(sys, name, _text_stream(number))
+        self._ends[number - 1] = _end_of(number)
 
     def new_text(self) -> list[tuple[str, str]]:
         """Return name and new text of each stream that was written since the last call."""

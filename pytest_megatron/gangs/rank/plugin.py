@@ -169,10 +169,10 @@ class RankPlugin:
         if continue_parent():
             found.append("it stopped the process that starts ranks, which was continued")
         found += [f"{what}, and its gang is replaced" for what in (problem, lack) if what]
-        for what in found:
+        if found:
             self._warnings.append(
                 {
-                    "text": f"the test left its rank in another state: {what}",
+                    "text": f"the test left its rank in another state: {'; '.join(found)}",
                     "module": pytest.__name__,
                     "category": pytest.PytestWarning.__name__,
                     "filename": str(item.path),
@@ -308,7 +308,7 @@ class RankPlugin:
     ) -> list[tuple[str, str]]:
         """Name the test that made the default group that is in the way."""
         maker = self._state.group_maker
-        if error is None or not maker or _GROUP_TWICE not in str(error.value):
+        if error is None or not maker or _GROUP_TWICE not in _words_of(error.value):
             return []
         text = f"{maker} initialized it and left it open: end it there by destroy_process_group()"
         return [("default process group", text)]
@@ -428,6 +428,15 @@ class _Printed:
         text = "".join(self._parts)
         self._parts.clear()
         return text
+
+
+def _words_of(error: BaseException | None) -> str:
+    """Return what an exception says, and those that it was raised from or while handling."""
+    found: list[BaseException] = []
+    while error is not None and not any(error is one for one in found):
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return "\n".join(map(str, found))
 
 
 def _free_failure() -> None:

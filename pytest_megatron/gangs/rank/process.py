@@ -201,6 +201,7 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
     _take_temp(config, rank_config)
     state = StateKeeper(
         rank_config.world_size,
+        logs,
         lambda: _temp_of_tests(config, rank_config),
         LeakAudit(rank_config.env) if rank_config.is_audited else None,
         rank_config.env,

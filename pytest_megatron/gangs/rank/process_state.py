@@ -27,10 +27,12 @@ from pytest_megatron.gangs.rank.audit import (
     is_connection,
 )
 from pytest_megatron.gangs.rank.collectives import DefaultGroup, default_group
+from pytest_megatron.gangs.rank.logs import STANDARD, RankLogs
 from pytest_megatron.gangs.rank.settings import Held, Key
 from pytest_megatron.process.originals import os
 
 _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open", "group"
+_TIMER = "timer"
 _MOST_BYTES = 8192
 _STOPS = sum(1 << (n - 1) for n in (signal.SIGSTOP, signal.SIGTSTP))  # in a mask of /proc
 _MORE_DESCRIPTORS = 64
@@ -48,6 +50,7 @@ class StateKeeper:
 
     Attributes:
         world_size: World size of the gang.
+        logs: Standard streams of the rank.
         temp: Returns the directory in which tests make theirs.
         audit: Probes of what else tests leave, which is reported and not restored; None without.
         variables: Names of those that this rank was given.
@@ -55,6 +58,7 @@ class StateKeeper:
     """
 
     world_size: int
+    logs: RankLogs
     temp: Callable[[], Path | None]
     audit: LeakAudit | None = None
     variables: Iterable[str] = ()
@@ -94,6 +98,9 @@ class StateKeeper:
         state[_DIRECTORY] = directory
         state[_OPEN] = builtins.open
         state[_GROUP] = default_group()
+        is_armed = signal.getitimer(signal.ITIMER_REAL)[0] > 0
+        state[_TIMER] = is_armed or self._expected.get(_TIMER, False)
+        state.update(_streams())
         return state
 
     def begin(self) -> None:
@@ -146,11 +153,23 @@ class StateKeeper:
         if group is not self._last_group:
             self._last_group, self.group_maker = group, "" if group is None else test
         expected[_GROUP] = state[_GROUP]
-        found = [
-            _put_back(str(name), value, expected[name])
+        changed = [
+            str(name)
             for name, value in state.items()
             if value is not expected[name] and value != expected[name]  # os.environ compares slowly
         ]
+        found = [
+            self._put_back(name, state[name], expected[name])
+            for name in changed
+            if name not in self._raw
+        ]
+        variables = [name for name in changed if name in self._raw]
+        for name in variables:
+            _set_variable(name, expected[name])
+        if variables:
+            left = ", ".join(f"{name} {_shown(state[name])}" for name in variables)
+            found.append(f"it left {left}, put back")
+        expected.update(_streams())
         temp = self.temp()
         if temp is not None and not _exists(temp):
             os.makedirs(temp, mode=0o700, exist_ok=True)
@@ -228,6 +247,24 @@ class StateKeeper:
             key for key in new + lost if key[0] not in SETTINGS or held.get(key) != initial.get(key)
         ]
 
+    def _put_back(self, name: str, value: object, wanted: object) -> str:
+        """Undo a change, and return its description."""
+        match name:
+            case "os.environ":
+                vars(sys.modules["os"])["environ"] = wanted
+                return "it replaced os.environ, which was put back"
+            case "builtins.open":
+                vars(builtins)["open"] = wanted
+                return "it replaced builtins.open, which was put back"
+            case "directory":
+                return _go_back(value, wanted)
+            case "timer":
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                return "it left an alarm set, which was stopped"
+            case _:
+                self.logs.reopen(name)
+                return f"it closed or replaced {name}, which was opened anew"
+
     def _judge_group(self, state: State, expected: State) -> str:
         group = cast("DefaultGroup | None", state[_GROUP])
         wanted = cast("DefaultGroup | None", expected[_GROUP])
@@ -275,23 +312,12 @@ def _update(state: State, changes: State) -> None:
             state[key] = value
 
 
-def _put_back(name: str, value: object, wanted: object) -> str:
-    """Undo a change, and return its description."""
-    match name:
-        case "os.environ":
-            vars(sys.modules["os"])["environ"] = wanted
-            return "it replaced os.environ, which was put back"
-        case "builtins.open":
-            vars(builtins)["open"] = wanted
-            return "it replaced builtins.open, which was put back"
-        case "directory":
-            return _go_back(value, wanted)
-        case _ if wanted is None:
-            _environ.pop(name, None)
-        case _:
-            assert isinstance(wanted, bytes)
-            _environb[name.encode()] = wanted
-    return f"it left {name} {_shown(value)}, put back to {_shown(wanted)}"
+def _set_variable(name: str, value: object) -> None:
+    if value is None:
+        _environ.pop(name, None)
+    else:
+        assert isinstance(value, bytes)
+        _environb[name.encode()] = value
 
 
 def _go_back(directory: object, wanted: object) -> str:
@@ -303,6 +329,21 @@ def _go_back(directory: object, wanted: object) -> str:
     except OSError as error:
         return f"{left}, and there is no way back to {wanted}: {error.strerror}"
     return f"{left}, put back to {wanted}"
+
+
+def _streams() -> State:
+    """Return each standard stream of Python that is open, and the file of its descriptor."""
+    found: State = {}
+    for number, name in enumerate(STANDARD):
+        stream = vars(sys)[name]
+        try:
+            status = os.fstat(number)
+        except OSError:
+            found[name] = None
+        else:
+            is_closed = getattr(stream, "closed", False)
+            found[name] = (None if is_closed else stream, status.st_dev, status.st_ino)
+    return found
 
 
 def _shown(value: object) -> str:

@@ -13,6 +13,7 @@ from pytest_megatron.base.command import (
     EXIT_FAILED,
     EXIT_UNUSABLE,
     PATH,
+    Choice,
     echo_error,
     findings_option,
     findings_text,
@@ -55,13 +56,13 @@ class _ConvertedFile:
 @click.option(
     "--to",
     "form",
-    type=click.Choice([form.value for form in Form]),
+    type=Choice([form.value for form in Form]),
     help="compact: one line a metric; steps: one line a step; list: compact, without the steps; "
     "megatron: as Megatron-LM writes it, without provenance.  [default: golden-form, or compact]",
 )
 @click.option(
     "--layout",
-    type=click.Choice(sorted(_LAYOUTS)),
+    type=Choice(sorted(_LAYOUTS)),
     help="Move goldens to golden_values/<model>/<test_case>, or beside their test cases; other "
     "names of a platform become its own.",
 )

@@ -13,6 +13,7 @@ import click
 from pytest_megatron.base.command import (
     EXIT_UNUSABLE,
     PATH,
+    Choice,
     echo_error,
     findings_option,
     findings_text,
@@ -31,7 +32,7 @@ from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, project_
 @click.argument("recipes", nargs=-1, required=True, type=PATH)
 @click.option(
     "--profile",
-    type=click.Choice([profile.value for profile in Profile]),
+    type=Choice([profile.value for profile in Profile]),
     default=Profile.STRICT.value,
     show_default=True,
     help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
@@ -121,7 +122,7 @@ def schema_path(name: str) -> Path:
 
 
 @click.command(name="schema")
-@click.argument("name", type=click.Choice(list(SCHEMAS)), required=False)
+@click.argument("name", type=Choice(list(SCHEMAS)), required=False)
 @click.option("--path", "is_path", is_flag=True, help="Print where the file is.")
 def schema(name: str | None, *, is_path: bool) -> None:
     """Print a JSON Schema, or without NAME their names, files and paths."""

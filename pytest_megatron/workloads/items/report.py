@@ -48,6 +48,7 @@ from pytest_megatron.workloads.verdict.retry import fingerprint
 _INDENT = "    "
 _WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
+_RECORD_AGAIN = "mend the golden, or write it anew with `--golden refresh`: no run can pass"
 _LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
 _NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000
@@ -267,6 +268,8 @@ def advice_on(training: Training, judgement: Judgement | None = None) -> str | N
         is_off = any(repeat.against == "golden" for repeat in failed)
         known = training.job.table["golden_mismatch"].advice if is_off else None
         is_whole = cause is None or cause.is_after_training
+        if judgement is not None and failed and judgement.is_golden_to_blame:
+            known = _RECORD_AGAIN
         advice = known if is_whole or cause is None else cause.record.advice
         return None if advice is None else make_advice(advice)
     again = "transient as a rule" if signature.is_transient else "not transient, so not run again"
@@ -286,7 +289,10 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     if last.cause is not None and last.ends[-1].end is End.NOT_EXITED:
         first = f"{last.cause.text}; and its {what} disagree: {judgement.in_short}"
     elif last.stopped is None or last.cause is None:
-        first = f"{judgement.in_short}: trained to the end, but its {what} disagree"
+        end = f"its {what} disagree"
+        if judgement.is_golden_to_blame:
+            end = "could not be compared"
+        first = f"{judgement.in_short}: trained to the end, but {end}"
     else:
         first = last.cause.text
     lines = [first]

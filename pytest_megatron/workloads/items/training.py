@@ -306,7 +306,7 @@ class TrainingPlugin(RecordCarrier):
         if problem is None:
             return replace(record, golden=replace(golden, is_offered=True))
         refused = self._evaluated(training, judgement, self._session.shorten(problem))
-        return replace(refused, golden=golden, summary=f"{record.summary}, no golden")
+        return replace(refused, golden=golden, summary=f"{record.summary}, no new golden")
 
     def _record_training(self, item: WorkloadItem, training: Training) -> str:
         """Record a training that failed or broke; return why."""

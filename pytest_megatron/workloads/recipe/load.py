@@ -170,8 +170,11 @@ class BuildRecipe(TypedDict):
 
 
 _SIMILAR, _SIMILAR_TO_LACKING = 0.8, 0.7
-# Keys that every row needs, from its product or from spec.
-_NEEDED = ("environment", "gpus", "model", "platforms", "scope")
+# Keys of which every row needs one, from its product or from spec.
+_NEEDED = (
+    *({"environment"}, {"gpus"}, {"model"}, {"platforms"}, {"scope"}),
+    {"script", "training_script_path"},
+)
 _TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
     "basic": BasicRecipe,
     "build": BuildRecipe,
@@ -230,7 +233,12 @@ def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
     known = {*RecipeSpec.__annotations__, *RecipeProduct.__annotations__}
     for path, mapping in {("spec",): spec, **products}.items():
         users = products.values() if mapping is spec else (mapping,)
-        lacking = [n for n in _NEEDED if n not in spec and any(n not in user for user in users)]
+        lacking = [
+            name
+            for names in _NEEDED
+            if any(names.isdisjoint(spec.keys() | user.keys()) for user in users)
+            for name in names
+        ]
         for key in (key for key in mapping if key not in known):
             if close := difflib.get_close_matches(key, lacking, 1, _SIMILAR_TO_LACKING):
                 yield _SimilarKey((*path, key), close[0], is_lacking=True)

@@ -34,6 +34,7 @@ from pytest_megatron.workloads.golden.model import (
     is_finite,
     is_loss,
     series_of,
+    to_float32,
 )
 from pytest_megatron.workloads.golden.policy import (
     FULL_PRECISION,
@@ -57,7 +58,7 @@ TIME = 0.05  # of the median
 # Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
 MOST_LOSS = 100.0
 ROUNDED = 1e-4  # of the median; five decimals, which Megatron-LM's goldens have, are sound
-_DECIMALS, _LEAST_DIGITS = 5, 8
+_DECIMALS, _BITS, _LEAST_DIGITS = 5, 24, 8
 _TIME_METRIC = "iteration-time"
 _MEMORY_METRIC = "mem-max-allocated-bytes"
 _WARM_UP = 0.1
@@ -119,8 +120,8 @@ def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, 
         if is_loss(name):
             yield from ((rule, name, text) for rule, text in _odd_steps(candidate, series))
         if is_guess and (lost := _rounded(values)) is not None:
-            text = f"has {lost[0]} decimals, which hide changes below {lost[1]:.1e}"
-            yield GateRule.ROUNDED, name, f"{text}; have the program log all digits"
+            text = f"has {lost[0]}, which hide changes below {lost[1]:.1e}"
+            yield GateRule.ROUNDED, name, f"{text}; have the program log all digits of a float32"
         if is_guess and len(values) > 1:
             first, last = values[: tail_length(len(values))], values[-tail_length(len(values)) :]
             noise = min(statistics.pvariance(first), _noise_of(values)) + statistics.pvariance(last)
@@ -144,15 +145,23 @@ def _odd_steps(candidate: Candidate, series: Series) -> Iterator[tuple[GateRule,
         yield GateRule.CONSTANT, f"is the same from step {stretch[0]} to {stretch[1]}"
 
 
-def _rounded(values: Sequence[float]) -> tuple[int, float] | None:
-    """Return decimals and the relative error of values that were rounded; None of sound ones."""
+def _rounded(values: Sequence[float]) -> tuple[str, float] | None:
+    """Return what values were rounded to and their relative error; None of sound ones."""
     broken = [value for value in values if not value.is_integer()]
-    decimals = next((d for d in range(1, _DECIMALS) if all(round(v, d) == v for v in broken)), None)
-    # A value of five decimals or more has `d` alone by chance in one of 10 ** (5 - d).
-    if decimals is None or len(broken) * (_DECIMALS - decimals) < _LEAST_DIGITS:
-        return None
-    error = 0.5 * 10.0**-decimals / statistics.median(map(abs, values))
-    return (decimals, error) if error > ROUNDED else None
+    usual = statistics.median(map(abs, values)) or math.inf
+    parts = [math.frexp(to_float32(value))[0] for value in broken]
+    decimals = next(
+        (d for d in range(_DECIMALS) if all(round(v, d) == v for v in broken)), _DECIMALS
+    )
+    bits = next((b for b in range(_BITS) if all(p * 2**b % 1 == 0 for p in parts)), _BITS)
+    for text, unit, missing in (
+        (f"{decimals} decimals", 10.0**-decimals, _DECIMALS - decimals),
+        (f"{bits} bits", 2.0 ** (math.frexp(usual)[1] - bits), (_BITS - bits) * math.log10(2)),
+    ):
+        # A value has no more by chance in one of 10 ** missing.
+        if len(broken) * missing >= _LEAST_DIGITS and unit / 2 > ROUNDED * usual:
+            return text, unit / 2 / usual
+    return None
 
 
 def _noise_of(values: Sequence[float]) -> float:

@@ -94,7 +94,7 @@ def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
     if not losses:
         return
     if starts := sum(
-        m.start is Divergence.STEP_1 and abs(m.deviations[1]) > _SMALL for m in losses
+        m.start is Divergence.STEP_1 and abs(m.deviations[1]) > _ATTENTION for m in losses
     ):
         yield (
             f"{counted(starts, 'loss', 'losses')} with another first step: data, initialisation "

@@ -161,8 +161,10 @@ def _unjudged(comparison: Comparison) -> Comparison:
 def _strength(failed: Comparison) -> float:
     """Return how many times its limit a failure measured, at most; inf where values are missing.
 
-    A time that is missing says less than any value that is wrong.
+    A time that is missing says less than any value that is wrong, a golden at fault nothing.
     """
+    if failed.is_golden_to_blame:
+        return 0.0
     layers = [layer for layer in failed.layers if not layer.passed]
     if not layers or any(layer.rule is ComparisonRule.PRESENCE for layer in layers):
         is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
@@ -238,7 +240,13 @@ class Judgement:
         where = (
             "" if first.first is None or first.summary is not None else f" at {first.first.where}"
         )
-        return f"{first.metric} is off{where}" + (f" (and {num_more} more)" if num_more else "")
+        what = f": {first.rule.value}" if first.is_golden_to_blame else " is off"
+        return f"{first.metric}{what}{where}" + (f" (and {num_more} more)" if num_more else "")
+
+    @property
+    def is_golden_to_blame(self) -> bool:
+        """True if nothing failed but what no run could pass."""
+        return all(c.is_golden_to_blame for repeat in self.failed for c in repeat.failed)
 
     @property
     def record(self) -> RecordedComparison:

@@ -14,9 +14,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from pytest_megatron.gangs.rank.audit import LeakAudit
+from pytest_megatron.gangs.rank.logs import RankLogs
 from pytest_megatron.gangs.rank.process_state import StateKeeper
 
 NAME = "megatron.of_this_test"
+LOGS = RankLogs(Path("not-written"))
 KINDS = ("allocated", "reserved")
 
 
@@ -41,7 +43,7 @@ def keeper(
     audit = LeakAudit()
     assert audit._has_versions is (request.param and sys.version_info < (3, 14))
     assert audit._patched[NAME].attributes is vars(module)
-    return StateKeeper(1, lambda: None, audit)
+    return StateKeeper(1, LOGS, lambda: None, audit)
 
 
 def left(keeper: StateKeeper, kind: str) -> list[str]:
@@ -81,7 +83,7 @@ def test_a_file_of_another_rank_is_not_of_the_test_after(
 ) -> None:
     """Rank 0 made it while this rank had ended the test, and its look, already."""
     monkeypatch.chdir(tmp_path)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     assert left(keeper, "working-directory") == []
     (tmp_path / "of_rank_0").touch()
     keeper.begin()
@@ -163,7 +165,7 @@ def test_state_of_megatron_is_named_by_its_module(monkeypatch: pytest.MonkeyPatc
     for module in modules:
         vars(module)["_GLOBAL_ARGS"] = None
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     for module in modules:
         vars(module)["_GLOBAL_ARGS"] = object()
     assert left(keeper, "megatron") == [
@@ -203,7 +205,7 @@ def test_another_current_gpu_is_named_once_the_own_one_was_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = Gpu(monkeypatch)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     found = []
     for device in (0, 1, 0, 1):
         gpu.use(device)
@@ -213,7 +215,7 @@ def test_another_current_gpu_is_named_once_the_own_one_was_used(
 
 def test_the_own_gpu_of_a_fixture_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     before = keeper.look()
     gpu.use(1)
     keeper.accept("fixture", "process_group", before)
@@ -228,7 +230,7 @@ def test_memory_that_the_first_test_on_a_gpu_keeps_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = Gpu(monkeypatch)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     gpu.use(1)
     for kind in gpu.memory.values():
         kind["all"]["current"] = 3 << 30
@@ -238,7 +240,7 @@ def test_memory_that_the_first_test_on_a_gpu_keeps_is_named(
 
 def test_another_current_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     gpu.use(1)
     assert left(keeper, "torch") == []
     gpu.stream = 77
@@ -254,7 +256,7 @@ def test_a_thread_of_the_pool_that_inductor_compiles_in_is_no_leak(
     module = ModuleType("torch._inductor.async_compile")
     vars(module)["AsyncCompile"] = AsyncCompile
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    keeper = StateKeeper(2, lambda: None, LeakAudit())
+    keeper = StateKeeper(2, LOGS, lambda: None, LeakAudit())
     with AsyncCompile.pool() as of_inductor, ThreadPoolExecutor(1) as own:
         of_inductor.submit(int).result()
         assert left(keeper, "threads") == []

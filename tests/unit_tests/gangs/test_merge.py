@@ -179,6 +179,11 @@ def test_a_death_at_no_phase_fails_the_call() -> None:
     assert merged["call"].message == "rank 1 of 2 exited with code 0"
 
 
+def test_ranks_that_all_died_alike_are_named_together() -> None:
+    merged = merge_ranks(dead(0, -14), dead(1, -14), reason=Reason.DIED)
+    assert merged["call"].message == "ranks 0-1 were killed by SIGALRM"
+
+
 def test_of_two_deaths_the_first_is_the_cause_and_both_are_told() -> None:
     call = merge_ranks(dead(0, -9, at=3.0), rank(1), dead(2, -6, at=2.0), reason=Reason.DIED)[
         "call"

@@ -152,6 +152,14 @@ def test_keys_of_a_later_release_are_ignored(tmp_path: Path) -> None:
             "b.verdict: found 'good', expected one of ",
         ),
         ('{"items": {"a::b": {"world_size": 2}}}', "items.a::b.verdict: is missing"),
+        (
+            '{"items": {"a::b": {"world_size": 2, "verdict": "passed", "device": "x"}}}',
+            "items.a::b.device: found 'x', expected",
+        ),
+        (
+            '{"items": {}, "options": {"rank_grace": -5}}',
+            "options.rank_grace: found -5, expected a number >= 0",
+        ),
         ('{"items": {"a::b": 3}}', "items.a::b: found 3, expected a mapping; give the"),
         ('{"items": {}, "commit": "new"}', "commit: found 'new', expected a match of ^[0-9a-f]"),
         ('{"items": {}, "env": {"A B": "1"}}', "env.A B: found 'A B', expected a match of ^[A-Z"),

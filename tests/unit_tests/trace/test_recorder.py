@@ -213,16 +213,12 @@ class First(torch.autograd.Function):
 
     @override
     @staticmethod
-    def forward(  # type: ignore[override] # torch's stub takes anything
-        _ctx: object, first: torch.Tensor, second: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(_ctx: object, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return first + 0 * second
 
     @override
     @staticmethod
-    def backward(  # type: ignore[override] # torch's stub takes anything
-        _ctx: object, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    def backward(_ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 

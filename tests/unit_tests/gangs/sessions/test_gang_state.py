@@ -188,9 +188,9 @@ def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Pat
         "in another state: it left a default process group of 2 ranks (fake) in the place of "
         "2 ranks (gloo), and its gang is replaced"
     )
-    assert "left MASTER_PORT unset, put back to '" in run.stdout
+    assert "MASTER_PORT unset" in told["test_i_leaves_variables"]
     assert "it replaced builtins.open, which was put back" in run.stdout
-    assert "3 after a test that left ranks out of step" in run.stdout
+    assert "3 after a test that left its ranks unfit for others" in run.stdout
 
 
 LEAVES_RANKS = """
@@ -219,6 +219,13 @@ LEAVES_RANKS = """
 
     def test_initializes_again():
         dist.init_process_group("gloo")
+
+
+    def test_wraps_the_error():
+        try:
+            dist.init_process_group("gloo")
+        except ValueError as error:
+            raise RuntimeError("no groups") from error
 """
 
 
@@ -227,9 +234,54 @@ def test_variables_are_put_back_and_who_left_the_group_open_is_named(tmp_path: P
     run = suite.run("-v", "--ranks=2", "--device=cpu")
     passed = ("test_leaves_none", "test_innocent", "test_makes_another")
     words = dict.fromkeys(passed, "PASSED")
-    assert run.words == {**words, "test_initializes_again": "FAILED"}, run.stdout
-    assert "left TORCHELASTIC_USE_AGENT_STORE unset, put back to 'True'" in run.stdout
-    assert "test_leaves.py::test_makes_another initialized it and left it open" in run.stdout
+    failed = dict.fromkeys(("test_initializes_again", "test_wraps_the_error"), "FAILED")
+    assert run.words == {**words, **failed}, run.stdout
+    (told,) = [text for name, text in _WARNING.findall(run.stdout) if "leaves_none" in name]
+    assert "TORCHELASTIC_USE_AGENT_STORE unset" in told
+    left = "test_leaves.py::test_makes_another initialized it and left it open"
+    assert run.stdout.count(left) == 2
+
+
+LEAVES_STREAMS = """
+    import io
+    import os
+    import sys
+
+    def test_replaces_stdout(rank):
+        sys.stdout = io.StringIO()
+
+    def test_after_replaced(rank):
+        print("words of the first")
+        assert False
+
+    def test_closes_stdout(rank):
+        sys.stdout.close()
+
+    def test_after_closed(rank):
+        print("words of the second")
+        assert False
+
+    def test_closes_descriptors(rank):
+        for number in range(3):
+            os.close(number)
+
+    def test_after_descriptors(rank, tmp_path):
+        (tmp_path / "file").touch()
+        print("words of the third")
+        assert sys.stdin.read() == "x"
+"""
+
+
+def test_standard_streams_are_opened_anew(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_streams=LEAVES_STREAMS)
+    run = suite.run("-v", "--ranks=2", "--device=cpu")
+    failed = [name for name, word in run.words.items() if word == "FAILED"]
+    assert failed == ["test_after_replaced", "test_after_closed", "test_after_descriptors"]
+    for number in ("first", "second", "third"):
+        assert f"\nwords of the {number}\n" in run.stdout
+    assert "AssertionError: assert '' == 'x'" in run.stdout
+    told = [name.rpartition("::")[2] for name, _ in _WARNING.findall(run.stdout)]
+    assert told == ["test_replaces_stdout", "test_closes_stdout", "test_closes_descriptors"]
 
 
 USES_DESCRIPTORS = """
@@ -261,3 +313,22 @@ def test_a_test_that_uses_up_descriptors_is_named_and_harms_no_other(tmp_path: P
         "in another state: it left none of 100 descriptors free, and its gang is replaced"
     )
     assert "/pytest_megatron/" not in run.stdout  # no frames of ours
+
+
+LEAVES_TIMER = """
+    import signal
+
+    def test_leaves_an_alarm(rank):
+        signal.alarm(1000)
+
+    def test_after(rank):
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+"""
+
+
+def test_a_timer_is_stopped(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(test_timer=LEAVES_TIMER)
+    run = suite.run("-v", "--ranks=2", "--device=cpu")
+    assert set(run.words.values()) == {"PASSED"}, run.stdout
+    (told,) = _WARNING.findall(run.stdout)
+    assert told[0].endswith("::test_leaves_an_alarm")

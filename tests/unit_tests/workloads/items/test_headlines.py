@@ -60,6 +60,9 @@ HEADLINES = {
         r"train.py:\d+ in do, after iteration 2 of 10"
     ),
     "mismatch": (r"lm loss is off at step 7: trained to the end, but its metrics disagree"),
+    "gaps_in_golden": (
+        r"lm loss: golden unusable at step 1: trained to the end, but could not be compared"
+    ),
     "no_golden": (
         r"no golden, nothing was run; expected \S+golden_values_dev_cpu.json; write one with "
         r"`--golden record`, or run without comparing with `--golden off`"
@@ -105,6 +108,7 @@ ADVICE = {
     "nan": ("find the first step whose gradients are not finite"),
     "oom": ("lower the micro batch"),
     "mismatch": ("compare the curves"),
+    "gaps_in_golden": ("write it anew with `--golden refresh`"),
     "node": (
         "transient as a rule; not run again: it was the last of 3 attempts): submit it again "
         "without that node"
@@ -245,6 +249,10 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Places:
     project.add("silent", "silent@0")
     project.add("mismatch")
     project.golden("mismatch", changes={7: 5.5e-3})
+    project.add("gaps_in_golden")
+    golden = json.loads(project.golden_path("gaps_in_golden").read_text())
+    golden["lm loss"]["values"] |= dict.fromkeys("123456", "nan")
+    project.golden_path("gaps_in_golden").write_text(json.dumps(golden))
     project.add("broken_golden")
     project.golden_path("broken_golden").write_text('{"lm loss": {')
     project.row(project.case("no_golden"), write_golden=False)

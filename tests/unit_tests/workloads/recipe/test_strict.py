@@ -222,6 +222,13 @@ def test_an_extra_spec_key_is_a_placeholder_one_like_a_known_key_a_warning() -> 
             id="a key that spec has to have",
         ),
         pytest.param(
+            HEAD.replace("training_script_path", "training_scrpt_path"),
+            GOOD,
+            "r.yaml:7: spec.training_scrpt_path: unknown key, and rows have no "
+            "training_script_path; did you mean 'training_script_path'? [schema]",
+            id="what runs",
+        ),
+        pytest.param(
             HEAD.replace("spec:", "spce:"),
             GOOD,
             "r.yaml:3: spce: unknown key, expected one of format_version, loggers, maintainers, "

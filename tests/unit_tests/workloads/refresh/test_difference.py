@@ -91,6 +91,12 @@ def test_where_curves_part_is_told(step: int, start: Divergence, words: str) -> 
     assert ("another first step" in " ".join(interpret([found]))) == (step == 1)
 
 
+def test_noise_at_the_first_step_is_no_other_forward_pass() -> None:
+    noise = differ("g", OLD, scaled({}, default=1.0001))
+    assert noise.metrics[0].start is Divergence.STEP_1
+    assert "another first step" not in " ".join(interpret([noise]))
+
+
 def test_files_and_metrics_that_are_new_or_gone_are_listed() -> None:
     """Megatron-LM's report skips new files and metrics."""
     two = golden(metric_map(curve(), num_zeros={1: 4.0}))

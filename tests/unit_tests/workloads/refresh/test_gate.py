@@ -49,6 +49,11 @@ def changed(steps: Callable[[int], bool], to: Callable[[float], Value]) -> Metri
     return metric_map(values)
 
 
+def cut_to(values: dict[int, Value], *, bits: int) -> dict[int, Value]:
+    parts = {s: math.frexp(float(v)) for s, v in values.items()}
+    return {s: math.ldexp(round(part * 2**bits) / 2**bits, e) for s, (part, e) in parts.items()}
+
+
 def test_what_two_clean_repeats_measured_is_taken(staged: Staged) -> None:
     staged.add("c", [SOUND, SOUND])
     assert rules(staged) == []
@@ -489,6 +494,9 @@ ODD: dict[str, tuple[MetricMap, list[str]]] = {
         metric_map({s: round(float(v), 2) for s, v in curve().items() if s % 25 == 0}),
         ["rounded"],
     ),
+    "bfloat16": (metric_map(cut_to(curve(), bits=8)), ["rounded"]),
+    "a mean of eight in bfloat16": (metric_map(cut_to(curve(), bits=11)), ["rounded"]),
+    "float32": (metric_map(cut_to(curve(), bits=24)), []),
     "five decimals": (metric_map({s: round(float(v), 5) for s, v in curve().items()}), []),
     "every tenth step": (metric_map({s: v for s, v in curve().items() if s % 10 == 0}), []),
     "a loss that balances experts": (

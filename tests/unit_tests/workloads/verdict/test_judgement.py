@@ -19,9 +19,12 @@ SOUND: dict[str, dict[int, float]] = {
 HARDLY = {1: 4.95 * (1 + 1.02e-3)}
 
 
-def headline(**changes: dict[int, Value | None]) -> str:
+def headline(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) -> str:
     names = {name.replace("_", " "): changed for name, changed in changes.items()}
-    golden = {name: series_of({**values}) for name, values in SOUND.items()}
+    golden = {
+        name: series_of({**values, **({1: "nan"} if name in gaps else {})})
+        for name, values in SOUND.items()
+    }
     observed = {
         name: series_of(
             {
@@ -68,4 +71,17 @@ def headline(**changes: dict[int, Value | None]) -> str:
 def test_a_headline_names_the_strongest_finding(
     changes: dict[str, dict[int, Value | None]], expected: str
 ) -> None:
-    assert headline(**changes) == expected
+    assert headline((), **changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "lm loss: golden unusable at step 1"),
+        ({"num-zeros": {s: 2.2 * v for s, v in SOUND["num-zeros"].items()}}, "num-zeros is off"),
+    ],
+)
+def test_a_golden_at_fault_says_least_of_a_run(
+    changes: dict[str, dict[int, Value | None]], expected: str
+) -> None:
+    assert headline(("lm loss",), **changes).partition(" (and")[0] == expected

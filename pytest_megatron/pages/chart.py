@@ -11,12 +11,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
 from pytest_megatron.base.templates import render
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
 from pytest_megatron.runs.pictures import MermaidChart
 from pytest_megatron.runs.record import RecordedBand, finite
-from pytest_megatron.workloads.golden.model import Series
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.golden.model import Series
 
 _ROUND = (1, 2, 5, 10)
 _LARGE, _SMALL = 1e6, 1e-4

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from pytest_megatron.base.text import shorten
 from pytest_megatron.errors import RunError
@@ -20,7 +21,9 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
-from pytest_megatron.workloads.golden.model import Series
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.golden.model import Series
 
 WIDTH, HEIGHT = 120, 24
 _NUM_POINTS = 24

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.chart import choose, deviations, shares
@@ -20,8 +21,9 @@ from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
 from pytest_megatron.runs.equivalence import TensorDivergence
 from pytest_megatron.runs.record import RecordedLayer, finite
-from pytest_megatron.workloads.golden.compare.result import RELATIVE, layer_text
-from pytest_megatron.workloads.golden.model import Value
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.golden.model import Value
 
 MOST_BYTES = 220_000  # of base64 in a page: 8 charts of 10,000 steps stay below 300 kB
 _LARGEST_WHOLE_FLOAT32 = 1 << 24
@@ -289,6 +291,11 @@ def _charts(charts: Sequence[Chart], most_bytes: int) -> list[JsonValue]:
 
 def _layer(row: RecordedLayer) -> JsonValue:
     """Return result and text of a layer of a comparison."""
+    from pytest_megatron.workloads.golden.compare.result import (  # noqa: PLC0415 - see `read`
+        RELATIVE,
+        layer_text,
+    )
+
     measured, limit = finite(row.measured), finite(row.limit)
     return [row.passed, layer_text(row.layer, measured, limit, row.unit or RELATIVE, row.place)]
 

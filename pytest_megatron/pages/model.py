@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from pytest_megatron.base.text import name_ranks
 from pytest_megatron.runs.equivalence import TraceComparison
@@ -19,7 +20,9 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
     finite,
 )
-from pytest_megatron.workloads.golden.model import Series
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.golden.model import Series
 
 # In the order in which an index lists them.
 VERDICTS = ("broken", "failed", "flaky", "skipped", "passed")

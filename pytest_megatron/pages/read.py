@@ -1,7 +1,8 @@
 """Reads a finished run directory into the data of pages (effects: files, read only).
 
 Paths in the files are not followed: where something lies follows from node ids and numbers, so
-that a run may have moved, and an artifact that names other places leads nowhere.
+that a run may have moved, and an artifact that names other places leads nowhere. Pages of tests
+alone load nothing of workloads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
 from pytest_megatron.pages.chart import allowed_around, chart_svg, mermaid_chart
@@ -41,8 +42,9 @@ from pytest_megatron.runs.record import (
     read_record,
     read_run,
 )
-from pytest_megatron.workloads.golden.model import Golden, MetricMap
-from pytest_megatron.workloads.golden.store import read_golden, read_metrics
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.golden.model import Golden, MetricMap
 
 _MOST_PHASES = 100
 _LOSS = "lm loss"
@@ -185,6 +187,8 @@ def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:
 def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
     if not dirs.golden.is_file():
         return None
+    from pytest_megatron.workloads.golden.store import read_golden  # noqa: PLC0415 - see above
+
     try:
         return read_golden(dirs.golden)
     except GoldenError as error:
@@ -271,6 +275,8 @@ def _source(dirs: PhaseDirs) -> Path | None:
 def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:
     if path is None:
         return
+    from pytest_megatron.workloads.golden.store import read_metrics  # noqa: PLC0415 - see above
+
     try:
         yield read_metrics(path).metrics
     except MetricsError as error:

@@ -15,8 +15,6 @@ import atexit
 import sys
 from typing import TYPE_CHECKING
 
-from pytest_megatron.workloads.training.plan.trace_settings import read_settings
-
 if TYPE_CHECKING:
     import torch
 
@@ -33,6 +31,9 @@ def start() -> Recorder | None:
     Raises:
         TraceError: The variable's value means nothing.
     """
+    # The table of rooms imports this package at every start of pytest.
+    from pytest_megatron.workloads.training.plan.trace_settings import read_settings
+
     global _recorder  # noqa: PLW0603 - hooks of torch are global too
     settings = read_settings()
     if _recorder is None and settings is not None:

@@ -180,6 +180,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if options.is_rank(config):
         declare_marks(config)
         return
+    options.refuse_root_of_values(config)
     config.pluginmanager.register(LeftOutFiles(config), "megatron-left-out-files")
     chosen = options.read_options(config)
     if chosen.num_stress is not None:

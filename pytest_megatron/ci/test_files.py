@@ -318,7 +318,7 @@ def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
             "seconds; give another file",
         )
     for entry in history.entries:
-        if entry.kind == "test" and entry.duration_s >= 0:
+        if entry.kind != "workload" and entry.duration_s >= 0:
             yield entry.node_id, entry.duration_s
 
 

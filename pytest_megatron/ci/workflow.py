@@ -34,6 +34,7 @@ _DOWNLOAD = "actions/download-artifact@d3f86a106a0bac45b974a628896c90dbdf5c8093 
 _CACHE = "actions/cache@5a3ec84eff668545956fd18022155c47e93e2684 # v4.2.3"
 _HISTORY = ".pytest_megatron/history.jsonl"
 _DURATIONS = ".pytest_megatron/durations.xml"
+_JUNIT = "summary/junit.xml"
 _TRUSTED = (
     "(github.event_name != 'pull_request' || "
     "github.event.pull_request.head.repo.full_name == github.repository)"
@@ -148,14 +149,20 @@ def _history_step(workflow: Workflow, verb: str) -> str:
 def _keep_history(workflow: Workflow) -> str:
     if not workflow.keeps_history:
         return ""
+    is_new = '  echo "is_new=true" >> "$GITHUB_OUTPUT"'
     merge = (
+        "mkdir -p .pytest_megatron",
         'if [ -n "$(find artifacts -name history.jsonl -size +0)" ]; then',
-        "  mkdir -p .pytest_megatron",
-        "  find artifacts .pytest_megatron -name history.jsonl -exec cat {} + |",
+        # awk ends a line that a killed job left open
+        "  find artifacts .pytest_megatron -name history.jsonl -exec awk 1 {} + |",
         f"    sort -u | tail -n {_MOST_ENTRIES} > history.jsonl",
         f"  mv history.jsonl {_HISTORY}",
-        f"  if [ -f summary/junit.xml ]; then cp summary/junit.xml {_DURATIONS}; fi",
-        '  echo "is_new=true" >> "$GITHUB_OUTPUT"',
+        is_new,
+        "fi",
+        # a job that left nothing has a test case of its own: the durations are not of all tests
+        f"if grep -qs '<testcase' {_JUNIT} && ! grep -q 'classname=\"job\"' {_JUNIT}; then",
+        f"  cp {_JUNIT} {_DURATIONS}",
+        is_new,
         "fi",
     )
     restore = _conditional(_history_step(workflow, "restore"), "always()")

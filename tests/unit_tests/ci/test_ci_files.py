@@ -198,16 +198,22 @@ def test_a_pull_request_of_a_fork_runs_nothing_on_own_runners() -> None:
     assert found == [True, False]
 
 
+MISSING_JOB = '<testsuites><testcase classname="job" name="unit-1"/></testsuites>'
+PLAIN_TEST = '<testsuites><testcase classname="tests.test_a" name="test_a"/></testsuites>'
+
+
 @pytest.mark.parametrize(
-    ("left", "kept", "is_saved"),
+    ("left", "summary", "kept", "is_saved"),
     [
-        pytest.param(None, ["1", "2"], False, id="no-job-started"),
-        pytest.param("", ["1", "2"], False, id="empty"),
-        pytest.param("2\n3\n", ["1", "2", "3"], True, id="merged"),
+        pytest.param(None, MISSING_JOB, "1\n2\n", False, id="no-job-started"),
+        pytest.param("", MISSING_JOB, "1\n2\n", False, id="empty"),
+        pytest.param("2\n3\n", MISSING_JOB, "1\n2\n3\n", True, id="merged"),
+        pytest.param("0", MISSING_JOB, "0\n1\n2\n", True, id="cut-off"),
+        pytest.param(None, PLAIN_TEST, "1\n2\n", True, id="tests-without-a-gang"),
     ],
 )
 def test_the_history_of_earlier_runs_is_kept(
-    left: str | None, kept: list[str], *, is_saved: bool
+    left: str | None, summary: str, kept: str, *, is_saved: bool
 ) -> None:
     project(FULL)
     ci("init")
@@ -218,8 +224,10 @@ def test_the_history_of_earlier_runs_is_kept(
     history = Path(".pytest_megatron/history.jsonl")
     history.parent.mkdir()
     history.write_text("1\n2\n")  # restored
+    durations = Path(".pytest_megatron/durations.xml")
+    durations.write_text("of all tests")
     Path("summary").mkdir()
-    Path("summary/junit.xml").write_text("<testsuites/>")
+    Path("summary/junit.xml").write_text(summary)
     artifact = Path("artifacts/logs-unit")
     artifact.mkdir(parents=True)
     if left is not None:
@@ -233,7 +241,8 @@ def test_the_history_of_earlier_runs_is_kept(
     )
     found = dict(line.split("=") for line in outputs.read_text().splitlines())
     context: dict[str, JsonValue] = {"steps": {"history": {"outputs": cast("JsonValue", found)}}}
-    assert history.read_text().split() == kept
+    assert history.read_text() == kept
+    assert durations.read_text() == (summary if summary == PLAIN_TEST else "of all tests")
     assert evaluate(steps["Save the history"]["if"], context) is is_saved
 
 

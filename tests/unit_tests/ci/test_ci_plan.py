@@ -359,6 +359,15 @@ def test_durations_come_from_histories_and_junit_as_well(project: Path) -> None:
     }
     # The project's own history is used without being asked for: here it says nothing new.
     assert len(shards("--shards", "2")["shard-1-of-2"]) == 3
+    # Tests of a file that passed have a line together, with the file in place of the node id.
+    took = {"test_a.py": 1.0, "test_b.py": 900.0, "moe/test_gb.py": 1.0}
+    of_file: dict[str, JsonValue] = {**entry, "kind": "tests"}
+    lines = (
+        json.dumps({**of_file, "node_id": f"tests/unit_tests/{file}", "duration_s": seconds})
+        for file, seconds in took.items()
+    )
+    write(project / history, "\n".join(lines) + "\n")
+    assert shards("--shards", "2")["shard-1-of-2"] == ["tests/unit_tests/test_b.py"]
 
 
 NIGHTLY = RECIPE.partition("products:")[0] + (

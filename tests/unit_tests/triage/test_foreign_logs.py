@@ -156,6 +156,19 @@ def test_what_a_runner_says_of_a_step_is_a_failure(
             id="a container of Slurm, and its task",
         ),
         pytest.param(
+            "[train] [nvidia-smi(stdout)] Failed to initialize NVML: Driver/library version "
+            "mismatch\n[train] No GPUs were found available on this machine.\n"
+            "Error: Process completed with exit code 75.",
+            ("nvml_mismatch", False),
+            id="a driver that was replaced",
+        ),
+        pytest.param(
+            "Status:         Failed\nReason:         Evicted\n"
+            "Message:        The node was low on resource: memory.",
+            ("pod_evicted", False),
+            id="a pod that took too much memory",
+        ),
+        pytest.param(
             "E: Failed to fetch http://archive.ubuntu.com/x.deb  Could not connect to "
             "archive.ubuntu.com:80 (40.1.1.2), connection timed out\n"
             "E: Unable to fetch some archives, maybe run apt-get update?\n"

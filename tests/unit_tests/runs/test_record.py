@@ -158,7 +158,7 @@ def test_keys_of_a_later_release_are_ignored(tmp_path: Path) -> None:
         ),
         (
             '{"items": {}, "options": {"rank_grace": -5}}',
-            "options.rank_grace: found -5, expected a number >= 0",
+            "options.rank_grace: found -5, expected true or false or an integer >= 0",
         ),
         ('{"items": {"a::b": 3}}', "items.a::b: found 3, expected a mapping; give the"),
         ('{"items": {}, "commit": "new"}', "commit: found 'new', expected a match of ^[0-9a-f]"),

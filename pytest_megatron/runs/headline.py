@@ -66,7 +66,7 @@ _RANK = re.compile(r"^\[rank \d+\] ")
 _RANKS = re.compile(r"\branks? #(?:-#)?(?:, #(?:-#)?)*")  # who was late differs from run to run
 _ROW = re.compile(r"#(?:, #)+")  # and so does how much a list holds
 _HELD = re.compile(r"\{.*")  # or a mapping, such as an environment, which is never the same
-_MOST = 160
+_MOST_OF_FINGERPRINT = 160  # characters
 
 
 def reproduce_line(where: str, node_id: str) -> str:
@@ -89,4 +89,4 @@ def headline_fingerprint(headline: str, end: str = "") -> str:
     first = _RANK.sub("", headline.strip().partition("\n")[0])
     plain = _HELD.sub("{", _NUMBER.sub("#", _PATH.sub("PATH", _ADDRESS.sub("#", first))))
     plain = _ROW.sub("#", _RANKS.sub("ranks", plain))
-    return "|".join((end, plain[:_MOST]))
+    return "|".join((end, plain[:_MOST_OF_FINGERPRINT]))

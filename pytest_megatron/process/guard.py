@@ -183,14 +183,23 @@ def _collect(child: int) -> int | None:
 
 
 def _kill_descendants() -> int:
-    """Kill what still descends from the guard until nothing does; return how many there were."""
+    """Kill what still descends from the guard until nothing does; return how many there were.
+
+    A process whose main thread has ended already is no longer found, and hides its children, while
+    its other threads are still at it: with CUDA that takes a second. The kernel knows of it.
+    """
     seen: set[int] = set()
     give_up_at = time.monotonic() + UNKILLABLE_S
-    while (pids := _descendants()) and time.monotonic() < give_up_at:
+    while time.monotonic() < give_up_at:
+        pids = _descendants()
         seen.update(pids)
         for pid in pids:
             _send(pid, signal.SIGKILL)
-        _collect(-1)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            break
         time.sleep(0.005)
     return len(seen)
 

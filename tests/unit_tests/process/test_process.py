@@ -124,6 +124,14 @@ def test_a_helper_of_a_rank_does_not_write_into_its_stack(tmp_path: Path) -> Non
     assert "in helper_waits" not in log
 
 
+def test_a_process_whose_main_thread_has_ended_does_not_hide_others(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "ends_its_main_thread.py")) as process:
+        wait_for_line(tmp_path / "log", "up")
+        process.kill()
+        process.wait()
+    assert alive(tmp_path) == []
+
+
 def test_a_killed_controller_leaves_nothing_behind(tmp_path: Path) -> None:
     controller = subprocess.Popen(
         [sys.executable, str(GUESTS / "controller_of.py"), str(GUESTS / "leaves_grandchildren.py")],

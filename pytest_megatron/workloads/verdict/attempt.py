@@ -501,7 +501,13 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
 
 def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
     """Explain a program that had done its work, and did not exit."""
-    logs = {rank: end.plan.dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
+    dirs = end.plan.dirs
+    logs = {rank: dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
+    if end.plan.is_script:  # whose launcher has them elsewhere; the last attempt wins
+        units = _units(AttemptDirs(root=dirs.root.parent).assets)
+        found = [log for unit in units for log in unit.logs if log.path.name == "stderr.log"]
+        found.sort(key=lambda log: log.path.stat().st_mtime)
+        logs |= {log.rank: log.path for log in found if log.rank in logs}
     stacks = {rank: tail(log) for rank, log in logs.items() if log.exists()}
     where = where_ranks_were({rank: _innermost(stack) for rank, stack in stacks.items()})
     what = f"trained to the end, and {name_ranks(end.waiting)} did not exit"

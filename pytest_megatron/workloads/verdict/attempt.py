@@ -153,7 +153,8 @@ def _rows(path: Path) -> list[JsonValue]:
 
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
-_OF_PYTEST = ("FAILED ", "ERROR ", "E   ")  # lines with what failed
+_ERROR = "E   "
+_OF_PYTEST = ("FAILED ", "ERROR ", _ERROR)  # lines with what failed
 DEFAULT_METRICS = ("lm loss", "num-zeros")
 _LEAST_FREE_BYTES = 1 << 16
 
@@ -532,7 +533,8 @@ def why_a_script_failed_late(end: PhaseEnd) -> FailureCause:
     """Explain a recipe's script that failed after all of its trainings had ended well."""
     log = end.plan.dirs.launcher_log
     lines = tail(log, is_noise=lambda line: not line.startswith(_OF_PYTEST))
-    said = f": {lines[-1]}" if lines else ""
+    errors = [line.removeprefix(_ERROR).strip() for line in lines if line.startswith(_ERROR)]
+    said = f": {[*errors, *lines[-1:]][0]}" if lines else ""
     what = f"trained to the end, and then the script {_ended(end.returncode)}{said}"
     return FailureCause(
         text=make_headline("", what),

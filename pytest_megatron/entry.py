@@ -21,6 +21,7 @@ _DISTRIBUTION = re.compile(r"pytest[-_.]+megatron(?![-_.]*\w)", re.IGNORECASE)
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Load the plugin if the command line, the environment or the ini file asks for it."""
+    _leave_package_alone(pluginmanager)
     config = pluginmanager.get_plugin("pytestconfig")
     if isinstance(config, pytest.Config) and _asks(config):
         _load(pluginmanager)
@@ -48,6 +49,13 @@ def pytest_load_initial_conftests(
     elif is_late:
         plugin.begin_late(early_config, args)
     return result
+
+
+def _leave_package_alone(manager: pytest.PytestPluginManager) -> None:
+    """Take back that pytest rewrites assertions in Megatron-LM's package, which `-p` named."""
+    rewriting = vars(manager.rewrite_hook)
+    rewriting.get("_must_rewrite", set()).discard("megatron")
+    rewriting.get("_marked_for_rewrite_cache", {}).clear()
 
 
 def _load(manager: pytest.PytestPluginManager) -> None:

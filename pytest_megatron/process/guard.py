@@ -3,16 +3,17 @@
 Started as a file, in a session of its own: `guard.py CONTROL RESULT GRACE COMMAND...`.
 CONTROL is the read end of a pipe that the controller holds: its end of file (the controller is
 gone, even by SIGKILL) or a byte `t` stops the command, a byte `k` kills it at once, a byte `a` asks
-every process below it for its Python stack first (SIGABRT with faulthandler), a byte `A` also the
-command. RESULT is the descriptor that gets one line of JSON when nothing is left. Ranks that start
-sessions of their own are found as well: the guard is their subreaper. It is two processes, so that
-one of them is left to do that if the other one is killed or stopped. Standard library only, so that
-it starts in milliseconds.
+every process below it but helpers of ranks for its Python stack first (SIGABRT with faulthandler),
+a byte `A` also the command. RESULT is the descriptor that gets one line of JSON when nothing is
+left. Ranks that start sessions of their own are found as well: the guard is their subreaper. It is
+two processes, so that one of them is left to do that if the other one is killed or stopped.
+Standard library only, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import select
@@ -20,13 +21,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 SLOW_S = 5.0  # beyond the grace, for killing what did not end in it
+STACKS_S = 2.0  # for all stacks; most take a few milliseconds
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 
 
@@ -120,13 +122,50 @@ def _wait(child: int, control: int, grace_s: float) -> int:
             case None:
                 continue
             case b"a" | b"A":
-                for pid in _descendants():
-                    if pid != child or order == b"A":
-                        _send(pid, signal.SIGABRT)
+                _ask_for_stacks({} if order == b"A" else {child})
             case _:  # t, k, or the controller is gone
                 is_open = order != b""
                 kill_at = min(kill_at, time.monotonic() + (0.0 if order == b"k" else grace_s))
                 _send(child, signal.SIGTERM)
+
+
+def _ask_for_stacks(left_out: Container[int]) -> None:
+    """Abort processes: those that share a stderr in turn, as they would tear each other's stacks.
+
+    Helpers of a rank, such as workers of its data loader, are not asked: the last stack in its log
+    is its own.
+    """
+    found = _descendants()
+    ranks = {pid for pid in found if b"\0LOCAL_RANK=" in b"\0" + _environment(pid)}
+    queues: dict[str, list[int]] = {}
+    for pid, parent in found.items():
+        stderr = _stderr(pid)
+        is_helper = pid in ranks and parent in ranks and stderr == _stderr(parent)
+        if not is_helper and pid not in left_out:
+            queues.setdefault(stderr, []).append(pid)
+    until = time.monotonic() + STACKS_S
+    for turn in itertools.zip_longest(*queues.values()):
+        asked = {pid for pid in turn if pid is not None}
+        for pid in asked:
+            _send(pid, signal.SIGABRT)
+        while asked.intersection(_descendants()) and time.monotonic() < until:
+            time.sleep(0.005)
+
+
+def _environment(pid: int) -> bytes:
+    """Return the environment that a process began with; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _stderr(pid: int) -> str:
+    """Return the file that a process has as its stderr; "" without one."""
+    try:
+        return str(Path(f"/proc/{pid}/fd/2").readlink())
+    except OSError:
+        return ""
 
 
 def _collect(child: int) -> int | None:
@@ -144,20 +183,29 @@ def _collect(child: int) -> int | None:
 
 
 def _kill_descendants() -> int:
-    """Kill what still descends from the guard until nothing does; return how many there were."""
+    """Kill what still descends from the guard until nothing does; return how many there were.
+
+    A process whose main thread has ended already is no longer found, and hides its children, while
+    its other threads are still at it: with CUDA that takes a second. The kernel knows of it.
+    """
     seen: set[int] = set()
     give_up_at = time.monotonic() + UNKILLABLE_S
-    while (pids := _descendants()) and time.monotonic() < give_up_at:
+    while time.monotonic() < give_up_at:
+        pids = _descendants()
         seen.update(pids)
         for pid in pids:
             _send(pid, signal.SIGKILL)
-        _collect(-1)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            break
         time.sleep(0.005)
     return len(seen)
 
 
-def _descendants() -> list[int]:
-    """Return every living process below the guard."""
+def _descendants() -> dict[int, int]:
+    """Return every living process below the guard, and its parent; parents come first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -167,11 +215,12 @@ def _descendants() -> list[int]:
                 continue
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(entry.name))
-    found = []
+    found: dict[int, int] = {}
     todo = [os.getpid()]
     while todo:
-        below = children.get(todo.pop(), [])
-        found += below
+        above = todo.pop()
+        below = children.get(above, [])
+        found |= dict.fromkeys(below, above)
         todo += below
     return found
 

@@ -153,7 +153,8 @@ def _rows(path: Path) -> list[JsonValue]:
 
 # Without a METRICS key these are compared, and so must be there.
 # Source: Megatron-LM tests/functional_tests/python_test_utils, d98e8a64dd.
-_OF_PYTEST = ("FAILED ", "ERROR ", "E   ")  # lines with what failed
+_ERROR = "E   "
+_OF_PYTEST = ("FAILED ", "ERROR ", _ERROR)  # lines with what failed
 DEFAULT_METRICS = ("lm loss", "num-zeros")
 _LEAST_FREE_BYTES = 1 << 16
 
@@ -501,7 +502,13 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
 
 def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
     """Explain a program that had done its work, and did not exit."""
-    logs = {rank: end.plan.dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
+    dirs = end.plan.dirs
+    logs = {rank: dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
+    if end.plan.is_script:  # whose launcher has them elsewhere; the last attempt wins
+        units = _units(AttemptDirs(root=dirs.root.parent).assets)
+        found = [log for unit in units for log in unit.logs if log.path.name == "stderr.log"]
+        found.sort(key=lambda log: log.path.stat().st_mtime)
+        logs |= {log.rank: log.path for log in found if log.rank in logs}
     stacks = {rank: tail(log) for rank, log in logs.items() if log.exists()}
     where = where_ranks_were({rank: _innermost(stack) for rank, stack in stacks.items()})
     what = f"trained to the end, and {name_ranks(end.waiting)} did not exit"
@@ -526,7 +533,8 @@ def why_a_script_failed_late(end: PhaseEnd) -> FailureCause:
     """Explain a recipe's script that failed after all of its trainings had ended well."""
     log = end.plan.dirs.launcher_log
     lines = tail(log, is_noise=lambda line: not line.startswith(_OF_PYTEST))
-    said = f": {lines[-1]}" if lines else ""
+    errors = [line.removeprefix(_ERROR).strip() for line in lines if line.startswith(_ERROR)]
+    said = f": {[*errors, *lines[-1:]][0]}" if lines else ""
     what = f"trained to the end, and then the script {_ended(end.returncode)}{said}"
     return FailureCause(
         text=make_headline("", what),

@@ -283,7 +283,12 @@ def _judged(
         suspects=outcome.suspects,
         lost_s=outcome.lost_s,
         note=next(
-            (f"{name_ranks(e.waiting)} did not exit" for e in outcome.ends if e.waiting), None
+            (
+                f"{name_ranks(e.waiting)} did not exit"
+                for e in outcome.ends
+                if e.waiting and e.is_clean
+            ),
+            None,
         ),
     )
     if outcome.trouble is not None:

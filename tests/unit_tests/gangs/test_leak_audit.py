@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
@@ -19,6 +20,30 @@ from pytest_megatron.gangs.rank.process_state import StateKeeper
 
 NAME = "megatron.of_this_test"
 LOGS = RankLogs(Path("not-written"))
+BESIDE_LIBRARIES = """
+import ctypes, subprocess, sys, threading
+from pytest_megatron.gangs.rank.audit import LeakAudit
+
+library = ctypes.CDLL(None)
+for _ in range(50):
+    library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, library.pause, None)
+children, is_started, is_over = [], threading.Event(), threading.Event()
+
+def start():
+    children.append(subprocess.Popen(["sleep", "60"]))
+    is_started.set()
+    is_over.wait()
+
+threading.Thread(target=start).start()
+is_started.wait()
+opened = set()
+sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" else None)
+held = LeakAudit().look()
+is_over.set()
+children[0].kill()
+assert ("processes", children[0].pid) in held, held
+assert len([path for path in opened if "/task/" in path]) == 2, opened
+"""
 KINDS = ("allocated", "reserved")
 
 
@@ -76,6 +101,11 @@ def test_what_a_fixture_holds_is_not_of_the_test_and_what_it_left_is(
     keeper.release("fixture")
     (leak,) = [leak for leak in keeper.find_leaks() if leak.kind == "patches"]
     assert (leak.text, leak.fixture) == (f"patched {NAME}.first", "name")
+
+
+def test_a_process_is_looked_for_in_threads_that_can_start_one() -> None:
+    """Libraries have thousands of others."""
+    subprocess.run([sys.executable, "-c", BESIDE_LIBRARIES], check=True)
 
 
 def test_a_file_of_another_rank_is_not_of_the_test_after(

@@ -113,6 +113,25 @@ def test_stacks_of_a_hanging_rank_land_in_its_output(tmp_path: Path) -> None:
     assert "in wait_forever" in (tmp_path / "log").read_text()
 
 
+def test_a_helper_of_a_rank_does_not_write_into_its_stack(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "hangs_beside_its_helper.py")) as process:
+        wait_for_line(tmp_path / "log", "up")
+        process.dump_stacks()
+        assert outcome(process.wait()) == (0, 1)
+    log = (tmp_path / "log").read_text()
+    assert log.count("Fatal Python error") == 1
+    assert "in rank_waits" in log
+    assert "in helper_waits" not in log
+
+
+def test_a_process_whose_main_thread_has_ended_does_not_hide_others(tmp_path: Path) -> None:
+    with start(tmp_path, sys.executable, str(GUESTS / "ends_its_main_thread.py")) as process:
+        wait_for_line(tmp_path / "log", "up")
+        process.kill()
+        process.wait()
+    assert alive(tmp_path) == []
+
+
 def test_a_killed_controller_leaves_nothing_behind(tmp_path: Path) -> None:
     controller = subprocess.Popen(
         [sys.executable, str(GUESTS / "controller_of.py"), str(GUESTS / "leaves_grandchildren.py")],

@@ -159,6 +159,23 @@ def test_a_conftest_asks_for_it(tmp_path: Path) -> None:
     assert (code, "--keep-gangs: acts before conftest files are loaded" in output) == (4, True)
 
 
+@pytest.mark.parametrize("ranks", [(), ("--ranks=2", "--megatron-device=cpu")])
+def test_assertions_of_a_package_of_its_name_stay_as_they_are(
+    ranks: tuple[str, ...], tmp_path: Path
+) -> None:
+    project(
+        tmp_path,
+        "import os\nRANK = os.environ.get('LOCAL_RANK')",
+        "import megatron.core, pytest\n"
+        "def test():\n    with pytest.raises(AssertionError) as caught:\n"
+        "        megatron.core.check(1)\n    assert str(caught.value) == 'is no 2'",
+    )
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "core.py").write_text("def check(x):\n    assert x == 2, 'is no 2'\n")
+    code, output = run(tmp_path, "-p", "megatron", *ranks)
+    assert code == 0, output
+
+
 def test_options_of_nobody_name_what_to_add(tmp_path: Path) -> None:
     project(tmp_path, "", "def test(): pass")
     for word in ("--gpus", "--megatron-gpus"):

@@ -749,6 +749,7 @@ def _plan_script(
                 dirs=phase,
                 last_iteration=None,
                 is_script=True,
+                exit_policy=ExitPolicy.FAIL if case is None else case.exit_policy,
             ),
         ),
         dirs=dirs,

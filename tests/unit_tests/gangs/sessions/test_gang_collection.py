@@ -186,6 +186,25 @@ def test_fresh_interpreters_set_up_and_destroy_groups(tmp_path: Path) -> None:
     assert notes_in(suite) == NOTES
 
 
+def test_what_a_rank_has_collected_is_no_part_of_later_searches_for_garbage(
+    tmp_path: Path,
+) -> None:
+    suite = Suite(tmp_path).write(
+        test_it="""
+            import gc
+
+            LOADED = [[] for _ in range(5)]
+
+
+            def test_it():
+                searched = {id(found) for found in gc.get_objects()}
+                assert not searched & {id(found) for found in LOADED}
+        """
+    )
+    run = suite.run("-v", "--ranks", "2", "--gang-start", "fresh")
+    assert run.words == {"test_it": "PASSED"}, run.stdout
+
+
 GROUP = """
     import torch.distributed as dist
 

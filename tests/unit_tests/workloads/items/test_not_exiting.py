@@ -32,7 +32,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         script=["export RANK=0\n" + SCRIPT],
         time_limit=[100],
     )
-    return project.run("recipes", "-n", "5", "--max-attempts", "1", REAL_PROJECT=str(project.root))
+    project.row(
+        project.case("script_passes", fault="stay@0", config={"EXIT_POLICY": "pass"}),
+        script=["export RANK=0\n" + SCRIPT],
+        time_limit=[100],
+    )
+    return project.run("recipes", "-n", "6", "--max-attempts", "1", REAL_PROJECT=str(project.root))
 
 
 def test_ranks_that_do_not_exit_are_named_and_the_golden_is_compared(run: Run) -> None:
@@ -43,6 +48,7 @@ def test_ranks_that_do_not_exit_are_named_and_the_golden_is_compared(run: Run) -
     )
     assert "destroy_process_group()" in problem
     assert "its metrics agree with the golden" in problem
+    assert str(run.record("stays")["summary"]).count("did not exit") == 1
     comparison = (run.item_dir("stays") / "comparison.json").read_text()
     assert '"against": "golden"' in comparison
 
@@ -64,6 +70,8 @@ def test_the_case_decides_whether_that_fails(run: Run) -> None:
 def test_a_training_of_a_script_is_found_too(run: Run) -> None:
     assert run.verdict("script") == ("FAILED", "failed")
     assert "trained to the end, and rank 0 did not exit" in run.problem("script")
+    assert run.verdict("script_passes") == ("PASSED", "passed")
+    assert "rank 0 did not exit" in str(run.record("script_passes")["summary"])
 
 
 def test_work_is_seen_in_any_process_below() -> None:

@@ -13,7 +13,9 @@ from tiny_project import Project, Run
 COMPARES = (
     "cd /opt/megatron-lm\n"
     "GOLDEN=tests/functional_tests/test_cases/{model}/{test_case}/golden_values_{environment}_{platforms}.json\n"
-    'grep -q 5.634 "$GOLDEN" || {{ echo "FAILED test_pipeline.py - KeyError: lm loss"; exit 3; }}\n'
+    'grep -q 5.634 "$GOLDEN" || {{\n'
+    'echo "E   AssertionError: The following metrics failed: lm loss"\n'
+    'echo "FAILED test_pipeline.py::test_it"; exit 3; }}\n'
 )
 
 
@@ -35,7 +37,8 @@ def test_a_first_golden_of_a_driver_that_compares_is_written(project: Project) -
     run = project.run("recipes", *options, run_dir="record", **env)
     assert run.verdict("new") == ("PASSED", "passed")
     summary = str(run.record("new")["summary"])
-    assert "and then the script ended with exit code 3: FAILED test_pipeline.py" in summary
+    said = "AssertionError: The following metrics failed: lm loss"
+    assert f"and then the script ended with exit code 3: {said}" in summary
     assert project.golden_path("new").is_file()
     check = project.run("recipes", "--allow-dirty", run_dir="check", **env)
     assert check.verdict("new") == ("PASSED", "passed")  # the driver finds the golden, too

@@ -215,7 +215,7 @@ class Selector:
         self._root = config.rootpath
         self._top, self._start = _checkout_of(config)
         self._file = options.changed_file or DEFAULT_FILE
-        self._started = time.time()
+        self._started = self._described = time.time()
         self._drawn_path = self._path.with_name(DRAWN)
         self._drawn: list[str] = []
         self._seed = 0
@@ -255,6 +255,7 @@ class Selector:
                     files=files_of(self._top, self._path, self._drawn_path),
                     root=self._start,
                 )
+                self._described = time.time()
         return self._state
 
     def select(self, items: list[pytest.Item]) -> None:
@@ -403,7 +404,7 @@ class Selector:
         """Join what all processes noted, and add it to the file."""
         state = self._prepare()
         notes = read_notes(Path(recorder.directory))
-        joiner = Joiner(notes, self._sources, self._started)
+        joiner = Joiner(notes, self._sources, self._started, self._described)
         tests = {
             node_id: self._finished(node_id, found)
             for node_id, found in notes.items()

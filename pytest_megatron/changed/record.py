@@ -282,17 +282,25 @@ def read_notes(directory: Path) -> dict[str, WindowNotes]:
 class Joiner:
     """Joins the notes of a session."""
 
-    def __init__(self, notes: Mapping[str, WindowNotes], sources: Sources, started: float) -> None:
+    def __init__(
+        self,
+        notes: Mapping[str, WindowNotes],
+        sources: Sources,
+        started: float,
+        described: float,
+    ) -> None:
         """Read nothing yet.
 
         Args:
             notes: By key.
             sources: The project now.
             started: Seconds since 1970, when the session began: later files are not what ran.
+            described: When the state of the project was read, after that.
         """
         self._notes = notes
         self._sources = sources
         self._started = started
+        self._described = described
         self._numbers: dict[tuple[str, str, str], int] = {}  # of the blocks
         self._imported = functools.cache(self._find_imported)
         self._block = functools.cache(self._find_block)
@@ -322,7 +330,7 @@ class Joiner:
         keys = {node_id: self._keys(node_id, test.file) for node_id, test in tests.items()}
         used = {node_id: self._blocks(keys[node_id], test.file) for node_id, test in tests.items()}
         read = {block: n for block, n in self._numbers.items() if block[1] != EXISTS}
-        written = {path for path in {path for path, _, _ in read} if self._is_written(path)}
+        written = {path for path in {path for path, _, _ in read} if self._is_written(path, state)}
         late = {n: block[0] for block, n in read.items() if block[0] in written}
         entries = {
             node_id: TestEntry(
@@ -496,10 +504,13 @@ class Joiner:
             kept = EXISTS
         return self._numbers.setdefault((path, kept, found[kept]), len(self._numbers))
 
-    def _is_written(self, path: str) -> bool:
-        """Return true for a file that was written since the session began."""
+    def _is_written(self, path: str, state: ProjectState) -> bool:
+        """Return true for a file that was written since the session began, but if only touched."""
         full = self._sources.root / path
-        return full.is_file() and full.stat().st_mtime > self._started
+        if not full.is_file() or full.stat().st_mtime <= self._started:
+            return False
+        is_same = state.files.get(path, "").startswith(self._sources.blocks(path)[WHOLE])
+        return not is_same or full.stat().st_mtime <= self._described
 
 
 def _problem_of_files(written: Collection[str]) -> str:

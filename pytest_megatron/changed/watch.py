@@ -555,7 +555,7 @@ class Watch:
         start = os.path.basename(full)
         if start in _ELSEWHERE:
             self.spoil(f"it starts {start}, whose processes are not recorded")
-        elif HOOK not in names.get("PYTHONPATH", "") or KEY not in names:
+        elif start not in _BLIND and (HOOK not in names.get("PYTHONPATH", "") or KEY not in names):
             self.spoil("it starts a process with other environment variables")
         elif start.startswith("python") and _is_bare(words):
             self.spoil("it starts an isolated Python, which is not recorded")

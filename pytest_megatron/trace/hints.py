@@ -129,12 +129,14 @@ def _of_update(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
             else "their optimizers differ, by the learning rate, the clipping or the state"
         )
         return (
-            f"gradients agree and {name_ranks(first.ranks)} have other parameters after the step:"
+            f"gradients agree and {name_ranks(first.ranks)} have other values after the step:"
             f" {cause}"
         )
     if first.kind == "missing" and is_sharded:
         return "no rank of the distributed optimizer has a part of the parameter"
-    return "gradients agree and parameters do not: the optimizer, its state or its share of ranks"
+    return (
+        "gradients agree, what the optimizer makes of them does not: its settings, state or ranks"
+    )
 
 
 def _of_ratio(one: TensorDivergence, reference: TraceLayout, candidate: TraceLayout) -> str | None:

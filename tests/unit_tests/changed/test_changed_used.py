@@ -46,6 +46,7 @@ def load():
     "data/hooked/a.txt": "a",
     "data/asked.txt": "asked",
     "data/size.txt": "size",
+    "data/rewritten.txt": "before",
     "data/cat.txt": "cat",
     "data/in_folder.txt": "folder",
     "data/run.sh": "#!/bin/sh\n",
@@ -260,6 +261,15 @@ def test_program_elsewhere(tmp_path):
 
 def test_program_that_reads_nothing():
     assert subprocess.check_output(["uname"])
+    assert subprocess.check_output(["uname"], env={"LC_ALL": "C", "PATH": os.environ["PATH"]})
+
+def test_rewritten():
+    file = Path("data/rewritten.txt")
+    assert file.read_text() == "before"
+    file.write_text("after")
+
+def test_touched():
+    os.utime("data/size.txt")
 
 def test_shell():
     assert os.system("cat data/cat.txt > /dev/null") == 0
@@ -277,7 +287,8 @@ def test_resolved():
     assert Path(__file__).resolve().name == "test_used.py"
 """,
 }
-UNKNOWN = {"test_cat", "test_cat_elsewhere", "test_shell"}  # which run whatever changed
+# Which run whatever changed.
+UNKNOWN = {"test_cat", "test_cat_elsewhere", "test_shell", "test_rewritten"}
 
 
 @pytest.fixture(scope="module")

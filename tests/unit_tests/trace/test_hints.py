@@ -102,6 +102,12 @@ def _at(  # noqa: PLR0913
         ),
         pytest.param(
             _DP2,
+            [_at("update", "a", "weight.exp_avg_sq", ratio=50.0)],
+            "what the optimizer makes of them",  # all parameters may agree
+            id="state",
+        ),
+        pytest.param(
+            _DP2,
             [_at("forward", "", "samples", kind="missing")],
             "samples of micro-batch 0",
             id="missing micro-batch",

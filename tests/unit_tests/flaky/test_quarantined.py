@@ -260,6 +260,19 @@ def _entry(number: int, *, is_bad: bool, is_dirty: bool = False) -> HistoryEntry
     )
 
 
+@pytest.mark.parametrize("prefix", ["", "megatron-"])
+def test_a_history_outside_does_not_move_the_root(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / "project").mkdir()
+    suite = Suite(root=tmp_path / "project").write("test_it.py", HISTORY.format(held=HELD))
+    (tmp_path / "past.jsonl").touch()
+    run = suite.run("--ranks", "2", f"--{prefix}history", "../past.jsonl")
+    assert run.returncode == 4
+    assert f"write --{prefix}history=../past.jsonl" in run.stderr
+    run = suite.run("--ranks", "2", f"--{prefix}history=../past.jsonl")
+    assert (run.returncode, run.counts) == (0, "2 quarantined")
+    assert '"test_it.py::test_ring"' in (tmp_path / "past.jsonl").read_text()
+
+
 def test_failures_that_do_not_count_because_of_changes_are_told(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", HISTORY.format(held=HELD))
     runs = [_entry(n, is_bad=n % 8 == 3 or n >= 24, is_dirty=n >= 24) for n in range(39)]

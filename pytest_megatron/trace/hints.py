@@ -103,6 +103,9 @@ def _of_gradients(
             " those of the weight that they share"
         )
     if all(map(_EXPERT, names)):
+        ranks = sorted({rank for one in parameters for rank in one.ranks})
+        if 0 < len(ranks) < candidate.ep[1]:
+            return f"only experts of {name_ranks(ranks)} differ: look at their part"
         ratio = _of_ratio(first, reference, candidate)
         return ratio or "only gradients of experts differ: they are reduced over the wrong ranks"
     if candidate.tp[1] > 1 and all(map(_REPLICATED, names)):

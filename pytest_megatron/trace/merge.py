@@ -434,9 +434,10 @@ class Merge:
         assert self._samples is not None
         common = self._common_readings(reference, candidate)
         if not common:
-            shapes = [list(pieces[0].record.shape) for pieces in (reference, candidate)]
+            shapes = [str(list(pieces[0].record.shape)) for pieces in (reference, candidate)]
             raise NotMergedError(
-                f"no reading of sequence and batch fits {shapes[0]} and {shapes[1]} alike"
+                f"no axes of {' and '.join(dict.fromkeys(shapes))} fit the sequences and the "
+                "micro-batches of both"
             )
         first = common[0]
         pair = next((pair for pair in (_ORDERS, _FLATTENED) if first in pair), ())

@@ -75,6 +75,20 @@ def _at(  # noqa: PLR0913
             id="expert group",
         ),
         pytest.param(
+            TraceLayout(dp=(0, 2), ep=(0, 2)),
+            [
+                _at(
+                    "gradient",
+                    "a.experts.local_experts.4.linear_fc1",
+                    "weight",
+                    ratio=2,
+                    ranks=(1,),
+                )
+            ],
+            "only experts of rank 1 differ",
+            id="experts of a rank",
+        ),
+        pytest.param(
             _DP2, [_at("gradient", "", "grad_norm", ratio=1.4)], "their norm does not", id="clip"
         ),
         pytest.param(

@@ -38,7 +38,11 @@ from pytest_megatron.gangs.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.process.originals import os  # loaded before any test can patch the library
 from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.session import options
-from pytest_megatron.session.arguments import are_recipes_asked_for, findable
+from pytest_megatron.session.arguments import (
+    are_recipes_asked_for,
+    findable,
+    refuse_root_of_values,
+)
 from pytest_megatron.session.deselected import (
     LeftOutFiles,
     fold,
@@ -180,7 +184,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if options.is_rank(config):
         declare_marks(config)
         return
-    options.refuse_root_of_values(config)
+    names = {row.name for row in options.OPTION_ROWS.values() if row.metavar}
+    refuse_root_of_values(config, names)
     config.pluginmanager.register(LeftOutFiles(config), "megatron-left-out-files")
     chosen = options.read_options(config)
     if chosen.num_stress is not None:

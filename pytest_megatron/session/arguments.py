@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import pytest
+
+from pytest_megatron.session.short_names import PREFIX
 
 RECIPES_DIR = "recipes"
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -22,6 +25,43 @@ def findable(arguments: Sequence[str], directory: str) -> list[str]:
         return list(arguments)
     start = f"{directory}{os.sep}"
     return ["." if a == directory else a.removeprefix(start) for a in arguments]
+
+
+def refuse_root_of_values(config: pytest.Config, names: Container[str]) -> None:
+    """Make sure that no value of an option gave the session another root than the project's.
+
+    pytest looks for the root before any plugin is loaded, when it takes all words for paths of
+    tests that are no options: `--history FILE` in two words moves it to where both are.
+
+    Args:
+        config: The session's.
+        names: Options that take a value.
+
+    Raises:
+        pytest.UsageError: One did.
+    """
+    here, root = config.invocation_params.dir, config.rootpath
+    is_above = root in here.parents
+    if config.option.rootdir or root == here or (is_above and config.inipath is not None):
+        return
+    if any(_is_elsewhere(argument, here) for argument in config.args):
+        return
+    for name, value in itertools.pairwise(map(str, config.invocation_params.args)):
+        path = Path(os.path.normpath(here / value))
+        if (
+            name.removeprefix("--").removeprefix(PREFIX) in names
+            and _is_elsewhere(value, here)
+            and path.is_relative_to(root)
+            and path.exists()
+        ):
+            raise pytest.UsageError(
+                f"{name} {value}: in two words, pytest takes the project's root from this path, "
+                f"and found {root}; write {name}={value}"
+            )
+
+
+def _is_elsewhere(argument: str, here: Path) -> bool:
+    return not Path(os.path.normpath(here / argument.partition("::")[0])).is_relative_to(here)
 
 
 def are_recipes_asked_for(config: pytest.Config) -> bool:

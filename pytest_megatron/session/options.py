@@ -314,39 +314,6 @@ RANKS = ValueKind(_ranks, "LIST")
 GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
 
 
-def refuse_root_of_values(config: pytest.Config) -> None:
-    """Make sure that no value of an option gave the session another root than the project's.
-
-    pytest looks for the root before any plugin is loaded, when it takes all words for paths of
-    tests that are no options: `--history FILE` in two words moves it to where both are.
-
-    Raises:
-        pytest.UsageError: One did.
-    """
-    here, root = config.invocation_params.dir, config.rootpath
-    is_above = root in here.parents
-    if config.option.rootdir or root == here or (is_above and config.inipath is not None):
-        return
-    if any(_is_elsewhere(argument, here) for argument in config.args):
-        return
-    for name, value in itertools.pairwise(map(str, config.invocation_params.args)):
-        path = Path(os.path.normpath(here / value))
-        if (
-            name.removeprefix("--").removeprefix(PREFIX) in _WITH_VALUES
-            and _is_elsewhere(value, here)
-            and path.is_relative_to(root)
-            and path.exists()
-        ):
-            raise pytest.UsageError(
-                f"{name} {value}: in two words, pytest takes the project's root from this path, "
-                f"and found {root}; write {name}={value}"
-            )
-
-
-def _is_elsewhere(argument: str, here: Path) -> bool:
-    return not Path(os.path.normpath(here / argument.partition("::")[0])).is_relative_to(here)
-
-
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
@@ -748,9 +715,6 @@ class Options:
 OPTION_ROWS: dict[str, OptionRow] = {
     f.name: f.metadata["row"] for f in fields(Options) if f.metadata
 }
-
-
-_WITH_VALUES = frozenset(row.name for row in OPTION_ROWS.values() if row.metavar)
 
 
 class _Removed(argparse.Action):

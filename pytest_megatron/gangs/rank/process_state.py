@@ -12,6 +12,7 @@ import errno
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open"
 _TIMER = "timer"
 _MOST_BYTES = 8192
 _STOPS = sum(1 << (n - 1) for n in (signal.SIGSTOP, signal.SIGTSTP))  # in a mask of /proc
+_KILLS = 1 << (signal.SIGKILL - 1)
+_MOST_S = 10.0
 _MORE_DESCRIPTORS = 64
 _environ = os.environ
 _environb = os.environb
@@ -275,7 +278,10 @@ class StateKeeper:
 
 
 def continue_parent() -> bool:
-    """Continue the process that starts ranks, and return true, if a test has stopped it."""
+    """Continue the process that starts ranks, and return true, if a test has stopped it.
+
+    One that a test has killed takes this rank with it, before the test has passed.
+    """
     parent = os.getppid()
     try:
         descriptor = os.open(f"/proc/{parent}/status", os.O_RDONLY)
@@ -286,8 +292,10 @@ def continue_parent() -> bool:
     finally:
         os.close(descriptor)
     found = dict(line.split(b":\t", 1) for line in lines if line.startswith((b"State", b"ShdPnd")))
-    is_about_to = int(found.get(b"ShdPnd", b"0"), 16) & _STOPS
-    if is_about_to or found.get(b"State", b"").startswith(b"T "):
+    pending = int(found.get(b"ShdPnd", b"0"), 16)
+    if pending & _KILLS:
+        time.sleep(_MOST_S)
+    if pending & _STOPS or found.get(b"State", b"").startswith(b"T "):
         os.kill(parent, signal.SIGCONT)
         return True
     return False

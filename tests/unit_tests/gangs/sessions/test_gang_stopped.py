@@ -191,3 +191,20 @@ def test_a_controller_that_is_killed_while_torch_is_loaded_leaves_no_socket(
     (tmp_path / "killed").touch()
     wait_until(lambda: not suite.processes(), "no process is left")
     assert not list(temp.glob("ptm-*"))
+
+
+def test_a_test_that_kills_the_fork_server_fails_and_no_other(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, has_torch=False).write(
+        test_kills="""
+            import os
+            import signal
+
+            def test_kills():
+                os.kill(os.getppid(), signal.SIGKILL)
+
+            def test_next():
+                pass
+            """
+    )
+    run = suite.run("-v", "--ranks=2")
+    assert run.words == {"test_kills": "FAILED", "test_next": "PASSED"}, run.stdout

@@ -223,6 +223,7 @@ ROWS = {
         "gpt/gpt_grpo_basic_function",
         "h100/gpt-grpo.yaml",
         {
+            "--load": "${CHECKPOINT_LOAD_PATH}/model/policy",
             "--tokenizer-model": "lab_tokenizer",
             "--vocab-size": "1023",
             "--global-batch-size": "4",
@@ -240,7 +241,7 @@ ROWS = {
             "--no-rope-fusion": "true",
             "--no-gradient-accumulation-fusion": "true",
         },
-        dropped="load|finetune|use-checkpoint-args|refit-method|rl-inference-.*|rl-use-sequence-packing"
+        dropped="refit-method|rl-inference-.*|rl-use-sequence-packing"
         "|rl-sequence-packing-algo|inference-dynamic-batching-num-cuda-graphs",
         is_training=False,
     ),

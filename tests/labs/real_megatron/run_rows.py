@@ -33,6 +33,8 @@ MARK = "LAB_STEP"
 KEPT = ("PYTEST_MEGATRON_LAUNCHER",)
 POLL_S = 0.25
 OFF_BY = 1.0003
+# Arguments of a policy's case that a plain training does not know or need.
+OF_RL = re.compile(r"--(rl|grpo|langrl|perform-rl|inference|load|finetune|use-checkpoint-args)")
 FIRST = ("record", "check")
 WITHOUT_GOLDEN = ("consistency", "grpo")
 WITH_ALL = ("dense", "resume", "moe")  # rows that the further steps are run for
@@ -292,6 +294,20 @@ def interrupted(lab: Lab, name: str, step: str) -> bool:
     return judge(lab, step, done, 2, "")
 
 
+def stays(lab: Lab, name: str, step: str) -> bool:
+    """Have the rank do its work and not exit."""
+    done = run(lab, step, pytest_words(lab, name), lab.env(step, LAB_FAULT="stay"), lab.limit_s)
+    return judge(lab, step, done, 1, "trained to the end, and rank 0 did not exit")
+
+
+def may_stay(lab: Lab, name: str, step: str) -> bool:
+    """Do the same with a case that takes it for the end."""
+    path = lab.case(name)
+    with replaced(path, f"EXIT_POLICY: pass\n{path.read_text()}"):
+        done = run(lab, step, pytest_words(lab, name), lab.env(step, LAB_FAULT="stay"), lab.limit_s)
+    return judge(lab, step, done, 0, "^passed.*(bitwise equal|within)")
+
+
 STEPS: dict[str, Callable[[Lab, str, str], bool]] = {
     "record": record,
     "check": check,
@@ -300,6 +316,8 @@ STEPS: dict[str, Callable[[Lab, str, str], bool]] = {
     "crash": crash,
     "hang": hang,
     "interrupt": interrupted,
+    "stays": stays,
+    "may-stay": may_stay,
 }
 
 
@@ -337,10 +355,14 @@ def plain_words(case: dict[str, object], variables: dict[str, str]) -> list[str]
     return words
 
 
-def plain(lab: Lab, name: str, step: str, *more: str, save: Path | None = None) -> Done:
-    """Run a row's program with nothing of ours around it."""
+def plain(
+    lab: Lab, name: str, step: str, *more: str, save: Path | None = None, program: str = ""
+) -> Done:
+    """Run a row's program with nothing of ours around it, or train its model with another."""
     case = yaml.safe_load(lab.case(name).read_text())
     spec = yaml.safe_load((lab.tree / RECIPES / f"{name}.yaml").read_text())["spec"]
+    if program:
+        case["MODEL_ARGS"] = {k: v for k, v in case["MODEL_ARGS"].items() if not OF_RL.match(k)}
     at = lab.out / "plain" / step
     shutil.rmtree(at, ignore_errors=True)
     at.mkdir(parents=True)
@@ -363,7 +385,7 @@ def plain(lab: Lab, name: str, step: str, *more: str, save: Path | None = None) 
         "--standalone",
         "--nproc_per_node",
         "1",
-        spec["training_script_path"],
+        program or spec["training_script_path"],
     ]
     return run(lab, step, [*words, *plain_words(case, variables), *more], env, lab.limit_s)
 
@@ -384,7 +406,7 @@ def probe(lab: Lab, row: str) -> bool:
 
 
 def prepare(lab: Lab) -> bool:
-    """Train the checkpoint that frozen and inference rows load."""
+    """Train the checkpoints that frozen, inference and reinforcement learning rows load."""
     if (lab.data / "frozen" / "latest_checkpointed_iteration.txt").exists():
         return True
     shutil.rmtree(lab.data, ignore_errors=True)
@@ -392,13 +414,19 @@ def prepare(lab: Lab) -> bool:
     case = yaml.safe_load(lab.case("lab_frozen_native").read_text())
     half = str(int(case["MODEL_ARGS"]["--train-iters"]) // 2)
     saved = lab.data / "frozen"
-    done = plain(lab, "lab_frozen_native", "prepare", "--exit-interval", half, save=saved)
+    policy = lab.data / "model" / "policy"
+    words = ("--mock-data", "--eval-iters", "0", "--exit-interval", "1", "--save", str(policy))
+    done = (
+        plain(lab, "lab_frozen_native", "prepare", "--exit-interval", half, save=saved),
+        plain(lab, "lab_grpo_native", "prepare-policy", *words, program="pretrain_gpt.py"),
+    )
     (lab.data / "model" / "tiny").symlink_to(saved)
-    names = ", ".join(path.name for path in saved.glob("*"))
-    lab.say(f"prepare: exit {done.code}, {done.seconds:.0f} s: {names}")
-    if done.code != 0:
-        print(done.output[-3000:])
-    return done.code == 0
+    for one, at in zip(done, (saved, policy), strict=True):
+        names = ", ".join(path.name for path in at.glob("*"))
+        lab.say(f"prepare {at.name}: exit {one.code}, {one.seconds:.0f} s: {names}")
+        if one.code != 0:
+            print(one.output[-3000:])
+    return all(one.code == 0 for one in done)
 
 
 def row_names(lab: Lab) -> list[str]:

@@ -15,3 +15,5 @@ def step() -> None:
             raise RuntimeError("the lab crashes this rank in step 5")
         if os.environ.get("LAB_FAULT") == "hang":
             threading.Event().wait()
+        if os.environ.get("LAB_FAULT") == "stay":  # until the end, which this thread holds up
+            threading.Thread(target=threading.Event().wait).start()

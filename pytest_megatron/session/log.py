@@ -12,52 +12,52 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from pytest_megatron.rooms import ROOMS
+
 FILE_NAME = "megatron.log"
-_ROOT = "pytest_megatron"
+_LOGGERS = [logging.getLogger(f"pytest_megatron.{room}") for room in ROOMS]
+_FORMAT = logging.Formatter("%(asctime)s %(name)s: %(message)s")
 
 
-class SessionLog(logging.Handler):
-    """Writes records into the run directory once it is there; until then it keeps them."""
+class SessionLog(logging.Filter):
+    """Writes records into the run directory once it is there; until then it keeps them.
 
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-        self._path: Path | None = None
+    It is a filter, and not a handler, so that pytest does not take the records for output of a
+    test where the root logger's level is higher.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._run_dir = run_dir
         self._kept: list[str] = []
 
     def begin(self) -> None:
         """Take the records of all rooms."""
-        logger = logging.getLogger(_ROOT)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False  # `emit` passes on what the root logger is to have
-        logger.addHandler(self)
+        for logger in _LOGGERS:
+            logger.setLevel(logging.INFO)
+            logger.addFilter(self)
 
     def end(self) -> None:
         """Take no more records."""
-        logger = logging.getLogger(_ROOT)
-        logger.removeHandler(self)
-        logger.propagate = True
-
-    def write_to(self, run_dir: Path) -> None:
-        """Write the records from now on, and those that were kept."""
-        self._path = run_dir / FILE_NAME
-        kept, self._kept = self._kept, []
-        self._write(kept)
+        self._write()
+        for logger in _LOGGERS:
+            logger.setLevel(logging.NOTSET)
+            logger.removeFilter(self)
 
     @override
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record; pass it on where the root logger's level lets it through."""
-        line = self.format(record)
-        if self._path is None:
-            self._kept.append(line)
-        else:
-            self._write([line])
-        root = logging.getLogger()
-        if root.isEnabledFor(record.levelno):
-            root.handle(record)
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep a record; return whether the root logger's level lets it through."""
+        self._kept.append(f"{_FORMAT.format(record)}\n")
+        self._write()
+        return logging.getLogger().isEnabledFor(record.levelno)
 
-    def _write(self, lines: list[str]) -> None:
-        assert self._path is not None
+    def _write(self) -> None:
+        if not self._kept or not self._run_dir.is_dir():
+            return
         # Opened for each record: ranks are forks of this process. Others report a full disk.
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        with (
+            contextlib.suppress(OSError),
+            (self._run_dir / FILE_NAME).open("a", encoding="utf-8") as file,
+        ):
+            file.write("".join(self._kept))
+        self._kept.clear()

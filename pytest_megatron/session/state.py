@@ -58,8 +58,6 @@ class RunSession:
         self._worker_id = None if worker is None else worker["workerid"]
         self.warned: set[str] = set()
         self.stash = pytest.Stash()
-        self.log = SessionLog()
-        self.log.begin()
         self.is_open = False
         self._is_ours = False
         self._lock: int | None = None  # on the run directory
@@ -72,6 +70,8 @@ class RunSession:
             self.run_dir = self._new_run_dir(config)
             typed = config.stash.get(RECORDED, config.invocation_params.args)
             self._typed = [str(argument) for argument in typed]
+        self.log = SessionLog(self.run_dir)
+        self.log.begin()
 
     @property
     def facts(self) -> SessionFacts:
@@ -153,7 +153,6 @@ class RunSession:
             except OSError as error:
                 raise pytest.UsageError(self.cannot_write(error)) from None
             self.is_open = True
-            self.log.write_to(self.run_dir)
         return self.run_dir
 
     def refuse_used_run_dir(self) -> None:

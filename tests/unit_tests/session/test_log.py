@@ -25,10 +25,11 @@ def test_decisions_are_kept_and_shown(tmp_path: Path) -> None:
     assert "sound[dev-cpu]: golden " in result.stdout
 
 
-def test_a_failing_test_captures_no_decisions(tmp_path: Path) -> None:
+def test_a_failing_item_captures_no_decisions(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
-    (tmp_path / "test_ranks.py").write_text("def test_ranks(rank): assert rank == 0\n")
-    result = project.run("--ranks", "2", "test_ranks.py")
+    project.add("differs")
+    project.golden("differs", changes={3: 0.5})
+    result = project.run("recipes")
     assert "1 failed" in result.stdout
-    assert "ranks are forked" not in result.stdout
-    assert "ranks are forked" in (result.directory / "megatron.log").read_text()
+    assert "ranks are fresh interpreters" not in result.stdout
+    assert "ranks are fresh interpreters" in (result.directory / "megatron.log").read_text()

@@ -523,8 +523,9 @@ def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
 
 
 def _innermost(stack: Sequence[str]) -> str | None:
-    """Return where a stack that faulthandler printed was, outside of libraries if it was there."""
-    frames = [frame for frame in map(frame_of, stack) if frame is not None]
+    """Return where the current thread was by faulthandler, outside of libraries if it was there."""
+    heads = (place for place, line in enumerate(stack) if line.startswith("Current thread"))
+    frames = [frame for frame in map(frame_of, stack[next(heads, 0) :]) if frame is not None]
     own = [text for text, is_library in frames if not is_library]
     return next(iter([*own, *(text for text, _ in frames)]), None)
 

@@ -10,7 +10,7 @@ import pytest
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.training.plan.plan import PhasePlan
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
-from pytest_megatron.workloads.verdict.attempt import FailureCause, judge_attempt
+from pytest_megatron.workloads.verdict.attempt import FailureCause, _innermost, judge_attempt
 
 
 def phase(
@@ -157,3 +157,16 @@ def test_a_rank_that_ran_out_of_memory_is_known_and_not_run_again(tmp_path: Path
     assert cause is not None
     assert cause.signature is not None
     assert (cause.rank, cause.signature.id, cause.is_transient) == (1, "cuda_oom", False)
+
+
+def test_a_rank_that_stays_is_where_its_current_thread_is() -> None:
+    stack = (
+        "Thread 0x00007f9a9b9f26c0 (most recent call first):",
+        '  File "/work/loader.py", line 8 in fetch',
+        '  File "/usr/lib/python3.12/threading.py", line 1030 in _bootstrap',
+        "",
+        "Current thread 0x00007f9a9cc2cb80 (most recent call first):",
+        '  File "/usr/lib/python3.12/threading.py", line 1622 in _shutdown',
+    )
+    assert _innermost(stack) == "threading.py:1622 in _shutdown"
+    assert _innermost(stack[:4]) == "loader.py:8 in fetch"

@@ -582,8 +582,9 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     else:
         message = f"rank {first} of {world_size} {words[first]}"
         if len(set(words.values())) == 1 and world_size > 1:
-            word = words[first].replace("was killed", "were killed", 1)
-            message = f"{name_ranks(list(words))} {word}"
+            word = words[first]
+            plural = f"were{word.removeprefix('was')}" if word.startswith("was ") else word
+            message = f"{name_ranks(list(words))} {plural}"
     blocks.append(("ranks", describe_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)

@@ -72,8 +72,11 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
 
     Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
     """
-    from pytest_megatron.ci.jobs import new_job, write_job  # noqa: PLC0415 - each command its own
     from pytest_megatron.ci.plan_command import outputs_text  # noqa: PLC0415
+    from pytest_megatron.ci.summary.job_file import (  # noqa: PLC0415 - each command its own
+        new_job,
+        write_job,
+    )
 
     record = new_job(job, test_case or job, os.environ)
     write_job(record, directory)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.ci.jobs import CiJobRecord
+from pytest_megatron.ci.summary.job_file import CiJobRecord
 from pytest_megatron.runs.junit import Junit
 from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.pictures import Picture

@@ -112,7 +112,7 @@ def test_ranks_that_begin_with_other_weights_are_named_although_these_are_replac
     ("name", "tensor", "hint"),
     [
         ("own-rate", "embed.weight", "by the learning rate, the clipping or the state"),
-        ("state", "embed.weight", "the optimizer, its state"),
+        ("state", "embed.weight", "the optimizer makes of them does not: its settings, state"),
         ("buffer", "num_tokens", "the buffer is updated otherwise"),
         ("scaled-head", None, "is computed between modules"),
     ],

@@ -162,7 +162,7 @@ def test_a_rank_that_ran_out_of_memory_is_known_and_not_run_again(tmp_path: Path
 def test_a_rank_that_stays_is_where_its_current_thread_is() -> None:
     stack = (
         "Thread 0x00007f9a9b9f26c0 (most recent call first):",
-        '  File "/work/loader.py", line 8 in fetch',
+        '  File "/srv/loader.py", line 8 in fetch',
         '  File "/usr/lib/python3.12/threading.py", line 1030 in _bootstrap',
         "",
         "Current thread 0x00007f9a9cc2cb80 (most recent call first):",

@@ -29,7 +29,7 @@ FAULTS = (
     *("segv_before", "segv_after", "sigkill_after"),
     *("sleep_before", "missed_before", "extra_after"),
 )
-OURS = ("--rank-timeout=10", "--rank-grace=2")
+OURS = ("--rank-timeout=10", "-omegatron_rank_grace=2")
 _NAMED = re.compile(r"^(?:FAILED|ERROR) \S+?test_reduce[\[_](\d+)", re.MULTILINE)
 
 

@@ -4,7 +4,7 @@
     python benchmarks/stop_early.py --draws 3     # goldens of other repeats too
 
 Plays each curve of `curves/curves.json.gz` and `curves/norms.json.gz` as a stream, with injected
-regressions too: after each step, the run so far is compared as `--stop-early` does it, and the
+regressions too: after each step, the run so far is compared as `megatron_stop_early` does, and the
 verdict of the whole run beside it. A wrong stop is one of a run that passes at its end. A run is
 stopped late if it fails and only its end shows it.
 """

@@ -1,4 +1,4 @@
-"""Brings the table of `options.md` into line with the table of options.
+"""Brings the tables of `options.md` into line with the table of options.
 
     python docs/reference/option_tables.py
 
@@ -17,29 +17,38 @@ from pathlib import Path
 from pytest_megatron.session.options import OPTION_ROWS, dest
 
 PAGE = Path(__file__).parent / "options.md"
-_ROW = re.compile(r"^\| `--([\w-]+)[^`]*` \| `\w+` \| (.*?) \| (.*) \|$", re.MULTILINE)
-HEAD = "| option | ini option | default | meaning |\n|---|---|---|---|\n"
+_ROW = re.compile(r"^\| `(?:--|megatron_)([\w-]+).*` \| (.*?) \| (.*) \|$", re.MULTILINE)
+OPTIONS = "| option | ini option | default | meaning |\n|---|---|---|---|\n"
+SETTINGS = "| setting | default | meaning |\n|---|---|---|\n"
 
 
-def table() -> str:
-    """Return the table, with its head."""
-    return HEAD + "".join(f"{row}\n" for row in _rows(PAGE.read_text(encoding="utf-8")))
+def tables() -> list[str]:
+    """Return the tables of options and of settings, with their heads."""
+    page = PAGE.read_text(encoding="utf-8")
+    return [
+        head + "".join(f"{row}\n" for row in _rows(page, are_settings=head == SETTINGS))
+        for head in (OPTIONS, SETTINGS)
+    ]
 
 
-def _rows(page: str) -> Iterator[str]:
+def _rows(page: str, *, are_settings: bool) -> Iterator[str]:
     """Yield a line for each option; a cell of the page stays where it begins as the option's text.
 
     Such a cell may have links and code spans, and details after a semicolon.
     """
-    cells = {name: rest for name, *rest in _ROW.findall(page)}
+    cells = {name.replace("_", "-"): rest for name, *rest in _ROW.findall(page)}
     for row in OPTION_ROWS.values():
-        name = f"--{row.name} {row.metavar}".strip().replace("|", "\\|")
+        if row.is_setting != are_settings:
+            continue
+        gap = "=" if are_settings else " "
+        name = f"{row.typed_name}{gap}{row.metavar}".strip().replace("|", "\\|")
+        names = f"`{name}`" if are_settings else f"`{name}` | `{dest(row.name)}`"
         default, text = cells.get(row.name, ("", ""))
         if _plain(default) != row.shown_default:
             default = row.shown_default
         if _plain(text).partition(";")[0] != row.text:
             text = row.text
-        yield f"| `{name}` | `{dest(row.name)}` | {default} | {text} |"
+        yield f"| {names} | {default} | {text} |"
 
 
 def _plain(cell: str) -> str:
@@ -48,11 +57,13 @@ def _plain(cell: str) -> str:
 
 
 def main() -> None:
-    """Replace the table of the page."""
+    """Replace the tables of the page."""
     text = PAGE.read_text(encoding="utf-8")
-    old = re.search(rf"^{re.escape(HEAD)}(?:\|.*\n)+", text, re.MULTILINE)
-    assert old is not None
-    PAGE.write_text(text.replace(old[0], table()), encoding="utf-8")
+    for head, new in zip((OPTIONS, SETTINGS), tables(), strict=True):
+        old = re.search(rf"^{re.escape(head)}(?:\|.*\n)+", text, re.MULTILINE)
+        assert old is not None
+        text = text.replace(old[0], new)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ def audit(files: tuple[Path, ...]) -> None:
     runs = [*dict.fromkeys(run for path in paths for run in read_drawn(path))]
     number = sum(len(run.drawn) for run in runs)
     if not number:
-        problem = "has no drawn tests; sessions with --changed write it, unless --changed-draw off"
+        problem = (
+            "has no drawn tests; sessions with --changed write it, unless megatron_changed_draw=off"
+        )
         raise ConfigError(", ".join(map(str, paths)), problem)
     num_missed = sum(len(run.missed) for run in runs)
     low, high = wilson_interval(num_missed, number)

@@ -319,7 +319,8 @@ class Selector:
             number = f"{len(self._drawn)} of the {len(unchanged)} others"
             verb = "runs" if len(self._drawn) == 1 else "run"
             self._lines.append(
-                f"--changed: {number} {verb} as well, drawn by --changed-draw {self._seed}"
+                f"--changed: {number} {verb} as well, "
+                f"drawn by -o megatron_changed_draw={self._seed}"
             )
 
     def _note_drawn(self) -> None:

@@ -78,10 +78,11 @@ class StressPlugin:
         for test, number in sorted(num_runs.items(), key=lambda pair: -num_failed[pair[0]]):
             terminalreporter.write_line(f"{test}: {describe_rate(num_failed[test], number)}")
         words = list(map(str, self._config.invocation_params.args))
-        seeds = {"--stress-seed": self._seed}
-        if hasattr(self._config.option, "randomly_seed"):
-            seeds["--randomly-seed"] = self._config.option.randomly_seed
-        words += [f"{name}={n}" for name, n in seeds.items() if name not in " ".join(words)]
+        given = " ".join(words)
+        if "megatron_stress_seed" not in given:
+            words += ["-o", f"megatron_stress_seed={self._seed}"]
+        if hasattr(self._config.option, "randomly_seed") and "--randomly-seed" not in given:
+            words.append(f"--randomly-seed={self._config.option.randomly_seed}")
         terminalreporter.write_line(f"reproduce: {shlex.join(['pytest', *words])}")
 
 

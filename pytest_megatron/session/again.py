@@ -189,7 +189,7 @@ def _option_words(chosen: Chosen, wishes: Wishes) -> tuple[list[str], list[str]]
             continue
         value = options.pop(key)
         texts = value if isinstance(value, tuple) else (str(value),)
-        where = f"--{row.name} was given there"
+        where = f"{row.typed_name} was given there"
         if any(REDACTED in text for text in texts):
             left_out.append(f"{where}, with a secret that is not kept; give it yourself")
             continue

@@ -43,7 +43,7 @@ class ValueKind(Generic[T_co]):
     """A kind of value; called, it declares a field that is an option of this kind.
 
     Attributes:
-        parse: Return the value for an option's name and the user's input.
+        parse: Return the value, of where it was given (`--NAME`) and the user's input.
         metavar: Placeholder in the help; "" for a flag, which takes no value.
         is_repeatable: Whether the command line may hold the option several times.
         bare: The value of an option that was typed without one; None if it needs one.
@@ -93,6 +93,16 @@ class OptionRow:
     room: str
 
     @property
+    def is_setting(self) -> bool:
+        """True for one of the ini file alone, which `-o` gives on a command line."""
+        return self.name in SETTINGS
+
+    @property
+    def typed_name(self) -> str:
+        """The name in texts: `--NAME`, or that in the ini file if it is a setting."""
+        return dest(self.name) if self.is_setting else f"--{self.name}"
+
+    @property
     def is_there(self) -> bool:
         """False for an option of a room that was taken out."""
         return not self.room or self.room in ROOMS
@@ -116,7 +126,7 @@ class OptionRow:
     def read(self, config: pytest.Config) -> object:
         """Return the parsed value."""
         value = given(config, self.name)
-        return self.default if value is None else self.kind.parse(self.name, value)
+        return self.default if value is None else self.kind.parse(self.typed_name, value)
 
     def words(self, value: OptionValue) -> list[str]:
         """Return the words of a command line that give a recorded value.
@@ -124,8 +134,11 @@ class OptionRow:
         Raises:
             pytest.UsageError: The option does not take it.
         """
-        if plain_value(self.kind.parse(self.name, value)) != value:
-            raise pytest.UsageError(f"--{self.name}: does not take {value!r}")
+        if plain_value(self.kind.parse(self.typed_name, value)) != value:
+            raise pytest.UsageError(f"{self.typed_name}: does not take {value!r}")
+        if self.is_setting:
+            text = ",".join(value) if isinstance(value, tuple) else str(value).removesuffix(".0")
+            return ["-o", f"{dest(self.name)}={text}"]
         option = f"--{PREFIX}{self.name}"
         if not self.metavar:
             return [option] if value else []
@@ -170,9 +183,17 @@ def chosen_ini(config: pytest.Config, name: str) -> object:
         return None
     attributes = vars(config)  # the public name is deprecated from pytest 9.1 on
     in_file = name in attributes.get("_inicfg", attributes.get("inicfg", ()))
-    typed_lines = getattr(config.known_args_namespace, "override_ini", None) or ()
-    is_typed = any(line.partition("=")[0].strip() == name for line in typed_lines)
-    return value if in_file or is_typed else None
+    for line in reversed(_override_lines(config)):
+        key, _, text = line.partition("=")
+        if key.strip() == name:
+            return text if name.startswith(dest("")) else value
+    return value if in_file else None
+
+
+def _override_lines(config: pytest.Config) -> list[str]:
+    """Return the values of `-o`, with those of the run that `--attach` takes over."""
+    spaces = (config.option, config.known_args_namespace)
+    return next(filter(None, (getattr(space, "override_ini", None) for space in spaces)), [])
 
 
 @contextlib.contextmanager
@@ -200,37 +221,39 @@ def has_workers(config: pytest.Config) -> bool:
     return getattr(option, "dist", "no") != "no" and bool(getattr(option, "tx", None))
 
 
-def _flag(name: str, value: object) -> bool:
+def _flag(where: str, value: object) -> bool:
     found = str(value).lower()
     if found in ("true", "1", "yes"):
         return True
     if found in ("", "false", "0", "no"):
         return False
-    raise pytest.UsageError(f"{dest(name)}: {found!r} is neither true nor false")
+    raise pytest.UsageError(
+        f"{dest(where.removeprefix('--'))}: {found!r} is neither true nor false"
+    )
 
 
-def _count(name: str, value: object, also: str = "") -> int:
+def _count(where: str, value: object, also: str = "") -> int:
     if not str(value).isdecimal() or int(str(value)) < 1:
         raise pytest.UsageError(
-            f"--{name}: {value!r} is not a count, expected a number from 1 on{also}"
+            f"{where}: {value!r} is not a count, expected a number from 1 on{also}"
         )
     return int(str(value))
 
 
-def _index(name: str, value: object) -> int:
+def _index(where: str, value: object) -> int:
     if not str(value).isdecimal():
-        raise pytest.UsageError(f"--{name}: {value!r} is not a number, expected one from 0 on")
+        raise pytest.UsageError(f"{where}: {value!r} is not a number, expected one from 0 on")
     return int(str(value))
 
 
-def _seed(name: str, value: object) -> str:
+def _seed(where: str, value: object) -> str:
     if str(value) not in ("", "off") and not str(value).isdecimal():
-        raise pytest.UsageError(f"--{name}: {value!r} is no seed, expected a number or off")
+        raise pytest.UsageError(f"{where}: {value!r} is no seed, expected a number or off")
     return str(value)
 
 
-def _seconds(name: str, value: object) -> float:
-    return seconds_of(str(value), f"--{name}")
+def _seconds(where: str, value: object) -> float:
+    return seconds_of(str(value), where)
 
 
 def seconds_of(value: object, where: str, more: str = "") -> float:
@@ -250,7 +273,7 @@ def seconds_of(value: object, where: str, more: str = "") -> float:
     return seconds
 
 
-def _minutes(name: str, value: object) -> float:
+def _minutes(where: str, value: object) -> float:
     found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
     try:
         minutes = float(found)
@@ -258,28 +281,28 @@ def _minutes(name: str, value: object) -> float:
         minutes = -1.0
     if not 0 <= minutes < float("inf"):
         raise pytest.UsageError(
-            f"--{name}: {found!r} is no number of minutes, expected one such as "
-            f"--{name}={DEFAULT_MINUTES}"
+            f"{where}: {found!r} is no number of minutes, expected one such as "
+            f"{where}={DEFAULT_MINUTES}"
         )
     return minutes
 
 
-def _words(name: str, value: object) -> tuple[str, ...]:
+def _words(where: str, value: object) -> tuple[str, ...]:
     lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     found = [word.strip() for line in lists for word in str(line).split(",")]
     if not all(found):
-        raise pytest.UsageError(f"--{name}: {','.join(map(str, lists))!r} holds an empty word")
+        raise pytest.UsageError(f"{where}: {','.join(map(str, lists))!r} holds an empty word")
     return tuple(found)
 
 
-def _ranks(name: str, value: object) -> tuple[int, ...] | None:
+def _ranks(where: str, value: object) -> tuple[int, ...] | None:
     found = str(value)
     if found in ("all", "none"):
         return None if found == "all" else ()
     numbers = [word.strip() for word in found.split(",")]
     if not all(word.isdecimal() for word in numbers):
         raise pytest.UsageError(
-            f"--{name}: {found!r} names no ranks, expected numbers with commas, all or none"
+            f"{where}: {found!r} names no ranks, expected numbers with commas, all or none"
         )
     return tuple(sorted({int(word) for word in numbers}))
 
@@ -287,12 +310,12 @@ def _ranks(name: str, value: object) -> tuple[int, ...] | None:
 def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]:
     """Return the kind of a value that is one of `choices`."""
 
-    def parse(name: str, value: object) -> ChoiceT:
+    def parse(where: str, value: object) -> ChoiceT:
         for choice in choices:
             if choice == value:
                 return choice
         expected = one_word_of(str(value), choices)
-        raise pytest.UsageError(f"--{name}: {str(value)!r} {problem}, expected {expected}")
+        raise pytest.UsageError(f"{where}: {str(value)!r} {problem}, expected {expected}")
 
     return ValueKind(parse, "|".join(choices))
 
@@ -307,11 +330,11 @@ SECONDS = ValueKind(_seconds, "S")
 DEFAULT_MINUTES = "10"
 MINUTES = ValueKind(_minutes, "MINUTES", bare=DEFAULT_MINUTES)
 WORDS = ValueKind(_words, "LIST", is_repeatable=True)
-FILES = ValueKind(lambda name, v: tuple(map(Path, _words(name, v))), "FILE", is_repeatable=True)
+FILES = ValueKind(lambda where, v: tuple(map(Path, _words(where, v))), "FILE", is_repeatable=True)
 BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", bare="")
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
 RANKS = ValueKind(_ranks, "LIST")
-GPUS = ValueKind(lambda name, v: 0 if v == "all" else _count(name, v, ", or all"), "N|all")
+GPUS = ValueKind(lambda where, v: 0 if v == "all" else _count(where, v, ", or all"), "N|all")
 
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
@@ -337,6 +360,11 @@ OF_ITEMS = (
     *("audit", "audit-determinism", "gang-start", "golden", "golden-policy", "lightweight"),
     *("rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early", "stress"),
     *("stress-seed", "tensor-trace", "workload-start"),
+)
+SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
+    *("changed-draw", "changed-file", "gang-start", "keep-runs", "max-retries-per-run"),
+    *("queue-timeout", "rank-grace", "retry-backoff", "signatures", "stop-early", "stress-seed"),
+    "workload-start",
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _DECIDE: ExtensionPoint[Callable[[Path, str, str, str | None, str | None], Decision]] = (
@@ -549,7 +577,9 @@ class Options:
         "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
     )
     stop_early: Switch = _STOP_EARLY(
-        "stop-early", "end a training at once when its verdict can only be failed", "on"
+        "stop-early",
+        "end a training at once when its verdict can only be failed",
+        "on",
     )
     golden_reason: str | None = REASON(
         "golden-reason", "why goldens change, which they record", None
@@ -594,7 +624,9 @@ class Options:
         "report",
     )
     rank_grace_s: float = SECONDS(
-        "rank-grace", "after a rank failed, skipped or died, how long the others may take", 10.0
+        "rank-grace",
+        "after a rank failed, skipped or died, how long the others may take",
+        10.0,
     )
     signatures: tuple[Path, ...] = FILES(
         "signatures",
@@ -622,7 +654,9 @@ class Options:
         "the first rank that fails; rank 0 at breakpoints",
     )
     gang_start: GangStart = _GANG_START(
-        "gang-start", "fork ranks from what pytest has loaded, or start fresh interpreters", "fork"
+        "gang-start",
+        "fork ranks from what pytest has loaded, or start fresh interpreters",
+        "fork",
     )
     keep_gangs_minutes: float = MINUTES(
         "keep-gangs",
@@ -726,22 +760,35 @@ class _Removed(argparse.Action):
         raise pytest.UsageError(f"{option}: {REMOVED[str(option)]}")
 
 
+class _Moved(argparse.Action):
+    """Refuses an option of earlier versions that is a setting now, with what to type instead."""
+
+    @override
+    def __call__(self, _: object, __: object, value: object, option: str | None = None) -> NoReturn:
+        name = dest(str(option).removeprefix("--").removeprefix(PREFIX))
+        raise pytest.UsageError(
+            f"{option}: is a setting now; write -o {name}={value or 'VALUE'}, or put {name} into "
+            f"the ini file"
+        )
+
+
 def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> ShortNames:
-    """Declare every option, each also as the ini option `megatron_<name>`."""
+    """Declare every option, each also as the ini option `megatron_<name>`, and the settings."""
     names = ShortNames(parser, manager)
     for row in OPTION_ROWS.values():
         if not row.is_there:
+            continue
+        text = row.help if row.is_setting else f"default of --{row.name}"
+        parser.addini(dest(row.name), help=text, default=None)
+        if row.is_setting:  # an option of earlier versions
+            names.refuse(row.name, _Moved)
             continue
         settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
         names.declare(row.name, dest(row.name), row.help, settings)
-        parser.addini(dest(row.name), help=f"default of --{row.name}", default=None)
-    group = parser.getgroup("pytest-megatron")
     for option in (word for word in REMOVED if word.startswith("--")):
-        group.addoption(
-            option, action=_Removed, nargs="?", dest="megatron_removed", help=argparse.SUPPRESS
-        )
+        names.refuse(option.removeprefix("--"), _Removed)
     return names
 
 
@@ -885,7 +932,7 @@ def _is_only_path(text: str) -> bool:
 def early_minutes(early_config: pytest.Config) -> float:
     """Return the minutes of --keep-gangs before conftest files are loaded; 0 if they are wrong."""
     with contextlib.suppress(pytest.UsageError):
-        return _minutes("keep-gangs", early_given(early_config, "keep-gangs") or 0)
+        return _minutes("--keep-gangs", early_given(early_config, "keep-gangs") or 0)
     return 0.0
 
 

@@ -248,9 +248,9 @@ class RunFile(RecordCarrier):
             terminalreporter.write_line(line, red=True)
         if self._removed:
             what = "1 older run" if self._removed == 1 else f"{self._removed} older runs"
-            terminalreporter.write_line(f"megatron: removed {what} (--keep-runs)")
+            terminalreporter.write_line(f"megatron: removed {what} (megatron_keep_runs)")
         if self._unremoved:
-            line = f"megatron: --keep-runs: {self._session.shorten(self._unremoved)}"
+            line = f"megatron: megatron_keep_runs: {self._session.shorten(self._unremoved)}"
             terminalreporter.write_line(line, red=True)
 
     def _write(self) -> None:

@@ -56,6 +56,14 @@ class ShortNames:
             if needs_value:
                 self._lenient.append(name)
 
+    def refuse(self, name: str, action: type[argparse.Action]) -> None:
+        """Declare an option of earlier versions for `action` to refuse, unless it is somebody's."""
+        for option in (f"--{PREFIX}{name}", f"--{name}"):
+            if option not in self._others:
+                settings = {"action": action, "nargs": "?", "help": argparse.SUPPRESS}
+                self._group.addoption(option, dest="megatron_removed", **settings)
+                self._short[option.removeprefix("--")] = self._group.options[-1]
+
     def withdraw(self) -> None:
         """Have pytest accept options of the same names, from a plugin that is loaded now."""
         for name, option in self._short.items():
@@ -88,6 +96,8 @@ class ShortNames:
                 _table_of(action)[f"--{name}"] = action
 
     def _give_way(self, name: str) -> None:
+        if name not in self._long:  # one that is refused
+            return
         self.taken.append(name)
         option, text = self._long[name]
         vars(_action_of(option) or option)["help"] = text

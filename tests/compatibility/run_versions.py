@@ -264,7 +264,16 @@ def try_tests(environment: Environment, project: Path) -> str:
 def try_hang(environment: Environment, project: Path) -> str:
     """Return what was wrong with the report of a rank that never comes."""
     write(project, {"test_hang.py": _HANG})
-    words = ("--ranks", "2", "--device", "cpu", "--rank-timeout", "8", "--rank-grace", "2")
+    words = (
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--rank-timeout",
+        "8",
+        "-o",
+        "megatron_rank_grace=2",
+    )
     text = run_pytest(environment, project, *words)
     return missing(text, r"rank 0: .*test_hang.py:9", r"all_reduce", r"rank 1: passed")
 

@@ -70,7 +70,11 @@ class Case:
         return self.exit_code is not None or bool(self.driver) or self.place == "end"
 
 
-_FRESH = ("--gang-start", "fresh", "--continue-on-collection-errors")  # else the session ends
+_FRESH = (
+    "-o",
+    "megatron_gang_start=fresh",
+    "--continue-on-collection-errors",
+)  # else the session ends
 _IF_LAST = 'if os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1):'
 _SPLIT = r"rank {g} skipped, ranks? \S+ did not"
 _STRUCK = r"\[rank {g}\] AssertionError: struck"

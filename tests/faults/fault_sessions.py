@@ -43,7 +43,7 @@ class Limits:
     """How long things may take.
 
     Attributes:
-        grace_s: `--rank-grace` of the sessions.
+        grace_s: `megatron_rank_grace` of the sessions.
         hang_s: Time limit of tests that hang.
         slack_s: What a busy machine may add to either.
         session_s: For one session, at the most.
@@ -223,7 +223,7 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
                 *(sys.executable, "-m", "pytest", "-p", "megatron", "-p", "fault_guest"),
                 *("--ranks", str(session.world_size), "--device", session.device),
                 *("--ranks-per-gpu", str(session.ranks_per_gpu)),
-                *("--rank-grace", str(limits.grace_s), "--rank-timeout", "120", "-rA"),
+                *("-o", f"megatron_rank_grace={limits.grace_s}", "--rank-timeout", "120", "-rA"),
                 *("--run-dir", str(disk / "run"), "--basetemp", str(directory / "temp")),
                 *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider"),
                 *session.options,

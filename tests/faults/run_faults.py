@@ -126,7 +126,7 @@ def _parse() -> argparse.Namespace:
     option("--single", action="store_true", help="each case in a session of its own")
     option("--parts", type=int, default=1, help="into how many a shared session is divided")
     option("--ranks-per-gpu", type=int, default=1, help="with fewer GPUs than ranks")
-    option("--grace", type=float, default=2.0, help="--rank-grace of the sessions")
+    option("--grace", type=float, default=2.0, help="megatron_rank_grace of the sessions")
     option("--hang-limit", type=float, default=0.0, help="time limit of tests that hang")
     option("--slack", type=float, default=10.0, help="what a busy machine may add, in seconds")
     option("--session-limit", type=float, default=600.0, help="for one session, in seconds")

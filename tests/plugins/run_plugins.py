@@ -159,7 +159,14 @@ def _make(case: Case, way: str, project: Path, files: Mapping[str, str]) -> Path
 def _run(session: Session, project: Path, site: Path, number: int = 0) -> list[str]:
     """Run a session; return what is not as expected."""
     junit = project / f"junit-{number}.xml"
-    options = [*session.gang, "-ra", "--rank-grace", "1", f"--junitxml={junit}", *session.args]
+    options = [
+        *session.gang,
+        "-ra",
+        "-o",
+        "megatron_rank_grace=1",
+        f"--junitxml={junit}",
+        *session.args,
+    ]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_", "CI"))}
     paths = [str(site), *env.get("PYTHONPATH", "").split(os.pathsep)]
     env |= {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "COLUMNS": "200", **session.env}

@@ -154,7 +154,7 @@ _REPRO = (sys.executable, "-c", _MAIN, "repro")
 
 
 def _pytest(case: Case) -> Sequence[str]:
-    kind = ["--ranks", "2", "--rank-grace", "1"] if case.tests else ["recipes"]
+    kind = ["--ranks", "2", "-o", "megatron_rank_grace=1"] if case.tests else ["recipes"]
     return [sys.executable, "-m", "pytest", "-p", "megatron", *kind, *case.arguments]
 
 

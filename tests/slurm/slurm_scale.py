@@ -82,7 +82,7 @@ class ScaleRun:
         """Start pytest, or another one that takes over."""
         given = words or (
             *("recipes", "--executor", "slurm", "--executor-config", "slurm.yaml"),
-            *("--run-dir", str(self.root / "run"), "--max-retries-per-run", "10000"),
+            *("--run-dir", str(self.root / "run"), "-o", "megatron_max_retries_per_run=10000"),
         )
         self._process = self._open(self.root / "pytest.log", *given)
 

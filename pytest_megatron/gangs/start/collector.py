@@ -297,7 +297,7 @@ class CollectingPlugin:
         node_ids = tuple(item.nodeid for item in session.items)
         is_same = digest_of(node_ids) == self._info.digest
         self._pipes.note("")
-        obstacle = "--gang-start fresh" if self._info.is_single else find_obstacle()
+        obstacle = "megatron_gang_start=fresh" if self._info.is_single else find_obstacle()
         self._channel.send(
             Collected(
                 is_same=is_same,

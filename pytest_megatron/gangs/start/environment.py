@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from pytest_megatron.gangs.start.learnt import LearntStart, is_library, recall
 from pytest_megatron.session import options
-from pytest_megatron.session.options import has_workers
+from pytest_megatron.session.options import chosen_ini, has_workers
 
 if TYPE_CHECKING:
     from pytest_megatron.gangs.rank.bootstrap import RandomState
@@ -328,7 +328,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
 
     given = early_config.known_args_namespace
     is_forking = not (given.collectonly or _is_for_others(early_config))
-    is_forking = is_forking and given.megatron_gang_start != "fresh"
+    is_forking = is_forking and chosen_ini(early_config, "megatron_gang_start") != "fresh"
     per_node, num_nodes = size
     world_size = per_node * num_nodes
     nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)

@@ -34,7 +34,7 @@ from pytest_megatron.gangs.start.kept import (
 )
 from pytest_megatron.process.fork_safety import HARMLESS_ENV
 from pytest_megatron.process.tree import python_command
-from pytest_megatron.session.options import ENDED_PLUGIN, early_size
+from pytest_megatron.session.options import ENDED_PLUGIN, chosen_ini, early_size
 
 _MOST_DESCRIPTORS = 50
 _CODE = """
@@ -256,7 +256,7 @@ def _why_not(early_config: pytest.Config) -> str:
         "pytest was called by another program": not is_known
         or bool(early_config.invocation_params.plugins),
         "--pdb": given.usepdb or given.trace,
-        "--gang-start fresh": given.megatron_gang_start == "fresh",
+        "megatron_gang_start=fresh": chosen_ini(early_config, "megatron_gang_start") == "fresh",
         "a debugger, profiler or measurement of coverage is active": has_tool
         or sys.gettrace() is not None
         or sys.getprofile() is not None,

@@ -72,7 +72,7 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         default: World size that the controller collected as; 0 if as none.
     """
     if options.gang_start == "fresh":
-        return "--gang-start fresh"
+        return "megatron_gang_start=fresh"
     watch = config.stash[KEY].watch
     if watch is None:
         found = find_rank_words(list(sys.modules.values()), config.rootpath)

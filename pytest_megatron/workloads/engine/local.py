@@ -182,7 +182,7 @@ class LocalEngine(LeasingEngine):
         mode = self._context.workload_start
         forks = mode == "fork" or (mode == "auto" and submission.resources.platform == CPU_PLATFORM)
         how = "forked from a warm process" if forks else "fresh interpreters"
-        _LOG.info("%s: ranks are %s (--workload-start %s)", submission.key, how, mode)
+        _LOG.info("%s: ranks are %s (megatron_workload_start=%s)", submission.key, how, mode)
 
         def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
             # Forks of one process share a seed of `hash()` and addresses, so an audit of two forks

@@ -5,6 +5,7 @@ Runs before conftest files are loaded, and only where `--attach` is typed.
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from pytest_megatron.runs.redact import REDACTED
 from pytest_megatron.session.state import RECORDED
 
 # Arguments that pytest reads before it loads plugins.
-_TOO_EARLY = ("-c", "--config-file", "--rootdir", "--confcutdir", "-o", "--override-ini")
+_OVERRIDING = ("-o", "--override-ini")
+_TOO_EARLY = ("-c", "--config-file", "--rootdir", "--confcutdir", *_OVERRIDING)
 
 
 def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) -> None:
@@ -36,13 +38,15 @@ def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) ->
     _refuse_other_directory(early_config, recorded.directory, run)
     told = list(recorded.arguments or ())
     typed = [str(word) for word in early_config.invocation_params.args]
-    for word in told:
+    for word, after in itertools.zip_longest(told, told[1:], fillvalue=""):
         if REDACTED in word:
             raise pytest.UsageError(
                 f"--attach: {run} was started with a secret on its command line ({word}), which "
                 f"is not kept; give the option in a variable or in an ini file next time"
             )
-        name = word.partition("=")[0]
+        name, _, value = word.partition("=")
+        if name in _OVERRIDING and (value or after).startswith("megatron_"):
+            continue  # read by us
         if name in _TOO_EARLY and not any(t.partition("=")[0] == name for t in typed):
             raise pytest.UsageError(
                 f"--attach: {run} was started with {name}, which pytest reads before it knows of "

@@ -317,7 +317,7 @@ def mismatch(training: Training, judgement: Judgement) -> str:
 def _saved(attempt: Attempt) -> list[str]:
     """Return the line on an attempt that was stopped: what it saved, and how to have the rest."""
     stopped = attempt.stopped
-    return [] if stopped is None else [f"{stopped.text}; for all of it: --stop-early off"]
+    return [] if stopped is None else [f"{stopped.text}; for all of it: -o megatron_stop_early=off"]
 
 
 def folded(problem: str) -> str:

@@ -344,7 +344,7 @@ def _never_ran(key: str, detail: str, limit_s: float) -> Update:
     last = f"; last: {detail}" if detail else ""
     trouble = EngineError(
         kind=TroubleKind.NOT_STARTED,
-        text=f"it waited in the queue for longer than --queue-timeout, {limit_s:g} s{last}",
+        text=f"it waited in the queue for longer than megatron_queue_timeout, {limit_s:g} s{last}",
         is_transient=False,
     )
     return Update(key=key, phase=SubmissionPhase.ENDED, outcome=SubmissionOutcome(trouble=trouble))

@@ -65,17 +65,17 @@ def test_a_drawn_test_that_fails_fails_the_session_and_runs_again(
     project: Project, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project.root / ".pytest_megatron/drawn.jsonl").unlink(missing_ok=True)
-    done = project.pytest("--changed", "--changed-draw=7", *more)
-    said = "--changed: 2 of the 40 others run as well, drawn by --changed-draw 7"
+    done = project.pytest("--changed", "-omegatron_changed_draw=7", *more)
+    said = "--changed: 2 of the 40 others run as well, drawn by -o megatron_changed_draw=7"
     assert (done.returncode, said in done.stdout) == (0, True), done.stdout
     with monkeypatch.context() as patched:  # the records know nothing of variables
         patched.setenv("BROKEN", "1")
-        done = project.pytest("--changed", "--changed-draw=7", *more)
+        done = project.pytest("--changed", "-omegatron_changed_draw=7", *more)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "--changed: 2 of 2 drawn tests failed, for which nothing changed: " in done.stdout
-    done = project.pytest("--changed", "--changed-draw=off", *more)
+    done = project.pytest("--changed", "-omegatron_changed_draw=off", *more)
     assert "--changed:   2: it failed when it was drawn" in done.stdout, done.stdout
-    done = project.pytest("--changed", "--changed-draw=off", *more)
+    done = project.pytest("--changed", "-omegatron_changed_draw=off", *more)
     assert "--changed: 0 of 40 run" in done.stdout, done.stdout
     runs = read_drawn(project.root / ".pytest_megatron/drawn.jsonl")
     assert [(len(r.drawn), len(r.failed), len(r.passed)) for r in runs] == [
@@ -89,14 +89,16 @@ def test_without_a_seed_each_session_draws_others(project: Project) -> None:
     found = set()
     for _ in range(2):
         lines = project.pytest("--changed", "-n", "2").stdout.splitlines()
-        found |= {line for line in lines if "run as well, drawn by --changed-draw" in line}
+        found |= {
+            line for line in lines if "run as well, drawn by -o megatron_changed_draw=" in line
+        }
     assert len(found) == 2
 
 
 def test_a_seed_that_is_none_is_refused(project: Project) -> None:
-    done = project.pytest("--changed", "--changed-draw=x")
+    done = project.pytest("--changed", "-omegatron_changed_draw=x")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--changed-draw: 'x' is no seed, expected a number or off" in done.stderr
+    assert "megatron_changed_draw: 'x' is no seed, expected a number or off" in done.stderr
 
 
 def test_the_audit_gives_the_rate_and_names_what_was_missed(tmp_path: Path) -> None:

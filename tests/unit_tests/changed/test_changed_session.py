@@ -272,7 +272,7 @@ def test_what_a_run_writes_into_a_project_is_no_change(tmp_path: Path) -> None:
     """Without a .gitignore, with the record at its place and at another one in the project."""
     (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
     assert run_git(tmp_path, "init", "-q").returncode == 0
-    for option in ((), ("--changed-file=jobs/one.z",)):
+    for option in ((), ("-omegatron_changed_file=jobs/one.z",)):
         for _ in range(2):  # the second one finds the record of the first
             recorded = Project.pytest_in(tmp_path, "--record-changed", *option)
             assert recorded.returncode == 0, recorded.stdout + recorded.stderr
@@ -311,7 +311,7 @@ def test_a_path_behind_the_option_is_no_base(project: Project, path: str) -> Non
 
 
 def test_without_a_record_all_tests_run(project: Project) -> None:
-    done = project.pytest("--changed", "--changed-file=elsewhere.z", f"{PLAIN}::test_one")
+    done = project.pytest("--changed", "-omegatron_changed_file=elsewhere.z", f"{PLAIN}::test_one")
     assert (done.returncode, "--changed: 1 of 1 run" in done.stdout) == (0, True)
 
 
@@ -453,7 +453,9 @@ def test_code_outside_of_the_root_directory_counts(
 
 
 def test_a_record_of_another_root_directory_selects_all(outer: Path) -> None:
-    done = Project.pytest_in(outer, "--changed", "--changed-file=tests/.pytest_megatron/changed.z")
+    done = Project.pytest_in(
+        outer, "--changed", "-omegatron_changed_file=tests/.pytest_megatron/changed.z"
+    )
     assert "--changed: 2 of 2 run" in done.stdout, done.stdout + done.stderr
 
 
@@ -461,11 +463,11 @@ def test_a_checkout_behind_a_link_is_recorded(outer: Path, tmp_path: Path) -> No
     (tmp_path / "link").symlink_to(outer)
     (tmp_path / "tests").symlink_to(outer / "tests")
     place = str(tmp_path / "link/tests")
-    done = Project.pytest_in(tmp_path, "--record-changed", "--changed-file=x.z", place)
+    done = Project.pytest_in(tmp_path, "--record-changed", "-omegatron_changed_file=x.z", place)
     assert done.returncode == 0, done.stdout + done.stderr
     (outer / "pkg/a.py").write_text("def one():\n    return 2\n")
     try:
-        done = Project.pytest_in(tmp_path, "--changed", "--changed-file=x.z", place)
+        done = Project.pytest_in(tmp_path, "--changed", "-omegatron_changed_file=x.z", place)
     finally:
         assert run_git(outer, "checkout", "-q", ".").returncode == 0
     assert "--changed: 1 of 2 run" in done.stdout, done.stdout + done.stderr

@@ -135,7 +135,16 @@ def test_zero_tests_are_no_success_even_where_a_conftest_says_so(
 
 
 def test_ranks_that_collect_for_themselves_find_the_same_tests(project: pytest.Pytester) -> None:
-    arguments = ("--ranks", "2", "--device", "cpu", "--gang-start", "fresh", "--environment", "dev")
+    arguments = (
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "-o",
+        "megatron_gang_start=fresh",
+        "--environment",
+        "dev",
+    )
     result = project.runpytest_subprocess(
         "-p", "megatron", *arguments, *BUCKET, "-k", "plain or dev"
     )

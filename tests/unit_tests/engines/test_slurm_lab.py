@@ -250,5 +250,8 @@ def test_jobs_that_can_only_fail_are_ended_and_leave_their_record(
         stopped = attempt["stopped"]
         assert isinstance(stopped, dict)
         assert (stopped["iteration"], stopped["saved_s"]) == (7, 180.0)
-    assert text.count("stopped early: saved about 3 min; for all of it: --stop-early off") == 2
+    assert (
+        text.count("stopped early: saved about 3 min; for all of it: -o megatron_stop_early=off")
+        == 2
+    )
     assert slurm_lab.ask("squeue", "-h", "-o", "%A %T").split() == []

@@ -53,8 +53,8 @@ SCRIPT = """#!/bin/bash
 export HEAD=$SLURMD_NODENAME
 step() {
     srun --overlap --nodes=$1 --ntasks=$1 --ntasks-per-node=1 --output=$2-%t.out \\
-        pytest -p megatron -p no:cacheprovider --ranks 1 --rank-grace 1 --run-dir run-$2 \\
-        --junitxml $2.xml test_suite.py &
+        pytest -p megatron -p no:cacheprovider --ranks 1 --run-dir run-$2 \\
+        -o megatron_rank_grace=1 --junitxml $2.xml test_suite.py &
 }
 step 2 pair-$SLURM_ARRAY_TASK_ID
 first=$!
@@ -79,7 +79,7 @@ def start(lab: SlurmLab, *srun: str, **more: str) -> subprocess.Popen[bytes]:
     """Start a session of two nodes whose second test hangs on both; return once it does."""
     program = [*srun, "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--output=%t.out"]
     pytest_words = ["pytest", "-p", "megatron", "-p", "no:cacheprovider", "--ranks=1"]
-    rest = ["--rank-grace=1", "--junitxml=out.xml", "test_hanging.py"]
+    rest = ["-omegatron_rank_grace=1", "--junitxml=out.xml", "test_hanging.py"]
     session = subprocess.Popen([*program, *pytest_words, *rest], env=lab.env | more)
     wait_until(lambda: hangs() or session.poll() is not None, "the test runs")
     assert hangs(), Path("0.out").read_text()

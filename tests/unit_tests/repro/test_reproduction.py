@@ -55,7 +55,16 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A zip of a run whose tests failed in several ways, and a checkout elsewhere."""
     root = tmp_path_factory.mktemp("there")
     suite = Suite(root, is_fresh=True).write(test_a=ORDER)
-    arguments = ("--ranks", "2", "--rank-grace", "1", "--rank-timeout", "2", "--run-dir", "out")
+    arguments = (
+        "--ranks",
+        "2",
+        "-o",
+        "megatron_rank_grace=1",
+        "--rank-timeout",
+        "2",
+        "--run-dir",
+        "out",
+    )
     ended = suite.run(*arguments, env={"PYTHONHASHSEED": "7", "NCCL_ALGO": "Ring"})
     assert ended.summary == "4 failed, 3 passed"
     packed = Path(shutil.make_archive(str(root / "artifact"), "zip", root / "out"))

@@ -50,16 +50,16 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "60",
         "--megatron-ranks-per-gpu",
         "4",
-        "--megatron-rank-grace",
-        "10",
+        "-o",
+        "megatron_rank_grace=10",
     ]
     expected += [
         "--megatron-stress",
         "20",
-        "--megatron-stress-seed",
-        "3",
-        "--megatron-gang-start",
-        "fresh",
+        "-o",
+        "megatron_stress_seed=3",
+        "-o",
+        "megatron_gang_start=fresh",
     ]
     assert made(chosen, None, "a.py::b").argv == (*COMMON, *expected, "a.py::b", TEST)
 
@@ -74,7 +74,7 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
     chosen = chosen_of(tmp_path, a_row(), options=options)
     once = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1", "--megatron-platform=cpu"]
     again = made(chosen, Wishes(num_ranks=1))
-    fresh = ("--megatron-workload-start", "fresh")
+    fresh = ("-o", "megatron_workload_start=fresh")
     words = (*once, "--megatron-lightweight", *fresh, "--megatron-golden-policy=megatron")
     assert again.argv == (*COMMON, *words, ROW)
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
@@ -206,7 +206,11 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
         ("stress", True, "with a value that it does not take: --stress: True is not a count"),
         ("lightweight", "yes", "with a value that it does not take: --lightweight: does not take"),
         ("audit", "fail --pdb", "with a value that it does not take: --audit: 'fail --pdb' is"),
-        ("signatures", ["a.toml,/etc/b"], "with a value that it does not take: --signatures: does"),
+        (
+            "signatures",
+            ["a.toml,/etc/b"],
+            "with a value that it does not take: megatron_signatures: ",
+        ),
         ("golden_policy", "../own.toml", "and '../own.toml' is not taken over; --trust takes it"),
         ("golden_policy", "a\x00b", "and 'a\\x00b' is not taken over; --trust takes it over"),
         ("golden_policy", "a***.toml", "with a secret that is not kept; give it yourself"),
@@ -218,7 +222,8 @@ def test_an_option_that_is_not_given_back_is_named(
     again = made(chosen_of(tmp_path, a_test(), options={name: value}))
     assert again.argv == made(chosen_of(tmp_path, a_test())).argv
     assert reason in again.left_out[0]
-    assert again.left_out[0].startswith(f"--{name.replace('_', '-')} was given there")
+    name = "megatron_signatures" if name == "signatures" else f"--{name.replace('_', '-')}"
+    assert again.left_out[0].startswith(f"{name} was given there")
 
 
 @pytest.mark.parametrize("name", ["pdb", "p", "run_dir", "executor", "golden_reason", "--pdb"])
@@ -239,10 +244,9 @@ def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, Js
         "stress_seed": 1234567890,
     }
     words = made(chosen_of(tmp_path, record, options=options), Wishes(is_traced=True)).argv
-    given = ["--megatron-rank-timeout", "0.5", "--megatron-stop-early", "off"]
+    given = ["--megatron-rank-timeout", "0.5", "-o", "megatron_stop_early=off"]
     given += ["--megatron-tensor-trace", "full", "--megatron-audit", "fail"]
-    given += ["--megatron-signatures=a.toml", "--megatron-signatures=b.toml"]
-    given += ["--megatron-stress-seed", "1234567890"]
+    given += ["-o", "megatron_signatures=a.toml,b.toml", "-o", "megatron_stress_seed=1234567890"]
     assert list(words[-1 - len(given) : -1]) == given
 
 
@@ -256,7 +260,7 @@ def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_pa
     options: JsonValue = {"golden_policy": "ci/own.toml", "signatures": ["ci/own.toml", "../x"]}
     words = made(chosen_of(tmp_path, a_row(), options=options)).argv
     assert "--megatron-golden-policy=ci/own.toml" in words
-    assert [word for word in words if "signatures" in word] == ["--megatron-signatures=ci/own.toml"]
+    assert [word for word in words if "signatures" in word] == ["megatron_signatures=ci/own.toml"]
 
 
 def test_a_line_for_a_shell_is_quoted(tmp_path: Path) -> None:

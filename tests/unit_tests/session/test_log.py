@@ -18,7 +18,7 @@ def test_decisions_are_kept_and_shown(tmp_path: Path) -> None:
         "pytest_megatron.gangs: ranks are forked from the session",
         "pytest_megatron.gangs: gang 1: 2 ranks on cpu, no GPU",
         "pytest_megatron.workloads: recipes/tiny.yaml::sound[dev-cpu]: golden ",
-        "attempt_1: ranks are fresh interpreters (--workload-start fresh)",
+        "attempt_1: ranks are fresh interpreters (megatron_workload_start=fresh)",
         "repeat 1, attempt 1: no further attempt: it trained as it should",
     ):
         assert text in decided, decided

@@ -21,8 +21,6 @@ OPTIONS = """\
 --bucket
 --cadence
 --changed
---changed-draw
---changed-file
 --ci-event
 --device
 --environment
@@ -30,18 +28,15 @@ OPTIONS = """\
 --executor-config
 --experimental-tests
 --fail-flaky
---gang-start
 --golden
 --golden-policy
 --golden-reason
 --gpus
 --history
 --keep-gangs
---keep-runs
 --labels
 --lightweight
 --max-attempts
---max-retries-per-run
 --model
 --n-repeat
 --nnodes
@@ -49,30 +44,45 @@ OPTIONS = """\
 --pdb-rank
 --plan
 --platform
---queue-timeout
---rank-grace
 --rank-timeout
 --ranks
 --ranks-per-gpu
 --rdzv-endpoint
 --record-changed
 --rerun-transient
---retry-backoff
 --run-dir
 --scope
---signatures
---stop-early
 --stress
---stress-seed
 --tag
 --tee-ranks
 --tensor-trace
 --test-case
---workload-start
+"""
+SETTINGS = """\
+megatron_changed_draw
+megatron_changed_file
+megatron_gang_start
+megatron_keep_runs
+megatron_max_retries_per_run
+megatron_queue_timeout
+megatron_rank_grace
+megatron_retry_backoff
+megatron_signatures
+megatron_stop_early
+megatron_stress_seed
+megatron_workload_start
 """
 REMOVED_OPTIONS = [
     (["--keep-gangs", "1", "--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
     (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),
+    (
+        ["--retry-backoff", "3"],
+        "--retry-backoff: is a setting now; write -o megatron_retry_backoff=3, or put",
+    ),
+    (
+        ["--megatron-stop-early=off"],
+        "--megatron-stop-early: is a setting now; write -o megatron_stop_early=off, or put",
+    ),
 ]
 GIVEN_SHARING = ("--ranks", "2", "--ranks-per-gpu", "2")
 GANG_ERRORS: list[tuple[list[str], str]] = [
@@ -109,12 +119,15 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
     ),
     (["--node-rank", "1"], "--node-rank: 1 of 1 nodes, expected 0 to 0; set --nnodes"),
     (["--rank-timeout", "-1"], "--rank-timeout: '-1' is not a time, expected seconds from 0"),
-    (["--rank-grace", "inf"], "--rank-grace: 'inf' is not a time, expected seconds from 0 on"),
+    (
+        ["-o", "megatron_rank_grace=inf"],
+        "megatron_rank_grace: 'inf' is not a time, expected seconds from 0 on",
+    ),
     (["--rerun-transient", "x"], "--rerun-transient: 'x' is not a number, expected one from "),
     (["--pdb-rank", "first"], "--pdb-rank: 'first' is not a number, expected one from 0 on"),
     (
-        ["--gang-start", "spawn"],
-        "--gang-start: 'spawn' is unknown, expected one of fork, fresh",
+        ["-o", "megatron_gang_start=spawn"],
+        "megatron_gang_start: 'spawn' is unknown, expected one of fork, fresh",
     ),
     (["--gpus", "8"], "--gpus: asked for 8 GPUs, this host has none; use --ranks for ranks on "),
     (["--gpus", "all"], "--gpus: asked for all GPUs, this host has none; use --ranks for ranks"),
@@ -169,7 +182,8 @@ def test_the_options_are_these(help_text: str) -> None:
 
 def test_each_option_is_an_ini_option_too(help_text: str) -> None:
     expected = ["megatron_" + name[2:].replace("-", "_") for name in OPTIONS.splitlines()]
-    assert sorted(re.findall(r"^  (megatron_\w+) ", help_text, re.MULTILINE)) == expected
+    expected += SETTINGS.splitlines()
+    assert sorted(re.findall(r"^  (megatron_\w+) ", help_text, re.MULTILINE)) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +341,8 @@ def test_old_runs_go_when_a_run_ends_that_says_so(tmp_path: Path) -> None:
     (old,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
     old = old.rename(old.with_name(f"2020{old.name[4:]}"))  # not of the same second
     assert "older run" not in first.stdout
-    second = project.run("recipes", "--lightweight", "--keep-runs", "1", run_dir="")
-    assert "megatron: removed 1 older run (--keep-runs)" in second.stdout
+    second = project.run("recipes", "--lightweight", "-o", "megatron_keep_runs=1", run_dir="")
+    assert "megatron: removed 1 older run (megatron_keep_runs)" in second.stdout
     (new,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
     assert new != old
     assert (new / "run.json").is_file()

@@ -74,7 +74,14 @@ def test_a_training_that_differs_from_itself_is_named_at_its_tensor(
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     project = project_of(tmp_path, {name: CASES[name] for name in cases}, gpus=[gpus])
     run = project.run(
-        *("recipes", "--audit-determinism", "--golden", "off", "--workload-start", start)
+        *(
+            "recipes",
+            "--audit-determinism",
+            "--golden",
+            "off",
+            "-o",
+            f"megatron_workload_start={start}",
+        )
     )
     found = {name: "FAILED" if name == "claimed_forward" else "PASSED" for name in cases}
     assert run.outcomes == found

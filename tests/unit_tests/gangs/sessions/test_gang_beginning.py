@@ -25,7 +25,7 @@ def test_warnings_that_are_errors_do_not_keep_a_rank_from_starting(
 ) -> None:
     suite = Suite(tmp_path).write(conftest=READS_RANK, test_world=TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
-    run = suite.run("-v", "--ranks", "2", "--gang-start", start)
+    run = suite.run("-v", "--ranks", "2", "-o", f"megatron_gang_start={start}")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
 
 

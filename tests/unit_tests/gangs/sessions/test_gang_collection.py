@@ -181,7 +181,7 @@ def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(tmp_path: Path) ->
 
 def test_fresh_interpreters_set_up_and_destroy_groups(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(conftest=NOTING, test_cycles=CYCLES_BY_VARIABLES)
-    run = suite.run("-v", "--ranks", "2", "--gang-start", "fresh")
+    run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=fresh")
     assert run.words == {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}, run.stdout
     assert notes_in(suite) == NOTES
 
@@ -201,7 +201,7 @@ def test_what_a_rank_has_collected_is_no_part_of_later_searches_for_garbage(
                 assert not searched & {id(found) for found in LOADED}
         """
     )
-    run = suite.run("-v", "--ranks", "2", "--gang-start", "fresh")
+    run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=fresh")
     assert run.words == {"test_it": "PASSED"}, run.stdout
 
 

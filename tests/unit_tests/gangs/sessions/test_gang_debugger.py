@@ -113,7 +113,7 @@ def test_clocks_stand_still_while_a_rank_is_debugged(tmp_path: Path) -> None:
                 time.sleep(0.01)
     """
     suite = Suite(root=tmp_path).write("test_it.py", text)
-    limits = ("--rank-timeout", "0.5", "--rank-grace", "0.5")
+    limits = ("--rank-timeout", "0.5", "-o", "megatron_rank_grace=0.5")
     run = suite.run("--ranks", "2", "--pdb", *limits, stdin="!time.sleep(1.5)\nc\n")
     assert stopped(run) == ["rank 1 of 2"]
     assert "rank 0: passed" in run.lines
@@ -122,7 +122,9 @@ def test_clocks_stand_still_while_a_rank_is_debugged(tmp_path: Path) -> None:
 def test_a_rank_that_dies_in_its_debugger_gives_the_terminal_back(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", FAILING)
     typed = "!import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
-    run = suite.run("--ranks", "2", "--pdb", "--pdb-rank", "1", "--rank-grace", "5", stdin=typed)
+    run = suite.run(
+        "--ranks", "2", "--pdb", "--pdb-rank", "1", "-o", "megatron_rank_grace=5", stdin=typed
+    )
     assert any(x.startswith("rank 1: ") and x.endswith("killed by SIGKILL") for x in run.lines)
     assert run.counts == "1 failed, 1 passed"
 

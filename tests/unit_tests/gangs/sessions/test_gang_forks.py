@@ -161,7 +161,7 @@ def test_the_parent_decides(tmp_path: Path, size: int, how: str) -> None:
     suite = suite_of(tmp_path, test_ends="".join(parts))
     if how == "collects":
         suite.write(conftest=READS_RANK)
-    run = suite.run("-v", f"--ranks={size}", "--rank-grace=3")
+    run = suite.run("-v", f"--ranks={size}", "-omegatron_rank_grace=3")
     expected = {f"test_end_{n}": word for n, word in enumerate(ENDS.values())}
     expected |= {f"test_after_{n}": "PASSED" for n in range(len(ENDS))}
     assert run.words == expected, run.stdout

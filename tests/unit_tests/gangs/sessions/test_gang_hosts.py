@@ -85,7 +85,7 @@ def test_a_checkout_may_have_any_name(start: str, tmp_path: Path) -> None:
     name = "a::b[1] \u00fc\u4e2d"
     (tmp_path / name).mkdir()
     suite = Suite(tmp_path / name).write(test_rank="def test_rank(rank): assert rank < 2")
-    run = suite.run("--ranks", "2", "--gang-start", start)
+    run = suite.run("--ranks", "2", "-o", f"megatron_gang_start={start}")
     assert run.summary == "1 passed", run.stdout + run.stderr
 
 

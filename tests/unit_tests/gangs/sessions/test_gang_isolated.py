@@ -70,7 +70,7 @@ SUITE = """
 
 def test_every_test_has_processes_of_its_own_whatever_became_of_others(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_isolated=SUITE)
-    run = suite.run("-v", "--ranks=2", "--rank-grace=0.2")
+    run = suite.run("-v", "--ranks=2", "-omegatron_rank_grace=0.2")
     assert run.words == {
         "test_next_gang_is_there": "PASSED",
         "test_fails_on_one_rank": "FAILED",

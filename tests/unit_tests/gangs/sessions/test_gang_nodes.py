@@ -150,7 +150,7 @@ class Cluster:
             "--nnodes=2",
             f"--node-rank={node_rank}",
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
-            "--rank-grace=1",
+            "-omegatron_rank_grace=1",
             f"--run-dir={self.root}/run",
             f"--junitxml={self.root}/{node_rank}.xml",
             *arguments,

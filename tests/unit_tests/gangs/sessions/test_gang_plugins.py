@@ -68,7 +68,7 @@ RERUNS = """
 
 def test_a_rerun_is_on_all_ranks_and_reported_as_ever(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_reruns=RERUNS)
-    run = suite.run("-v", "--reruns=1", "--ranks=2", "-rR", "--rank-grace=1")
+    run = suite.run("-v", "--reruns=1", "--ranks=2", "-rR", "-omegatron_rank_grace=1")
     assert run.words == {
         "test_passes_at_the_second": "RERUN PASSED",
         "test_never_passes": "RERUN FAILED",
@@ -95,7 +95,7 @@ def test_reruns_can_be_chosen_by_the_error(tmp_path: Path) -> None:
             """
     )
     run = suite.run(
-        *("-v", "--reruns=1", "--ranks=2", "--rank-grace=1"),
+        *("-v", "--reruns=1", "--ranks=2", "-omegatron_rank_grace=1"),
         *("--only-rerun=ValueError: careful", "--only-rerun=killed by SIGKILL"),
     )
     assert run.words == {
@@ -138,7 +138,7 @@ def test_the_limit_of_pytest_timeout_is_the_gangs(tmp_path: Path, how: str) -> N
     if how == "ini":
         suite.write(**{"pytest.ini": "[pytest]\ntimeout = 1\n"})
     run = suite.run(
-        *("-v", "--ranks=2", "--timeout-method=signal", "--rank-grace=1"),
+        *("-v", "--ranks=2", "--timeout-method=signal", "-omegatron_rank_grace=1"),
         *(["--timeout=1"] if how == "option" else []),
         *(["--deselect=test_slow.py::test_mark_wins"] if how != "option" else []),
         env={"PYTHONUNBUFFERED": "1"},  # else pytest-timeout writes between a test and its word
@@ -189,7 +189,7 @@ def test_a_limit_of_the_call_alone(tmp_path: Path, how: str) -> None:
     suite = Suite(tmp_path).write(
         **{"test_slow": FUNC_ONLY.format(mark=mark), "pytest.ini": f"[pytest]\n{ini}"}
     )
-    run = suite.run("-v", "--ranks=2", "--rank-grace=1")
+    run = suite.run("-v", "--ranks=2", "-omegatron_rank_grace=1")
     assert run.words == {
         "test_slow_fixtures": "PASSED",
         "test_hangs": "FAILED",
@@ -275,7 +275,7 @@ def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
             def test_again(): pass
             """,
     )
-    run = suite.run("-v", "--ranks=2", f"--gang-start={how}")
+    run = suite.run("-v", "--ranks=2", f"-omegatron_gang_start={how}")
     assert run.words == {"test_seed": "PASSED", "test_again": "PASSED"}
     assert sorted(suite.read("down.txt")) == ["rank0 rank0 None", "rank1 rank1 None"]
 
@@ -418,7 +418,7 @@ def test_snapshots_of_ranks_are_written_and_kept(tmp_path: Path) -> None:
         **{"snapshots.json": '{"shared": 0}'},
     )
     alive = ("--ranks=2", "-p", "snapshots", "--deselect=test_a.py::test_dies")
-    run = suite.run("--ranks=2", "-p", "snapshots", "--snapshot-update", "--rank-grace=1")
+    run = suite.run("--ranks=2", "-p", "snapshots", "--snapshot-update", "-omegatron_rank_grace=1")
     assert run.summary == "1 failed, 3 passed"
     assert "syrupy: ranks compare and write their snapshots" in run.stdout
     assert suite.run(*alive).returncode == 0

@@ -65,7 +65,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     suite = Suite(root=tmp_path_factory.mktemp("results")).write("test_it.py", SUITE)
     more: tuple[str, ...] = request.param
     return suite.run(
-        "--ranks", "2", "--rerun-transient", "2", "--rank-grace", "1", "--junitxml", "j.xml", *more
+        "--ranks",
+        "2",
+        "--rerun-transient",
+        "2",
+        "-o",
+        "megatron_rank_grace=1",
+        "--junitxml",
+        "j.xml",
+        *more,
     )
 
 
@@ -200,7 +208,13 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
     tmp_path: Path,
 ) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
-    arguments = ("-k", "test_flaky or test_isolated", "--max-retries-per-run", "1", "--fail-flaky")
+    arguments = (
+        "-k",
+        "test_flaky or test_isolated",
+        "-o",
+        "megatron_max_retries_per_run=1",
+        "--fail-flaky",
+    )
     run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments)
     assert (run.counts, run.returncode) == ("2 passed, 6 deselected", 1)
     assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.lines
@@ -231,7 +245,7 @@ def test_a_line_in_stderr_makes_neither_a_deadlock_nor_an_exception_transient(
             raise KeyError("of its own")
         """,
     )
-    options = ("--rerun-transient", "1", "--rank-timeout", "2", "--rank-grace", "1")
+    options = ("--rerun-transient", "1", "--rank-timeout", "2", "-o", "megatron_rank_grace=1")
     run = suite.run("--ranks", "2", *options)
     assert run.counts == "2 failed"
     assert {str(record["verdict"]) for record in run.items.values()} == {"failed"}

@@ -116,7 +116,7 @@ def test_a_leak_fails_its_test_where_that_is_asked_for(suite: Suite) -> None:
     assert left["test_leaves_nothing"] is None
 
 
-@pytest.mark.parametrize("more", [["-n", "1"], ["--gang-start=fresh"]])
+@pytest.mark.parametrize("more", [["-n", "1"], ["-omegatron_gang_start=fresh"]])
 def test_leaks_are_named_in_workers_and_in_ranks_that_collect(
     tmp_path: Path, more: list[str]
 ) -> None:

@@ -62,7 +62,17 @@ def test_a_test_that_always_fails_has_a_rate_below_one_in_its_interval() -> None
 
 def test_a_race_is_found_and_its_rate_reported(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_race=RACE, test_hurry=HURRY)
-    words = ("-v", "--ranks", "2", "--device", "cpu", "--stress", "12", "--stress-seed", "3")
+    words = (
+        "-v",
+        "--ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--stress",
+        "12",
+        "-o",
+        "megatron_stress_seed=3",
+    )
     done = suite.run(*words)
     assert done.returncode == 1, done.stdout
     assert "test_race.py::test_waits[2]: failed in 0 of 12 runs, 0.0% (95 %: " in done.stdout

@@ -283,7 +283,7 @@ def test_signatures_that_cannot_be_read_end_the_session_before_anything_runs(
 ) -> None:
     project = Project(root=tmp_path)
     project.add("sound")
-    run = project.run("recipes", "--signatures", "no.toml")
+    run = project.run("recipes", "-o", "megatron_signatures=no.toml")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"{tmp_path}/no.toml: cannot be read as a table of signatures: " in run.stderr
     assert not run.directory.exists()

@@ -83,7 +83,7 @@ def test_an_oom_beside_another_program_is_tried_again(tmp_path: Path) -> None:
     script = "echo 'torch.OutOfMemoryError: CUDA out of memory.' >&2; exit 1"
     project.row("oom", script=[script], platforms=[PLATFORM], write_golden=False)
     gpus = [{**gpu(index), "processes": [[4711, 60_000_000_000]]} for index in range(2)]
-    run = run_on_gpus(project, "--retry-backoff", "0", gpus=gpus)
+    run = run_on_gpus(project, "-o", "megatron_retry_backoff=0", gpus=gpus)
     assert run.verdict("oom") == ("ERROR", "broken")
     said = "process 4711, not of this run, held 60.0 GB of GPU 0 (GPU-0)"
     assert [str(a["cause"]).endswith(said) for a in run.attempts("oom")] == [True, True]

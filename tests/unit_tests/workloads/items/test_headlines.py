@@ -226,7 +226,7 @@ FAULTS = {
 
 
 def session_of(project: Project) -> Places:
-    given = ("--retry-backoff", "0", "--junitxml", "junit.xml")
+    given = ("-o", "megatron_retry_backoff=0", "--junitxml", "junit.xml")
     return places_of(project.root, project.run("recipes", *given, **GITHUB).stdout)
 
 

@@ -272,6 +272,16 @@ REFUSED: list[tuple[dict[str, object], list[str], str]] = [
         "old was started with -c, which pytest reads before it knows of --attach; type it again",
     ),
     (
+        {"arguments": ["-o", "xfail_strict=true"]},
+        ["--attach", "old"],
+        "old was started with -o, which pytest reads before it knows of --attach; type it again",
+    ),
+    (  # settings are given again
+        {"arguments": ["-o", "megatron_stop_early=maybe", "-o", "xfail_strict=true"]},
+        ["--attach", "old", "-o", "xfail_strict=false"],
+        "megatron_stop_early: 'maybe' is unknown, expected one of off, on",
+    ),
+    (
         {"arguments": [], "directory": "elsewhere"},
         ["--attach", "old"],
         "('elsewhere' from the project's root) and write --attach=old",

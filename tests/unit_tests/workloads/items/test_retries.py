@@ -44,7 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.fixture(scope="module")
 def run(project: Project) -> Run:
     arguments = ("--max-attempts", "2", "--junitxml", "junit.xml")
-    return project.run("recipes", *arguments, "--signatures", "own.toml")
+    return project.run("recipes", *arguments, "-o", "megatron_signatures=own.toml")
 
 
 def test_a_transient_failure_is_run_again_and_the_workload_is_flaky(run: Run) -> None:

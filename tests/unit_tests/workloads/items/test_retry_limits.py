@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     project.row("other", script=[other], write_golden=False)
     project.row("limited", script=[NO_NAME], max_attempts=[1], write_golden=False)
     project.row("once", script=[once(project.state("once"))], write_golden=False)
-    return project.run("recipes", "--retry-backoff", "0", "--fail-flaky")
+    return project.run("recipes", "-o", "megatron_retry_backoff=0", "--fail-flaky")
 
 
 def once(state: Path) -> str:
@@ -89,7 +89,7 @@ def test_a_flaky_item_alone_is_enough_for_that(tmp_path: Path) -> None:
         script=[f"[ -e {state} ] || {{{{ touch {state}; {NO_NAME}; }}}}"],
         write_golden=False,
     )
-    run = project.run("recipes", "--retry-backoff", "0", "--fail-flaky")
+    run = project.run("recipes", "-o", "megatron_retry_backoff=0", "--fail-flaky")
     assert (run.returncode, run.verdict("once")) == (1, ("PASSED", "flaky"))
 
 
@@ -98,7 +98,14 @@ def test_the_limit_of_a_run_holds_for_all_its_workers(tmp_path: Path) -> None:
     for number in range(3):
         script = once(tmp_path / f"first_{number}")
         project.row(f"once_{number}", script=[script], write_golden=False)
-    arguments = ("-n", "3", "--retry-backoff", "0", "--max-retries-per-run", "2")
+    arguments = (
+        "-n",
+        "3",
+        "-o",
+        "megatron_retry_backoff=0",
+        "-o",
+        "megatron_max_retries_per_run=2",
+    )
     run = project.run("recipes", *arguments)
     verdicts = {run.record(f"once_{number}")["verdict"]: number for number in range(3)}
     assert sorted(map(str, verdicts)) == ["broken", "flaky"]
@@ -111,7 +118,7 @@ def test_a_run_that_mostly_fails_for_one_reason_says_infrastructure_once(tmp_pat
     for number in range(3):
         project.row(f"broken_{number}", script=[NO_NAME], max_attempts=[1], write_golden=False)
     project.row("last", script=[NO_NAME], write_golden=False)
-    run = project.run("recipes", "--retry-backoff", "0")
+    run = project.run("recipes", "-o", "megatron_retry_backoff=0")
     assert len(run.attempts("last")) == 1
     because = "more than half of the run failed for causes of the machine or the network"
     assert run.record("last")["not_run_again"] == because
@@ -126,7 +133,7 @@ def test_a_run_that_mostly_fails_for_one_reason_says_infrastructure_once(tmp_pat
 def test_ctrl_c_ends_the_pause_before_another_attempt(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row("dns", script=[NO_NAME], write_golden=False)
-    process = project.start("recipes", "--retry-backoff", "1000")
+    process = project.start("recipes", "-o", "megatron_retry_backoff=1000")
     ledger = tmp_path / "run" / "retries.jsonl"
     wait_until(lambda: ledger.exists() and '"retry"' in ledger.read_text(), "the pause")
     send(process, signal.SIGINT, to_group=True)

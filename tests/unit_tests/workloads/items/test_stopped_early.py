@@ -37,7 +37,9 @@ def test_a_loss_that_is_not_finite_ends_the_training(project: Project) -> None:
     assert run.problem("nan").startswith(
         "stopped after iteration 7 of 10: lm loss is nan at step 3, the first that is not finite"
     )
-    assert "stopped early: saved about 3 min; for all of it: --stop-early off" in run.stdout
+    assert (
+        "stopped early: saved about 3 min; for all of it: -o megatron_stop_early=off" in run.stdout
+    )
     (attempt,) = run.attempts("nan")
     stopped = stop_of(attempt)
     assert (stopped["iteration"], stopped["last_iteration"]) == (7, ITERS)
@@ -79,7 +81,7 @@ def test_a_training_that_agrees_so_far_goes_on(project: Project) -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [("--stop-early", "off"), ("--golden", "off")])
+@pytest.mark.parametrize("arguments", [("-o", "megatron_stop_early=off"), ("--golden", "off")])
 def test_not_asked_for_nothing_is_stopped(project: Project, arguments: tuple[str, str]) -> None:
     case = project.case("off", fault=[HANGS], env=SLOW)
     project.row(case, time_limit=[4])

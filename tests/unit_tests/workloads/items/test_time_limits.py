@@ -132,7 +132,7 @@ HANGS = """
 
 def test_a_default_of_pytest_timeout_does_not_undo_what_is_typed(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_hangs=HANGS, pytest_timeout=DECLARATIONS["2.5"])
-    run = suite.run("-v", "--ranks=2", "--rank-timeout=2", "--rank-grace=1")
+    run = suite.run("-v", "--ranks=2", "--rank-timeout=2", "-omegatron_rank_grace=1")
     assert "rank 1 did not end in 2 s" in run.stdout
     assert run.words == {
         "test_hangs": "FAILED",

@@ -117,7 +117,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 @pytest.fixture(scope="module")
 def forked(project: Project) -> Run:
     """One session of everything, forked where that can be."""
-    return project.run("recipes", "--workload-start", "fork", run_dir="forked")
+    return project.run("recipes", "-o", "megatron_workload_start=fork", run_dir="forked")
 
 
 def launcher_log(project: Project, case: str) -> str:
@@ -125,7 +125,9 @@ def launcher_log(project: Project, case: str) -> str:
 
 
 def test_a_forked_rank_sees_what_a_fresh_one_sees(project: Project, forked: Run) -> None:
-    fresh = project.run("recipes", "--workload-start", "fresh", "-k", "sound", run_dir="fresh")
+    fresh = project.run(
+        "recipes", "-o", "megatron_workload_start=fresh", "-k", "sound", run_dir="fresh"
+    )
     assert forked.outcomes["sound"] == fresh.outcomes["sound"] == "PASSED"
     seen: dict[str, list[Mapping[str, JsonValue]]] = {}
     for run_dir in ("forked", "fresh"):

@@ -245,7 +245,8 @@ def test_what_waits_in_the_queue_for_too_long_is_cancelled_and_says_why() -> Non
     assert outcome.trouble is not None
     assert (outcome.trouble.kind, outcome.trouble.is_transient) == (TroubleKind.NOT_STARTED, False)
     assert outcome.trouble.text == (
-        "it waited in the queue for longer than --queue-timeout, 60 s; last: job 41 waits: Priority"
+        "it waited in the queue for longer than megatron_queue_timeout, 60 s; last: job 41 waits: "
+        "Priority"
     )
     clock.now = 120.0
     assert [end.name for end in scheduler.step()] == ["new"]

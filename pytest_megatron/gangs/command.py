@@ -25,7 +25,7 @@ _HEAD = ("project", "process", "since", "memory", "ends")
 
 @click.group("gangs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def gangs() -> None:
-    """List and stop the processes that --keep-gangs keeps."""
+    """List, stop and use the processes that --keep-gangs keeps."""
 
 
 @gangs.command("list")
@@ -59,7 +59,7 @@ def _cells(path: Path, kept: KeptProcess) -> tuple[str, ...]:
     return kept.project, str(kept.pid), f"{rough_time(now - kept.started)} ago", memory, ends
 
 
-@click.command(
+@gangs.command(
     "watch",
     context_settings={
         "help_option_names": ["-h", "--help"],

@@ -6,7 +6,6 @@ from pytest_megatron.rooms import Room
 
 ROOM = Room(
     commands={
-        "gangs": ("command:gangs", "List and stop the processes that --keep-gangs keeps."),
-        "watch": ("command:watch", "Run tests, and again after each edit, on kept gangs."),
+        "gangs": ("command:gangs", "List, stop and use the processes that --keep-gangs keeps."),
     },
 )

@@ -25,15 +25,16 @@ def test_a_full_standard_output_is_one_error() -> None:
     assert (done.returncode, done.stderr) == (2, told)
 
 
-def test_a_removed_command_says_what_to_do_instead() -> None:
+@pytest.mark.parametrize("command", [name for name in REMOVED if name[0] != "-"])
+def test_a_removed_command_says_what_to_do_instead(command: str) -> None:
     done = subprocess.run(
-        [*COMMAND[:3], "adopt", "--dry-run"],
+        [*COMMAND[:3], command, "--dry-run"],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    told = f"pytest-megatron: adopt: {REMOVED['adopt']}\n"
+    told = f"pytest-megatron: {command}: {REMOVED[command]}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 

@@ -1,4 +1,4 @@
-"""`pytest-megatron sbatch` and `interactive`: a workload as a job of Slurm."""
+"""`pytest-megatron sbatch`: a workload as a job of Slurm."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import click
 from typing_extensions import TypedDict, Unpack
@@ -136,36 +135,16 @@ def wrapped(words: Sequence[str]) -> str:
 
 
 _MOST_SHOWN = 5
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class _SlurmOptions(TypedDict):
-    """The values of the options that both commands have."""
+    """The values of the options that choose a workload and its cluster."""
 
     executor_config: Path | None
     recipes: Path | None
     run_dir: Path | None
     project: Path
     lightweight: bool
-
-
-def _item_options(command: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Add the argument and the options that both commands have."""
-    for option in (
-        click.option("--lightweight", is_flag=True, help="4 iterations."),
-        click.option("--project", type=PATH, default=Path(), help="The checkout."),
-        click.option("--run-dir", type=PATH, metavar="DIR", help="Where the job writes."),
-        click.option(
-            "--recipes", type=PATH, metavar="DIR", help="Where ITEM is looked for (recipes)."
-        ),
-        click.option(
-            "--executor-config", type=PATH, metavar="FILE", help="Settings of the cluster."
-        ),
-        click.argument("item"),
-    ):
-        command = option(command)
-    return command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,14 +349,29 @@ def _ending(recipes: Path, file: str) -> list[Path]:
 
 
 @click.command(name="sbatch")
-@_item_options
-def sbatch(item: str, **given: Unpack[_SlurmOptions]) -> None:
+@click.argument("item")
+@click.option("--executor-config", type=PATH, metavar="FILE", help="Settings of the cluster.")
+@click.option("--recipes", type=PATH, metavar="DIR", help="Where ITEM is looked for (recipes).")
+@click.option("--run-dir", type=PATH, metavar="DIR", help="Where the job writes.")
+@click.option("--project", type=PATH, default=Path(), help="The checkout.")
+@click.option("--lightweight", is_flag=True, help="4 iterations.")
+@click.option(
+    "--interactive",
+    "is_interactive",
+    is_flag=True,
+    help="Print how to get the nodes, and the commands to type there, instead.",
+)
+def sbatch(item: str, *, is_interactive: bool, **given: Unpack[_SlurmOptions]) -> None:
     """Print the script that runs ITEM as a job of Slurm; needs no Slurm and submits nothing.
 
     ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. The
-    settings and results of the job go into a run directory, which is named at the top.
+    settings and results of the job go into a run directory, which is named at the top; there is
+    none with --interactive for an item of one node.
     """
     found = _prepare(item, given)
+    if is_interactive:
+        click.echo("\n".join(_interactive_lines(found, is_lightweight=given["lightweight"])))
+        return
     (text,) = kept_scripts([shape_of(found.checked.needed, found.place, found.paths)], found.paths)
     found.write()
     shebang, _, rest = text.partition("\n")
@@ -386,21 +380,12 @@ def sbatch(item: str, **given: Unpack[_SlurmOptions]) -> None:
     )
 
 
-@click.command(name="interactive")
-@_item_options
-def interactive(item: str, **given: Unpack[_SlurmOptions]) -> None:
-    """Print how to get nodes of Slurm for ITEM, and the commands to type there; needs no Slurm.
-
-    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. One that
-    needs several nodes is described in a run directory, which its tasks read.
-    """
-    found = _prepare(item, given)
-    if found.checked.needed.num_nodes == 1:
-        assert found.place.python is not None
-        inside = [found.place.python, "-m", "pytest", "-p", "megatron", found.checked.job.node_id]
-        inside += ["--megatron-lightweight"] if given["lightweight"] else []
-        lines = shell_lines(found.checked.needed, found.place, found.paths, inside)
-    else:
+def _interactive_lines(found: _SlurmItem, *, is_lightweight: bool) -> Iterable[str]:
+    needed, place = found.checked.needed, found.place
+    if needed.num_nodes > 1:
         found.write()
-        lines = allocation_lines(found.checked.needed, found.place, found.paths, found.notes())
-    click.echo("\n".join(lines))
+        return allocation_lines(needed, place, found.paths, found.notes())
+    assert place.python is not None
+    inside = [place.python, "-m", "pytest", "-p", "megatron", found.checked.job.node_id]
+    inside += ["--megatron-lightweight"] if is_lightweight else []
+    return shell_lines(needed, place, found.paths, inside)

@@ -1,7 +1,7 @@
 """Jobs: workloads as a session or a command runs them, planned and checked once.
 
-`make_job` is the only maker of jobs: for pytest, which `repro` starts as well, `sbatch` and
-`interactive`. It plans and checks a job once.
+`make_job` is the only maker of jobs: for pytest, which `repro` starts as well, and `sbatch`. It plans
+and checks a job once.
 """
 
 from __future__ import annotations

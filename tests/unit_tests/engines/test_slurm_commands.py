@@ -1,4 +1,4 @@
-"""`pytest-megatron sbatch` and `interactive`: what a person would submit, and what it does."""
+"""`pytest-megatron sbatch`: what a person would submit, and what it does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from labs import SlurmLab
 
-from pytest_megatron.engines.slurm.command import interactive, sbatch
+from pytest_megatron.engines.slurm.command import sbatch
 from pytest_megatron.errors import LaunchError
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +66,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(*arguments: str, run_dir: str = "run") -> str:
     words = [*arguments, "--executor-config", "cluster.yaml", "--run-dir", run_dir]
-    done = CliRunner().invoke(interactive, words, catch_exceptions=False)
+    done = CliRunner().invoke(sbatch, ["--interactive", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout.replace(" \\\n    ", " ")  # how far lines go depends on paths
 
@@ -132,7 +132,7 @@ def test_an_item_that_is_not_there(
 ) -> None:
     del project
     with pytest.raises(Exception, match=message):
-        CliRunner().invoke(interactive, [item, *options], catch_exceptions=False)
+        CliRunner().invoke(sbatch, ["--interactive", item, *options], catch_exceptions=False)
 
 
 def test_a_run_directory_is_used_once(project: Path) -> None:
@@ -213,7 +213,7 @@ def test_what_the_cluster_would_not_take_is_said_beside_the_script(
         monkeypatch.setenv(name, slurm_lab.env[name])
     (project / "cluster.yaml").write_text(CLUSTER.replace("batch", "short"))
     words = ["tp2[dev-cpu]", "--executor-config", "cluster.yaml", "--run-dir", "runs"]
-    result = CliRunner().invoke(interactive, words)
+    result = CliRunner().invoke(sbatch, ["--interactive", *words])
     assert result.exit_code == 0
     assert result.stderr == (
         "pytest-megatron: error: cluster.yaml: slurm: the job asks for 00:40:00, and partition "

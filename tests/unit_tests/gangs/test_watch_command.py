@@ -55,7 +55,15 @@ def test_tests_run_after_each_edit_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "test_b.py").write_text("def test(): pass")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     with subprocess.Popen(
-        [Path(sys.executable).with_name("pytest-megatron"), "watch", ".", "-q", "-p", "megatron"],
+        [
+            Path(sys.executable).with_name("pytest-megatron"),
+            "gangs",
+            "watch",
+            ".",
+            "-q",
+            "-p",
+            "megatron",
+        ],
         cwd=tmp_path,
         env=env | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

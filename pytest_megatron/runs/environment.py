@@ -13,12 +13,12 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypedDict
 
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
+from pytest_megatron.runs.record import RecordedFacts
 
 _PACKAGES = (
     "pytest-megatron",
@@ -34,37 +34,12 @@ _PACKAGES = (
 _IMAGE_VARIABLES = ("PYTEST_MEGATRON_IMAGE", "NVIDIA_PYTORCH_VERSION", "SLURM_CONTAINER_IMAGE")
 
 
-class FactKeys(TypedDict):
-    """Facts as the files of a run have them."""
+@dataclass(frozen=True, kw_only=True)
+class SessionFacts(RecordedFacts):
+    """The surroundings of a run: what its files have of them, and all of the host."""
 
-    commit: str | None
-    is_dirty: bool
-    image: str | None
-    python: str
-    versions: dict[str, str]
-    driver: str | None
-    gpus: tuple[str, ...]
-    cpu: str
-    num_cpus: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionFacts:
-    """The surroundings of a run.
-
-    Attributes:
-        commit: Commit of the project's checkout; None outside of git.
-        is_dirty: Whether files differ from that commit or new ones are not ignored; goldens do not
-            count, since they come of the run.
-        image: The container image, where the environment names one.
-    """
-
-    commit: str | None
-    is_dirty: bool
-    image: str | None
     host: Host
     python: str
-    versions: dict[str, str]
 
     def versions_on(self, platform_name: str) -> dict[str, str]:
         """Return the facts that decide how a workload of that platform rounds, and the others."""
@@ -72,19 +47,9 @@ class SessionFacts:
             return dict(self.versions)
         return self.versions | {"cpu": self.host.instructions}
 
-    def as_keys(self) -> FactKeys:
-        """Return the keys of `run.json` and `plan.json` for the facts."""
-        return {
-            "commit": self.commit,
-            "is_dirty": self.is_dirty,
-            "image": self.image,
-            "python": self.python,
-            "versions": dict(self.versions),
-            "driver": self.host.driver,
-            "gpus": tuple(gpu.name for gpu in self.host.gpus),
-            "cpu": self.host.cpu,
-            "num_cpus": os.cpu_count(),
-        }
+    def recorded(self) -> RecordedFacts:
+        """Return what `run.json` and `plan.json` have."""
+        return RecordedFacts(**{f.name: getattr(self, f.name) for f in fields(RecordedFacts)})
 
 
 # Goldens, and what Python itself writes where nobody told git to ignore it.
@@ -94,12 +59,17 @@ _NO_CHANGES = (":(exclude)golden_values", ":(exclude,glob)**/__pycache__/**")
 @functools.cache
 def gather_facts(root: Path) -> SessionFacts:
     """Ask git, the packages and the host; once per process."""
+    host = this_host()
     status = ask_git(root, "status", "--porcelain", "--", ".", *_NO_CHANGES)
     return SessionFacts(
         commit=ask_git(root, "rev-parse", "HEAD"),
         is_dirty=bool(status),
         image=next((os.environ[name] for name in _IMAGE_VARIABLES if name in os.environ), None),
-        host=this_host(),
+        host=host,
+        driver=host.driver,
+        gpus=tuple(gpu.name for gpu in host.gpus),
+        cpu=host.cpu,
+        num_cpus=os.cpu_count(),
         python=platform.python_version(),
         versions={name: version for name in _PACKAGES if (version := _version(name))},
     )

@@ -293,8 +293,15 @@ class RecordedPatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RecordedFacts(RecordedFile):
-    """Environment of a run or an attempt."""
+class RecordedFacts(RecordedFile):
+    """Environment of a run or an attempt.
+
+    Attributes:
+        commit: Commit of the project's checkout; None outside of git.
+        is_dirty: Whether files differ from that commit or new ones are not ignored; goldens do not
+            count, since they come of the run.
+        image: The container image, where the environment names one.
+    """
 
     commit: Annotated[str, matches(r"^[0-9a-f]{7,64}$")] | None = None
     is_dirty: bool = False
@@ -308,7 +315,7 @@ class _RecordedFacts(RecordedFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedRun(_RecordedFacts):
+class RecordedRun(RecordedFacts):
     """`run.json`.
 
     Attributes:
@@ -349,7 +356,7 @@ class RecordedPhase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedPlan(_RecordedFacts):
+class RecordedPlan(RecordedFacts):
     """`plan.json`."""
 
     node_id: str

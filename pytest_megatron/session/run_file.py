@@ -274,7 +274,7 @@ class RunFile(RecordCarrier):
             env=_session_env(session),
             seeds=_seeds(config, session.run_dir.name),
             options=_options(config, session),
-            **session.facts.as_keys(),
+            **vars(session.facts.recorded()),
             patch=self._patch,
             deselected=self._deselected(),
             items=self._records,

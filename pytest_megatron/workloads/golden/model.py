@@ -371,23 +371,12 @@ def to_float32(value: float) -> float:
 # steps, or a series of its own.
 Spread: TypeAlias = float | Series
 
-_TEXTS = (
-    *(
-        "audit",
-        "commit",
-        "config_hash",
-        "date",
-        "driver",
-        "gpu",
-        "host_class",
-        "image",
-        "layout",
-        "policy",
-    ),
-    *("precision", "reason", "run", "supersedes"),
+PROVENANCE_TEXTS = (
+    *("audit", "commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "layout"),
+    *("policy", "precision", "reason", "run", "supersedes"),
 )
-_FLAGS = ("deterministic", "is_dirty")
-_COUNTS = ("repeats", "seed", "world_size")
+PROVENANCE_FLAGS = ("deterministic", "is_dirty")
+PROVENANCE_COUNTS = ("repeats", "seed", "world_size")
 # Megatron-LM's reader takes every top-level key of a metric map for a metric and refuses a file
 # where one lacks these; with them, empty, it takes a file of ours and never looks at the values.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
@@ -485,9 +474,9 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
     known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
     found: dict[str, str | bool | int] = {}
     for names, kind, expected in (
-        (_TEXTS, str, "text"),
-        (_FLAGS, bool, "true or false"),
-        (_COUNTS, int, "a count"),
+        (PROVENANCE_TEXTS, str, "text"),
+        (PROVENANCE_FLAGS, bool, "true or false"),
+        (PROVENANCE_COUNTS, int, "a count"),
     ):
         for name in names:
             part = value.get(name)
@@ -509,7 +498,7 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
 def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
     """Return the JSON form, keys sorted; unknown fields are left out."""
     values: dict[str, JsonValue] = dict(provenance.extra)
-    for name in (*_TEXTS, *_FLAGS, *_COUNTS):
+    for name in (*PROVENANCE_TEXTS, *PROVENANCE_FLAGS, *PROVENANCE_COUNTS):
         value = getattr(provenance, name)
         if value is not None:
             values[name] = value

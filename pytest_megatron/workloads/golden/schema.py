@@ -5,16 +5,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired, cast
+from dataclasses import fields
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import WithJsonSchema
 from typing_extensions import TypedDict
 
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.schema import About, Count, Positive, closed, open_to_others
+from pytest_megatron.base.schema import About, Count, Positive, closed
 from pytest_megatron.workloads.golden.formats.layout import PROVENANCE_KEY
-from pytest_megatron.workloads.golden.model import LOGPROBS, REQUEST_METRICS, ROUTING, TEXT, TOKENS
+from pytest_megatron.workloads.golden.model import (
+    LOGPROBS,
+    PROVENANCE_COUNTS,
+    PROVENANCE_FLAGS,
+    PROVENANCE_TEXTS,
+    REQUEST_METRICS,
+    ROUTING,
+    TEXT,
+    TOKENS,
+    Provenance,
+)
 
 _VALUE: JsonValue = {"type": ["number", "string"]}
 _VALUES: dict[str, JsonValue] = {
@@ -58,44 +69,29 @@ class MetricBlock(TypedDict):
     values: Annotated[object, WithJsonSchema(_VALUES)]
 
 
-@open_to_others
-class ProvenanceKeys(TypedDict):
-    """The origin of the values; every key is optional."""
-
-    command: NotRequired[tuple[str, ...]]
-    commit: NotRequired[str]
-    config_hash: NotRequired[str]
-    is_dirty: NotRequired[bool]
-    image: NotRequired[str]
-    gpu: NotRequired[str]
-    driver: NotRequired[str]
-    host_class: NotRequired[str]
-    precision: NotRequired[str]
-    versions: NotRequired[dict[str, str]]
-    date: NotRequired[str]
-    repeats: NotRequired[int]
-    deterministic: NotRequired[bool]
-    audit: NotRequired[str]
-    spread: NotRequired[dict[str, float | dict[str, float]]]
-    directions: NotRequired[dict[str, str]]
-    layout: NotRequired[str]
-    policy: NotRequired[str]
-    reason: NotRequired[str]
-    run: NotRequired[str]
-    seed: NotRequired[int]
-    supersedes: NotRequired[str]
-    world_size: NotRequired[int]
+_TEXT_KIND: JsonValue = {"type": "string"}
+_TEXTS_KIND: JsonValue = {"type": "object", "additionalProperties": _TEXT_KIND}
+_STEPS: JsonValue = {"type": "object", "additionalProperties": {"type": "number"}}
+_SPREADS: JsonValue = {"anyOf": [{"type": "number"}, _STEPS]}
+_PROVENANCE: dict[str, JsonValue] = {
+    **dict.fromkeys(PROVENANCE_TEXTS, _TEXT_KIND),
+    **{key: {"type": "boolean"} for key in PROVENANCE_FLAGS},
+    **{key: {"type": "integer"} for key in PROVENANCE_COUNTS},
+    "command": {"type": "array", "items": _TEXT_KIND},
+    "directions": _TEXTS_KIND,
+    "spread": {"type": "object", "additionalProperties": _SPREADS},
+    "versions": _TEXTS_KIND,
+}
 
 
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of a golden file."""
-    kinds = cast("type", MetricBlock | ProvenanceKeys)
-    found = schema.json_schema(kinds, "golden of pytest-megatron")
-    definitions = found["$defs"]
-    assert isinstance(definitions, dict)
-    definitions["PromptAnswer"] = _ANSWER
+    block = schema.json_schema(MetricBlock, "MetricBlock")
     answer = _reference("PromptAnswer")
-    return found | {
+    return {
+        "$schema": block.pop("$schema"),
+        "$defs": {"MetricBlock": block, "Provenance": _provenance(), "PromptAnswer": _ANSWER},
+        "title": "golden of pytest-megatron",
         "description": "Metrics of a training by name, or answers of an inference program by id.",
         "type": "object",
         "minProperties": 1,
@@ -107,6 +103,17 @@ def json_schema() -> dict[str, JsonValue]:
     }
 
 
+def _provenance() -> JsonValue:
+    names = [f.name for f in fields(Provenance) if f.name != "extra"]
+    return {
+        "title": "Provenance",
+        "description": "The origin of the values; every key is optional.",
+        "type": "object",
+        "properties": {name: _PROVENANCE[name] for name in names},
+        "additionalProperties": True,
+    }
+
+
 def _reference(name: str) -> JsonValue:
     return {"$ref": f"#/$defs/{name}"}
 
@@ -114,6 +121,6 @@ def _reference(name: str) -> JsonValue:
 def _by_name(*kinds: JsonValue) -> JsonValue:
     """Return the schema of an object whose values are of these kinds, beside the provenance."""
     return {
-        "properties": {PROVENANCE_KEY: _reference("ProvenanceKeys")},
+        "properties": {PROVENANCE_KEY: _reference("Provenance")},
         "additionalProperties": {"anyOf": list(kinds)},
     }

@@ -1,7 +1,7 @@
 """Jobs: workloads as a session or a command runs them, planned and checked once.
 
-`make_job` is the only maker of jobs: for pytest, which `repro` starts as well, and `sbatch`. It plans
-and checks a job once.
+`make_job` is the only maker of jobs: for pytest, which `repro` starts as well, and `sbatch`. It
+plans and checks a job once.
 """
 
 from __future__ import annotations
@@ -423,7 +423,7 @@ def describe_plan(
         is_lightweight=job.setting.is_lightweight,
         python_hash_seed=job.setting.env.get("PYTHONHASHSEED"),
         planned=utc_now(),
-        **facts.as_keys(),
+        **vars(facts.recorded()),
     )
     return to_json(record)
 

@@ -21,7 +21,7 @@ from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.history import HistoryEntry, device_time
 from pytest_megatron.workloads.recipe.lint import RowCheck
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload
-from pytest_megatron.workloads.recipe.select import Selection, failing
+from pytest_megatron.workloads.recipe.select import failing
 
 _BUDGET = re.compile(BUDGET).fullmatch
 _SECONDS = {"h": 3600.0, "min": 60.0}
@@ -342,9 +342,11 @@ def _cost_by(
     histories: Histories,
 ) -> _ScopeCost:
     decision = decision_by(rule, "", Trigger(event=table.events[0]), table)
-    filters = Selection(
-        scope=(scope,), cadence=decision.cadence, environment=(decision.environment,)
-    ).words()
+    filters = {
+        "scope": (scope,),
+        "cadence": decision.cadence,
+        "environment": (decision.environment,),
+    }
     priced: list[_PricedJob] = []
     unknown: list[CiJob] = []
     for row in workloads:

@@ -46,7 +46,7 @@ from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, project_words, read_recipe
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload
-from pytest_megatron.workloads.recipe.select import Selection, failing, select, values
+from pytest_megatron.workloads.recipe.select import Filters, failing, select, values
 
 _INI_KEY = "megatron_golden_policy"
 # Files of settings in the order in which pytest tries them, with the table each keeps them in.
@@ -359,18 +359,18 @@ def _select(
     trainings = [row for row in rows if row.model != UNIT_MODEL]
     if not trainings and ("unit" in request.kinds and (rows or request.num_shards)):
         return (), [], None
-    selection = Selection(
-        scope=decision.scope,
-        cadence=decision.cadence,
-        environment=(decision.environment,),
-        platform=request.platforms,
-        model=request.models,
-        test_case=request.test_cases,
-        tag=() if request.tag is None else (request.tag,),
-    )
+    filters: Filters = {
+        "scope": decision.scope,
+        "cadence": decision.cadence,
+        "environment": (decision.environment,),
+        "platform": request.platforms,
+        "model": request.models,
+        "test_case": request.test_cases,
+        "tag": () if request.tag is None else (request.tag,),
+    }
     empty: EmptySelectionError | None = None
     try:
-        selected = select(trainings, selection, words)
+        selected = select(trainings, filters, words)
     except EmptySelectionError as error:
         selected = ()
         if not request.is_empty_allowed:
@@ -379,7 +379,6 @@ def _select(
             if "unit" not in request.kinds or request.models or request.test_cases or request.tag:
                 raise empty from None
     chosen = set(map(id, selected))
-    filters = selection.words()
     left_out = [_left_out(row, filters) for row in trainings if id(row) not in chosen]
     return selected, left_out, empty
 
@@ -435,7 +434,7 @@ class _Cases:
         return self._found[path]
 
 
-def _left_out(row: Workload, filters: dict[str, tuple[str, ...]]) -> LeftOut:
+def _left_out(row: Workload, filters: Filters) -> LeftOut:
     """Return the reasons against a row; that it is disabled comes first, and alone."""
     reasons = [] if row.disabled_reason is None else [row.disabled_reason]
     if not reasons:

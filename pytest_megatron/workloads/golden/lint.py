@@ -556,7 +556,7 @@ class _Linter:
 
 
 def _config_of(root: Path, place: GoldenOwner) -> Path:
-    return root / CASES / place.model / place.test_case / CASE_NAME
+    return root / CASES / place.case / CASE_NAME
 
 
 def _broken_recipe(errors: Sequence[Finding]) -> Finding:

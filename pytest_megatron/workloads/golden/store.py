@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from pytest_megatron.base.files import (
     JsonValue,
@@ -306,14 +306,12 @@ class GoldenOwner:
     """The workload of a golden file, by its place and name.
 
     Attributes:
-        tree: `golden_values`, or the directory of the test cases.
+        case: Model and test case, as the directory below a tree of goldens.
         platform: Platform in the file's name; empty in a file that names none.
         is_second_run: True if the name ends in `_2nd`.
     """
 
-    tree: Path
-    model: str
-    test_case: str
+    case: PurePath
     environment: str
     platform: str
     is_second_run: bool
@@ -321,7 +319,7 @@ class GoldenOwner:
     def moved(self, tree: Path, other_names: Mapping[str, str]) -> Path:
         """Return the path, below the project, in another tree and with the platform's own name."""
         platform = other_names.get(self.platform, self.platform)
-        return tree / self.model / self.test_case / golden_name(self.environment, platform)
+        return tree / self.case / golden_name(self.environment, platform)
 
 
 def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool] | None:
@@ -345,7 +343,7 @@ def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwn
     found = parse_name(path.name, environments)
     if owner is None or found is None:
         return None
-    return GoldenOwner(*owner, *found)
+    return GoldenOwner(PurePath(*owner[1:]), *found)
 
 
 def owner_of(path: Path, root: Path) -> tuple[Path, str, str] | None:

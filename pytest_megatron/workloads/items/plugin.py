@@ -18,7 +18,7 @@ from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.items.collect import WorkloadItem
 from pytest_megatron.workloads.recipe.load import load_recipe, project_words
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
-from pytest_megatron.workloads.recipe.select import Selection, select
+from pytest_megatron.workloads.recipe.select import select
 from pytest_megatron.workloads.refresh.transaction import recover
 
 
@@ -135,7 +135,7 @@ class SelectionPlugin:
             return list(workloads)
         words = {name.replace("-", "_"): w for name, w in options.selection.items()}
         try:
-            return list(select(workloads, Selection(**words), self._vocabulary))
+            return list(select(workloads, words, self._vocabulary))
         except SelectionError:
             if options.is_empty_allowed:
                 return []

@@ -8,8 +8,8 @@ Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, load_workl
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import EmptySelectionError, SelectionError
@@ -25,36 +25,24 @@ MAX_ROWS = 3
 _RECIPE_KEYS = {"platform": "platforms"}  # filter -> recipe key, where they differ
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """One filter for each field; a filter without words lets everything through."""
-
-    scope: tuple[str, ...] = ()
-    cadence: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
-    platform: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
-    test_case: tuple[str, ...] = ()
-    tag: tuple[str, ...] = ()
-
-    def words(self) -> dict[str, tuple[str, ...]]:
-        """Return the filters in use and their words."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: words for name, words in values.items() if words}
+# Field of a workload to the words that it may have; without words, everything passes.
+Filters: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
 def select(
-    workloads: Sequence[Workload], selection: Selection, vocabulary: Vocabulary
+    workloads: Sequence[Workload], filters: Filters, vocabulary: Vocabulary
 ) -> tuple[Workload, ...]:
     """Return the workloads that pass every filter, in their order.
 
     Raises:
         SelectionError: A word is unknown, or no workload passes; names the nearest.
     """
-    for name, words in selection.words().items():
+    filters = {name: words for name, words in filters.items() if words}
+    for name, words in filters.items():
         _check_words(name, words, workloads, vocabulary)
-    scopes = tuple(SCOPE_ALIASES.get(word, word) for word in selection.scope)
-    filters = replace(selection, scope=scopes).words()
+    if "scope" in filters:
+        scopes = tuple(SCOPE_ALIASES.get(word, word) for word in filters["scope"])
+        filters |= {"scope": scopes}
     selected = tuple(w for w in workloads if not failing(w, filters))
     if not selected:
         raise _nothing(workloads, filters)
@@ -77,15 +65,12 @@ def values(workload: Workload, name: str) -> tuple[str, ...]:
             return (str(getattr(workload, name)),)
 
 
-def failing(workload: Workload, filters: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the filters that a workload does not pass.
-
-    Args:
-        workload: Any.
-        filters: Words of `Selection.words`, scopes without aliases.
-    """
+def failing(workload: Workload, filters: Filters) -> tuple[str, ...]:
+    """Return the filters that a workload does not pass; scopes are without aliases."""
     return tuple(
-        name for name, words in filters.items() if not set(words) & set(values(workload, name))
+        name
+        for name, words in filters.items()
+        if words and not set(words) & set(values(workload, name))
     )
 
 
@@ -110,7 +95,7 @@ def _check_words(
         raise SelectionError(option(name), problem)
 
 
-def _nothing(workloads: Sequence[Workload], filters: dict[str, tuple[str, ...]]) -> SelectionError:
+def _nothing(workloads: Sequence[Workload], filters: Filters) -> SelectionError:
     """Return the error for a selection without workloads; names the filters to drop."""
     where = _as_options(filters) or "the selection"
     if not workloads:
@@ -130,5 +115,5 @@ def _nothing(workloads: Sequence[Workload], filters: dict[str, tuple[str, ...]])
     return EmptySelectionError(where, problem)
 
 
-def _as_options(filters: dict[str, tuple[str, ...]]) -> str:
+def _as_options(filters: Filters) -> str:
     return " ".join(f"{option(name)} {','.join(words)}" for name, words in filters.items())

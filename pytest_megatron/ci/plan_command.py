@@ -91,9 +91,9 @@ class _PlanOptions(TypedDict):
     ref: str
     cadence: str | None
     environment: str | None
-    platform: tuple[str, ...]
-    model: tuple[str, ...]
-    test_case: tuple[str, ...]
+    platforms: tuple[str, ...]
+    models: tuple[str, ...]
+    test_cases: tuple[str, ...]
     tag: str | None
     recipes: tuple[Path, ...]
     recipe_profile: str | None
@@ -126,10 +126,18 @@ class _PlanOptions(TypedDict):
 @click.option("--ref", default="", metavar="REF", help="For rules about pushes: refs/heads/main.")
 @click.option("--cadence", type=Choice(CADENCES), help="What a schedule is for.")
 @click.option("--environment", metavar="NAME", help="Instead of what labels say.")
-@click.option("--platform", multiple=True, metavar="LIST", help="Only jobs for this hardware.")
-@click.option("--model", multiple=True, metavar="LIST", help="Only workloads of this model.")
 @click.option(
-    "--test-case", multiple=True, metavar="LIST", help="Only workloads of this test case."
+    "--platform", "platforms", multiple=True, metavar="LIST", help="Only jobs for this hardware."
+)
+@click.option(
+    "--model", "models", multiple=True, metavar="LIST", help="Only workloads of this model."
+)
+@click.option(
+    "--test-case",
+    "test_cases",
+    multiple=True,
+    metavar="LIST",
+    help="Only workloads of this test case.",
 )
 @click.option("--tag", metavar="NAME", help="Only rows with this tag; of unit tests latest.")
 @click.option(
@@ -234,9 +242,9 @@ def _request(given: _PlanOptions) -> PlanRequest:
         ),
         recipes=given["recipes"],
         profile=None if profile is None else Profile(profile),
-        platforms=_split(given["platform"]),
-        models=_split(given["model"]),
-        test_cases=_split(given["test_case"]),
+        platforms=_split(given["platforms"]),
+        models=_split(given["models"]),
+        test_cases=_split(given["test_cases"]),
         tag=given["tag"],
         kinds=_KINDS[given["only"]],
         num_shards=given["shards"],

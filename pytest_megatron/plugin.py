@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
@@ -60,19 +60,14 @@ if TYPE_CHECKING:
     from pytest_megatron.session.state import RunSession
 
 # What rooms do in a session, in the order of the table.
-_BEGIN: ExtensionPoint[Callable[[pytest.Config, list[str]], None]] = ExtensionPoint(
-    "begin"
-)  # before conftest files
-_CONFIGURE: ExtensionPoint[Callable[[pytest.Config], None]] = ExtensionPoint("configure")
-_COLLECTED: ExtensionPoint[Callable[[pytest.Config, list[pytest.Item]], None]] = ExtensionPoint(
-    "collected"
-)  # all items
-_SELECTED: ExtensionPoint[Callable[[pytest.Config, list[pytest.Item]], None]] = ExtensionPoint(
-    "selected"
-)  # those that will run
-_HAS_WORKER: ExtensionPoint[Callable[[pytest.Config], None]] = ExtensionPoint(
-    "has_worker"
-)  # of pytest-xdist
+_OfSession: TypeAlias = Callable[[pytest.Config], None]
+_OfItems: TypeAlias = Callable[[pytest.Config, list[pytest.Item]], None]
+# Before conftest files.
+_BEGIN: ExtensionPoint[Callable[[pytest.Config, list[str]], None]] = ExtensionPoint("begin")
+_CONFIGURE: ExtensionPoint[_OfSession] = ExtensionPoint("configure")
+_HAS_WORKER: ExtensionPoint[_OfSession] = ExtensionPoint("has_worker")  # of pytest-xdist
+_COLLECTED: ExtensionPoint[_OfItems] = ExtensionPoint("collected")  # all items
+_SELECTED: ExtensionPoint[_OfItems] = ExtensionPoint("selected")  # those that will run
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
 _CHANGING_ARGUMENTS = frozenset(("attach", "bucket", "changed", "keep-gangs"))

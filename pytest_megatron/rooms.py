@@ -39,12 +39,10 @@ def rooms() -> Iterator[tuple[str, Room]]:
         yield name, room
 
 
-def load(name: str, target: str) -> object:
-    """Return what a room has at `module:attribute`."""
+def load(target: str) -> object:
+    """Return what there is at `room.module:attribute`, below the package."""
     module, _, attribute = target.partition(":")
-    return cast(
-        "object", getattr(importlib.import_module(f"{__package__}.{name}.{module}"), attribute)
-    )
+    return cast("object", getattr(importlib.import_module(f"{__package__}.{module}"), attribute))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class ExtensionPoint(Generic[T]):
     def all(self) -> list[T]:
         """Return what rooms add here, in the order of the table."""
         found = ((name, room.provides.get(self.name)) for name, room in rooms())
-        return [cast("T", load(name, target)) for name, target in found if target is not None]
+        return [cast("T", load(f"{name}.{target}")) for name, target in found if target is not None]
 
     def first(self) -> T | None:
         """Return the only addition, or None where its room is not there."""

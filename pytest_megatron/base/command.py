@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from pytest_megatron.base.text import counted, nearest, one_of, printable, workflow_command
 from pytest_megatron.errors import REMOVED, MegatronError
+from pytest_megatron.rooms import load
 
 if TYPE_CHECKING:
     from pytest_megatron.base.files import JsonValue
@@ -161,8 +161,7 @@ class LazyGroup(HintingGroup):
             if ctx.parent is None and cmd_name in REMOVED:
                 raise MegatronError(cmd_name, REMOVED[cmd_name])
             return super().get_command(ctx, cmd_name)
-        module, _, name = self.lazy[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(f"pytest_megatron.{module}"), name)
+        command = load(self.lazy[cmd_name][0])
         assert isinstance(command, click.Command)
         return command
 

@@ -299,27 +299,6 @@ def read_end(path: Path) -> TraceEnd | None:
         raise TraceError(str(path), f"has no end of a trace in its last line: {error}") from None
 
 
-def read_values(path: Path, record: TraceRecord) -> bytes:
-    """Read a record's raw values: little endian, contiguous.
-
-    Args:
-        path: The rank's file of JSON lines, beside the one of values.
-        record: One of its records.
-
-    Raises:
-        TraceError: The trace has statistics only, or the file is cut off.
-    """
-    if record.at is None:
-        raise TraceError(str(path), "holds no values, expected a trace with values: full")
-    offset, length = record.at
-    with path.with_suffix(".bin").open("rb") as file:
-        file.seek(offset)
-        values = file.read(length)
-    if len(values) != length:
-        raise TraceError(str(path.with_suffix(".bin")), "is cut off; see the log of the rank")
-    return values
-
-
 def _lines_after_header(path: Path) -> Iterator[tuple[int, Line]]:
     with path.open(encoding="utf-8") as lines:
         lines.readline()

@@ -109,4 +109,4 @@ def test_what_rooms_add_is_there() -> None:
     for name, room in rooms():
         assert isinstance(room, Room)
         for target in (*room.provides.values(), *(target for target, _ in room.commands.values())):
-            assert load(name, target) is not None
+            assert load(f"{name}.{target}") is not None

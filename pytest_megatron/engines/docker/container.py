@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import threading
@@ -116,6 +117,7 @@ def _not_fetched(why: object) -> str:
 LABEL_OWNER = "pytest-megatron.owner"
 LABEL_KEY = "pytest-megatron.key"
 LABEL_RUN = "pytest-megatron.run"
+_LOG = logging.getLogger("pytest_megatron.engines")
 _START_FIELD = 19  # of those behind the name in /proc/PID/stat: clock ticks from boot to start
 _PARTS = 4
 
@@ -359,8 +361,10 @@ class Events:
 
     def __exit__(self, *_: object) -> None:
         self._is_closed = True
-        with contextlib.suppress(Exception):  # whatever the connection is in the middle of
+        try:
             self._stream.close()
+        except Exception:  # noqa: BLE001 - whatever the connection is in the middle of
+            _LOG.debug("the stream of events is not closed", exc_info=True)
         self._thread.join(1.0)
         os.close(self.wakes)
 
@@ -410,10 +414,12 @@ class Events:
         return True
 
     def _listen(self) -> None:
-        with contextlib.suppress(Exception):  # closed, or the daemon is gone: see _is_there
+        try:
             for event in self._stream:
                 attributes = event.get("Actor", {}).get("Attributes", {})
                 self._seen.put((str(event.get("Action")), attributes))
                 os.write(self._wake, b"x")
+        except Exception:  # noqa: BLE001 - closed, or the daemon is gone: see _is_there
+            _LOG.debug("the stream of events ended", exc_info=True)
         if self._is_closed:
             os.close(self._wake)

@@ -62,7 +62,6 @@ _OF_RANKS = frozenset(
     )
 )
 _OF_LAUNCHER = "TORCHELASTIC_"
-_REQUEST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 64
 _RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 # Sent to everything below a guard to have stacks printed, or to the launcher's group.

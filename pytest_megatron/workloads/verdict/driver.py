@@ -6,7 +6,6 @@ this machine and for thousands on a cluster.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import sys
@@ -166,8 +165,10 @@ def _run_order(submission: Submission, engine: Engine) -> SubmissionOutcome:
                     return update.outcome
             time.sleep(engine.interval_s)
     except BaseException:
-        with contextlib.suppress(Exception):  # what is on its way matters more
+        try:
             engine.cancel([submission.key])
+        except Exception:  # noqa: BLE001 - what is on its way matters more
+            _LOG.warning("%s: could not be cancelled", submission.key, exc_info=True)
         raise
 
 

@@ -17,7 +17,6 @@ from pytest_megatron.trace.files import (
     read_end,
     read_header,
     read_records,
-    read_values,
 )
 from pytest_megatron.trace.recorder import Recorder
 from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
@@ -141,9 +140,12 @@ def test_stored_values_are_those_that_were_measured(tmp_path: Path) -> None:
     train(TraceSettings(directory=tmp_path, values="full"))
     path = tmp_path / "rank_0.jsonl"
     assert read_header(path).values == "full"
+    data = path.with_suffix(".bin").read_bytes()
     for one in records(tmp_path):
-        dtype = getattr(torch, one.dtype)
-        values = torch.frombuffer(bytearray(read_values(path, one)), dtype=dtype)
+        assert one.at is not None
+        offset, length = one.at
+        part = bytearray(data[offset : offset + length])
+        values = torch.frombuffer(part, dtype=getattr(torch, one.dtype))
         assert values.double().norm().item() == pytest.approx(one.norm)
         assert values.numel() == torch.Size(one.shape).numel()
 

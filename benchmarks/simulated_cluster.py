@@ -22,7 +22,7 @@ from pathlib import Path
 from simulated.scheduler import Found, Simulation, Trouble
 from simulated.workloads import Simulated, draw
 
-from pytest_megatron.workloads.verdict.scheduler import DEFAULT_MOST_ORDERS
+from pytest_megatron.workloads.verdict.scheduler import DEFAULT_MOST_SUBMISSIONS
 
 GPUS_PER_NODE = 8
 
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--workloads", type=int, default=10_000)
     parser.add_argument("--nodes", type=int, default=125, help="of 8 GPUs each")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--most-orders", type=int, default=DEFAULT_MOST_ORDERS)
+    parser.add_argument("--most-orders", type=int, default=DEFAULT_MOST_SUBMISSIONS)
     arguments = parser.parse_args()
     works, num_gpus = draw(arguments.workloads, arguments.seed), arguments.nodes * GPUS_PER_NODE
     with tempfile.TemporaryDirectory() as name:
@@ -53,7 +53,7 @@ def main() -> int:
             Path(name), works, num_nodes=arguments.nodes, seed=arguments.seed, trouble=Trouble()
         )
         before = time.process_time()
-        found = simulation.run(arguments.most_orders)
+        found = simulation.run(arguments.most_submissions)
     cpu_s = time.process_time() - before
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     bound_s = found.bound_s(num_gpus)

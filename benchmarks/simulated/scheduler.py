@@ -147,11 +147,11 @@ class Simulation:
         self.found = Found()
         self.cluster = Cluster(num_nodes, 8, self._fate_of, self._on_end)
 
-    def run(self, most_orders: int) -> Found:
+    def run(self, most_submissions: int) -> Found:
         """Run it all.
 
         Args:
-            most_orders: As of the scheduler.
+            most_submissions: As of the scheduler.
         """
         scripts = SimulatedScripts(self._context.run_dir)
         slurm = SimulatedSlurm(self.cluster, scripts, self._key_of)
@@ -164,7 +164,7 @@ class Simulation:
             (lambda: self.cluster.now, self.cluster.pass_by),
         )
         scheduler = WorkloadScheduler(
-            engine, most_orders=most_orders, clock=lambda: self.cluster.now
+            engine, most_submissions=most_submissions, clock=lambda: self.cluster.now
         )
         scheduler.add(self._works())
         self._plan_trouble()

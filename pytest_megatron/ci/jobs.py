@@ -166,7 +166,7 @@ class UnitRow:
     Attributes:
         tag: "" where none is asked for.
         platform: "" where the command takes any.
-        gpus, ranks: Of a gang; without both, tests run in pytest's own process.
+        gpus, ranks: Size of a gang; without both, tests run in pytest's own process.
     """
 
     environment: str

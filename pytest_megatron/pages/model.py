@@ -130,7 +130,7 @@ class AttemptRow:
 
     @property
     def name(self) -> str:
-        """Its repeat and its number."""
+        """Repeat and number of the attempt."""
         return f"repeat {self.record.repeat or 1}, attempt {self.record.attempt or 1}"
 
 

@@ -112,7 +112,7 @@ class Again:
 
     @property
     def line(self) -> str:
-        """The same, to be pasted into a shell."""
+        """The command, to be pasted into a shell."""
         words = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
         return " ".join([*words, shlex.join(self.argv)])
 

@@ -109,7 +109,7 @@ class TraceRecord:
         tensor: `input.0`, `output.0`, `grad_input.0`, `grad_output.0`, or a parameter's name.
         shape: Shape of the local tensor (with `parameter.flat`: of the part that it is taken from).
         norm: In double precision; None where a value is not finite.
-        mean: As `norm`.
+        mean: In double precision; None where a value is not finite.
         hash: 16 hex digits, a function of the bits.
         not_finite: Number of values that are NaN or infinite.
         at: Offset and number of bytes in `rank_<r>.bin`.

@@ -158,7 +158,7 @@ def split_sizes(
 
     Args:
         reference: Local sizes of the axes beside sequence and batch.
-        candidate: As `reference`.
+        candidate: Those of the other layout, of the same axes.
         sizes: Tensor-parallel sizes of both; they differ.
         may_be_padded: The last axis may be longer in one of them.
 

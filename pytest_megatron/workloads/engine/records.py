@@ -272,7 +272,7 @@ class RunningJobs:
         """Have jobs stopped that can only fail, unless it is too soon to judge them again.
 
         Args:
-            jobs: Orders, and the files that their jobs leave when they end.
+            jobs: Submissions, and the files that their jobs leave when they end.
         """
         if not self._pace.is_due:
             return

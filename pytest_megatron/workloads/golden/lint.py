@@ -318,10 +318,10 @@ def check_origin(
             yield golden.finding("golden-stale", message, line=line)
 
 
-def find_copies(sheets: Iterable[GoldenFile]) -> Iterator[Finding]:
+def find_copies(goldens: Iterable[GoldenFile]) -> Iterator[Finding]:
     """Yield the goldens that are equal to an earlier one, times included: those never repeat."""
     first: dict[int, GoldenFile] = {}
-    for golden in sheets:
+    for golden in goldens:
         metrics, generation = golden.document.metrics, golden.document.generation
         if generation is not None and not generation.throughput:
             continue
@@ -426,7 +426,7 @@ class _Linter:
     def __init__(self, project: Project) -> None:
         self._project = project
         self._cases: dict[Path, CaseDocument | None] = {}
-        self._sheets: list[tuple[GoldenFile, GoldenOwner | None]] = []
+        self._goldens: list[tuple[GoldenFile, GoldenOwner | None]] = []
         self.findings: list[Finding] = []
         self.num_bytes = 0
         files = find_recipes(project.recipes)
@@ -457,7 +457,7 @@ class _Linter:
         golden = self._read(path)
         if golden is None:
             return
-        self._sheets.append((golden, place))
+        self._goldens.append((golden, place))
         self.findings += check_content(golden)
         case = None if place is None else self._case_of(place)
         if case is not None:
@@ -474,9 +474,9 @@ class _Linter:
 
     def compare(self) -> None:
         """Check the files against one another and against the repository's history."""
-        self.findings += find_copies(golden for golden, _ in self._sheets)
+        self.findings += find_copies(golden for golden, _ in self._goldens)
         commits = Commits(self._project.root)
-        for golden, place in self._sheets:
+        for golden, place in self._goldens:
             if place is not None:
                 rows = self.readers.get(golden.path.absolute(), ())
                 self.findings += check_origin(golden, self._case_of(place), rows, commits)

@@ -216,7 +216,7 @@ class StoppedEarly:
         last_iteration: The one that it was to reach; None where that is not known.
         saved_s: Estimate of the time that it would have trained on, or None.
         num_gpus: That it had; 0 on the CPU.
-        compared: As `RepeatComparison.against` has it, and the metrics that disagree; empty where a
+        compared: A text of `RepeatComparison.against`, and the metrics that disagree; empty where a
             loss is not finite.
     """
 

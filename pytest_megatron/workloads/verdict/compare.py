@@ -75,7 +75,7 @@ def compare_in_mode(
         case: Whose MODE it is.
         golden: A golden of the kind that `check_golden_kind` lets through.
         observed: Series of a training, or what an inference program generated.
-        metrics: As `metric_names_of` returns them; of a training norms are looked at beside them.
+        metrics: Names by `metric_names_of`; of a training norms are looked at beside them.
         policy: How close is close enough for this workload.
         surroundings: Surroundings of the run.
     """

@@ -146,16 +146,16 @@ def conclude(job: WorkloadJob, ends: Sequence[RepeatEnd]) -> Training:
 def _drive(repeat: Repeat, engine: Engine) -> RepeatEnd:
     """Run a repeat to its end."""
     try:
-        order = next(repeat)
+        submission = next(repeat)
         while True:
-            order = repeat.send(_run_order(order, engine))
+            submission = repeat.send(_run_submission(submission, engine))
     except StopIteration as done:
         end: RepeatEnd = done.value
         return end
 
 
-def _run_order(submission: Submission, engine: Engine) -> SubmissionOutcome:
-    """Run one order to its end."""
+def _run_submission(submission: Submission, engine: Engine) -> SubmissionOutcome:
+    """Run one submission to its end."""
     time.sleep(submission.delay_s)
     try:
         engine.submit([submission])
@@ -188,9 +188,9 @@ def _repeat(
     pause_s = 0.0
     while True:
         plan = checked.plan_of(repeat=repeat, number=len(outcomes) + 1)
-        order = _order(checked, plan, facts, listener, outcomes, repeat=repeat)
+        submission = _submission(checked, plan, facts, listener, outcomes, repeat=repeat)
         stop = None if early_stop is None else partial(early_stop.find_failure, plan)
-        outcome = yield replace(order, delay_s=pause_s, stop_early=stop)
+        outcome = yield replace(submission, delay_s=pause_s, stop_early=stop)
         outcomes.append(outcome)
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
@@ -213,7 +213,7 @@ def _repeat(
         pause_s = step.pause_s
 
 
-def _order(
+def _submission(
     checked: CheckedJob,
     plan: AttemptPlan,
     facts: SessionFacts,
@@ -222,7 +222,7 @@ def _order(
     *,
     repeat: int,
 ) -> Submission:
-    """Return the order for the next attempt of a repeat."""
+    """Return the submission for the next attempt of a repeat."""
     job, number = checked.job, len(earlier) + 1
     redactor = job.redactor(plan)
 

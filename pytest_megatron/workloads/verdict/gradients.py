@@ -95,7 +95,7 @@ def compare_gradients(
 
     Args:
         measured: One object of `measure_gradients`.
-        tolerance: As `tolerance_of`.
+        tolerance: The result of `tolerance_of`.
         name: What the reference is called, for the messages.
         where: Directory of the checkpoint, named once.
 

@@ -1,7 +1,7 @@
 """Drives the repeats of many workloads over one engine at the same time.
 
 As much as the engine has room for is ordered at once, the longest first; one `poll` is for all of
-them. The outcome of an order goes to the generator that yielded it, and the next order from there
+them. The outcome of a submission goes to the generator that yielded it, and the next one from there
 to the engine. A workload that ended is handed out and forgotten. Reads no clock but the one given.
 """
 
@@ -26,8 +26,8 @@ from pytest_megatron.workloads.engine.api import (
 )
 from pytest_megatron.workloads.verdict.driver import Repeat, RepeatEnd
 
-DEFAULT_MOST_ORDERS = 1_000
-_CHUNK = 500  # orders that are planned before the first of them is submitted
+DEFAULT_MOST_SUBMISSIONS = 1_000
+_CHUNK = 500  # submissions that are planned before the first of them is submitted
 
 Rank = tuple[float, int]  # the least comes first: -seconds, -GPUs
 
@@ -68,14 +68,14 @@ class WorkEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueProgress:
-    """Progress of a scheduler, in numbers of orders.
+    """Progress of a scheduler, in numbers of submissions.
 
     Attributes:
         num_works: Workloads in all.
         num_ended: Workloads that were handed out.
         num_waiting: Orders that the engine has and does not run yet.
         num_held: What was not submitted yet: it has enough, or a further attempt pauses first.
-        detail: From the engine, for the first order that waits, else the first that runs.
+        detail: From the engine, for the first submission that waits, else the first that runs.
         share_done: Share of the expected GPU time, from 0 to 1; None where nothing is known.
     """
 
@@ -106,10 +106,10 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Next:
-    """An order that the engine does not have yet."""
+    """A submission that the engine does not have yet."""
 
     of: _Open
-    order: Submission
+    submission: Submission
 
 
 class WorkloadScheduler:
@@ -119,21 +119,21 @@ class WorkloadScheduler:
         self,
         engine: Engine,
         *,
-        most_orders: int = DEFAULT_MOST_ORDERS,
+        most_submissions: int = DEFAULT_MOST_SUBMISSIONS,
         queue_timeout_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing to do.
 
         Args:
-            engine: Runs the orders.
-            most_orders: That it has at a time. More than run at once and some to follow is of no
-                use: a further attempt of a long workload would come after all short ones.
-            queue_timeout_s: How long an order may wait in the engine's queue; 0 is without limit.
+            engine: Runs the submissions.
+            most_submissions: Those that it has at a time. More than run at once, and some to
+                follow, is of no use: a further attempt of a long workload would come last.
+            queue_timeout_s: How long one may wait in the engine's queue; 0 is without limit.
             clock: In seconds.
         """
         self._engine = engine
-        self._most_orders = most_orders
+        self._most_submissions = most_submissions
         self._queue_timeout_s = queue_timeout_s
         self._waits_since: dict[str, float] = {}
         self._runs_since: dict[str, float] = {}
@@ -141,8 +141,8 @@ class WorkloadScheduler:
         self._number = itertools.count()
         self._todo: list[tuple[Rank, int, QueuedWorkload | _Next]] = []
         self._delayed: list[tuple[float, int, _Next]] = []
-        self._open: dict[str, _Open] = {}  # by the key of each order, wherever that is
-        self._phases: dict[str, tuple[SubmissionPhase, str]] = {}  # of orders that the engine has
+        self._open: dict[str, _Open] = {}  # by the key of each submission, wherever that is
+        self._phases: dict[str, tuple[SubmissionPhase, str]] = {}  # of those that the engine has
         self._num_works = self._num_ended = 0
         self._expected = self._done = 0.0
         self._poll_at = float("-inf")
@@ -205,7 +205,7 @@ class WorkloadScheduler:
         return max(0.0, min(due, self._poll_at) - self._clock())
 
     def cancel(self) -> None:
-        """End all orders; nothing more is handed out."""
+        """End all submissions; nothing more is handed out."""
         self._todo.clear()
         self._delayed.clear()
         self._engine.cancel(tuple(self._phases))
@@ -216,22 +216,22 @@ class WorkloadScheduler:
 
     @property
     def _has_room(self) -> bool:
-        return len(self._phases) < self._most_orders
+        return len(self._phases) < self._most_submissions
 
     def _fill(self) -> list[WorkEnd]:
         """Submit what the engine has room for, the longest first, some at a time."""
         while self._delayed and self._delayed[0][0] <= self._clock():
             following = heapq.heappop(self._delayed)[2]
             rank = following.of.work.rank
-            at_once = replace(following, order=replace(following.order, delay_s=0.0))
+            at_once = replace(following, submission=replace(following.submission, delay_s=0.0))
             heapq.heappush(self._todo, (rank, next(self._number), at_once))
         ended: list[WorkEnd] = []
-        orders: list[Submission] = []
-        room = min(_CHUNK, self._most_orders - len(self._phases))
-        while self._todo and len(orders) < room:
+        submissions: list[Submission] = []
+        room = min(_CHUNK, self._most_submissions - len(self._phases))
+        while self._todo and len(submissions) < room:
             _, _, entry = heapq.heappop(self._todo)
             if isinstance(entry, _Next):
-                orders.append(entry.order)
+                submissions.append(entry.submission)
                 continue
             found = _Open(work=entry, repeats={}, ends={}, keys={})
             try:
@@ -240,26 +240,30 @@ class WorkloadScheduler:
             except Exception as error:  # noqa: BLE001 - the item says it; others go on
                 ended.append(self._end(found, error))
                 continue
-            for index, order in first:
-                self._keep(found, index, order)
-                orders.append(order)
-        return ended + self._submit(orders)
+            for index, submission in first:
+                self._keep(found, index, submission)
+                submissions.append(submission)
+        return ended + self._submit(submissions)
 
     def _keep(self, found: _Open, index: int, submission: Submission) -> None:
         assert submission.key not in self._open, submission.key
         found.keys[submission.key] = index
         self._open[submission.key] = found
 
-    def _submit(self, orders: Sequence[Submission]) -> list[WorkEnd]:
-        """Hand orders to the engine."""
-        if not orders:
+    def _submit(self, submissions: Sequence[Submission]) -> list[WorkEnd]:
+        """Hand submissions to the engine."""
+        if not submissions:
             return []
         try:
-            self._engine.submit(orders)
+            self._engine.submit(submissions)
         except LaunchError as error:
-            found = {id(of): of for order in orders if (of := self._open.get(order.key))}
+            found = {
+                id(of): of for submission in submissions if (of := self._open.get(submission.key))
+            }
             return [self._end(of, error) for of in found.values()]
-        self._phases |= {order.key: (SubmissionPhase.WAITING, "") for order in orders}
+        self._phases |= {
+            submission.key: (SubmissionPhase.WAITING, "") for submission in submissions
+        }
         return []
 
     def _end_overdue(self) -> list[WorkEnd]:
@@ -299,7 +303,7 @@ class WorkloadScheduler:
         if since is not None and not outcome.ends:
             outcome = replace(outcome, lost_s=self._clock() - since)
         try:
-            order = found.repeats[index].send(outcome)
+            submission = found.repeats[index].send(outcome)
         except StopIteration as done:
             end: RepeatEnd = done.value
             del found.repeats[index]
@@ -308,13 +312,15 @@ class WorkloadScheduler:
             return [] if is_good and found.repeats else [self._end(found)]
         except Exception as error:  # noqa: BLE001 - the item says it; others go on
             return [self._end(found, error)]
-        self._keep(found, index, order)
-        due = self._clock() + order.delay_s
-        heapq.heappush(self._delayed, (due, next(self._number), _Next(of=found, order=order)))
+        self._keep(found, index, submission)
+        due = self._clock() + submission.delay_s
+        heapq.heappush(
+            self._delayed, (due, next(self._number), _Next(of=found, submission=submission))
+        )
         return []
 
     def _end(self, found: _Open, error: Exception | None = None) -> WorkEnd:
-        """Forget a workload; orders of it that the engine still has are of no use any more."""
+        """Forget a workload; submissions of it that the engine still has are of no use any more."""
         running = [key for key in found.keys if key in self._phases]
         if running:
             self._engine.cancel(running)
@@ -340,7 +346,7 @@ def _weight(rank: Rank) -> float:
 
 
 def _never_ran(key: str, detail: str, limit_s: float) -> Update:
-    """Return the end of an order that waited for too long."""
+    """Return the end of a submission that waited for too long."""
     last = f"; last: {detail}" if detail else ""
     trouble = EngineError(
         kind=TroubleKind.NOT_STARTED,

@@ -59,7 +59,7 @@ def judge_script(
         end: How the script ended.
         case: Says what must have been measured.
         dirs: Directories of the attempt; the script wrote below its `assets` and `artifacts`.
-        metric_names: As `metric_names_of` returns them.
+        metric_names: Names by `metric_names_of`.
         is_lightweight: Whether it was to train only a few iterations.
         time_limit_s: For the text.
     """

@@ -105,7 +105,7 @@ class Band:
 
     @property
     def as_allowed(self) -> Allowed:
-        """The same in few numbers: a width holds for many steps."""
+        """The tolerances in few numbers: a width holds for many steps."""
         return allowed_of(dict(zip(self.steps, self.widths, strict=True)), self.rounding)
 
 

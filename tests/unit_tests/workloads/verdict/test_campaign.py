@@ -191,7 +191,7 @@ def test_one_question_an_interval_and_the_ended_are_handed_out_once() -> None:
 
 def test_a_further_attempt_waits_for_its_pause_and_goes_before_what_is_shorter() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    scheduler = WorkloadScheduler(engine, most_orders=2, clock=clock)
+    scheduler = WorkloadScheduler(engine, most_submissions=2, clock=clock)
     scheduler.add(
         [
             work("long", lambda: [repeat("long", pauses_s=[15.0])], expected_s=100.0),
@@ -332,7 +332,7 @@ def test_cancel_ends_what_the_engine_has_and_closes_every_repeat() -> None:
         return ended()
 
     engine = FakeEngine()
-    scheduler = WorkloadScheduler(engine, most_orders=2, clock=FakeClock())
+    scheduler = WorkloadScheduler(engine, most_submissions=2, clock=FakeClock())
     scheduler.add([work(name, lambda name=name: [watched(name)]) for name in "abc"])  # type: ignore[misc]
     scheduler.step()
     scheduler.cancel()
@@ -353,7 +353,7 @@ def test_an_answer_about_a_workload_that_ended_is_passed_over() -> None:
 
 def test_the_standing_counts_orders_and_quotes_the_engine() -> None:
     engine, clock = FakeEngine(), FakeClock()
-    scheduler = WorkloadScheduler(engine, most_orders=3, clock=clock)
+    scheduler = WorkloadScheduler(engine, most_submissions=3, clock=clock)
     scheduler.add([work(f"w{n}", expected_s=10.0) for n in range(5)])
     scheduler.step()
     engine.end("w0/1/1")

@@ -185,7 +185,7 @@ def _problem(error: OSError) -> str:
 
 
 def _post(place: CommentPlace, body: str) -> str:
-    for number, there in _of_workflow(place):
+    for number, there in _comments_of_workflow(place):
         if (int(there["run"]), int(there["attempt"])) > (place.run, place.attempt):
             return f"the comment of run {there['run']}, a later one, is left"
         try:
@@ -199,7 +199,7 @@ def _post(place: CommentPlace, body: str) -> str:
     return "a comment is written"
 
 
-def _of_workflow(place: CommentPlace) -> Iterator[tuple[int, re.Match[str]]]:
+def _comments_of_workflow(place: CommentPlace) -> Iterator[tuple[int, re.Match[str]]]:
     """Yield id and first line of comments that runs of this workflow wrote."""
     for page in range(1, _MOST_PAGES + 1):
         found = _ask(place, "GET", f"{place.comments}?per_page={_PAGE}&page={page}")

@@ -301,14 +301,14 @@ def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
     except (OSError, UnicodeDecodeError) as problem:
         raise SelectionError(f"{_WHERE} {path}", f"cannot be read: {problem}") from None
     if text.lstrip().startswith("<"):
-        yield from _of_junit(path, text, files)
+        yield from _durations_in_junit(path, text, files)
         return
     try:
         value: JsonValue = parse_json(text)
     except ValueError:
         value = None
     if isinstance(value, dict) and "schema" not in value:  # a history of one line is an object
-        yield from _of_mapping(path, value)
+        yield from _durations_in_mapping(path, value)
         return
     history = read(path)
     if text.strip() and not history.entries:
@@ -322,7 +322,9 @@ def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
             yield entry.node_id, entry.duration_s
 
 
-def _of_mapping(path: Path, value: Mapping[str, JsonValue]) -> Iterator[tuple[str, float]]:
+def _durations_in_mapping(
+    path: Path, value: Mapping[str, JsonValue]
+) -> Iterator[tuple[str, float]]:
     for name, seconds in value.items():
         number = seconds if isinstance(seconds, int | float) else math.nan
         if isinstance(seconds, bool) or not 0 <= number < math.inf:
@@ -332,7 +334,7 @@ def _of_mapping(path: Path, value: Mapping[str, JsonValue]) -> Iterator[tuple[st
         yield name, float(number)
 
 
-def _of_junit(path: Path, text: str, files: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _durations_in_junit(path: Path, text: str, files: Sequence[str]) -> Iterator[tuple[str, float]]:
     modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
     try:
         cases = ET.fromstring(text).iter("testcase")  # noqa: S314 - a file of the user's own CI

@@ -98,11 +98,11 @@ def bucket_jobs(
         for row in mine:
             patterns.setdefault(row.test_case, row.where)
         buckets = {bucket.pattern: bucket for bucket in share_out(files, patterns)}
-        parts.append(_of_platform(mine, buckets, choice, table, root))
+        parts.append(_jobs_of_platform(mine, buckets, choice, table, root))
     return UnitJobs.joined(parts)
 
 
-def _of_platform(
+def _jobs_of_platform(
     rows: Sequence[Workload],
     buckets: Mapping[str, Bucket],
     choice: UnitChoice,

@@ -147,7 +147,7 @@ def quarantine_items(
     found: dict[str, Quarantine] = {}
     suspended: set[str] = set()
     for item in items:
-        quarantine = _of_marks(item, has_roles=has_roles) or next(
+        quarantine = _quarantine_by_marks(item, has_roles=has_roles) or next(
             (q for pattern, q in patterns.items() if matches(pattern, item.nodeid)), None
         )
         if quarantine is not None:
@@ -216,7 +216,7 @@ def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
     return plugin
 
 
-def _of_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
+def _quarantine_by_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
     mark = item.get_closest_marker(QUARANTINE)
     if mark is None or not (has_roles or is_quarantined_by_us(item)):
         return None

@@ -27,11 +27,11 @@ def differences(
         num_ranks: That it will run on.
     """
     run = chosen.run
-    lines = list(_of_commit(chosen, here, root))
-    lines += _of_words(
+    lines = list(_commit_lines(chosen, here, root))
+    lines += _version_lines(
         {"python": run.python, **run.versions}, {"python": here.python, **here.versions}
     )
-    lines += _of_gpus(chosen, here, num_ranks)
+    lines += _gpu_lines(chosen, here, num_ranks)
     if run.driver != here.host.driver:
         lines.append(f"driver: {run.driver or 'none'} there, {here.host.driver or 'none'} here")
     if run.image != here.image:
@@ -45,7 +45,7 @@ def differences(
     return lines
 
 
-def _of_commit(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[str]:
+def _commit_lines(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[str]:
     run = chosen.run
     if run.commit is not None and run.commit != here.commit:
         short, own = run.commit[:SHORT_COMMIT], (here.commit or "no commit")[:SHORT_COMMIT]
@@ -74,13 +74,13 @@ def _patch_of(chosen: Chosen) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _of_words(there: Mapping[str, str | None], here: Mapping[str, str]) -> Iterator[str]:
+def _version_lines(there: Mapping[str, str | None], here: Mapping[str, str]) -> Iterator[str]:
     for name, version in there.items():
         if version is not None and version != here.get(name):
             yield f"{name}: {version} there, {here.get(name, 'not installed')} here"
 
 
-def _of_gpus(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[str]:
+def _gpu_lines(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[str]:
     there, own = list(chosen.run.gpus), [gpu.name for gpu in here.host.gpus]
     if there != own:
         yield f"GPUs: {_count(there)} there, {_count(own)} here"

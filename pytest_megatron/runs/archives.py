@@ -67,11 +67,15 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as packed:
                 _unpack(
-                    path, target, [_of_zip(info) for info in packed.infolist()], packed, is_wanted
+                    path,
+                    target,
+                    [_zip_member(info) for info in packed.infolist()],
+                    packed,
+                    is_wanted,
                 )
         elif tarfile.is_tarfile(path):
             with tarfile.open(path) as tar:
-                _unpack(path, target, list(_of_tar(path, tar)), tar, is_wanted)
+                _unpack(path, target, list(_tar_members(path, tar)), tar, is_wanted)
         elif path.name.lower().endswith(".gz"):
             with gzip.open(path) as stream:
                 most = max(_RATIO_FROM_BYTES, path.stat().st_size * MOST_RATIO)
@@ -84,7 +88,7 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
         raise TriageError(str(path), f"cannot be unpacked: {error}") from error
 
 
-def _of_zip(info: zipfile.ZipInfo) -> _Member:
+def _zip_member(info: zipfile.ZipInfo) -> _Member:
     kind = (info.external_attr >> 16) & 0o170000
     is_directory = info.is_dir()
     return _Member(
@@ -97,7 +101,7 @@ def _of_zip(info: zipfile.ZipInfo) -> _Member:
     )
 
 
-def _of_tar(path: Path, tar: tarfile.TarFile) -> Iterator[_Member]:
+def _tar_members(path: Path, tar: tarfile.TarFile) -> Iterator[_Member]:
     """Yield the members of a tar, whose table is read on the way: a bomb ends it early."""
     num_bytes = 0
     for number, info in enumerate(tar):

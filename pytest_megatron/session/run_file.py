@@ -324,7 +324,7 @@ class HistoryPlugin:
         self._path = None if is_off else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
         self._others: dict[tuple[object, ...], list[RecordedTest]] = {}  # tests without own lines
-        self._earlier = self._of_this_run() if session.options.is_attached else frozenset()
+        self._earlier = self._written_by_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
         self._num_flaky = 0
         self._problem: str | None = None
@@ -372,7 +372,7 @@ class HistoryPlugin:
             return True
         return record.verdict in ("flaky", "failed") or self._knows(node_id)
 
-    def _of_this_run(self) -> frozenset[str]:
+    def _written_by_this_run(self) -> frozenset[str]:
         """Return the items of which the controller that is gone wrote already."""
         if self._path is None:
             return frozenset()

@@ -167,7 +167,7 @@ def _differences(
             kind: DivergenceKind | None = "missing" if theirs is None else "extra"
         else:
             count.compared += 1
-            kind = _kind_of(ours, theirs)
+            kind = _divergence_kind(ours, theirs)
             ratio = theirs.norm / ours.norm if theirs.norm and ours.norm else None
         if kind is None:
             continue
@@ -242,7 +242,7 @@ def _parsed(line: bytes, path: Path) -> TraceRecord:
         raise TraceError(str(path), f"{problem}; record the trace again") from None
 
 
-def _kind_of(reference: TraceRecord, candidate: TraceRecord) -> DivergenceKind | None:
+def _divergence_kind(reference: TraceRecord, candidate: TraceRecord) -> DivergenceKind | None:
     """Return how two records of one tensor differ; None where their bits are the same.
 
     Norms are no bits: on a GPU their sums may differ in the last digit.

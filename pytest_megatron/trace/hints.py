@@ -48,13 +48,13 @@ def hint_of(
         return "values overflow or are divided by zero here"
     match first.phase:
         case "forward":
-            found = _of_forward(first, same, reference, candidate)
+            found = _forward_hint(first, same, reference, candidate)
         case "backward":
-            found = _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+            found = _ratio_hint(first, reference, candidate) or _ranks_hint(first, candidate)
         case "gradient":
-            found = _of_gradients(same, reference, candidate)
+            found = _gradient_hint(same, reference, candidate)
         case "update":
-            found = _of_update(same, is_sharded=is_sharded)
+            found = _update_hint(same, is_sharded=is_sharded)
         case "initial":
             found = (
                 f"{name_ranks(first.ranks)} begin with other values of what they share: seeds,"
@@ -63,7 +63,7 @@ def hint_of(
     return found
 
 
-def _of_forward(
+def _forward_hint(
     first: TensorDivergence,
     same: Sequence[TensorDivergence],
     reference: TraceLayout,
@@ -80,13 +80,13 @@ def _of_forward(
         return "ranks draw other dropout masks than the reference: seeds or the random state"
     if first.tensor.startswith("input") and first.module:
         return (
-            _of_ratio(first, reference, candidate)
+            _ratio_hint(first, reference, candidate)
             or "what this module gets is computed between modules, or in one that is not compared"
         )
-    return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+    return _ratio_hint(first, reference, candidate) or _ranks_hint(first, candidate)
 
 
-def _of_gradients(
+def _gradient_hint(
     same: Sequence[TensorDivergence], reference: TraceLayout, candidate: TraceLayout
 ) -> str | None:
     parameters = [one for one in same if one.parameter is not None]
@@ -106,17 +106,17 @@ def _of_gradients(
         ranks = sorted({rank for one in parameters for rank in one.ranks})
         if 0 < len(ranks) < candidate.ep[1]:
             return f"only experts of {name_ranks(ranks)} differ: look at their part"
-        ratio = _of_ratio(first, reference, candidate)
+        ratio = _ratio_hint(first, reference, candidate)
         return ratio or "only gradients of experts differ: they are reduced over the wrong ranks"
     if candidate.tp[1] > 1 and all(map(_REPLICATED, names)):
         return (
             "only gradients of parameters that tensor-parallel ranks share differ: with sequence"
             " parallelism each rank has a part, which have to be added"
         )
-    return _of_ratio(first, reference, candidate) or _of_ranks(first, candidate)
+    return _ratio_hint(first, reference, candidate) or _ranks_hint(first, candidate)
 
 
-def _of_update(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
+def _update_hint(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
     first = same[0]
     if first.is_buffer:
         return "the buffer is updated otherwise, or ranks do not add what each of them counts"
@@ -139,7 +139,9 @@ def _of_update(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
     )
 
 
-def _of_ratio(one: TensorDivergence, reference: TraceLayout, candidate: TraceLayout) -> str | None:
+def _ratio_hint(
+    one: TensorDivergence, reference: TraceLayout, candidate: TraceLayout
+) -> str | None:
     """Return the hint for a norm that is off by the size of an axis."""
     ratio = one.norm_ratio
     if ratio is None or ratio <= 0:
@@ -163,7 +165,7 @@ def _of_ratio(one: TensorDivergence, reference: TraceLayout, candidate: TraceLay
     return None
 
 
-def _of_ranks(one: TensorDivergence, candidate: TraceLayout) -> str | None:
+def _ranks_hint(one: TensorDivergence, candidate: TraceLayout) -> str | None:
     """Return the hint for a difference of some ranks only."""
     if one.kind == "replicas":
         return (

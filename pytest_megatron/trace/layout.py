@@ -46,7 +46,7 @@ def rank_and_size() -> tuple[int, int]:
 _IS_TENSOR_PARALLEL = re.compile(r"tp|tensor|model").search
 
 
-def _of_torch(model: torch.nn.Module | None) -> TraceLayout:
+def _layout_by_meshes(model: torch.nn.Module | None) -> TraceLayout:
     """Return the place of this rank by the meshes of the model's parameters."""
     rank, world_size = rank_and_size()
     mesh = None if model is None else _widest_mesh(model)
@@ -88,7 +88,7 @@ def layout(model: torch.nn.Module | None) -> TraceLayout:
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
-        return _of_torch(model)
+        return _layout_by_meshes(model)
     config = getattr(model, "config", None)
     return TraceLayout(
         tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),

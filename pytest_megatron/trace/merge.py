@@ -274,7 +274,7 @@ class Merge:
                 self._require_comparable_buffer(reference)
             return self._parameter(reference, candidate)
         if name.phase in {"gradient", "update"}:
-            return _of_all_ranks(reference, candidate)
+            return _parts_of_all_ranks(reference, candidate)
         if self.is_same_layout:
             return _same(reference, candidate)
         if is_expert(name.module):
@@ -734,7 +734,9 @@ class _Wholes:
         return _Whole(whole, split, coordinate, order)
 
 
-def _of_all_ranks(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[HeldPart]:
+def _parts_of_all_ranks(
+    reference: Sequence[Piece], candidate: Sequence[Piece]
+) -> Iterator[HeldPart]:
     """Yield a number that each rank has, as the norm of all gradients."""
     first = reference[0]
     for piece in candidate:

@@ -181,7 +181,7 @@ def local_tensors(model: torch.nn.Module, prefix: str) -> list[LocalTensor]:
     inner = unwrap(model)
     sharded_state_dict = getattr(inner, "sharded_state_dict", None)
     if sharded_state_dict is not None:
-        return list(_of_entries(sharded_state_dict(prefix=prefix and f"{prefix}.")))
+        return list(_tensors_in(sharded_state_dict(prefix=prefix and f"{prefix}.")))
     return [
         _plain(f"{prefix}.{name}" if prefix else name, value)
         for name, value in inner.state_dict(keep_vars=True).items()
@@ -213,22 +213,22 @@ def reduced(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _of_entries(entry: object) -> Iterator[LocalTensor]:
+def _tensors_in(entry: object) -> Iterator[LocalTensor]:
     """Walk over a sharded state dict."""
     from megatron.core.dist_checkpointing import mapping
 
     if isinstance(entry, Mapping):
         for value in entry.values():
-            yield from _of_entries(value)
+            yield from _tensors_in(value)
     elif isinstance(entry, list | tuple):
         for value in entry:
-            yield from _of_entries(value)
+            yield from _tensors_in(value)
     elif isinstance(entry, mapping.ShardedTensor):
         yield LocalTensor(
             entry.data, lambda values: [_shard(entry, values)], lambda parts: parts[0]
         )
     elif isinstance(entry, mapping.ShardedTensorFactory):
-        yield _of_factory(entry)
+        yield _tensor_of_factory(entry)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
@@ -248,7 +248,7 @@ def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
     )
 
 
-def _of_factory(factory: ShardedTensorFactory) -> LocalTensor:
+def _tensor_of_factory(factory: ShardedTensorFactory) -> LocalTensor:
     from megatron.core.dist_checkpointing import dict_utils
 
     def build(values: torch.Tensor) -> object:

@@ -141,7 +141,7 @@ def find_units(paths: Sequence[Path], workspace: Path) -> tuple[tuple[Unit, ...]
                 str(path), "holds no log: expected files such as <rank>/stderr.log, *.log, *.out"
             )
         units += found
-    return (*units, *_of_loose(loose, str)), tuple(notes)
+    return (*units, *_units_of_loose_files(loose, str)), tuple(notes)
 
 
 def _in_directory(root: Path, shown: str, notes: list[str]) -> list[Unit]:
@@ -164,9 +164,11 @@ def _in_directory(root: Path, shown: str, notes: list[str]) -> list[Unit]:
     units: list[Unit] = []
     for parent in sorted(ranked, reverse=True):  # the last of restarted attempts has the report
         others = [other for other in ranked if other != parent]
-        units.append(_of_ranks(root, ranked[parent], by_parent, loose, (name, others)))
+        units.append(
+            _launch_with_rank_directories(root, ranked[parent], by_parent, loose, (name, others))
+        )
     for files in loose.values():
-        units += _of_loose([f for f in files if is_log(f)], name)
+        units += _units_of_loose_files([f for f in files if is_log(f)], name)
     mismatches = [f for files in loose.values() for f in files if is_mismatch(f)]
     for path in mismatches:
         known = Known(record=record_of(path, name(path)))
@@ -209,7 +211,7 @@ def _group(parent: Path) -> Path:
     return Path(*parts)
 
 
-def _of_ranks(
+def _launch_with_rank_directories(
     root: Path,
     directories: Sequence[Path],
     by_parent: dict[Path, list[Path]],
@@ -279,7 +281,7 @@ def _is_apart(other: Path, parent: Path, above: Path) -> bool:
     return above in other.parents and not is_restart
 
 
-def _of_loose(files: Sequence[Path], name: _Name) -> list[Unit]:
+def _units_of_loose_files(files: Sequence[Path], name: _Name) -> list[Unit]:
     """Return the launches of logs that lie side by side."""
     if not files:
         return []

@@ -304,7 +304,7 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
     what = _describe_end(how)
     if is_signal and how not in _SPEAKS_FIRST:
         kind = _CauseKind.SIGNAL
-        signature = _of_exit(table, how) if native is None else native.signature
+        signature = _signature_of_exit(table, how) if native is None else native.signature
     elif fatal is not None and fatal.signature.role is LineRole.CAUSE:
         kind, signature, places = _CauseKind.RAISED, fatal.signature, fatal.places
         what = f"{fatal.verb} {fatal.headline}"
@@ -317,7 +317,7 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
         return None
     else:
         kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
-        signature, places = _of_exit(table, how), (*ends, *rank.last_words[-2:])
+        signature, places = _signature_of_exit(table, how), (*ends, *rank.last_words[-2:])
     return _CauseCandidate(
         story=rank,
         kind=kind,
@@ -367,7 +367,7 @@ def _native(rank: RankStory) -> Event | None:
     )
 
 
-def _of_exit(table: Table, how: str) -> Signature:
+def _signature_of_exit(table: Table, how: str) -> Signature:
     return table.exit(how) or table["exit_code"]
 
 

@@ -105,14 +105,14 @@ def look_at_torch(
 def try_collectives(places: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:
     """Yield an all_reduce of two ranks and of all GPUs; of two ranks with gloo without GPUs."""
     if num_gpus == 0:
-        yield _all_reduce(places, "gloo", 2)
+        yield _try_all_reduce(places, "gloo", 2)
         return
     for world_size in sorted({min(2, num_gpus), num_gpus}):
-        yield _all_reduce(places, "nccl", world_size)
+        yield _try_all_reduce(places, "nccl", world_size)
 
 
-def _all_reduce(places: SystemView, backend: str, world_size: int) -> CollectiveProbe:
-    """Run one; every rank is gone afterwards."""
+def _try_all_reduce(places: SystemView, backend: str, world_size: int) -> CollectiveProbe:
+    """Have new ranks run an all_reduce; every rank is gone afterwards."""
     script = (SCRIPTS / "all_reduce.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(dir=places.temporary) as directory:
         meeting, ranks = Path(directory) / "store", []

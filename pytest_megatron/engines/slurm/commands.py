@@ -120,7 +120,7 @@ class RealSlurm:
         first = said[-1].partition(";")[0] if said else ""  # `41;cluster` in a federation
         if done.returncode == 0 and first.isdigit():
             return int(first)
-        text = _said(done)
+        text = _error_line(done)
         raise SlurmRefusedError(text, is_full=_FULL.search(text) is not None)
 
     def jobs(self) -> tuple[SlurmJob, ...]:
@@ -131,7 +131,7 @@ class RealSlurm:
         """
         done = self._run(["squeue", "--me", "--states=all", "--array", "-h", "-O", SQUEUE_FORMAT])
         if done.returncode != 0:
-            raise SlurmAwayError(_said(done))
+            raise SlurmAwayError(_error_line(done))
         return parse_squeue(done.stdout)
 
     def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
@@ -200,7 +200,7 @@ class RealSlurm:
                 f"start pytest on a login node",
             ) from error
         if done.returncode != 0 and _AWAY.search(done.stderr):
-            raise SlurmAwayError(_said(done))
+            raise SlurmAwayError(_error_line(done))
         return done
 
 
@@ -215,7 +215,7 @@ def who_cancelled(
     }
 
 
-def _said(done: subprocess.CompletedProcess[str]) -> str:
+def _error_line(done: subprocess.CompletedProcess[str]) -> str:
     """Return the error of a command in one line."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     text = "; ".join(lines) or f"exit code {done.returncode} without a word"

@@ -187,7 +187,9 @@ def make_scripts(shapes: Sequence[Shape]) -> list[str]:
         request.write_text(json.dumps([asdict(shape) for shape in shapes]), encoding="utf-8")
         said = _run_driver(request, answer)
         if not answer.is_file():
-            raise LaunchError(_name_of_nemo(), f"ended without an answer: {said}; {_mend()}")
+            raise LaunchError(
+                _name_of_nemo(), f"ended without an answer: {said}; {_how_to_install()}"
+            )
         found = json.loads(answer.read_text(encoding="utf-8"))
     if "trouble" in found:
         raise _explained(found)
@@ -233,10 +235,10 @@ def _explained(found: Mapping[str, JsonValue]) -> LaunchError:
             f"{_version('leptonai')}); pip install '{_LEPTON_PIN}'",
         )
     what = "cannot be imported" if found["trouble"] == MISSING else "cannot write a script"
-    return LaunchError(_name_of_nemo(), f"{what}: {text}; {_mend()}")
+    return LaunchError(_name_of_nemo(), f"{what}: {text}; {_how_to_install()}")
 
 
-def _mend() -> str:
+def _how_to_install() -> str:
     return f"{_INSTALL} brings the versions that are known to work"
 
 

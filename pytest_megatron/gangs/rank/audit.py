@@ -680,7 +680,8 @@ def _is_short(value: object) -> bool:
     return not isinstance(value, tuple | dict) and len(str(value)) < _MOST_SHOWN
 
 
-def _of_megatron(rows: Sequence[_Row]) -> list[str]:
+def _megatron_leaks(rows: Sequence[_Row]) -> list[str]:
+    """Return the texts on what is left of Megatron-LM's state, by module."""
     found: dict[str, list[_Row]] = {}
     for key, value, was in rows:
         part, name = cast("tuple[str, str]", key)
@@ -709,7 +710,7 @@ _DESCRIBE: Mapping[str, Callable[[Sequence[_Row]], list[str]]] = {
     "warnings": lambda _: ["other warnings filters"],
     "torch": _settings,
     "python": _settings,
-    "megatron": _of_megatron,
+    "megatron": _megatron_leaks,
     "patches": lambda rows: [f"patched {listed([str(name) for name, _, _ in rows], _MOST_LISTED)}"],
     "working-directory": lambda rows: [str(name) for name, _, _ in rows],
 }

@@ -310,7 +310,7 @@ def show(*, paths: tuple[Path, ...]) -> None:
 def _look_at(path: Path) -> _Shown:
     value, notes = load_object(read_text(path), str(path))
     if is_baseline(value):
-        metrics = tuple(_of_baseline(value))
+        metrics = tuple(_baseline_rows(value))
         return _Shown(
             path=path,
             kind="performance baseline, which no run is compared with",
@@ -326,20 +326,20 @@ def _look_at(path: Path) -> _Shown:
     series = document.metrics.items()
     return _Shown(
         path=path,
-        kind="series of a training" if generation is None else _kind_of(generation),
+        kind="series of a training" if generation is None else _generation_kind(generation),
         metrics=tuple(summarise(name, one, width=_WIDTH) for name, one in series)
         if generation is None
-        else tuple(_of_generation(generation)),
+        else tuple(_generation_rows(generation)),
         notes=document.notes,
         provenance=provenance,
     )
 
 
-def _kind_of(generation: Generation) -> str:
+def _generation_kind(generation: Generation) -> str:
     return f"output of an inference program, {counted(len(generation.requests), 'request')}"
 
 
-def _of_generation(generation: Generation) -> Iterator[MetricSummary]:
+def _generation_rows(generation: Generation) -> Iterator[MetricSummary]:
     """Yield the generated values by position, and the figures of the whole run."""
     for name, request in generation.requests.items():
         rows: dict[str, Sequence[float | str]] = {}
@@ -363,12 +363,12 @@ def _of_generation(generation: Generation) -> Iterator[MetricSummary]:
     )
 
 
-def _of_baseline(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[MetricSummary]:
+def _baseline_rows(value: Mapping[str, JsonValue], prefix: str = "") -> Iterator[MetricSummary]:
     """Yield every number of a performance baseline, named by its way there."""
     for name, item in value.items():
         path = f"{prefix}{name}"
         if isinstance(item, dict):
-            yield from _of_baseline(item, f"{path} / ")
+            yield from _baseline_rows(item, f"{path} / ")
         elif isinstance(item, int | float) and not isinstance(item, bool):
             yield _row(path, (float(item),))
 

@@ -111,7 +111,7 @@ def cluster(
     for member in members:
         difference = difference_of(member)
         if difference.state is not FileChange.UNCHANGED:
-            kind = _kind_of(difference, tuple(dict.fromkeys(rules_of(member))))
+            kind = _change_kind(difference, tuple(dict.fromkeys(rules_of(member))))
             found.setdefault(kind, []).append(member)
     clusters = [
         GoldenCluster(
@@ -133,7 +133,8 @@ def clusters_of(
     return cluster(differences, lambda difference: difference)
 
 
-def _kind_of(difference: FileDifference, refused: tuple[str, ...]) -> ChangeKind:
+def _change_kind(difference: FileDifference, refused: tuple[str, ...]) -> ChangeKind:
+    """Return the kind of a change, by the metric that weighs most in it."""
     causes = tuple(cause for cause in difference.causes if not cause.startswith(_CONFIG))
     kind = ChangeKind(state=difference.state, causes=causes, refused=refused)
     compared = [m for m in difference.metrics if m.deviations]

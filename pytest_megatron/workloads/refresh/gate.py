@@ -90,15 +90,15 @@ def soft_refusals(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
         return
     yield from changed_config(old, new)
     if new.generation is not None:
-        yield from _of_generation(old, new)
+        yield from _check_generation(old, new)
         return
     for name in sorted(old.metrics.keys() & new.metrics.keys()):
-        yield from _of_metric(name, old, new)
+        yield from _check_metric(name, old, new)
     before, after = old.provenance, new.provenance
     if before is None or after is None or before.host_class != after.host_class:
         return
     if before.host_class is not None:
-        yield from _of_costs(old, new)
+        yield from _check_costs(old, new)
 
 
 def _oddities(candidate: Candidate, golden: Golden) -> Iterator[tuple[GateRule, str, str]]:
@@ -189,7 +189,7 @@ def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
         yield Refusal(GateRule.CONFIG, "the case asks for something else than before")
 
 
-def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
+def _check_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
     outside = [m for m in differ("", old, new).metrics if m.is_outside]
     if outside:
         more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
@@ -198,7 +198,7 @@ def _of_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
         yield Refusal(GateRule.OUTSIDE, text)
 
 
-def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
+def _check_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     """Check a loss, a count, or any metric that is compared like a loss."""
     before, after = old.metrics[name], new.metrics[name]
     if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
@@ -210,11 +210,11 @@ def _of_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
         yield Refusal(GateRule.FEWER_STEPS, text)
     if not points:
         return
-    found = list(_of_loss(name, points, old)) if is_loss(name) else []
+    found = list(_check_loss(name, points, old)) if is_loss(name) else []
     yield from found or _outside(name, points, old, new)
 
 
-def _of_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
+def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
     first = points[0]
     off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
     if first.step == 1 and abs(off) > STEP_1:
@@ -269,7 +269,7 @@ def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
     return {name: series_of(kept, is_full_precision=series.is_full_precision)}
 
 
-def _of_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
+def _check_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
     peaks = [_numbers(golden, _MEMORY_METRIC) for golden in (old, new)]
     if all(peaks):
         grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
@@ -323,11 +323,11 @@ def refusals_of(
         old: The present golden, or None.
         is_dirty_allowed: Accept a tree that no commit names.
     """
-    found = [*_of_training(candidate)]
+    found = [*_check_training(candidate)]
     if found:
         return tuple(found)  # what it measured says nothing
-    found += _of_values(candidate, old)
-    found += _of_origin(candidate, old, is_dirty_allowed=is_dirty_allowed)
+    found += _check_values(candidate, old)
+    found += _check_origin(candidate, old, is_dirty_allowed=is_dirty_allowed)
     if not found:
         found += soft_refusals(candidate, old)
     return tuple(found)
@@ -343,7 +343,7 @@ def early_refusals(
         old: The present golden, or None.
         is_dirty_allowed: Accept a tree that no commit names.
     """
-    found = list(_of_origin(prospect, old, is_dirty_allowed=is_dirty_allowed))
+    found = list(_check_origin(prospect, old, is_dirty_allowed=is_dirty_allowed))
     if old is not None and prospect.golden is not None:
         found += changed_config(old, prospect.golden)
     return tuple(found)
@@ -368,7 +368,7 @@ def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
     return None
 
 
-def _of_training(candidate: Candidate) -> Iterator[Refusal]:
+def _check_training(candidate: Candidate) -> Iterator[Refusal]:
     """Check how the training ran."""
     if candidate.damage:
         yield Refusal(GateRule.DAMAGED, candidate.damage[0])
@@ -427,8 +427,8 @@ def _rule_of(attempt: Ran) -> GateRule:
     return GateRule.EXIT_CODE if any(attempt.exit_codes) else GateRule.NOT_TRAINED
 
 
-def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
-    """Check the measured values."""
+def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
+    """Refuse measured values that are too few, disagree, or are worse than the old ones."""
     assert candidate.golden is not None
     num = len(candidate.repeats)
     if num < MIN_REPEATS:
@@ -439,7 +439,7 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
         )
     for number, repeat in enumerate(candidate.repeats, start=1):
         where = f"repeat {number}, " if num > 1 else ""
-        yield from _of_repeat(candidate, repeat, where)
+        yield from _check_repeat(candidate, repeat, where)
     yield from _unequal_steps(candidate.repeats)
     for attempt in candidate.attempts:
         for repeated in attempt.repeated_steps[:1]:
@@ -461,8 +461,8 @@ def _of_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:
         yield from _frozen(candidate.golden, old)
 
 
-def _of_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[Refusal]:
-    """Find values that are missing at the end of one repeat, or are no numbers."""
+def _check_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterator[Refusal]:
+    """Refuse values that are missing at the end of one repeat, or are no numbers."""
     assert candidate.golden is not None
     if candidate.golden.generation is not None:
         return
@@ -537,7 +537,7 @@ def _constant(series: Series, before: Series | None = None) -> tuple[int, int] |
     return find_frozen(before, series, least_steps=least)
 
 
-def _of_origin(
+def _check_origin(
     candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool
 ) -> Iterator[Refusal]:
     """Check where it was measured."""

@@ -70,7 +70,7 @@ def interpret(differences: Sequence[FileDifference]) -> list[str]:
         found.append(f"{counted(lost, 'metric')} with fewer steps: less is compared than before.")
     if outside := sum(d.is_outside for d in differences):
         found.append(f"{counted(outside, 'golden')} outside the band: {_what_is(differences)}")
-    found += _of_losses(losses)
+    found += _loss_lines(losses)
     changed = [d for d in differences if d.state is FileChange.CHANGED]
     if not changed and not found:
         kinds = "Nothing that was there changes." if differences else "There is nothing to compare."
@@ -90,7 +90,7 @@ def _what_is(differences: Sequence[FileDifference]) -> str:
     return f"only in {shown}{more}; a run as it now is fails where a case compares that."
 
 
-def _of_losses(losses: Sequence[MetricDifference]) -> Iterable[str]:
+def _loss_lines(losses: Sequence[MetricDifference]) -> Iterable[str]:
     if not losses:
         return
     if starts := sum(

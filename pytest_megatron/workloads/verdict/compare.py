@@ -280,11 +280,11 @@ def judge(
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
-    found += _of_stopped(training.attempts[-1])
+    found += _comparisons_when_stopped(training.attempts[-1])
     return Judgement(repeats=tuple(found), policy=policy)
 
 
-def _of_stopped(attempt: Attempt) -> list[RepeatComparison]:
+def _comparisons_when_stopped(attempt: Attempt) -> list[RepeatComparison]:
     """Return what an attempt disagrees in that was stopped for it; none follows such a one."""
     return [
         RepeatComparison(

@@ -235,7 +235,7 @@ def _compare_throughput(pair: Pair) -> Comparison:
         golden=golden,
         tolerance=1 - slowest if observed < golden else _FASTEST - 1,
     )
-    return _of_numbers(pair, THROUGHPUT, summary, passed=passed, notes=notes)
+    return _median_comparison(pair, THROUGHPUT, summary, passed=passed, notes=notes)
 
 
 def _compare_memory(pair: Pair) -> Comparison:
@@ -244,10 +244,10 @@ def _compare_memory(pair: Pair) -> Comparison:
     tolerance = pair.policy.limit(MEMORY, "median", _MEMORY_RELATIVE)
     summary = SeriesSummary(name="median", observed=observed, golden=golden, tolerance=tolerance)
     passed = golden > 0 and is_within(summary, pair.policy.worse(MEMORY, Worse.EITHER))
-    return _of_numbers(pair, MEMORY, summary, passed=passed, notes=())
+    return _median_comparison(pair, MEMORY, summary, passed=passed, notes=())
 
 
-def _of_numbers(
+def _median_comparison(
     pair: Pair, metric: str, summary: SeriesSummary, *, passed: bool, notes: tuple[str, ...]
 ) -> Comparison:
     return replace(

@@ -9,7 +9,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from pytest_megatron.base.text import counted, cut_middle, without_colours
 from pytest_megatron.gangs.merge import Merged, longrepr_text, skip_reason
@@ -26,24 +25,8 @@ from pytest_megatron.triage.signatures import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Executed:
-    """One execution of a distributed test.
-
-    Attributes:
-        gang: Number of the gang it ran on, counted in the session.
-        directory: Directory of that gang's logs.
-        signature: The transient cause of its rerun, or None.
-    """
-
-    gang: int
-    directory: str
-    end: RunEnd
-    signature: Signature | None = None
-
-
 def test_record(
-    merged: Sequence[Merged], spec: GangSpec, executions: Sequence[Executed]
+    merged: Sequence[Merged], spec: GangSpec, executions: Sequence[RecordedExecution]
 ) -> RecordedTest:
     """Return the record of a distributed test.
 
@@ -57,9 +40,9 @@ def test_record(
     reasons = [skip_reason(m.base) for m in skipped if "wasxfail" not in (m.base or {})]
     outcome: RecordedVerdict = "failed" if failed else "skipped" if skipped else "passed"
     verdict: RecordedVerdict = "passed" if outcome == "skipped" and not reasons else outcome
-    causes = [e.signature for e in executions if e.signature is not None]
+    was_rerun = any(execution.is_transient for execution in executions)
     return RecordedTest(
-        verdict="flaky" if causes and verdict == "passed" else verdict,
+        verdict="flaky" if was_rerun and verdict == "passed" else verdict,
         outcome=outcome,
         problem=next(iter([*(m.headline for m in failed), *reasons]), None),
         duration_s=round(sum(max(0.0, m.stop - m.start) for m in merged), 3),
@@ -69,7 +52,7 @@ def test_record(
         fingerprint=_fingerprint(failed, executions) if failed else None,
         ranks=dict(failed[0].ranks) if failed else {},
         report=tuple(itertools.islice(_report_of(failed), _MOST_SECTIONS)),
-        attempts=tuple(_execution_record(execution) for execution in executions),
+        attempts=tuple(executions),
     )
 
 
@@ -88,22 +71,25 @@ def _report_of(failed: Iterable[Merged]) -> Iterator[tuple[str, str]]:
                 yield f"{title}{phase}", cut_middle(without_colours(text), _MOST_CHARS)
 
 
-def _fingerprint(failed: Sequence[Merged], executions: Sequence[Executed]) -> str:
-    reason = executions[-1].end.reason.name.lower() if executions else ""
-    return headline_fingerprint(failed[0].message, reason)
+def _fingerprint(failed: Sequence[Merged], executions: Sequence[RecordedExecution]) -> str:
+    return headline_fingerprint(failed[0].message, executions[-1].end if executions else "")
 
 
-def _execution_record(executed: Executed) -> RecordedExecution:
-    signature = executed.signature
+def execution_record(gang: int, directory: str, end: RunEnd) -> RecordedExecution:
+    """Return the record of one execution of a distributed test.
+
+    Args:
+        gang: Number of the gang it ran on, counted in the session.
+        directory: Directory of that gang's logs.
+        end: How it ended.
+    """
     return RecordedExecution(
-        gang=executed.gang,
-        run=executed.end.run,
-        directory=executed.directory,
-        duration_s=round(executed.end.duration_s, 3),
-        end=executed.end.reason.name.lower(),
-        is_gang_kept=executed.end.is_kept,
-        signature=None if signature is None else signature.id,
-        is_transient=signature is not None,
+        gang=gang,
+        run=end.run,
+        directory=directory,
+        duration_s=round(end.duration_s, 3),
+        end=end.reason.name.lower(),
+        is_gang_kept=end.is_kept,
     )
 
 

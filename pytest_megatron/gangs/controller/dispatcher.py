@@ -26,12 +26,13 @@ from pytest_megatron.gangs.merge import (
     reported,
 )
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
-from pytest_megatron.gangs.record import Executed
+from pytest_megatron.gangs.record import execution_record
 from pytest_megatron.gangs.schedule import Schedule
 from pytest_megatron.gangs.spec import GangSpec, RankResult, RunEnd
 from pytest_megatron.gangs.supervisor.supervisor import Gang
 from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gpu.host import is_awaited
+from pytest_megatron.runs.record import RecordedExecution
 from pytest_megatron.session.options import Options
 from pytest_megatron.triage.signatures import Signature
 
@@ -165,7 +166,7 @@ class Dispatcher:
         self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
         self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
         self.ended: dict[pytest.Item, Execution] = {}
-        self.history: dict[pytest.Item, list[Executed]] = {}
+        self.history: dict[pytest.Item, list[RecordedExecution]] = {}
         self.is_stopping = False
         self.lock = threading.RLock()
         self._running: dict[int, tuple[Gang, Execution]] = {}
@@ -227,7 +228,9 @@ class Dispatcher:
 
     def rerun(self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None) -> None:
         """Run an item again, on a gang that nothing has run on."""
-        self.history[item][-1] = replace(self.history[item][-1], signature=cause)
+        self.history[item][-1] = replace(
+            self.history[item][-1], signature=cause.id, is_transient=True
+        )
         del self.ended[item]
         gang = self._start_alone(self._specs[item])
         self._assign(gang, self._index[item], self._next_by_hand(gang, nextitem))
@@ -427,7 +430,7 @@ class Dispatcher:
             self.ended[execution.item] = execution
             directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
-                Executed(gang=gang.number, directory=directory, end=end)
+                execution_record(gang.number, directory, end)
             )
             late = {r.rank: r.done.late for r in end.ranks if r.done and r.done.late is not None}
             self._keep_late(execution.before, late, gang)

@@ -7,27 +7,41 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
+from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.workloads.golden.model import Golden, MetricMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """One attempt, as the run's record has it.
+    """One attempt.
 
     Attributes:
-        exit_codes: Exit codes of the launcher, one for each phase; negative for a signal.
-        cause: Why it is no good, or None.
-        faults: Failures of the hardware meanwhile.
+        record: What the run has of it.
         repeated_steps: Metric to a step that its files hold more than once.
     """
 
-    repeat: int
-    number: int
-    exit_codes: tuple[int, ...]
-    cause: str | None = None
-    signature: str | None = None
-    faults: tuple[str, ...] = ()
+    record: RecordedAttempt
     repeated_steps: tuple[str, ...] = ()
+
+    @property
+    def repeat(self) -> int:
+        """Number of the repeat; 0 where it is not known."""
+        return self.record.repeat or 0
+
+    @property
+    def number(self) -> int:
+        """Number of the attempt in its repeat; 0 where it is not known."""
+        return self.record.attempt or 0
+
+    @property
+    def exit_codes(self) -> tuple[int, ...]:
+        """Exit codes of the launcher that count, one for each phase; negative for a signal."""
+        return self.record.exit_codes if self.record.note is None else ()
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Failures of the hardware meanwhile."""
+        return () if self.record.health is None else self.record.health.faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

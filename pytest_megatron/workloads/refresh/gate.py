@@ -390,13 +390,13 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
         )
         yield Refusal(GateRule.QUARANTINE, text)
         return
-    failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
+    failed = [attempt for attempt in candidate.attempts if attempt.record.cause is not None]
     retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
     for attempt in failed[:1]:
         is_retried = attempt in retried
         rule = GateRule.RETRY if is_retried else _rule_of(attempt)
         what = "needed another attempt, so it is no golden; run it again: " if is_retried else ""
-        yield Refusal(rule, f"{what}{attempt.cause}")
+        yield Refusal(rule, f"{what}{attempt.record.cause}")
     if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
         rule = GateRule.SIGNAL if bad[0] < 0 else GateRule.EXIT_CODE
         text = f"a phase ended with exit code {bad[0]}; mend the training, then run it again"
@@ -415,7 +415,7 @@ def _is_later(one: Ran, other: Ran) -> bool:
 
 def _rule_of(attempt: Ran) -> GateRule:
     """Return the rule that a failed attempt breaks."""
-    said = f"{attempt.signature or ''} {attempt.cause or ''}".lower()
+    said = f"{attempt.record.signature or ''} {attempt.record.cause or ''}".lower()
     if any(word in said for word in _WATCHDOGS) or _HANG in said:
         return GateRule.WATCHDOG
     if "was killed by" in said or any(code < 0 for code in attempt.exit_codes):

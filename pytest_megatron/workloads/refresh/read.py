@@ -130,7 +130,7 @@ def _with_values(
     found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
 ) -> Candidate:
     """Add the measured values."""
-    clean = [attempt for attempt in found.attempts if attempt.cause is None]
+    clean = [attempt for attempt in found.attempts if attempt.record.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
         return found
@@ -247,15 +247,8 @@ def _disagreements(directory: Path) -> Iterator[str]:
 
 
 def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
-    ran = Ran(
-        repeat=attempt.repeat or 0,
-        number=attempt.attempt or 0,
-        exit_codes=attempt.exit_codes if attempt.note is None else (),
-        cause=attempt.cause,
-        signature=attempt.signature,
-        faults=() if attempt.health is None else attempt.health.faults,
-    )
-    if ran.cause is not None:
+    ran = Ran(record=attempt)
+    if attempt.cause is not None:
         return ran
     repeated = tuple(_repeated_steps(_attempt_dir(directory, ran)))
     return replace(ran, repeated_steps=repeated)

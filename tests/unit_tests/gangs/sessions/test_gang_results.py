@@ -208,20 +208,14 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
     tmp_path: Path,
 ) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
-    arguments = (
-        "-k",
-        "test_flaky or test_isolated",
-        "-o",
-        "megatron_max_retries_per_run=1",
-        "--fail-flaky",
-    )
-    run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments)
+    chosen = ("-k", "test_flaky or test_isolated", "--ranks", "2", "--rerun-transient", "2")
+    run = suite.run(*chosen, "--fail-flaky", "-o", "megatron_max_retries_per_run=1")
     assert (run.counts, run.returncode) == ("2 passed, 6 deselected", 1)
     assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.lines
     suite.write("test_it.py", SUITE)
     for rank in range(2):
         (tmp_path / f"flaky-{rank}").unlink()
-    run = suite.run("--ranks", "2", "--rerun-transient", "2", *arguments[:3], "0")
+    run = suite.run(*chosen, "-o", "megatron_max_retries_per_run=0")
     assert run.outcomes["test_flaky"] == "FAILED"
 
 

@@ -79,9 +79,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\b").search
 class _Difference:
     """The difference of one whole tensor, summed over the parts that ranks hold."""
 
-    order: int
-    microbatch: int
-    num_whole: int
+    first: HeldPart
     squares: float = 0.0  # of the reference
     other_squares: float = 0.0
     error_squares: float = 0.0
@@ -365,7 +363,7 @@ class Comparer:
         """Note micro-batches of the reference that no rank of the candidate has for a tensor."""
         if is_expert(name.module) or len({piece.record.hash for piece in pieces}) == 1:
             return
-        found = {unit.microbatch for unit in units} | self._lost
+        found = {unit.first.microbatch for unit in units} | self._lost
         for piece in pieces:
             if piece.record.microbatch not in found:
                 found.add(piece.record.microbatch)
@@ -390,7 +388,7 @@ class Comparer:
             scale = self._scale_of(part) if phase == "backward" else 1.0
             unit = units.setdefault(
                 part.unit,
-                _Difference(order=part.order, microbatch=part.microbatch, num_whole=part.num_whole),
+                _Difference(part),
             )
             unit.add(part, scale)
         return list(units.values())
@@ -444,8 +442,8 @@ class Comparer:
             one = _divergence(
                 pieces[0],
                 kind=kind,
-                order=unit.order,
-                microbatch=unit.microbatch,
+                order=unit.first.order,
+                microbatch=unit.first.microbatch,
                 ranks=ranks,
                 norm_ratio=math.sqrt(unit.other_squares / unit.squares)
                 if unit.squares > least**2
@@ -458,7 +456,7 @@ class Comparer:
                     error=math.sqrt(unit.disagreement),
                     limit=self._replica_limit(others[0]),
                 )
-            position = self._position(name, one.step, unit.order)
+            position = self._position(name, one.step, unit.first.order)
             self._found.append((position, one))
         self._level = max(self._level, level)
 
@@ -469,7 +467,7 @@ class Comparer:
         not_finite = [one.rank for one in others if one.is_float and one.record.not_finite]
         if not_finite:
             return "not_finite", tuple(sorted(set(not_finite)))
-        if sum(_size(part) for part in unit.parts.values()) < unit.num_whole:
+        if sum(_size(part) for part in unit.parts.values()) < unit.first.num_whole:
             return "missing", tuple(sorted({rank for ranks in unit.ranks for rank in ranks}))
         largest = max(unit.ranks.values(), default=0.0)
         # Of ranks whose parts are as large, those that are as far off as the farthest.

@@ -270,11 +270,11 @@ def _run(client: _OwningClient, request: RunContainer, image: Image) -> object:
     executor = DockerExecutor(
         container_image=image.id,
         packager=Packager(),
-        runtime=request.runtime,
-        shm_size=request.shm_size,
-        ipc_mode=request.ipc,
-        ulimits=[limit.replace("=", ":") for limit in request.ulimits],
-        privileged=request.is_privileged,
+        runtime=request.settings.runtime,
+        shm_size=request.settings.shm_size,
+        ipc_mode=request.settings.ipc,
+        ulimits=[f"{name}:{limit}" for name, limit in request.settings.ulimits.items()],
+        privileged=request.settings.privileged,
         # nemo-run makes a network that it never removes, unless it is told this one.
         network="host",
         env_vars={**request.env, "PYTEST_MEGATRON_IMAGE": image.name},
@@ -299,8 +299,8 @@ def _more(request: RunContainer) -> dict[str, object]:
     more: dict[str, object] = {"mounts": [*mounts, job], "group_add": list(request.groups)}
     if request.user is not None:
         more["user"] = request.user
-    if request.memory is not None:
-        more |= {"mem_limit": request.memory, "memswap_limit": request.memory}
+    if (memory := request.settings.memory) is not None:
+        more |= {"mem_limit": memory, "memswap_limit": memory}
     if request.gpus:
         devices = docker.types.DeviceRequest(device_ids=list(request.gpus), capabilities=[["gpu"]])
         more["device_requests"] = [devices]

@@ -161,7 +161,9 @@ class Driver:
             with Events() as events:
                 gone = self._contain(request, events)
         except (ImageRefusedError, StartRefusedError, StoppedError) as error:
-            answer: Answer = StartRefused(where=f"docker image {request.image!r}", text=str(error))
+            answer: Answer = StartRefused(
+                where=f"docker image {request.settings.image!r}", text=str(error)
+            )
         except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
             text = f"the Docker daemon went away: {error}; see that `docker info` works"
             answer = StartRefused(where=_host(), text=text)
@@ -215,11 +217,12 @@ class Driver:
             ImageRefusedError: It is not to be had.
             StoppedError: The controller does not want it any more.
         """
+        settings = request.settings
         steps: queue.SimpleQueue[str | Image | Exception] = queue.SimpleQueue()
 
         def find() -> None:
             try:
-                steps.put(find_image(self._client, request.image, request.pull, steps.put))
+                steps.put(find_image(self._client, settings.image, settings.pull, steps.put))
             except Exception as error:  # noqa: BLE001 - raised again below
                 steps.put(error)
 

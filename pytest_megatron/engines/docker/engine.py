@@ -315,21 +315,13 @@ class DockerEngine(LeasingEngine):
             key=submission.key,
             run_dir=str(self._context.run_dir),
             name=f"pytest-megatron-{self._token}-{self._num_run}",
-            image=config.image,
-            pull=config.pull,
+            settings=config,
             job_dir=str(job_dir),
             mounts=self._mounts(plan),
             user=config.user or f"{uid}:{gid}",
             groups=tuple(str(group) for group in os.getgroups() if uid),
             gpus=tuple(gpu.uuid for gpu in lease.gpus),
-            shm_size=config.shm_size,
-            ipc=config.ipc,
-            ulimits=tuple(f"{name}={limit}" for name, limit in config.ulimits.items()),
-            network=config.network or "bridge",
             env={"USER": _user_name(), "LOGNAME": _user_name()},
-            memory=config.memory,
-            runtime=config.runtime,
-            is_privileged=config.privileged,
         )
 
     def _mounts(self, plan: AttemptPlan) -> tuple[Mount, ...]:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
+from pytest_megatron.workloads.engine.config import DockerConfig
+
 JOB_DIR = "/nemo_run"  # where nemo-run mounts a job's own directory in its container
 
 
@@ -27,38 +29,30 @@ class RunContainer:
         key: The submission's, for the container's label.
         run_dir: Run directory, for the container's label.
         name: Name of the container; its host name as well.
-        image: Name of the image that the user gave.
-        pull: When to ask a registry for the image.
+        settings: Those of the user; `mounts` and `env` beside it have what the container gets.
         job_dir: Directory on the host; is `JOB_DIR` in the container.
         user: `uid:gid`, or None for the image's own.
         groups: Further group ids.
         gpus: Exactly these, by UUID.
-        ulimits: `name=soft` or `name=soft:hard`.
-        network: Docker's word: `bridge`, `host`, `none` or the name of a network.
         env: What the container itself needs; all else is in the job's spec.
-        memory: Limit, as Docker writes it, or None.
-        runtime: Name of an OCI runtime that the daemon knows, or None for its own choice.
     """
 
     type: Literal["run"] = "run"
     key: str
     run_dir: str
     name: str
-    image: str
-    pull: Literal["missing", "never"] = "missing"
+    settings: DockerConfig
     job_dir: str
     mounts: tuple[Mount, ...] = ()
     user: str | None = None
     groups: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
-    shm_size: str | None = None
-    ipc: str | None = None
-    ulimits: tuple[str, ...] = ()
-    network: str = "bridge"
     env: dict[str, str]
-    memory: str | None = None
-    runtime: str | None = None
-    is_privileged: bool = False
+
+    @property
+    def network(self) -> str:
+        """Docker's word: `bridge`, `host`, `none` or the name of a network."""
+        return self.settings.network or "bridge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,8 +167,7 @@ class _Tracked:
     """A submission that has not ended.
 
     Attributes:
-        batch: That it was submitted with; None while it waits to be.
-        index: In that batch.
+        queued: Batch that it was submitted with, and its index there; None while it waits to be.
         told: The last update about it.
         absent_since: Since when it is known to have ended, or to be unknown, without a record.
         note: To be shown beside Slurm's own words.
@@ -177,8 +176,7 @@ class _Tracked:
     """
 
     submission: Submission
-    batch: int | None = None
-    index: int = 0
+    queued: tuple[int, int] | None = None
     told: tuple[SubmissionPhase, str] = (SubmissionPhase.WAITING, "")
     absent_since: float | None = None
     note: str = ""
@@ -260,18 +258,18 @@ class SlurmEngine:
 
     def _take(self, submission: Submission) -> None:
         ended = self._journal.ends.get(submission.key)
-        batch, index = self._journal.places.get(submission.key, (None, 0))
+        queued = self._journal.places.get(submission.key)
         if ended is not None:
-            files = None if batch is None else JobFiles.of(self._context.engine_dir, batch, index)
+            files = None if queued is None else JobFiles.of(self._context.engine_dir, *queued)
             outcome = taken_up(submission, ended, files, self._context.facts)
             self._news.append(
                 Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=outcome)
             )
             return
-        if batch is None:
+        if queued is None:
             submission = self._away_from_bad(submission)
             self._intake.add(submission)
-        self._tracked[submission.key] = _Tracked(submission, batch=batch, index=index)
+        self._tracked[submission.key] = _Tracked(submission, queued=queued)
 
     def _away_from_bad(self, submission: Submission) -> Submission:
         """Return a submission that keeps away from nodes which failed under earlier runs."""
@@ -291,7 +289,7 @@ class SlurmEngine:
             for tracked in self._tracked.values():
                 self._tell(tracked, tracked.told[0], f"Slurm does not answer: {error}")
         except LaunchError as error:
-            for tracked in [t for t in self._tracked.values() if t.batch is None]:
+            for tracked in [t for t in self._tracked.values() if t.queued is None]:
                 self._intake.drop(tracked.submission.key)
                 self._refuse(tracked, str(error))
         news, self._news = self._news, []
@@ -308,7 +306,7 @@ class SlurmEngine:
             key, tracked.is_cancelled = tracked.submission.key, True
             self._intake.drop(key)
             if key in self._journal.places:  # also where sbatch itself was interrupted
-                tracked.batch, tracked.index = self._journal.places[key]
+                tracked.queued = self._journal.places[key]
             else:
                 self._finish(
                     tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
@@ -353,19 +351,19 @@ class SlurmEngine:
 
     def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
         """Return what scancel takes for these."""
-        num_live = Counter(tracked.batch for tracked in self._tracked.values())
-        chosen = [(t.batch, t.index) for t in wanted if t.batch is not None]
+        num_live = Counter(t.queued[0] for t in self._tracked.values() if t.queued is not None)
+        chosen = [t.queued for t in wanted if t.queued is not None]
         return scancel_labels(self._journal.batches, chosen, num_live)
 
     def _submit_ready(self) -> None:
-        num_live = sum(tracked.batch is not None for tracked in self._tracked.values())
+        num_live = sum(tracked.queued is not None for tracked in self._tracked.values())
         for done in self._intake.submit(num_live):
             tracked = self._tracked[done.submission.key]
             match done:
                 case RefusedSubmission(text=text):
                     self._refuse(tracked, text)
                 case Submitted(batch=batch, index=index, note=note, label=label):
-                    tracked.batch, tracked.index, tracked.note = batch, index, note
+                    tracked.queued, tracked.note = (batch, index), note
                     what = f"job {label} is submitted" if label else "Slurm has not answered yet"
                     self._tell(tracked, SubmissionPhase.WAITING, what)
 
@@ -402,8 +400,8 @@ class SlurmEngine:
     def _give_up_unanswered(self) -> None:
         """Submit once more what did not arrive."""
         late = self._intake.give_up()
-        for tracked in [t for t in self._tracked.values() if late and t.batch in late]:
-            tracked.batch = None
+        for tracked in [t for t in self._tracked.values() if t.queued and t.queued[0] in late]:
+            tracked.queued = None
             if tracked.is_cancelled:
                 self._finish(
                     tracked, SubmissionOutcome(trouble=_cancelled("before it was submitted"))
@@ -541,7 +539,7 @@ class SlurmEngine:
             else:
                 end = JobEnd(key=submission.key, trouble=outcome.trouble, hosts=outcome.hosts)
                 self._journal.ended(end)
-        if tracked.batch is not None:
+        if tracked.queued is not None:
             remove_spec(self._files_of(tracked))
         del self._tracked[submission.key]
         self._news.append(Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=outcome))
@@ -555,16 +553,15 @@ class SlurmEngine:
 
     def _place(self, tracked: _Tracked) -> Place | None:
         """Return which job of Slurm's a submission is; None where that is not known."""
-        if tracked.batch is None:
+        if tracked.queued is None:
             return None
-        batch = self._journal.batches[tracked.batch]
-        if batch.job_id is None:
-            return None
-        return batch.job_id, tracked.index if batch.is_array else None
+        number, index = tracked.queued
+        batch = self._journal.batches[number]
+        return None if batch.job_id is None else (batch.job_id, index if batch.is_array else None)
 
     def _files_of(self, tracked: _Tracked) -> JobFiles:
-        assert tracked.batch is not None
-        return JobFiles.of(self._context.engine_dir, tracked.batch, tracked.index)
+        assert tracked.queued is not None
+        return JobFiles.of(self._context.engine_dir, *tracked.queued)
 
 
 def _cancelled(text: str) -> EngineError:

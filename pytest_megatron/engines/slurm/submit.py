@@ -106,7 +106,7 @@ def parse_name(name: str) -> tuple[str, int] | None:
 def scancel_labels(
     batches: Mapping[int, Batch],
     wanted: Iterable[tuple[int, int]],
-    num_live: Mapping[int | None, int],
+    num_live: Mapping[int, int],
 ) -> list[str]:
     """Return what scancel takes: a whole array where all that is left of it is wanted.
 

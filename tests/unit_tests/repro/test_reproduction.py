@@ -139,7 +139,7 @@ def test_the_lines_to_do_it_by_hand_are_printed(artifact: tuple[Path, Path]) -> 
     assert (done.exit_code, first) == (0, f"cd {checkout}")
     assert second.startswith("NCCL_ALGO=Ring PYTHONHASHSEED=7 ")
     words = "--megatron-ranks 3 --megatron-device cpu --megatron-rank-timeout 2"
-    assert f" {words} --megatron-rank-grace 1 " in second
+    assert f" {words} -o megatron_rank_grace=1 " in second
     assert list((checkout / ".pytest_megatron/repro").rglob("run")) == results
 
 

@@ -13,12 +13,15 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from pytest_megatron.base.project import ask_git, read_git
+from pytest_megatron.base.schema import matches
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
-from pytest_megatron.runs.record import RecordedFacts
 
 _PACKAGES = (
     "pytest-megatron",
@@ -32,6 +35,28 @@ _PACKAGES = (
     "triton",
 )
 _IMAGE_VARIABLES = ("PYTEST_MEGATRON_IMAGE", "NVIDIA_PYTORCH_VERSION", "SLURM_CONTAINER_IMAGE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedFacts:
+    """Environment of a run or an attempt.
+
+    Attributes:
+        commit: Commit of the project's checkout; None outside of git.
+        is_dirty: Whether files differ from that commit or new ones are not ignored; goldens do not
+            count, since they come of the run.
+        image: The container image, where the environment names one.
+    """
+
+    commit: Annotated[str, matches(r"^[0-9a-f]{7,64}$")] | None = None
+    is_dirty: bool = False
+    image: str | None = None
+    python: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    driver: str | None = None
+    gpus: tuple[str, ...] = ()
+    cpu: str | None = None
+    num_cpus: Annotated[int, Ge(0), Le(1 << 53)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from pytest_megatron.base.schema import (
 from pytest_megatron.errors import RunError
 from pytest_megatron.gpu.health import Fault, GpuState, Xid
 from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.runs.environment import RecordedFacts
 from pytest_megatron.runs.layout import RUN_FILE
 
 if TYPE_CHECKING:
@@ -293,29 +294,7 @@ class RecordedPatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedFacts(RecordedFile):
-    """Environment of a run or an attempt.
-
-    Attributes:
-        commit: Commit of the project's checkout; None outside of git.
-        is_dirty: Whether files differ from that commit or new ones are not ignored; goldens do not
-            count, since they come of the run.
-        image: The container image, where the environment names one.
-    """
-
-    commit: Annotated[str, matches(r"^[0-9a-f]{7,64}$")] | None = None
-    is_dirty: bool = False
-    image: str | None = None
-    python: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    driver: str | None = None
-    gpus: tuple[str, ...] = ()
-    cpu: str | None = None
-    num_cpus: _Count | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun(RecordedFacts):
+class RecordedRun(RecordedFacts, RecordedFile):
     """`run.json`.
 
     Attributes:
@@ -356,7 +335,7 @@ class RecordedPhase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedPlan(RecordedFacts):
+class RecordedPlan(RecordedFacts, RecordedFile):
     """`plan.json`."""
 
     node_id: str

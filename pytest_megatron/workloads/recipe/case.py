@@ -26,6 +26,7 @@ from pytest_megatron.base.findings import Finding, Severity, finding_at
 from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
 from pytest_megatron.base.yaml import YamlDocument, read_yaml
 from pytest_megatron.errors import CaseError
+from pytest_megatron.workloads.recipe.metrics import MetricsFrom, MetricSource, parse_source
 from pytest_megatron.workloads.recipe.model import Workload
 
 
@@ -208,6 +209,7 @@ class CaseFile:
     TEST_EVALUATION: Evaluation | None = None
     LAUNCHER: Launcher | None = None
     METRICS: tuple[str, ...] | None = None
+    METRICS_FROM: MetricsFrom | None = None  # ours
     MODEL_ARGS: _Mapping | None = None
     MODEL_ENV_VARS: dict[str, _Mapping | None] | None = None
     BASE_MODEL_ARGS: object = None
@@ -386,6 +388,7 @@ class WorkloadCase:
         variants: Every `MODEL_ARGS*` in the order of the file; the bare one is always there.
         env: ENV_VARS, as strings.
         metrics: METRICS; None where the file has no such key.
+        source: Where the metrics are, METRICS_FROM; None where they are handed to us.
         before_script: Shell to run before the training, or None; likewise `after_script`.
         expected_failure: Regular expression that the cause of a case with `xpass` must match, or
             None for any failure.
@@ -408,6 +411,7 @@ class WorkloadCase:
     gradient_tolerance: float | None
     exit_policy: ExitPolicy = ExitPolicy.FAIL
     env_lines: Mapping[str, int] = field(default_factory=dict)
+    source: MetricSource | None = None
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -521,7 +525,26 @@ def read_case(path: Path) -> WorkloadCase:
         gradient_tolerance=file.GRADIENT_TOLERANCE,
         exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
+        source=_source(document, file),
     )
+
+
+def _source(document: YamlDocument, file: CaseFile) -> MetricSource | None:
+    """Return where the metrics of a case are.
+
+    Raises:
+        CaseError: METRICS_FROM describes no place, or METRICS is missing beside it.
+    """
+    if file.METRICS_FROM is None:
+        return None
+    try:
+        if not file.METRICS:
+            problem = "is there and METRICS is not, expected the names of metrics to compare"
+            raise ValueError(problem)  # noqa: TRY301 - as of those below
+        return parse_source(file.METRICS_FROM, file.METRICS)
+    except ValueError as error:
+        where = document.where(("METRICS_FROM",))
+        raise CaseError(where, f"METRICS_FROM: {error}") from error
 
 
 class _CaseReader:

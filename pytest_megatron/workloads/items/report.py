@@ -32,7 +32,7 @@ from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
-from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind
+from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind, Saved
 from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
@@ -428,7 +428,7 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
 def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
     lines: list[str] = []
     match phase.origin:
-        case Rewind():
+        case Rewind() | Saved():
             lines.append(f"  then back to iteration {phase.origin.back_to}, and")
         case Frozen():
             where = phase.origin.checkpoints

@@ -23,8 +23,21 @@ from annotated_types import Ge, Lt
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Finding, Severity, finding_at
-from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
-from pytest_megatron.base.yaml import YamlDocument, read_yaml
+from pytest_megatron.base.schema import (
+    About,
+    Checked,
+    Count,
+    ExpectedError,
+    Pattern,
+    Positive,
+    SchemaError,
+    SchemaProblem,
+    Text,
+    closed,
+    read,
+    validate,
+)
+from pytest_megatron.base.yaml import YamlDocument, read_document, read_yaml
 from pytest_megatron.errors import CaseError
 from pytest_megatron.workloads.recipe.metrics import MetricsFrom, MetricSource, parse_source
 from pytest_megatron.workloads.recipe.model import Workload
@@ -180,6 +193,7 @@ class Launcher(Enum):
 
     TORCHRUN = "torchrun"
     FT_LAUNCHER = "ft_launcher"
+    NONE = "none"  # the program is started alone, without RANK
 
 
 class ExitPolicy(Enum):
@@ -188,6 +202,68 @@ class ExitPolicy(Enum):
     FAIL = "fail"
     PASS = "pass"  # noqa: S105 - not a password
     WAIT = "wait"  # until the time limit
+
+
+NO_STOP = "none"
+_STEPS, _DIR = "{steps}", "{dir}"
+
+
+def _check_line(line: str) -> str:
+    try:
+        shlex.split(line)
+    except ValueError as error:
+        raise ExpectedError(f"words of a command line: {str(error).lower()}") from error
+    return line
+
+
+def _check_stop(line: str) -> str:
+    if line != NO_STOP and _STEPS not in line:
+        raise ExpectedError(f"{NO_STOP}, or words with {_STEPS} in them: --max_steps={_STEPS}")
+    return line
+
+
+def _check_save(line: str) -> str:
+    if _DIR not in line:
+        raise ExpectedError(f"words with {_DIR} in them: attempts must not share a directory")
+    return line
+
+
+Line: TypeAlias = Annotated[Text, Checked(_check_line)]
+Stop: TypeAlias = Annotated[
+    Line,
+    Checked(_check_stop),
+    About("Words that have the program train {steps} steps, or none if there are no such."),
+]
+
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The words by which a program saves and resumes; {dir} and {at} are filled in.
+
+    Attributes:
+        at: The step after which the second start goes on.
+        save: Added to both starts.
+        load: Added to the second start.
+        drop: Pattern of what is removed from the directory between them, or None.
+    """
+
+    at: Annotated[Positive, About("The step after which the second start goes on.")]
+    save: Annotated[
+        Line, Checked(_check_save), About("Words for both starts: --out {dir} --save_steps {at}")
+    ]
+    load: Annotated[Line, About("Words for the second start: --resume {dir}/step-{at}")]
+    drop: Annotated[Text | None, About("Pattern of what is removed between them.")] = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if no word says at which step the program saves, so that it is always the same."""
+        return "{at}" not in self.save
+
+    def words(self, line: str, directory: Path | str) -> tuple[str, ...]:
+        """Return the words of a line, filled in."""
+        filled = (word.replace("{at}", str(self.at)) for word in shlex.split(line))
+        return tuple(word.replace(_DIR, str(directory)) for word in filled)
 
 
 _Mapping: TypeAlias = dict[str, object]
@@ -209,7 +285,6 @@ class CaseFile:
     TEST_EVALUATION: Evaluation | None = None
     LAUNCHER: Launcher | None = None
     METRICS: tuple[str, ...] | None = None
-    METRICS_FROM: MetricsFrom | None = None  # ours
     MODEL_ARGS: _Mapping | None = None
     MODEL_ENV_VARS: dict[str, _Mapping | None] | None = None
     BASE_MODEL_ARGS: object = None
@@ -219,6 +294,11 @@ class CaseFile:
     AFTER_SCRIPT: str | None = None
     EXPECTED_FAILURE: Pattern | None = None  # ours, as are the next
     EXIT_POLICY: ExitPolicy | None = None
+    LAST_STEP: Count | None = None
+    STOP: Stop | None = None
+    RESUME: Resume | None = None
+    LIMITS: _Mapping | None = None
+    METRICS_FROM: MetricsFrom | None = None
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
 
 
@@ -245,6 +325,8 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
         yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
     yield from _unread_variables(document)
+    if refusal := find_no_resume(document.value):
+        yield finding_at(document, ("TEST_TYPE",), "case-void", refusal)
     yield from _similar_variables(document)
 
 
@@ -283,9 +365,11 @@ def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
 
 def last_step(document: YamlDocument) -> int | None:
     """Return the iteration at which a training of the case ends; None where that is not given."""
-    arguments = document.value.get("MODEL_ARGS")
-    if not isinstance(arguments, dict) or not compares_metrics(document):
+    arguments, last = document.value.get("MODEL_ARGS"), document.value.get("LAST_STEP")
+    if not compares_metrics(document):
         return None
+    if isinstance(last, int) or not isinstance(arguments, dict):
+        return last if isinstance(last, int) else None
     counts = (arguments.get("--train-iters"), arguments.get("--exit-interval"))
     return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
@@ -336,6 +420,21 @@ def phase_problems(document: YamlDocument) -> Iterator[Finding]:
         if key in value and not is_read:
             message = f"{key} is read only with {what}; remove it, or add that"
             yield finding_at(document, (key,), "case-void", message)
+
+
+def find_no_resume(case: Mapping[str, JsonValue]) -> str | None:
+    """Return why nothing can be resumed in a case of TEST_TYPE ckpt-resume, None if it can."""
+    is_resume, resume = case.get("TEST_TYPE") == "ckpt-resume", case.get("RESUME")
+    if not is_resume:
+        return None if resume is None else "RESUME is read only with TEST_TYPE: ckpt-resume"
+    text = json.dumps(case)
+    for name, flag in (("CHECKPOINT_SAVE_PATH", "--save"), ("CHECKPOINT_LOAD_PATH", "--load")):
+        if resume is None and name not in text:
+            return (
+                f"TEST_TYPE is ckpt-resume, and nothing names ${{{name}}}, so no checkpoint is "
+                f"resumed; add {flag}: ${{{name}}} to MODEL_ARGS, or RESUME"
+            )
+    return None
 
 
 def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
@@ -395,6 +494,11 @@ class WorkloadCase:
         exit_policy: EXIT_POLICY, `fail` by default.
         gradient_tolerance: GRADIENT_TOLERANCE, or None for that of the precision.
         env_lines: Where the names of `env` stand in the file, from 1.
+        last_step: The last step of the metrics, where no argument says so; None without it.
+        stop: Words that have the program train `{steps}` steps; `none` where there are no such,
+            None where that is not known.
+        resume: How the program saves and resumes, or None for Megatron-LM's way.
+        limits: Metric, or a pattern of metrics, to limits of its comparison, as in a policy file.
     """
 
     path: Path
@@ -412,6 +516,10 @@ class WorkloadCase:
     exit_policy: ExitPolicy = ExitPolicy.FAIL
     env_lines: Mapping[str, int] = field(default_factory=dict)
     source: MetricSource | None = None
+    last_step: int | None = None
+    stop: str | None = None
+    resume: Resume | None = None
+    limits: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -503,7 +611,17 @@ def read_case(path: Path) -> WorkloadCase:
     Raises:
         CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
     """
-    document = read_yaml(path, error=CaseError)
+    return parse_case(read_yaml(path, error=CaseError))
+
+
+def case_of(root: Path, workload: Workload) -> WorkloadCase:
+    """Read the test case of a row, as `read_case`."""
+    own = workload.own_case
+    return read_case(case_path(root, workload)) if own is None else parse_case(own)
+
+
+def parse_case(document: YamlDocument) -> WorkloadCase:
+    """Return a test case that was read as a document, as `read_case`. Pure."""
     numbered, others = _parts_of(document)
     file = read(CaseFile, document, CaseError, others)
     read(_NUMBERED_ARGS, document, CaseError, numbered)
@@ -511,7 +629,7 @@ def read_case(path: Path) -> WorkloadCase:
         raise CaseError(finding.where, finding.message)
     reader = _CaseReader(document)
     return WorkloadCase(
-        path=path,
+        path=document.file,
         test_type=file.TEST_TYPE,
         mode=file.MODE or CaseMode.PRETRAINING,
         evaluation=file.TEST_EVALUATION or Evaluation.PASS,
@@ -526,6 +644,10 @@ def read_case(path: Path) -> WorkloadCase:
         exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
         source=_source(document, file),
+        last_step=file.LAST_STEP,
+        stop=file.STOP,
+        resume=file.RESUME,
+        limits=file.LIMITS or {},
     )
 
 
@@ -621,8 +743,20 @@ NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def case_path(root: Path, workload: Workload) -> Path:
-    """Return the `model_config.yaml` of a workload."""
+    """Return the `model_config.yaml` of a workload; the recipe of one in the short form."""
+    if workload.own_case is not None:
+        return workload.own_case.file
     return root / CASES / workload.model / workload.test_case / CASE_NAME
+
+
+def case_document(root: Path, workload: Workload) -> YamlDocument | None:
+    """Return the case of a workload as a document; None where the row has none.
+
+    Raises:
+        YamlError: The file cannot be read as data.
+    """
+    path = case_path(root, workload)
+    return workload.own_case or (read_document(path) if path.is_file() else None)
 
 
 def is_missing_program(root: Path, program: str) -> bool:
@@ -671,7 +805,7 @@ def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Pa
         yield root / CASES / below
 
 
-_CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "TEST_TYPE")
+_CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "RESUME", "TEST_TYPE")
 # Variables of the harness that change what is trained, or what of it counts.
 _TRAINED_VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO",)
 _LENGTH = 16  # hexadecimal digits

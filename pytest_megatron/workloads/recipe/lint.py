@@ -102,13 +102,13 @@ def _check_rows(
     """Yield the errors of programs, cases and goldens of the rows."""
     cases: dict[Path, YamlDocument | None] = {}
     for workload in workloads:
-        path = case_path(root, workload)
-        if path not in cases and path.is_file():
+        path, case = case_path(root, workload), workload.own_case
+        if case is None and path not in cases and path.is_file():
             cases[path], findings = _read_case(path)
             yield from findings
+        case = case or cases.get(path)
         if workload.script is None:
-            yield from _check_program(workload, path, root, cases.get(path))
-        case = cases.get(path)
+            yield from _check_program(workload, path, root, case)
         if case is not None and workload.equivalence is None and compares_metrics(case):
             yield from check_golden(workload, root, other_names)
         if case is not None and workload.script is None and starts_frozen(case):

@@ -13,11 +13,13 @@ from typing import TypeVar
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.base.text import counted
+from pytest_megatron.base.yaml import YamlDocument
 from pytest_megatron.errors import RecipeError
 
 # Scope as written -> the tier that CI asks for, and the cadence that the tier implies.
 # Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd
 SCOPE_ALIASES = {"mr-github-slim": "L0", "mr-github": "L1", "nightly": "L2", "weekly": "L3"}
+ANY_SCOPE = "any"  # of a row that names none, where it may
 IMPLIED_CADENCE: dict[str, tuple[str, ...]] = {"nightly": ("nightly",), "weekly": ("weekly",)}
 DEFAULT_CADENCE: tuple[str, ...] = ("pr", "nightly", "mergegroup")
 CADENCES = ("mergegroup", "nightly", "pr", "weekly")
@@ -151,6 +153,8 @@ class Workload:
         quarantine: Why its failure does not count for now, or None.
         equivalence: What it is compared with in place of a golden, or None.
         maintainers: Maintainers of the recipe.
+        own_case: The case of a row in the short form, with the lines of the recipe; None for one
+            that has a file.
     """
 
     file: Path
@@ -181,6 +185,7 @@ class Workload:
     quarantine: Quarantine | None = None
     equivalence: Equivalence | None = None
     maintainers: tuple[str, ...] = ()
+    own_case: YamlDocument | None = None
 
     @property
     def where(self) -> str:
@@ -219,11 +224,13 @@ class Row:
         line: Line of the inner product.
         spec: The spec, for `Workload.spec`.
         axes: Keys of the product in file order; they may distinguish rows.
+        case: For `Workload.own_case`.
     """
 
     line: int
     spec: Mapping[str, JsonValue]
     axes: tuple[str, ...]
+    case: YamlDocument | None = None
 
 
 def item_name(test_case: str, parts: tuple[str, ...]) -> str:
@@ -289,6 +296,7 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         never_transient=reader.words("never_transient"),
         quarantine=reader.quarantine(),
         equivalence=reader.equivalence(),
+        own_case=row.case,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.workloads.recipe.model import (
+    ANY_SCOPE,
     SCOPE_ALIASES,
     Vocabulary,
     Workload,
@@ -85,7 +86,9 @@ def failing(workload: Workload, filters: dict[str, tuple[str, ...]]) -> tuple[st
         filters: Words of `Selection.words`, scopes without aliases.
     """
     return tuple(
-        name for name, words in filters.items() if not set(words) & set(values(workload, name))
+        name
+        for name, words in filters.items()
+        if not {*words, *((ANY_SCOPE,) if name == "scope" else ())} & set(values(workload, name))
     )
 
 

@@ -35,13 +35,16 @@ from pytest_megatron.workloads.golden.model import (
 from pytest_megatron.workloads.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics
 from pytest_megatron.workloads.recipe.case import (
+    CASE_NAME,
     CASES,
     GOLDENS,
     CaseMode,
     TestType,
     WorkloadCase,
+    parse_case,
     read_case,
 )
+from pytest_megatron.workloads.recipe.load import read_recipe
 from pytest_megatron.workloads.refresh.candidate import Candidate, Ran
 from pytest_megatron.workloads.verdict.compare import compare_in_mode
 from pytest_megatron.workloads.verdict.job import metric_names_of
@@ -144,7 +147,7 @@ def _with_values(
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
     ]
     plan = read_record(_attempt_dir(found.directory, clean[0]) / PLAN_FILE, RecordedPlan)
-    case = read_case(root / CASES / Path(*found.target.parts[-3:-1]) / "model_config.yaml")
+    case = _case_of(found, root)
     found = replace(
         found,
         golden=golden,
@@ -290,6 +293,19 @@ def _repeated_lines(path: Path) -> Iterator[str]:
 
 def _attempt_dir(directory: Path, attempt: Ran) -> Path:
     return ItemDirs(root=directory).attempt(repeat=attempt.repeat, attempt=attempt.number).root
+
+
+def _case_of(found: Candidate, root: Path) -> WorkloadCase:
+    """Return the case of a workload: its file, or its row where that is in the short form.
+
+    Raises:
+        CaseError: There is neither.
+    """
+    path = root / CASES / Path(*found.target.parts[-3:-1]) / CASE_NAME
+    file, _, name = found.node_id.partition("::")
+    rows = () if path.is_file() else read_recipe(root / file).workloads
+    own = next((r.own_case for r in rows if r.item_name == name), None)
+    return read_case(path) if own is None else parse_case(own)
 
 
 def _measured(attempt: Path) -> Path:

@@ -54,8 +54,8 @@ from pytest_megatron.workloads.golden.model import (
     series_of,
 )
 from pytest_megatron.workloads.golden.store import read_metrics
-from pytest_megatron.workloads.recipe.case import Evaluation, WorkloadCase
-from pytest_megatron.workloads.training.plan.phases import PhaseRole, Target
+from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
+from pytest_megatron.workloads.training.plan.phases import PhaseRole, Saved, Target
 from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.equivalence import Audit
@@ -360,7 +360,10 @@ def judge_attempt(
         if target is not None and end is ends[-1]:
             metrics, last = join_windows(measured), target.iteration
         problem = find_problem(metrics, metric_names, last) or _not_resumed(
-            measured[-1], metric_names, end.plan.resumes_after or resumes_after
+            measured[-1],
+            metric_names,
+            end.plan.resumes_after or resumes_after,
+            is_own=isinstance(end.plan.origin, Saved),
         )
         resumes_after = end.saved
         if problem:
@@ -424,14 +427,19 @@ def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> s
     return None
 
 
-def _not_resumed(metrics: MetricMap, names: Sequence[str], after: int | None) -> str | None:
+def _not_resumed(
+    metrics: MetricMap, names: Sequence[str], after: int | None, *, is_own: bool
+) -> str | None:
     """Say that a training started anew where it had a checkpoint to go on from."""
     first = min((metrics[name].steps[0] for name in names), default=None)
     if after is None or first is None or first > after:
         return None
+    mend = "set --load to ${CHECKPOINT_LOAD_PATH}"
+    if is_own:
+        mend = "see `load` of resume, and whether the program restores its count of steps"
     return (
         f"it did not load its checkpoint: its first step is {first}, expected it to go on after "
-        f"{after}; set --load to ${{CHECKPOINT_LOAD_PATH}}, or have it count its steps on"
+        f"{after}; {mend}"
     )
 
 
@@ -594,6 +602,8 @@ def _phase(end: PhaseEnd) -> str:
 
 
 def _program(end: PhaseEnd) -> str:
+    if end.plan.start is not None and end.plan.start.ranks.starter is Launcher.NONE:
+        return "the program"
     return "the script" if end.plan.is_script else "the launcher"
 
 

@@ -33,8 +33,8 @@ from pytest_megatron.workloads.recipe.case import (
     CaseMode,
     TestType,
     WorkloadCase,
+    case_of,
     case_path,
-    read_case,
 )
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
@@ -467,9 +467,8 @@ def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
     Raises:
         CaseError: The case cannot be read, or names no metric.
     """
-    path = case_path(root, workload)
-    if workload.script is not None and not path.is_file():
+    if workload.script is not None and not case_path(root, workload).is_file():
         return None
-    case = read_case(path)
+    case = case_of(root, workload)
     metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case

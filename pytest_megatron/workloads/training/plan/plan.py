@@ -43,6 +43,7 @@ from pytest_megatron.workloads.training.plan.phases import (
     PhaseRole,
     PhaseStart,
     Rewind,
+    Saved,
     Target,
     audits_of,
     command_words,
@@ -55,6 +56,7 @@ from pytest_megatron.workloads.training.plan.phases import (
     substitute,
     target_of,
     trace_steps_of,
+    with_words,
 )
 from pytest_megatron.workloads.training.plan.script import (
     ScriptFiles,
@@ -124,8 +126,9 @@ def planned_connections(
 FT_PACKAGE = "nvidia_resiliency_ext"
 # For a machine without nvidia-resiliency-ext: nearly all of Megatron-LM's cases ask for it.
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
-NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
-_NO_PYTHON = "--no-python"
+_RUN = Path(__file__).parents[1] / "run"
+NODE_AGENTS, ALONE = _RUN / "node_agents.py", _RUN / "alone.py"
+_NO_PYTHON, _MODULE = "--no-python", "-m"
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -186,8 +189,8 @@ class Started:
 
     @property
     def script(self) -> str | None:
-        """The Python script that the ranks run; None of a command."""
-        return None if self.program[0] == _NO_PYTHON else self.program[0]
+        """The Python script that the ranks run; None of a command and of a module."""
+        return None if self.program[0] in (_NO_PYTHON, _MODULE) else self.program[0]
 
     @property
     def rank_words(self) -> tuple[str, ...]:
@@ -200,6 +203,10 @@ class Started:
     def launcher_words(self) -> tuple[str, ...]:
         """Command that starts the ranks of a node; `node_agents.node_command` completes it."""
         ranks = self.ranks
+        if ranks.starter is Launcher.NONE:
+            is_copied = ranks.tee_ranks is None or 0 in ranks.tee_ranks
+            head = (self.python, "-I", str(ALONE), str(ranks.logs), str(int(is_copied)))
+            return (*head, *self.rank_words)
         own = (
             *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
@@ -222,7 +229,9 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     Raises:
         CaseError: `ft_launcher` is asked for and not installed, or the variable has another word.
     """
-    words = [starter.value for starter in Launcher]
+    if case.starter is Launcher.NONE:
+        return case.starter
+    words = [starter.value for starter in Launcher if starter is not Launcher.NONE]
     if asked and asked not in words:
         raise CaseError(LAUNCHER_VARIABLE, f"is {asked!r}, expected {one_of(asked, words)}")
     starter = Launcher(asked) if asked else case.starter
@@ -242,12 +251,12 @@ def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> St
     Args:
         python: Interpreter of launcher and program.
         ranks: How many, and where they log.
-        program: `train.py`; or, where it does not end in `.py`, a command such as `nemo llm
-            pretrain`, which is started as it is.
+        program: `train.py`, or `-m` and a module; or, where it does not end in `.py`, a command
+            such as `nemo llm pretrain`, which is started as it is.
         words: The program's arguments.
     """
     command = shlex.split(program)
-    is_python = command[0].endswith(".py")
+    is_python = command[0].endswith(".py") or command[0] == _MODULE
     whole = (*(() if is_python else (_NO_PYTHON,)), *command, *words)
     return Started(python=python, ranks=ranks, program=whole)
 
@@ -349,7 +358,7 @@ class PhasePlan:
     env: Mapping[str, str]
     own_env: Mapping[str, str]
     dirs: PhaseDirs
-    origin: Rewind | Frozen | None = None
+    origin: Rewind | Frozen | Saved | None = None
     last_iteration: int | None
     world_size: int = 1
     num_nodes: int = 1
@@ -570,6 +579,8 @@ def _plan_phase(
     own |= {**_filled_in(case, start, known), **variables}
     own |= _devices(workload, setting)
     own["PYTHONPATH"] = _python_path(setting, own)
+    if workload.own_case is not None:
+        own["PATH"] = _path(setting, own)
     env = {**inherited(setting.env), **own}
     if start.role is PhaseRole.AUDIT and _HASH_SEED not in own:
         env.pop(_HASH_SEED, None)  # two sessions need not share it, so two trainings must not
@@ -582,8 +593,12 @@ def _plan_phase(
         logs=phase.logs,
         idle_nodes=workload.nodes - num_nodes,
     )
+    command = shlex.split(program)
+    if workload.own_case is not None:
+        command = [substitute(word, env, where=workload.where) for word in command]
     words = command_words(start.arguments, env, file=str(case.path))
-    launch = started(setting.python, ranks, program, words)
+    whole = with_words([*command[1:], *words], start.words)
+    launch = started(setting.python, ranks, shlex.quote(command[0]), whole)
     is_series = case.mode is not CaseMode.INFERENCE
     planned = PhasePlan(
         number=start.number,
@@ -721,6 +736,13 @@ def _python_path(setting: Setting, own: Mapping[str, str]) -> str:
     """Return where ranks look for modules: first in the project's root, as under the driver."""
     others = own.get("PYTHONPATH", setting.env.get("PYTHONPATH"))
     return os.pathsep.join((str(setting.root), *([others] if others else [])))
+
+
+def _path(setting: Setting, own: Mapping[str, str]) -> str:
+    """Return where programs are found: last beside the interpreter, which may not be activated."""
+    found = own.get("PATH", setting.env.get("PATH", os.defpath)).split(os.pathsep)
+    beside = str(Path(setting.python).parent)
+    return os.pathsep.join((*found, *(() if beside in found else (beside,))))
 
 
 def _flight_recorder(

@@ -1,0 +1,79 @@
+"""Starts one program without ranks, with logs where a launcher has those of rank 0.
+
+Started as a file: `alone.py LOGS COPIES COMMAND...`. With COPIES 1, its output is copied to stdout
+with `[default0]:` before each line. SIGTERM and SIGINT go on to the program. Ends with its exit
+code, or 128 and the signal's number. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+_POLL_S = 0.05
+_NOT_FOUND = 127
+# As RANK, which the program must not see, for whoever looks for the ranks of a launcher.
+VARIABLE = "PYTEST_MEGATRON_RANK"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start, copy and end the program."""
+    directory = Path(arguments[0], "alone_0", "attempt_0", "0")
+    is_copied, command = arguments[1] == "1", arguments[2:]
+    directory.mkdir(parents=True)
+    logs = [directory / "stdout.log", directory / "stderr.log"]
+    with logs[0].open("wb") as stdout, logs[1].open("wb") as stderr:
+        env = {**os.environ, VARIABLE: "0"}
+        try:
+            program = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env
+            )
+        except OSError as error:
+            text = f"{type(error).__name__}: {error.strerror}: {command[0]!r}\n"
+            stderr.write(text.encode())
+            return _NOT_FOUND
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        program.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    followed = [_Followed(log.open("rb")) for log in logs] if is_copied else []
+    while (code := program.poll()) is None:
+        for one in followed:
+            one.copy()
+        time.sleep(_POLL_S)
+    for one in followed:
+        one.copy(is_last=True)
+    if code:  # as torch's agent says it
+        what = f"failed (exitcode: {code}) local_rank: 0 (pid: {program.pid}) of binary: "
+        sys.stdout.write(f"{what}{command[0]}\n")
+    return code if code >= 0 else 128 - code
+
+
+class _Followed:
+    """A log whose whole lines are copied."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._rest = b""
+
+    def copy(self, *, is_last: bool = False) -> None:
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        if is_last and self._rest:
+            lines.append(self._rest)
+        for line in lines:
+            sys.stdout.buffer.write(b"[default0]:" + line + b"\n")
+        if lines:
+            sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -39,6 +39,7 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.yaml import YamlDocument, read_document, read_yaml
 from pytest_megatron.errors import CaseError
+from pytest_megatron.workloads.recipe.metrics import MetricsFrom, MetricSource, parse_source
 from pytest_megatron.workloads.recipe.model import Workload
 
 
@@ -296,7 +297,7 @@ class CaseFile:
     LAST_STEP: Count | None = None
     STOP: Stop | None = None
     RESUME: Resume | None = None
-    METRICS_FROM: _Mapping | None = None
+    METRICS_FROM: MetricsFrom | None = None
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
 
 
@@ -485,6 +486,7 @@ class WorkloadCase:
         variants: Every `MODEL_ARGS*` in the order of the file; the bare one is always there.
         env: ENV_VARS, as strings.
         metrics: METRICS; None where the file has no such key.
+        source: Where the metrics are, METRICS_FROM; None where they are handed to us.
         before_script: Shell to run before the training, or None; likewise `after_script`.
         expected_failure: Regular expression that the cause of a case with `xpass` must match, or
             None for any failure.
@@ -511,6 +513,7 @@ class WorkloadCase:
     gradient_tolerance: float | None
     exit_policy: ExitPolicy = ExitPolicy.FAIL
     env_lines: Mapping[str, int] = field(default_factory=dict)
+    source: MetricSource | None = None
     last_step: int | None = None
     stop: str | None = None
     resume: Resume | None = None
@@ -637,10 +640,29 @@ def parse_case(document: YamlDocument) -> WorkloadCase:
         gradient_tolerance=file.GRADIENT_TOLERANCE,
         exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
+        source=_source(document, file),
         last_step=file.LAST_STEP,
         stop=file.STOP,
         resume=file.RESUME,
     )
+
+
+def _source(document: YamlDocument, file: CaseFile) -> MetricSource | None:
+    """Return where the metrics of a case are.
+
+    Raises:
+        CaseError: METRICS_FROM describes no place, or METRICS is missing beside it.
+    """
+    if file.METRICS_FROM is None:
+        return None
+    try:
+        if not file.METRICS:
+            problem = "is there and METRICS is not, expected the names of metrics to compare"
+            raise ValueError(problem)  # noqa: TRY301 - as of those below
+        return parse_source(file.METRICS_FROM, file.METRICS)
+    except ValueError as error:
+        where = document.where(("METRICS_FROM",))
+        raise CaseError(where, f"METRICS_FROM: {error}") from error
 
 
 class _CaseReader:

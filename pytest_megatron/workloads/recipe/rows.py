@@ -37,6 +37,7 @@ from pytest_megatron.workloads.recipe.expand import (
     expand_product,
     unknown_words,
 )
+from pytest_megatron.workloads.recipe.metrics import MetricsFrom
 from pytest_megatron.workloads.recipe.model import ANY_SCOPE, Row, RowError, Vocabulary
 
 _KEY = "rows"
@@ -57,7 +58,7 @@ class QuarantineKeys(TypedDict):
 
 
 @closed
-class MetricsKeys(TypedDict):
+class MetricsKeys(MetricsFrom):
     """Metrics that are compared, and where the program writes them."""
 
     names: Texts

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.workloads.golden.collect import has_measured
 from pytest_megatron.workloads.golden.compare.result import continued_like
 from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series
@@ -29,7 +30,6 @@ from pytest_megatron.workloads.verdict.attempt import (
     Verdict,
     diagnose_phase,
     find_non_finite,
-    has_metrics,
     join_windows,
     measured_in,
     signature_of,
@@ -79,7 +79,7 @@ class EarlyStop:
             ends: Ends of the phases; the last is as if it were stopped now, if it runs.
             facts: Facts of the job that it runs in; None where it runs on this machine.
         """
-        if not all(has_metrics(end.plan.dirs) for end in ends):
+        if not all(has_measured(end.plan.dirs) for end in ends):
             return None
         try:
             attempt = replace(_settled(self.attempt_of(plan, ends)), facts=facts)

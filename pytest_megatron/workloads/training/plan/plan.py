@@ -28,12 +28,14 @@ from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.workloads.recipe.case import (
     CP,
     TP,
+    CaseMode,
     ExitPolicy,
     Launcher,
     ModelArgs,
     TestType,
     WorkloadCase,
 )
+from pytest_megatron.workloads.recipe.metrics import MetricSource
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
@@ -321,6 +323,7 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
+_LOSS = "lm loss"  # what a case without METRICS compares first
 ONLY_PHASE = "phase 1"  # maybe the first of several
 
 
@@ -346,6 +349,7 @@ class PhasePlan:
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
         role: Why it is started.
         exit_policy: The outcome if it has done its work and does not exit.
+        source: Where what it measures is; None of a program that measures nothing by steps.
     """
 
     number: int
@@ -366,6 +370,7 @@ class PhasePlan:
     start: Started | None = None
     role: PhaseRole = PhaseRole.TRAINING
     exit_policy: ExitPolicy = ExitPolicy.FAIL
+    source: MetricSource | None = None
 
     @property
     def resumes_after(self) -> int | None:
@@ -594,6 +599,7 @@ def _plan_phase(
     words = command_words(start.arguments, env, file=str(case.path))
     whole = with_words([*command[1:], *words], start.words)
     launch = started(setting.python, ranks, shlex.quote(command[0]), whole)
+    is_series = case.mode is not CaseMode.INFERENCE
     planned = PhasePlan(
         number=start.number,
         name=start.name,
@@ -612,6 +618,7 @@ def _plan_phase(
         after_script=case.after_script,
         role=start.role,
         exit_policy=case.exit_policy,
+        source=_source_of(case, known) if is_series else None,
     )
     return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
@@ -640,6 +647,19 @@ def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tupl
             f"{workload.gpus} ({workload.where}), expected no more than that; raise gpus",
         )
     return workload.nodes, workload.gpus if own is None else own
+
+
+def _source_of(case: WorkloadCase, known: Mapping[str, str]) -> MetricSource:
+    """Return where the metrics of a phase are, with its variables filled in.
+
+    Raises:
+        CaseError: The path refers to something unset.
+    """
+    source = case.source or MetricSource(names=case.metrics or (_LOSS,))
+    if source.path is None:
+        return source
+    where = f"{case.path}: METRICS_FROM.path"
+    return replace(source, path=substitute(source.path, known, where=where))
 
 
 def _frozen_paths(

@@ -47,18 +47,22 @@ class Found:
         keys: `metrics` of a row that names it, without the names.
         where: For a person.
         metrics: What was read there.
+        wanted: Metrics to compare; none leaves that to their names.
     """
 
     keys: Mapping[str, str]
     where: str
     metrics: MetricMap
+    wanted: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Metrics to compare: losses and their like, with more than one value where some have."""
+        if self.wanted:
+            return self.wanted
         chosen = [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
         lasting = [name for name in chosen if len(self.metrics[name]) > 1]
-        return tuple(sorted(lasting or chosen, key=lambda name: (not is_loss(name), name)))
+        return tuple(sorted(lasting or chosen, key=_rank_of))
 
     @property
     def num_steps(self) -> int:
@@ -69,6 +73,11 @@ class Found:
     def last_step(self) -> int:
         """The last step of the metrics to compare."""
         return max(self.metrics[name].steps[-1] for name in self.names)
+
+
+def _rank_of(name: str) -> tuple[bool, bool, str]:
+    """Return the order of names: losses of the training first."""
+    return not is_loss(name), bool(re.search(r"eval|test|val", name)), name
 
 
 @dataclass(slots=True)

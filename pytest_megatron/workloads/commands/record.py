@@ -89,8 +89,9 @@ def command(
     """Run COMMAND as it is, find the metrics that it writes, and record a row and its golden.
 
     The command runs once by hand; its row then runs twice with `--golden record`, which shows
-    whether it repeats. What was guessed is printed and stands in the row, to be changed. Exits with
-    0 if row and golden are written, with 1 if the command or its golden is not good enough.
+    whether it repeats. What was guessed is printed and stands in the row, to be changed. On a
+    terminal it asks for name and metrics. Exits with 0 if row and golden are written, with 1 if the
+    runs differ or the golden is refused, with 2 if there is nothing to record.
     """
     root = root.resolve()
     words = _in_this_environment(words)
@@ -108,6 +109,9 @@ def command(
         click.echo(f"running once as it is: {shlex.join(words)}")
         ran = _run(words, root, directory / "first.log", limit_s)
         best = _chosen(ran, metrics, words)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            row_name = name or click.prompt("name of the row", default=row_name)
+            best = best if metrics else _asked(best)
         row = _row(row_name, words, best, started.ranks, ran.end.duration_s)
         if dry_run:
             again = _run(words, root, directory / "second.log", limit_s)
@@ -226,8 +230,8 @@ def _chosen(ran: _Ran, wanted: Sequence[str], words: Sequence[str]) -> Found:
         raise LaunchError(
             line,
             f"ended with exit code 0 after {ran.end.duration_s:.0f} s and wrote no metric, "
-            f"expected a loss in TensorBoard, JSON, CSV or wandb files, or in printed lines such as "
-            f"`step 3 loss 2.5`; have it print one; nothing was written",
+            f"expected a loss in files of TensorBoard, JSON, CSV or wandb, or in printed lines "
+            f"such as `step 3 loss 2.5`; have it print one; nothing was written",
         )
     click.echo("\nmetrics:")
     for place in ran.places:
@@ -240,7 +244,7 @@ def _chosen(ran: _Ran, wanted: Sequence[str], words: Sequence[str]) -> Found:
         problem = f"is not among the metrics, expected some of {', '.join(known)}"
         raise LaunchError(f"--metric {' '.join(wanted)}", problem)
     if wanted:
-        best = replace(best, metrics={name: best.metrics[name] for name in wanted})
+        best = replace(best, wanted=tuple(wanted))
     if (odd := disagreement(best, ran.places)) is not None:
         click.echo(f"two sources disagree: {odd}; the row reads {best.where}")
     length = length_of(words)
@@ -251,6 +255,17 @@ def _chosen(ran: _Ran, wanted: Sequence[str], words: Sequence[str]) -> Found:
             f"{length[0]} is {length[1]}; nothing was written: mend it, or change {length[0]}",
         )
     return best
+
+
+def _asked(best: Found) -> Found:
+    """Return a place with the metrics that the user wants compared."""
+    answer = click.prompt("metrics to compare", default=", ".join(best.names))
+    wanted = [name.strip() for name in answer.split(",")]
+    unknown = [name for name in wanted if name not in best.metrics]
+    if unknown:
+        known = ", ".join(best.metrics)
+        raise LaunchError(unknown[0], f"is no metric that was found, expected some of {known}")
+    return replace(best, wanted=tuple(wanted))
 
 
 def _gap(found: Found) -> int:

@@ -297,7 +297,6 @@ class CaseFile:
     LAST_STEP: Count | None = None
     STOP: Stop | None = None
     RESUME: Resume | None = None
-    LIMITS: _Mapping | None = None
     METRICS_FROM: MetricsFrom | None = None
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
 
@@ -325,8 +324,8 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
         yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
     yield from _unread_variables(document)
-    if refusal := find_no_resume(document.value):
-        yield finding_at(document, ("TEST_TYPE",), "case-void", refusal)
+    if (void := find_no_resume(document.value)) is not None:
+        yield finding_at(document, ("TEST_TYPE",), "case-void", void)
     yield from _similar_variables(document)
 
 
@@ -498,7 +497,6 @@ class WorkloadCase:
         stop: Words that have the program train `{steps}` steps; `none` where there are no such,
             None where that is not known.
         resume: How the program saves and resumes, or None for Megatron-LM's way.
-        limits: Metric, or a pattern of metrics, to limits of its comparison, as in a policy file.
     """
 
     path: Path
@@ -519,7 +517,6 @@ class WorkloadCase:
     last_step: int | None = None
     stop: str | None = None
     resume: Resume | None = None
-    limits: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -647,7 +644,6 @@ def parse_case(document: YamlDocument) -> WorkloadCase:
         last_step=file.LAST_STEP,
         stop=file.STOP,
         resume=file.RESUME,
-        limits=file.LIMITS or {},
     )
 
 

@@ -45,7 +45,12 @@ from pytest_megatron.workloads.recipe.expand import (
     variants_of,
 )
 from pytest_megatron.workloads.recipe.model import Row, Vocabulary, Workload, parse_row
-from pytest_megatron.workloads.recipe.rows import QuarantineKeys, ShortRecipe, expand_rows, is_short
+from pytest_megatron.workloads.recipe.short_rows import (
+    QuarantineKeys,
+    ShortRecipe,
+    expand_rows,
+    is_short,
+)
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 _Flags: TypeAlias = dict[str, object]

@@ -188,6 +188,12 @@ class Workload:
     own_case: YamlDocument | None = None
 
     @property
+    def limits(self) -> Mapping[str, JsonValue]:
+        """Metric, or a pattern of metrics, to limits of a row in the short form, unchecked."""
+        found = None if self.own_case is None else self.spec.get("compare")
+        return found if isinstance(found, dict) else {}
+
+    @property
     def where(self) -> str:
         """File and line, with which errors about it begin."""
         return f"{self.file}:{self.line}"

@@ -147,7 +147,7 @@ def _with_values(
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
     ]
     plan = read_record(_attempt_dir(found.directory, clean[0]) / PLAN_FILE, RecordedPlan)
-    case = _case_of(found, root)
+    case, place = _case_of(found, root)
     found = replace(
         found,
         golden=golden,
@@ -164,7 +164,6 @@ def _with_values(
         ),
     )
     sides = [m.generation or m.metrics for m in measured]
-    place = ComparedWorkload(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
     return replace(found, spread=tuple(_spread(case, sides, files, policy.at(place))))
 
 
@@ -295,8 +294,10 @@ def _attempt_dir(directory: Path, attempt: Ran) -> Path:
     return ItemDirs(root=directory).attempt(repeat=attempt.repeat, attempt=attempt.number).root
 
 
-def _case_of(found: Candidate, root: Path) -> WorkloadCase:
+def _case_of(found: Candidate, root: Path) -> tuple[WorkloadCase, ComparedWorkload]:
     """Return the case of a workload: its file, or its row where that is in the short form.
+
+    Beside it stands what a policy may select the workload by.
 
     Raises:
         CaseError: There is neither.
@@ -304,8 +305,11 @@ def _case_of(found: Candidate, root: Path) -> WorkloadCase:
     path = root / CASES / Path(*found.target.parts[-3:-1]) / CASE_NAME
     file, _, name = found.node_id.partition("::")
     rows = () if path.is_file() else read_recipe(root / file).workloads
-    own = next((r.own_case for r in rows if r.item_name == name), None)
-    return read_case(path) if own is None else parse_case(own)
+    for row in rows:
+        if row.item_name == name and row.own_case is not None:
+            return parse_case(row.own_case), ComparedWorkload.of(row)
+    case = "/".join(found.target.parts[-3:-1])
+    return read_case(path), ComparedWorkload(case=case, platform=found.platform)
 
 
 def _measured(attempt: Path) -> Path:

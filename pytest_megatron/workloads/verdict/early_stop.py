@@ -20,7 +20,7 @@ from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.recipe.case import CaseMode, Evaluation
-from pytest_megatron.workloads.training.plan.phases import saved_iteration
+from pytest_megatron.workloads.training.plan.phases import PhaseRole, saved_iteration
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.attempt import (
@@ -79,6 +79,9 @@ class EarlyStop:
             ends: Ends of the phases; the last is as if it were stopped now, if it runs.
             facts: Facts of the job that it runs in; None where it runs on this machine.
         """
+        if ends[-1].plan.role is not PhaseRole.TRAINING:
+            return None  # a few steps, for an audit, are no training that could disagree
+        ends = [end for end in ends if end.plan.role is PhaseRole.TRAINING]
         if not all(has_measured(end.plan.dirs) for end in ends):
             return None
         try:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.text import one_of
-from pytest_megatron.errors import CaseError, MegatronError
+from pytest_megatron.errors import CaseError, MegatronError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.workloads.golden.policy import ComparedWorkload
 from pytest_megatron.workloads.recipe.case import WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.layout import (
@@ -89,7 +90,7 @@ def lint_checks(
         case = cases[path]
         if case is None:
             continue
-        if problem := _why_not_equivalent(workload, case):
+        if problem := _why_not_equivalent(workload, case) or _wrong_limits(workload):
             found[problem] = None
         if workload.script is None:
             found.update(dict.fromkeys(_unknown_variables(workload, case, env)))
@@ -140,6 +141,16 @@ def _why_not_equivalent(workload: Workload, case: WorkloadCase) -> Finding | Non
         return Finding(
             file=workload.file, line=workload.line, rule="equivalent-to", message=message
         )
+    return None
+
+
+def _wrong_limits(workload: Workload) -> Finding | None:
+    """Return what is wrong with limits of a row's own, None if nothing is."""
+    try:
+        ComparedWorkload.of(workload)
+    except RecipeError as error:
+        line = workload.line
+        return Finding(file=workload.file, line=line, rule="schema", message=error.problem)
     return None
 
 

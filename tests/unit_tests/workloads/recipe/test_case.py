@@ -100,7 +100,7 @@ def test_a_case_steers_the_harness_by_its_variables(
             HEAD + "MODEL_ARG: {}\n",
             ":2: MODEL_ARG: unknown key, expected one of AFTER_SCRIPT, BASE_MODEL_ARGS, "
             "BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, EXPECTED_FAILURE, GRADIENT_TOLERANCE, "
-            "LAST_STEP, LAUNCHER, LIMITS, METRICS, METRICS_FROM, MODE, MODEL_ARGS, "
+            "LAST_STEP, LAUNCHER, METRICS, METRICS_FROM, MODE, MODEL_ARGS, "
             "MODEL_ENV_VARS, RESUME, STOP, TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; "
             "did you mean 'MODEL_ARGS'?",
             id="unknown key",

@@ -128,7 +128,7 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             "TEST_TYPE: regular\nMODEL_ARG: {}\n",
             ":2 error case-unknown-key: MODEL_ARG: unknown key, expected one of "
             "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, "
-            "EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAST_STEP, LAUNCHER, LIMITS, METRICS, "
+            "EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAST_STEP, LAUNCHER, METRICS, "
             "METRICS_FROM, MODE, MODEL_ARGS, MODEL_ENV_VARS, RESUME, STOP, TEST_EVALUATION, "
             "TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean 'MODEL_ARGS'?",
             id="key",

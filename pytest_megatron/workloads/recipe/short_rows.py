@@ -41,7 +41,7 @@ from pytest_megatron.workloads.recipe.metrics import MetricsFrom
 from pytest_megatron.workloads.recipe.model import ANY_SCOPE, Row, RowError, Vocabulary
 
 _KEY = "rows"
-_NONE = "none"
+_NONE, _COMPARE = "none", "compare"
 _DEFAULTS: Mapping[str, str] = {"environment": "dev", "scope": ANY_SCOPE, "platforms": "cpu"}
 _Words: TypeAlias = Text | Texts
 _Name: TypeAlias = Annotated[
@@ -231,7 +231,7 @@ class _ShortReader:
             raise KeyMisfitError(
                 "gpus", "each rank has a GPU of its own; remove it, or raise ranks"
             )
-        ranks = row.get("gpus", 1) if command.is_alone else command.ranks
+        ranks = row.get("gpus", command.ranks or 1) if command.is_alone else command.ranks
         asked = row.get("ranks")
         if command.is_alone and isinstance(asked, int):
             ranks = asked
@@ -245,6 +245,7 @@ class _ShortReader:
             "nodes": nodes,
             "training_script_path": shlex.join(command.words),
             **{key: row[key] for key in _OF_SPEC if key in row},
+            **({} if row.get("compare") in (None, _NONE) else {_COMPARE: row["compare"]}),
         }
 
     def case(self) -> YamlDocument:
@@ -257,9 +258,10 @@ class _ShortReader:
             lines[name] = self._line("env", name)
         metrics = row.get("metrics")
         if row.get("compare") == _NONE:
-            env["SKIP_PYTEST"] = "1"
+            env["SKIP_PYTEST"], lines["SKIP_PYTEST"] = "1", self._line(_COMPARE)
         if row.get("deterministic") is False:
-            env["NON_DETERMINSTIC_RESULTS"] = "1"
+            varies = "NON_DETERMINSTIC_RESULTS"
+            env[varies], lines[varies] = "1", self._line("deterministic")
         value: dict[str, JsonValue] = {
             "TEST_TYPE": self._test_type(),
             "ENV_VARS": cast("JsonValue", env),
@@ -272,11 +274,9 @@ class _ShortReader:
             value["METRICS_FROM"] = {k: v for k, v in metrics.items() if k != "names"}
         elif metrics is not None:
             value["METRICS"] = metrics
-        if isinstance(limits := row.get("compare"), dict):
-            value["LIMITS"] = limits
         names = {key: name for name, key in _OF_CASE.items()}
         names |= {"ENV_VARS": "env", "METRICS": "metrics", "METRICS_FROM": "metrics"}
-        names |= {"TEST_TYPE": "test_type", "LAUNCHER": "ranks", "LIMITS": "compare"}
+        names |= {"TEST_TYPE": "test_type", "LAUNCHER": "ranks"}
         places = {key: self._line(names[key]) for key in value}
         return self._document.rearranged(value, {"": places, "ENV_VARS": lines})
 

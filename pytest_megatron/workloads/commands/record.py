@@ -38,7 +38,7 @@ from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
 from pytest_megatron.workloads.golden.store import golden_text, read_metrics
 from pytest_megatron.workloads.recipe.model import Vocabulary
-from pytest_megatron.workloads.recipe.rows import KeyMisfitError, read_command
+from pytest_megatron.workloads.recipe.short_rows import KeyMisfitError, read_command
 from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 

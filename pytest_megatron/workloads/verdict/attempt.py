@@ -343,6 +343,11 @@ def judge_attempt(
             return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
             continue
+        if not metric_names:  # of a few steps there may be nothing
+            measured.append({})
+            with contextlib.suppress(MetricsError):
+                measured[-1] = measured_in(end.plan.dirs, is_rl=is_rl)
+            continue
         if not has_measured(end.plan.dirs):
             return tuple(measured), FailureCause(
                 text="the training ended with exit code 0, but wrote no metrics: neither JSON "

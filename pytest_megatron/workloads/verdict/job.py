@@ -93,6 +93,15 @@ class WorkloadJob:
             return DEFAULT_METRICS[:1]
         return metric_names_of(self.case)
 
+    @property
+    def required_metrics(self) -> tuple[str, ...] | None:
+        """Metrics that must be measured: `metric_names`, but for a few steps, which may lack them.
+
+        Only where the program says by which words it trains few steps; others log each step.
+        """
+        has_stop = self.case is not None and self.case.stop is not None
+        return () if has_stop and self.setting.is_lightweight else self.metric_names
+
     def redactor(self, plan: AttemptPlan) -> Redactor:
         """Return what knows the secrets of the controller, of the case and of its arguments."""
         words = [word for phase in plan.phases for word in phase.argv]

@@ -285,7 +285,9 @@ def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | Non
 def _find_command(workload: Workload) -> str | None:
     program = shlex.split(workload.training_script_path or "")
     if program and not program[0].endswith(".py"):
-        return f"{program[0]!r} is a command, expected a Python program in training_script_path"
+        kind = "command" if program[0] != "-m" else "module"
+        what = f"{program[kind == 'module']!r} is a {kind}"
+        return f"{what}, expected a Python program in training_script_path"
     return None
 
 

@@ -579,8 +579,6 @@ def _plan_phase(
     own |= {**_filled_in(case, start, known), **variables}
     own |= _devices(workload, setting)
     own["PYTHONPATH"] = _python_path(setting, own)
-    if workload.own_case is not None:
-        own["PATH"] = _path(setting, own)
     env = {**inherited(setting.env), **own}
     if start.role is PhaseRole.AUDIT and _HASH_SEED not in own:
         env.pop(_HASH_SEED, None)  # two sessions need not share it, so two trainings must not
@@ -736,13 +734,6 @@ def _python_path(setting: Setting, own: Mapping[str, str]) -> str:
     """Return where ranks look for modules: first in the project's root, as under the driver."""
     others = own.get("PYTHONPATH", setting.env.get("PYTHONPATH"))
     return os.pathsep.join((str(setting.root), *([others] if others else [])))
-
-
-def _path(setting: Setting, own: Mapping[str, str]) -> str:
-    """Return where programs are found: last beside the interpreter, which may not be activated."""
-    found = own.get("PATH", setting.env.get("PATH", os.defpath)).split(os.pathsep)
-    beside = str(Path(setting.python).parent)
-    return os.pathsep.join((*found, *(() if beside in found else (beside,))))
 
 
 def _flight_recorder(

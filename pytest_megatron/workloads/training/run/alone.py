@@ -30,7 +30,11 @@ def main(arguments: Sequence[str]) -> int:
     directory.mkdir(parents=True)
     logs = [directory / "stdout.log", directory / "stderr.log"]
     with logs[0].open("wb") as stdout, logs[1].open("wb") as stderr:
-        env = {**os.environ, VARIABLE: "0"}
+        # The environment of the interpreter may not be activated; its programs come last.
+        path = os.pathsep.join(
+            (os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent))
+        )
+        env = {**os.environ, "PATH": path, VARIABLE: "0"}
         try:
             program = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env

@@ -109,6 +109,10 @@ class Watched:
             except OSError:  # it is gone, or not ours to read
                 continue
 
+    def narrowed(self, root: Path, glob: str) -> Watched:
+        """Return the same files as far as they match another glob."""
+        return Watched(root, glob, self._before)
+
     def changed(self) -> dict[Path, int]:
         """Return the files that are new, or changed, and the byte from which on they are."""
         return dict(self._changed())

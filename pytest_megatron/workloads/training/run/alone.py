@@ -1,6 +1,6 @@
 """Starts one program without ranks, with logs where a launcher has those of rank 0.
 
-Started as a file: `alone.py LOGS COPIES COMMAND...`. With COPIES 1, its output is copied to stdout
+Started as a module: `alone LOGS COPIES COMMAND...`. With COPIES 1, its output is copied to stdout
 with `[default0]:` before each line. SIGTERM and SIGINT go on to the program. Ends with its exit
 code, or 128 and the signal's number. Standard library only.
 """

@@ -284,7 +284,7 @@ def test_a_program_that_is_not_there_is_an_error(findings: Lint, program: str) -
     found = findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular\n", GOLDEN: "{}"})
     assert found == [
         (
-            f"recipes/a.yaml:11 error missing-program: 'a' trains with {program}, which is not "
+            f"recipes/a.yaml:11 error missing-program: 'a' trains with {program.split()[0]}, which is not "
             "there; write it, or change training_script_path, which counts from the project's root"
         )
     ]

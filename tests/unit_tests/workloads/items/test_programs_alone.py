@@ -134,5 +134,5 @@ def test_a_lightweight_run_gives_the_program_fewer_steps(project: Project) -> No
     assert light.verdict("resumes") == ("PASSED", "passed")
     assert light.verdict("endless") == ("ERROR", "broken")
     assert (
-        "--lightweight gives a program fewer steps, and 'endless' says stop: none, nothing was run"
+        "--lightweight gives a program fewer steps, and 'endless' has stop: none, nothing was run"
     ) in light.problem("endless")

@@ -68,6 +68,7 @@ class _Ran:
 @root_option
 @click.option("--name", help="Name of the row.  [default: that of the program]")
 @click.option("--metric", "metrics", multiple=True, help="Metric to compare; may be repeated.")
+@click.option("--reason", help="Why the golden may be odd, such as a loss that does not fall.")
 @click.option("--dry-run", is_flag=True, help="Run it twice, show row and golden, write nothing.")
 @click.option(
     *("--time-limit", "limit_s"),
@@ -77,11 +78,12 @@ class _Ran:
     help="Seconds after which the command is ended.",
 )
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-def command(
+def command(  # noqa: PLR0913 - the options
     *,
     root: Path,
     name: str | None,
     metrics: tuple[str, ...],
+    reason: str | None,
     dry_run: bool,
     limit_s: float,
     words: tuple[str, ...],
@@ -120,7 +122,7 @@ def command(
             is_equal = _compare_runs([best.metrics, other.metrics], best.names)
             click.echo(_golden(best, other))
             sys.exit(0 if is_equal else EXIT_FAILED)
-    sys.exit(_write(root, row, best, name=row_name))
+    sys.exit(_write(root, row, best, name=row_name, reason=reason))
 
 
 def _in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -347,7 +349,9 @@ _ADVICE = (
 )
 
 
-def _write(root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str) -> int:
+def _write(
+    root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str, reason: str | None
+) -> int:
     """Write the row, have pytest record its golden, and return the exit code."""
     text = _text(recipe)
     file = root / "recipes" / f"{name}.yaml"
@@ -359,7 +363,8 @@ def _write(root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str) 
     write_text_atomically(file, text)
     shown = file.relative_to(root)
     click.echo(f"\n{shown}:\n\n{text}\nrunning the row twice:")
-    arguments = ("--golden", "record", "--n-repeat", "2", "--allow-dirty")
+    arguments = ["--golden", "record", "--n-repeat", "2", "--allow-dirty"]
+    arguments += [] if reason is None else ["--golden-reason", reason]
     session = [sys.executable, "-m", "pytest", "-p", "megatron", str(shown), *arguments]
     code = subprocess.run(session, cwd=root, check=False).returncode
     runs = _measured(root)

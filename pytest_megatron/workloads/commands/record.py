@@ -37,8 +37,8 @@ from pytest_megatron.workloads.commands.found import (
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
 from pytest_megatron.workloads.golden.store import golden_text, read_metrics
-from pytest_megatron.workloads.recipe.model import Vocabulary
-from pytest_megatron.workloads.recipe.short_rows import KeyMisfitError, read_command
+from pytest_megatron.workloads.recipe.model import RowError, Vocabulary
+from pytest_megatron.workloads.recipe.short_rows import read_command
 from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
@@ -100,8 +100,9 @@ def command(  # noqa: PLR0913 - the options
     row_name = name or _name_of(words, root)
     try:
         started = read_command(words)
-    except KeyMisfitError as problem:
-        raise RecipeError(problem.key, str(problem)) from problem
+    except RowError as problem:
+        raise RecipeError(shlex.join(words), problem.args[0]) from problem
+    ranks = None if started.is_alone else started.ranks
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-record-") as scratch:
         directory = Path(scratch)
         if not dry_run:
@@ -114,7 +115,7 @@ def command(  # noqa: PLR0913 - the options
         if sys.stdin.isatty() and sys.stdout.isatty():
             row_name = name or click.prompt("name of the row", default=row_name)
             best = best if metrics else _asked(best)
-        row = _row(row_name, words, best, started.ranks, ran.end.duration_s)
+        row = _row(row_name, words, best, ranks, ran.end.duration_s)
         if dry_run:
             again = _run(words, root, directory / "second.log", limit_s)
             other = _chosen(again, metrics, words)

@@ -171,10 +171,8 @@ def expand_rows(
         try:
             found += _expanded(_ShortReader(document, path, row), line)
         except RowError as problem:
-            findings.append(finding_at(document, path, "row", str(problem)))
-        except KeyMisfitError as problem:
-            place = (*path, problem.key)
-            findings.append(finding_at(document, place, "row", f"{problem.key}: {problem}"))
+            place = (*path, *problem.args[1:])
+            findings.append(finding_at(document, place, "row", problem.args[0]))
     return Expansion(rows=tuple(found), findings=tuple(findings))
 
 
@@ -188,12 +186,11 @@ def _expanded(reader: _ShortReader, line: int) -> Iterator[Row]:
     return (replace(one, case=case) for one in expand_product(product))
 
 
-class KeyMisfitError(Exception):
+class _KeyMisfitError(RowError):
     """A key of a row has no meaning beside the others; its text becomes a finding."""
 
     def __init__(self, key: str, problem: str) -> None:
-        super().__init__(problem)
-        self.key = key
+        super().__init__(f"{key}: {problem}", key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +199,14 @@ class _Command:
 
     Attributes:
         words: The program and its arguments, without the launcher that ours replaces.
-        ranks: Ranks on a node that the launcher starts; None of a program without one.
+        ranks: Processes on a node that a launcher starts; 1 of a program without one.
         nodes: Launchers that meet.
         is_alone: Whether it is started as it is, without RANK.
         env: Variables that stand before it.
     """
 
     words: tuple[str, ...]
-    ranks: int | None
+    ranks: int
     nodes: int
     is_alone: bool
     env: Mapping[str, str]
@@ -228,20 +225,13 @@ class _ShortReader:
         """Return the keys that the row would have in a recipe."""
         command, row = self._command, self.row
         if "gpus" in row and not command.is_alone:
-            raise KeyMisfitError(
-                "gpus", "each rank has a GPU of its own; remove it, or raise ranks"
-            )
-        ranks = row.get("gpus", command.ranks or 1) if command.is_alone else command.ranks
-        asked = row.get("ranks")
-        if command.is_alone and isinstance(asked, int):
-            ranks = asked
+            raise _KeyMisfitError("gpus", "each rank has one of its own; remove it")
         nodes = row.get("nodes", command.nodes)
         if command.is_alone and nodes != 1:
-            raise KeyMisfitError("nodes", "a program without ranks has one; give ranks a number")
-        model = self._document.value.get("model") or self._document.file.stem
+            raise _KeyMisfitError("nodes", "a program without ranks has one; give ranks a number")
         return {
-            "model": model,
-            "gpus": ranks,
+            "model": self._document.value.get("model") or self._document.file.stem,
+            "gpus": row.get("gpus", command.ranks),
             "nodes": nodes,
             "training_script_path": shlex.join(command.words),
             **{key: row[key] for key in _OF_SPEC if key in row},
@@ -262,31 +252,29 @@ class _ShortReader:
         if row.get("deterministic") is False:
             varies = "NON_DETERMINSTIC_RESULTS"
             env[varies], lines[varies] = "1", self._line("deterministic")
-        value: dict[str, JsonValue] = {
-            "TEST_TYPE": self._test_type(),
-            "ENV_VARS": cast("JsonValue", env),
-            **{key: row[name] for name, key in _OF_CASE.items() if name in row},
-        }
+        keys: list[tuple[str, str, JsonValue]] = [  # of the case, of the row, the value
+            ("TEST_TYPE", "test_type", self._test_type()),
+            ("ENV_VARS", "env", cast("JsonValue", env)),
+            *((key, name, row[name]) for name, key in _OF_CASE.items() if name in row),
+        ]
         if self._command.is_alone:
-            value["LAUNCHER"] = _NONE
+            keys.append(("LAUNCHER", "ranks", _NONE))
         if isinstance(metrics, dict):
-            value["METRICS"] = metrics["names"]
-            value["METRICS_FROM"] = {k: v for k, v in metrics.items() if k != "names"}
-        elif metrics is not None:
-            value["METRICS"] = metrics
-        names = {key: name for name, key in _OF_CASE.items()}
-        names |= {"ENV_VARS": "env", "METRICS": "metrics", "METRICS_FROM": "metrics"}
-        names |= {"TEST_TYPE": "test_type", "LAUNCHER": "ranks"}
-        places = {key: self._line(names[key]) for key in value}
+            source = {key: one for key, one in metrics.items() if key != "names"}
+            keys += [("METRICS_FROM", "metrics", source)] if source else []
+            metrics = metrics["names"]
+        keys += [] if metrics is None else [("METRICS", "metrics", metrics)]
+        places = {key: self._line(name) for key, name, _ in keys}
+        value = {key: one for key, _, one in keys}
         return self._document.rearranged(value, {"": places, "ENV_VARS": lines})
 
     def _test_type(self) -> str:
         named, has_resume = self.row.get("test_type"), "resume" in self.row
         if named == "regular" and has_resume:
-            raise KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")
+            raise _KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")
         if named == "ckpt-resume" and not has_resume:
             example = '{save: "--out {dir}", load: "--resume {dir}", at: 10}'
-            raise KeyMisfitError(
+            raise _KeyMisfitError(
                 "test_type",
                 f"is ckpt-resume, and nothing says how the program saves and loads, expected "
                 f"resume beside it; add resume: {example}",
@@ -300,7 +288,7 @@ class _ShortReader:
             return tuple(self._document.text_of(place) or "" for place in places)
         words = shlex.split(str(value))
         if shell := next((word for word in words if _OF_SHELL(word)), None):
-            raise KeyMisfitError(
+            raise _KeyMisfitError(
                 "command",
                 f"has {shell!r}, and no shell runs it, expected one command; write a script and "
                 f"name that, or a list of words if the program takes it",
@@ -341,25 +329,24 @@ def read_command(words: Sequence[str], asked: JsonValue = None) -> _Command:
         env[assigned[1]] = assigned[2]
         del rest[0]
     if not rest:
-        raise KeyMisfitError("command", "is empty, expected a program and its arguments")
-    ranks, nodes = asked if isinstance(asked, int) else None, 1
-    launched = _after_torchrun(rest)
+        raise _KeyMisfitError("command", "is empty, expected a program and its arguments")
+    ranks = asked if isinstance(asked, int) else None
     if asked == _NONE:
-        return _Command(_without_python(rest), None, 1, is_alone=True, env=env)
-    if launched is not None:
+        return _Command(_without_python(rest), 1, 1, is_alone=True, env=env)
+    if (launched := _after_torchrun(rest)) is not None:
         program, options = _split_torchrun(launched)
         found = _number(options, "nproc-per-node", "ranks") or ranks or 1
-        nodes = _number(options, "nnodes", "nodes") or 1
         if ranks not in (None, found):
-            raise KeyMisfitError(
+            raise _KeyMisfitError(
                 "ranks", f"is {ranks}, and the command starts {found} on a node; change one"
             )
+        nodes = _number(options, "nnodes", "nodes") or 1
         return _Command(program, found, nodes, is_alone=False, env=env)
     if options_of := _OWN_LAUNCHERS.get(PurePath(rest[0]).name):
-        count = next((after for word, after in itertools.pairwise(rest) if word in options_of), "1")
-        found = int(count) if count.isdecimal() else 1
-        return _Command(tuple(rest), found, 1, is_alone=True, env=env)
-    return _Command(_without_python(rest), ranks, nodes, is_alone=ranks is None, env=env)
+        pairs = itertools.pairwise(rest)
+        found = next((int(b) for a, b in pairs if a in options_of and b.isdecimal()), 1)
+        return _Command(tuple(rest), ranks or found, 1, is_alone=True, env=env)
+    return _Command(_without_python(rest), ranks or 1, 1, is_alone=ranks is None, env=env)
 
 
 def _after_torchrun(words: Sequence[str]) -> list[str] | None:
@@ -380,7 +367,7 @@ def _split_torchrun(words: list[str]) -> tuple[tuple[str, ...], dict[str, str]]:
             value = words.pop(0)
         options[name] = value
     if not words:
-        raise KeyMisfitError("command", "torchrun is given no program, expected one behind it")
+        raise _KeyMisfitError("command", "torchrun is given no program, expected one behind it")
     if options.keys() & {"m", "module"}:
         return ("-m", *words), options
     return tuple(words), options
@@ -390,7 +377,7 @@ def _number(options: Mapping[str, str], name: str, key: str) -> int | None:
     """Return the number of an option of torchrun, None without it."""
     text = options.get(name)
     if text is not None and not (text.isdecimal() and int(text)):
-        raise KeyMisfitError(
+        raise _KeyMisfitError(
             "command", f"--{name} is {text!r}, expected a number; leave it out and write {key}"
         )
     return None if text is None else int(text)

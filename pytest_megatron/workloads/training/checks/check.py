@@ -107,9 +107,8 @@ def _unknown_variables(
     own = {*VARIABLES, *case.env}
     variables = "env" if is_short else "ENV_VARS"
     texts = [(case.env_lines[k], f"{variables}.{k}", text, own) for k, text in case.env.items()]
-    if workload.own_case is not None:
-        line, program = workload.own_case.line_of(("LAUNCHER",)), workload.training_script_path
-        texts.append((line, "command", program or "", own))
+    if is_short:
+        texts.append((workload.line, "command", workload.training_script_path or "", own))
     for variant in case.variants:
         names = own | variant.env.keys()
         for argument in variant.arguments:

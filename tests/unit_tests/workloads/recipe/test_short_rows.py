@@ -196,7 +196,7 @@ def test_a_row_has_no_arguments_of_its_own() -> None:
         ),
         pytest.param(
             "command: x\nranks: 2\ngpus: 2",
-            ":5: gpus: each rank has a GPU of its own; remove it, or raise ranks",
+            ":5: gpus: each rank has one of its own; remove it",
         ),
         pytest.param(
             "command: x\nstop: --max 4",

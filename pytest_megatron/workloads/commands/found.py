@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.workloads.golden.collect import Watched, read_files
+from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files
 from pytest_megatron.workloads.golden.formats.rows import (
     Curves,
     find_disagreement,
@@ -82,7 +82,7 @@ def _rank_of(name: str) -> tuple[bool, bool, str]:
 
 
 @dataclass(slots=True)
-class Search:
+class MetricSearch:
     """Looks for metrics of a program; create it, and mark, before the program starts.
 
     Attributes:
@@ -92,13 +92,13 @@ class Search:
 
     root: Path
     others: tuple[Path, ...] = ()
-    _watched: list[tuple[MetricFormat, Watched]] = field(default_factory=list)
+    _watched: list[tuple[MetricFormat, WatchedFiles]] = field(default_factory=list)
 
     def mark(self) -> None:
         """Remember the files that are there already."""
         for form, glob in _GLOBS.items():
             for root in (self.root, *self.others):
-                self._watched.append((form, Watched(root, glob)))
+                self._watched.append((form, WatchedFiles(root, glob)))
                 self._watched[-1][1].mark()
 
     def found(self, log: Path) -> list[Found]:

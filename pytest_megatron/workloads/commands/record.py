@@ -29,7 +29,7 @@ from pytest_megatron.runs.find import kept_runs
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workloads.commands.found import (
     Found,
-    Search,
+    MetricSearch,
     description,
     disagreement,
     length_of,
@@ -52,7 +52,7 @@ _ANY = ("main", "run", "train")  # names that say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
+class _FirstRun:
     """One run of the command as it is.
 
     Attributes:
@@ -164,14 +164,14 @@ def _name_of(words: Sequence[str], root: Path) -> str:
     return re.sub(r"[^\w.+-]", "-", program).lstrip("._-") or "training"
 
 
-def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _Ran:
+def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _FirstRun:
     """Run a command and copy its output.
 
     Raises:
         LaunchError: It did not end, or not well.
     """
     others = [Path(word.rpartition("=")[2]) for word in words]
-    search = Search(
+    search = MetricSearch(
         root,
         tuple(
             {
@@ -208,7 +208,7 @@ def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _Ran:
             f"ended with exit code {end.returncode}, {_how_far(places)}: {said}; mend it, then "
             f"record it; nothing was written",
         )
-    return _Ran(end=end, places=places, log=log)
+    return _FirstRun(end=end, places=places, log=log)
 
 
 def _copy(followed: FollowedFile) -> None:
@@ -222,7 +222,7 @@ def _how_far(places: Sequence[Found]) -> str:
     return f"after step {places[0].last_step} ({places[0].names[0]})"
 
 
-def _chosen(ran: _Ran, wanted: Sequence[str], words: Sequence[str]) -> Found:
+def _chosen(ran: _FirstRun, wanted: Sequence[str], words: Sequence[str]) -> Found:
     """Return the place to read from, after all of them were shown.
 
     Raises:

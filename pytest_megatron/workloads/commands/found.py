@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.workloads.golden.collect import Watched, read_files
+from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files
 from pytest_megatron.workloads.golden.formats.rows import (
     Curves,
     find_disagreement,
@@ -29,7 +29,8 @@ _COMPARED = re.compile(r"loss|ppl|perplexity|acc(uracy)?\b|reward|grad[-_ /]?nor
 _NOT_COMPARED = re.compile(r"time|per[-_ ]sec|scale|runtime|/s\b", re.IGNORECASE)
 # Lines of programs without a ready pattern: those with a step, and those that have to be counted.
 _LOSSES = (
-    rf"(?P<name>\b[\w/.-]*(?:loss|ppl|perplexity|accuracy|reward))\s*[:=]?\s*(?P<value>{NUMBER})"
+    rf"(?P<name>\b(?:(?:train|training|val|valid|validation|test|eval) )?[\w/.-]*"
+    rf"(?:loss|ppl|perplexity|accuracy|reward))\s*[:=]?\s*(?P<value>{NUMBER})"
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))
@@ -81,7 +82,7 @@ def _rank_of(name: str) -> tuple[bool, bool, str]:
 
 
 @dataclass(slots=True)
-class Search:
+class MetricSearch:
     """Looks for metrics of a program; create it, and mark, before the program starts.
 
     Attributes:
@@ -91,13 +92,13 @@ class Search:
 
     root: Path
     others: tuple[Path, ...] = ()
-    _watched: list[tuple[MetricFormat, Watched]] = field(default_factory=list)
+    _watched: list[tuple[MetricFormat, WatchedFiles]] = field(default_factory=list)
 
     def mark(self) -> None:
         """Remember the files that are there already."""
         for form, glob in _GLOBS.items():
             for root in (self.root, *self.others):
-                self._watched.append((form, Watched(root, glob)))
+                self._watched.append((form, WatchedFiles(root, glob)))
                 self._watched[-1][1].mark()
 
     def found(self, log: Path) -> list[Found]:

@@ -29,7 +29,7 @@ from pytest_megatron.runs.find import kept_runs
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workloads.commands.found import (
     Found,
-    Search,
+    MetricSearch,
     description,
     disagreement,
     length_of,
@@ -37,8 +37,8 @@ from pytest_megatron.workloads.commands.found import (
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
 from pytest_megatron.workloads.golden.store import golden_text, read_metrics
-from pytest_megatron.workloads.recipe.model import Vocabulary
-from pytest_megatron.workloads.recipe.short_rows import KeyMisfitError, read_command
+from pytest_megatron.workloads.recipe.model import RowError, Vocabulary
+from pytest_megatron.workloads.recipe.short_rows import read_command
 from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
@@ -52,7 +52,7 @@ _ANY = ("main", "run", "train")  # names that say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
+class _FirstRun:
     """One run of the command as it is.
 
     Attributes:
@@ -68,6 +68,7 @@ class _Ran:
 @root_option
 @click.option("--name", help="Name of the row.  [default: that of the program]")
 @click.option("--metric", "metrics", multiple=True, help="Metric to compare; may be repeated.")
+@click.option("--reason", help="Why the golden may be odd, such as a loss that does not fall.")
 @click.option("--dry-run", is_flag=True, help="Run it twice, show row and golden, write nothing.")
 @click.option(
     *("--time-limit", "limit_s"),
@@ -77,11 +78,12 @@ class _Ran:
     help="Seconds after which the command is ended.",
 )
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
-def command(
+def command(  # noqa: PLR0913 - the options
     *,
     root: Path,
     name: str | None,
     metrics: tuple[str, ...],
+    reason: str | None,
     dry_run: bool,
     limit_s: float,
     words: tuple[str, ...],
@@ -98,8 +100,9 @@ def command(
     row_name = name or _name_of(words, root)
     try:
         started = read_command(words)
-    except KeyMisfitError as problem:
-        raise RecipeError(problem.key, problem.problem) from problem
+    except RowError as problem:
+        raise RecipeError(shlex.join(words), problem.args[0]) from problem
+    ranks = None if started.is_alone else started.ranks
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-record-") as scratch:
         directory = Path(scratch)
         if not dry_run:
@@ -112,7 +115,7 @@ def command(
         if sys.stdin.isatty() and sys.stdout.isatty():
             row_name = name or click.prompt("name of the row", default=row_name)
             best = best if metrics else _asked(best)
-        row = _row(row_name, words, best, started.ranks, ran.end.duration_s)
+        row = _row(row_name, words, best, ranks, ran.end.duration_s)
         if dry_run:
             again = _run(words, root, directory / "second.log", limit_s)
             other = _chosen(again, metrics, words)
@@ -120,7 +123,7 @@ def command(
             is_equal = _compare_runs([best.metrics, other.metrics], best.names)
             click.echo(_golden(best, other))
             sys.exit(0 if is_equal else EXIT_FAILED)
-    sys.exit(_write(root, row, best, name=row_name))
+    sys.exit(_write(root, row, best, name=row_name, reason=reason))
 
 
 def _in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -161,14 +164,14 @@ def _name_of(words: Sequence[str], root: Path) -> str:
     return re.sub(r"[^\w.+-]", "-", program).lstrip("._-") or "training"
 
 
-def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _Ran:
+def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _FirstRun:
     """Run a command and copy its output.
 
     Raises:
         LaunchError: It did not end, or not well.
     """
     others = [Path(word.rpartition("=")[2]) for word in words]
-    search = Search(
+    search = MetricSearch(
         root,
         tuple(
             {
@@ -205,7 +208,7 @@ def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _Ran:
             f"ended with exit code {end.returncode}, {_how_far(places)}: {said}; mend it, then "
             f"record it; nothing was written",
         )
-    return _Ran(end=end, places=places, log=log)
+    return _FirstRun(end=end, places=places, log=log)
 
 
 def _copy(followed: FollowedFile) -> None:
@@ -219,7 +222,7 @@ def _how_far(places: Sequence[Found]) -> str:
     return f"after step {places[0].last_step} ({places[0].names[0]})"
 
 
-def _chosen(ran: _Ran, wanted: Sequence[str], words: Sequence[str]) -> Found:
+def _chosen(ran: _FirstRun, wanted: Sequence[str], words: Sequence[str]) -> Found:
     """Return the place to read from, after all of them were shown.
 
     Raises:
@@ -347,7 +350,9 @@ _ADVICE = (
 )
 
 
-def _write(root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str) -> int:
+def _write(
+    root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str, reason: str | None
+) -> int:
     """Write the row, have pytest record its golden, and return the exit code."""
     text = _text(recipe)
     file = root / "recipes" / f"{name}.yaml"
@@ -359,7 +364,8 @@ def _write(root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str) 
     write_text_atomically(file, text)
     shown = file.relative_to(root)
     click.echo(f"\n{shown}:\n\n{text}\nrunning the row twice:")
-    arguments = ("--golden", "record", "--n-repeat", "2", "--allow-dirty")
+    arguments = ["--golden", "record", "--n-repeat", "2", "--allow-dirty"]
+    arguments += [] if reason is None else ["--golden-reason", reason]
     session = [sys.executable, "-m", "pytest", "-p", "megatron", str(shown), *arguments]
     code = subprocess.run(session, cwd=root, check=False).returncode
     runs = _measured(root)

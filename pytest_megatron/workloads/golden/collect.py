@@ -89,7 +89,7 @@ def _tail_before(path: Path, end: int) -> int:
 
 
 @dataclass(slots=True)
-class Watched:
+class WatchedFiles:
     """The files below some directories that match a glob, and what a program adds to them.
 
     Attributes:
@@ -109,9 +109,9 @@ class Watched:
             except OSError:  # it is gone, or not ours to read
                 continue
 
-    def narrowed(self, root: Path, glob: str) -> Watched:
+    def narrowed(self, root: Path, glob: str) -> WatchedFiles:
         """Return the same files as far as they match another glob."""
-        return Watched(root, glob, self._before)
+        return WatchedFiles(root, glob, self._before)
 
     def changed(self) -> dict[Path, int]:
         """Return the files that are new, or changed, and the byte from which on they are."""
@@ -164,9 +164,9 @@ class Collector:
     def __init__(self, source: MetricSource, dirs: PhaseDirs, root: Path) -> None:
         self._source = source
         self._dirs = dirs
-        self._files: Watched | None = None
+        self._files: WatchedFiles | None = None
         if source.path is not None:
-            self._files = Watched(root, source.path)
+            self._files = WatchedFiles(root, source.path)
             self._files.mark()
 
     def refresh(self, *, is_ended: bool = False) -> None:
@@ -218,7 +218,7 @@ def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:
     raise MetricsError(str(dirs.root), problem)
 
 
-def read_files(files: Watched, form: MetricFormat, step: str | None) -> Curves:
+def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Curves:
     """Return the metrics of the files that changed.
 
     Raises:

@@ -171,7 +171,7 @@ def expand_rows(
         try:
             found += _expanded(_ShortReader(document, path, row), line)
         except RowError as problem:
-            place = (*path, problem.key) if isinstance(problem, KeyMisfitError) else path
+            place = (*path, problem.key) if isinstance(problem, _KeyMisfitError) else path
             findings.append(finding_at(document, place, "row", str(problem)))
     return Expansion(rows=tuple(found), findings=tuple(findings))
 
@@ -186,7 +186,7 @@ def _expanded(reader: _ShortReader, line: int) -> Iterator[Row]:
     return (replace(one, case=case) for one in expand_product(product))
 
 
-class KeyMisfitError(RowError):
+class _KeyMisfitError(RowError):
     """A key of a row has no meaning beside the others; its text becomes a finding."""
 
     def __init__(self, key: str, problem: str) -> None:
@@ -226,10 +226,10 @@ class _ShortReader:
         """Return the keys that the row would have in a recipe."""
         command, row = self._command, self.row
         if "gpus" in row and not command.is_alone:
-            raise KeyMisfitError("gpus", "each rank has one of its own; remove it")
+            raise _KeyMisfitError("gpus", "each rank has one of its own; remove it")
         nodes = row.get("nodes", command.nodes)
         if command.is_alone and nodes != 1:
-            raise KeyMisfitError("nodes", "a program without ranks has one; give ranks a number")
+            raise _KeyMisfitError("nodes", "a program without ranks has one; give ranks a number")
         return {
             "model": self._document.value.get("model") or self._document.file.stem,
             "gpus": row.get("gpus", command.ranks),
@@ -272,10 +272,10 @@ class _ShortReader:
     def _test_type(self) -> str:
         named, has_resume = self.row.get("test_type"), "resume" in self.row
         if named == "regular" and has_resume:
-            raise KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")
+            raise _KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")
         if named == "ckpt-resume" and not has_resume:
             example = '{save: "--out {dir}", load: "--resume {dir}", at: 10}'
-            raise KeyMisfitError(
+            raise _KeyMisfitError(
                 "test_type",
                 f"is ckpt-resume, and nothing says how the program saves and loads, expected "
                 f"resume beside it; add resume: {example}",
@@ -289,7 +289,7 @@ class _ShortReader:
             return tuple(self._document.text_of(place) or "" for place in places)
         words = shlex.split(str(value))
         if shell := next((word for word in words if _OF_SHELL(word)), None):
-            raise KeyMisfitError(
+            raise _KeyMisfitError(
                 "command",
                 f"has {shell!r}, and no shell runs it, expected one command; write a script and "
                 f"name that, or a list of words if the program takes it",
@@ -330,7 +330,7 @@ def read_command(words: Sequence[str], asked: JsonValue = None) -> _Command:
         env[assigned[1]] = assigned[2]
         del rest[0]
     if not rest:
-        raise KeyMisfitError("command", "is empty, expected a program and its arguments")
+        raise _KeyMisfitError("command", "is empty, expected a program and its arguments")
     ranks = asked if isinstance(asked, int) else None
     if asked == _NONE:
         return _Command(_without_python(rest), 1, 1, is_alone=True, env=env)
@@ -338,7 +338,7 @@ def read_command(words: Sequence[str], asked: JsonValue = None) -> _Command:
         program, options = _split_torchrun(launched)
         found = _number(options, "nproc-per-node", "ranks") or ranks or 1
         if ranks not in (None, found):
-            raise KeyMisfitError(
+            raise _KeyMisfitError(
                 "ranks", f"is {ranks}, and the command starts {found} on a node; change one"
             )
         nodes = _number(options, "nnodes", "nodes") or 1
@@ -368,7 +368,7 @@ def _split_torchrun(words: list[str]) -> tuple[tuple[str, ...], dict[str, str]]:
             value = words.pop(0)
         options[name] = value
     if not words:
-        raise KeyMisfitError("command", "torchrun is given no program, expected one behind it")
+        raise _KeyMisfitError("command", "torchrun is given no program, expected one behind it")
     if options.keys() & {"m", "module"}:
         return ("-m", *words), options
     return tuple(words), options
@@ -378,7 +378,7 @@ def _number(options: Mapping[str, str], name: str, key: str) -> int | None:
     """Return the number of an option of torchrun, None without it."""
     text = options.get(name)
     if text is not None and not (text.isdecimal() and int(text)):
-        raise KeyMisfitError(
+        raise _KeyMisfitError(
             "command", f"--{name} is {text!r}, expected a number; leave it out and write {key}"
         )
     return None if text is None else int(text)

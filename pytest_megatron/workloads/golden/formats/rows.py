@@ -39,7 +39,7 @@ Row: TypeAlias = tuple[str, Mapping[str, float]]
 
 
 @dataclass(slots=True)
-class _Curve:
+class _Points:
     values: dict[int, float] = field(default_factory=dict)
     odd: dict[int, float] = field(default_factory=dict)
     stride: int = 1
@@ -74,14 +74,14 @@ class Curves:
 
     def __init__(self) -> None:
         self.disagreements: dict[str, tuple[str, str]] = {}
-        self._curves: dict[str, _Curve] = {}
+        self._curves: dict[str, _Points] = {}
 
     def __len__(self) -> int:
         return len(self._curves)
 
     def add(self, name: str, step: int, value: float, where: str) -> bool:
         """Add a value; return if the step has one already, which stays."""
-        curve = self._curves.setdefault(name, _Curve())
+        curve = self._curves.setdefault(name, _Points())
         last, known = curve.last, curve.add(step, value)
         if known is None:
             return False
@@ -196,7 +196,7 @@ def rows_of(path: Path, form: MetricFormat, start: int = 0) -> Iterator[Row]:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FileLine:
     """A line of a file: its number from 1, its byte offset, its text, if it has its end."""
 
     number: int
@@ -205,7 +205,7 @@ class Line:
     is_whole: bool
 
 
-def lines_of(path: Path, start: int = 0) -> Iterator[Line]:
+def lines_of(path: Path, start: int = 0) -> Iterator[FileLine]:
     """Yield the lines of a file from a byte on; of a very long one only its beginning."""
     with open_regular(path) as file:
         at = file.seek(start)
@@ -216,7 +216,7 @@ def lines_of(path: Path, start: int = 0) -> Iterator[Line]:
             if not line:
                 return
             is_whole = line.endswith(b"\n") or end.endswith(b"\n")
-            yield Line(number, at, line.decode("utf-8", "replace").rstrip("\r\n"), is_whole)
+            yield FileLine(number, at, line.decode("utf-8", "replace").rstrip("\r\n"), is_whole)
             at = file.tell()
 
 

@@ -12,7 +12,7 @@ from pytest_megatron.errors import MetricsError
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.golden.collect import (
     Collector,
-    Watched,
+    WatchedFiles,
     has_measured,
     newest,
     read_measured,
@@ -36,7 +36,7 @@ def test_only_files_of_this_run_count_and_of_an_old_one_what_was_appended(tmp_pa
     appended.parent.mkdir()
     for path in (old, appended):
         path.write_text('{"step": 1, "loss": 9.0}\n')
-    watched = Watched(tmp_path, "**/*.jsonl")
+    watched = WatchedFiles(tmp_path, "**/*.jsonl")
     watched.mark()
     with appended.open("a") as file:
         file.write('{"step": 1, "loss": 2.0}\n')
@@ -138,7 +138,7 @@ def test_a_walk_passes_over_links_and_environments(tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "pyvenv.cfg").touch()
     (tmp_path / "env" / "x.csv").write_text("a\n")
-    assert Watched(tmp_path, "**/*.csv").changed() == {tmp_path / "run" / "x.csv": 0}
+    assert WatchedFiles(tmp_path, "**/*.csv").changed() == {tmp_path / "run" / "x.csv": 0}
 
 
 def test_series_of_steps_keep_zero() -> None:

@@ -6,7 +6,7 @@ makes of them (YAML 1.1), but a date stays text. Knows nothing of recipes or tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
@@ -364,6 +364,20 @@ class YamlDocument:
         if isinstance(value, str):
             return value
         return None if isinstance(value, dict | list) else text
+
+    def rearranged(
+        self, value: dict[str, JsonValue], lines: Mapping[str, dict[str, int]]
+    ) -> YamlDocument:
+        """Return a document of other data, which is written in the same file.
+
+        Args:
+            value: The data; numbers that should keep their spelling are texts.
+            lines: Lines of the keys of `value` at `""`, and at a key those of its mapping.
+        """
+        places = {id(value[key] if key else value): dict(there) for key, there in lines.items()}
+        return YamlDocument(
+            file=self.file, value=value, duplicates=(), _lines=dict(places), _texts={}
+        )
 
 
 def read_yaml(path: Path, *, error: type[MegatronError]) -> YamlDocument:

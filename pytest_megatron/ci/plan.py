@@ -425,6 +425,8 @@ class _Cases:
         """Return whether a case is compared with a golden; None where there is none to read."""
         if workload.equivalence is not None:
             return False
+        if workload.own_case is not None:
+            return compares_metrics(workload.own_case)
         path = case_path(self._root, workload)
         if path not in self._found:
             try:

@@ -258,30 +258,38 @@ def _measured(dirs: AttemptDirs, notes: list[str]) -> Iterator[tuple[int | None,
     for number in range(1, _MOST_PHASES):
         if not dirs.phase(number).root.is_dir():
             break
-        phases += [(number, metrics) for metrics in _read(_source(dirs.phase(number)), notes)]
+        phases += [(number, metrics) for metrics in _read_phase(dirs.phase(number), notes)]
     is_alone = not dirs.phase(2).root.is_dir()
     yield from ((None if is_alone else number, metrics) for number, metrics in phases)
 
 
-def _source(dirs: PhaseDirs) -> Path | None:
-    """Return the file with the metrics of a phase; one that failed may have no `metrics.json`."""
-    for path in (dirs.metrics, dirs.metrics_lines):
-        if path.exists():
-            return path
-    is_empty = not dirs.tensorboard.is_dir() or not any(dirs.tensorboard.iterdir())
-    return None if is_empty else dirs.tensorboard
+def _read_phase(dirs: PhaseDirs, notes: list[str]) -> Iterator[MetricMap]:
+    """Yield the metrics of a phase; one that failed may have no `metrics.json`."""
+    from pytest_megatron.workloads.golden.collect import (  # noqa: PLC0415 - see above
+        has_measured,
+        read_measured,
+    )
+
+    if dirs.metrics.exists():
+        yield from _read(dirs.metrics, notes)
+    elif has_measured(dirs):
+        try:
+            yield read_measured(dirs).metrics
+        except MetricsError as error:
+            notes.append(_not_shown(Path(error.where), error))
 
 
-def _read(path: Path | None, notes: list[str]) -> Iterator[MetricMap]:
-    if path is None:
-        return
+def _read(path: Path, notes: list[str]) -> Iterator[MetricMap]:
     from pytest_megatron.workloads.golden.store import read_metrics  # noqa: PLC0415 - see above
 
     try:
         yield read_metrics(path).metrics
     except MetricsError as error:
-        where = "/".join(path.parts[-4:])
-        notes.append(f"{where} is not shown: {error.problem}")
+        notes.append(_not_shown(path, error))
+
+
+def _not_shown(path: Path, error: MetricsError) -> str:
+    return f"{'/'.join(path.parts[-4:])} is not shown: {error.problem}"
 
 
 def _charts(

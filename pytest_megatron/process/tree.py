@@ -251,7 +251,9 @@ def activity_below(pid: int) -> Activity:
             is_busy = is_busy or fields[0] in (b"D", b"R")
         found = re.search(rb"^wchar: (\d+)$", _content(f"/proc/{number}/io"), re.MULTILINE)
         written += int(found[1]) if found else 0
-        rank = re.search(rb"(?:^|\0)RANK=(\d+)(?:\0|$)", _content(f"/proc/{number}/environ"))
+        rank = re.search(
+            rb"(?:^|\0)(?:PYTEST_MEGATRON_)?RANK=(\d+)(?:\0|$)", _content(f"/proc/{number}/environ")
+        )
         ranks |= {int(rank[1])} if rank else set()
     return Activity(
         pids=tuple(pids),

@@ -81,6 +81,11 @@ class PhaseDirs:
         return self.root / "metrics.jsonl"
 
     @property
+    def collected(self) -> Path:
+        """What was read so far from the place that the row's `metrics` names, or the problem."""
+        return self.root / "collected.json"
+
+    @property
     def generated(self) -> Path:
         """Requests of an inference program, `${INFERENCE_OUTPUT_PATH}`."""
         return self.root / "generated.json"

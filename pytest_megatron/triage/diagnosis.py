@@ -152,7 +152,7 @@ def _reason(row: Signature) -> str:
 
 
 def _headline(
-    rank_log: RankLog, root: Root, phase: str | None, iteration: tuple[int, int] | None
+    rank_log: RankLog, root: Root, phase: str | None, iteration: tuple[int, int | None] | None
 ) -> str:
     """Return who did what, where and when."""
     is_known = phase is not None and not (phase == "start-up" and iteration)  # a flat program
@@ -187,9 +187,10 @@ def _who(rank_log: RankLog, root: Root) -> str:
     return f"{name_ranks(root.ranks)}{of}"
 
 
-def _when(rank_log: RankLog, iteration: tuple[int, int] | None) -> str:
+def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
     if iteration is not None:
-        return f"after iteration {iteration[0]} of {iteration[1]}"
+        last = "" if iteration[1] is None else f" of {iteration[1]}"
+        return f"after iteration {iteration[0]}{last}"
     return "before the first iteration that was logged" if rank_log.unit.logs else ""
 
 

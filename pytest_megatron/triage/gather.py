@@ -101,7 +101,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     successes = _successes(unit.logs)
-    iteration = _furthest(unit) or unit.known.iteration
+    iteration = unit.known.iteration or _furthest(unit)
     doubtful = {
         e.place.log
         for e in launcher_book.events

@@ -58,7 +58,7 @@ class Known:
     returncode: int | None = None
     ended: LaunchEnd | None = None
     limit_s: float | None = None
-    iteration: tuple[int, int] | None = None
+    iteration: tuple[int, int | None] | None = None
     world_size: int | None = None
     command: str | None = None
     record: LogFile | None = None

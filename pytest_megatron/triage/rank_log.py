@@ -149,7 +149,7 @@ class RankLog:
     unit: Unit
     ranks: Mapping[int, RankStory]
     launcher: RankStory
-    iteration: tuple[int, int] | None
+    iteration: tuple[int, int | None] | None
     collectives: tuple[CollectiveMismatch, ...] = ()
     is_presumed_clean: bool = False
     success: LogLine | None = None

@@ -9,6 +9,10 @@ ROOM = Room(
         "expand": ("commands.recipes:expand", "Print the workloads that recipe files expand to."),
         "golden": ("commands.golden:command", "Compare observed metrics with golden values."),
         "lint": ("commands.recipes:lint", "Report errors in recipes, cases and goldens."),
+        "record": (
+            "commands.record:command",
+            "Record a row and its golden from a command line.",
+        ),
         "schema": (
             "commands.recipes:schema",
             "Print the JSON Schema of a kind of file, or its path.",

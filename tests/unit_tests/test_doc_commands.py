@@ -62,7 +62,8 @@ def programs(line: str) -> Iterator[list[str]]:
 def unknown(words: list[str]) -> Iterator[str]:
     """Yield what a program of ours does not have: a command, or an option."""
     program = Path(words[0]).name
-    given = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    own = words[: words.index("--")] if program == "pytest-megatron" and "--" in words else words
+    given = [word.partition("=")[0] for word in own if word.startswith("--") and word != "--"]
     if program in ("pytest", "py.test"):
         yield from (option for option in given if option not in options_of_pytest())
     elif program == "pytest-megatron":

@@ -19,7 +19,7 @@ from pytest_megatron.doctor.checks.packages import fitting
 from pytest_megatron.doctor.facts import Compiled, EnvironmentFacts, SystemView, compat
 from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
-from pytest_megatron.workloads.recipe.case import Launcher, WorkloadCase, case_path, read_case
+from pytest_megatron.workloads.recipe.case import Launcher, WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe, project_words
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
@@ -223,7 +223,7 @@ def _row(
             yield RuleMatch("recipe-data", key="test case", path=path)
         return
     try:
-        case = read_case(path)
+        case = case_of(root, row)
     except CaseError as problem:
         yield RuleMatch("recipe-case", problem=problem)
         return

@@ -28,6 +28,7 @@ from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.process.guarded import RunningCommand
 from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
 from pytest_megatron.workloads.engine.records import JobSpec
+from pytest_megatron.workloads.recipe.case import Launcher
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, Started, inherited
 from pytest_megatron.workloads.training.run.node_agents import node_command
 
@@ -59,11 +60,12 @@ def begin_phase(
         LaunchError: The tasks are not those that the phase needs.
     """
     start = phase.start
-    if start is None:
+    if start is None or start.ranks.starter is Launcher.NONE:
+        what = "a recipe's script" if start is None else "started alone"
         raise LaunchError(
             phase.name,
-            f"is a recipe's script, and the step has {len(members)} tasks, expected one; "
-            f"a script starts its ranks itself, on one node",
+            f"is {what}, and the step has {len(members)} tasks, expected one; "
+            f"it starts its ranks itself, on one node",
         )
     base = inherited(env)
     own = {k: v for k, v in phase.env.items() if base.get(k) != v}

@@ -311,7 +311,7 @@ def check_origin(
             message = f"was made of another case or row: its config_hash is not {now[0]}, that of "
             message += f"{rows[0].where}; record it again"
             yield golden.finding("golden-stale", message, line=line)
-    elif commit is not None and case is not None:
+    elif commit is not None and case is not None and rows[0].own_case is None:
         then = commits.case_at(commit, case.file)
         if then is not None and fingerprint(rows[0], then) != now[0]:
             message = f"was made at commit {commit}, {case.file} has changed since; record it again"
@@ -459,7 +459,7 @@ class _Linter:
             return
         self._goldens.append((golden, place))
         self.findings += check_content(golden)
-        case = None if place is None else self._case_of(place)
+        case = None if place is None else self._case_of(place, path)
         if case is not None:
             self.findings += check_against_case(golden, case)
 
@@ -468,7 +468,7 @@ class _Linter:
         self.findings += self._recipe_findings
         root, other_names = self._project.root, self._project.other_names
         for workload in self._workloads:
-            case = self._case_at(case_path(root, workload))
+            case = workload.own_case or self._case_at(case_path(root, workload))
             if case is not None and compares_metrics(case):
                 self.findings += check_golden(workload, root, other_names)
 
@@ -479,7 +479,8 @@ class _Linter:
         for golden, place in self._goldens:
             if place is not None:
                 rows = self.readers.get(golden.path.absolute(), ())
-                self.findings += check_origin(golden, self._case_of(place), rows, commits)
+                case = self._case_of(place, golden.path)
+                self.findings += check_origin(golden, case, rows, commits)
 
     def _add(self, path: Path, rule: str, message: str) -> None:
         self.findings.append(_finding(path, None, rule, message))
@@ -543,8 +544,10 @@ class _Linter:
             is_read=is_read,
         )
 
-    def _case_of(self, place: GoldenOwner) -> CaseDocument | None:
-        return self._case_at(_config_of(self._project.root, place))
+    def _case_of(self, place: GoldenOwner, path: Path) -> CaseDocument | None:
+        """Return the case of a golden: of the row that reads it, or the file of its place."""
+        own = (row.own_case for row in self.readers.get(path.absolute(), ()))
+        return next(own, None) or self._case_at(_config_of(self._project.root, place))
 
     def _case_at(self, path: Path) -> CaseDocument | None:
         if path not in self._cases:

@@ -313,7 +313,7 @@ MetricMap: TypeAlias = Mapping[str, Series]
 
 def is_loss(name: str) -> bool:
     """Return True if a metric is a loss, by its name."""
-    return "loss" in name
+    return "loss" in name.lower()
 
 
 def is_finite(value: Value | None) -> bool:

@@ -12,7 +12,7 @@ a learned band and of the first steps come from `benchmarks/compare_curves.py`.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -27,15 +27,18 @@ from pytest_megatron.base.schema import (
     About,
     Count,
     FormatVersion,
+    SchemaError,
     Texts,
     closed,
+    dotted,
     json_schema,
     read,
     refuse_duplicates,
+    validate,
 )
 from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.errors import GoldenError, RecipeError
 from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.recipe.model import Workload
 
@@ -342,19 +345,26 @@ class ComparedWorkload:
 
     Attributes:
         case: `<model>/<test_case>`.
+        own: Limits of its row, which win over those of a policy, or None.
     """
 
     case: str
     platform: str | None = None
     environment: str | None = None
+    own: Override | None = None
 
     @staticmethod
     def of(workload: Workload) -> ComparedWorkload:
-        """Return the properties by which a policy may select a workload."""
+        """Return the properties by which a policy may select a workload, and its own limits.
+
+        Raises:
+            RecipeError: A limit of the row is none, or has another value.
+        """
         return ComparedWorkload(
             case=f"{workload.model}/{workload.test_case}",
             platform=workload.platform,
             environment=workload.environment,
+            own=_own_limits(workload),
         )
 
 
@@ -410,7 +420,7 @@ class ComparisonPolicy:
             self,
             overrides=tuple(
                 replace(o, cases=(), platforms=(), environments=())
-                for o in self.overrides
+                for o in (*self.overrides, *([place.own] if place and place.own else ()))
                 if o.is_at(place)
             ),
         )
@@ -580,10 +590,33 @@ def read_policy(path: Path) -> ComparisonPolicy:
     )
 
 
+def _own_limits(workload: Workload) -> Override | None:
+    """Return the limits of a row in the short form, for the strict policy; None without any."""
+    if not workload.limits:
+        return None
+    try:
+        found = validate(Override, {"metrics": dict(workload.limits)})
+    except SchemaError as error:
+        problem = error.problems[0]
+        text = f"compare.{dotted(problem.path[1:])}: {problem.text}"
+        raise RecipeError(workload.where, text) from error
+    for _, text in _wrong_keys(found.metrics, Base.STRICT):
+        raise RecipeError(workload.where, f"compare.{text}")
+    return found
+
+
 def _check_keys(
     document: YamlDocument, path: YamlPath, metrics: Mapping[str, MetricSettings], base: Base
 ) -> None:
     """Require that each limit is one of its metric's kind, so that none is without effect."""
+    for keys, problem in _wrong_keys(metrics, base):
+        raise GoldenError(document.where((*path, *keys)), problem)
+
+
+def _wrong_keys(
+    metrics: Mapping[str, MetricSettings], base: Base
+) -> Iterator[tuple[YamlPath, str]]:
+    """Yield the limits that their metrics do not have, with the problem."""
     for metric, settings in metrics.items():
         kinds = (settings["kind"],) if "kind" in settings else _kinds_of(metric)
         known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
@@ -591,18 +624,13 @@ def _check_keys(
         if base is Base.MEGATRON:
             known, whose = _OF_MEGATRON, "a metric under megatron"
         for key in (key for key in settings if key not in known):
-            raise GoldenError(
-                document.where((*path, metric, key)),
-                f"{metric}: {key!r} is no limit of {whose}, expected {one_of(key, known)}",
-            )
+            text = f"{metric}: {key!r} is no limit of {whose}, expected {one_of(key, known)}"
+            yield (metric, key), text
         exact = settings.get("exact")
         if exact is not None and isinstance(exact, bool) != (base is Base.MEGATRON):
             expected = "true, false" if base is Base.MEGATRON else "auto, always, never"
             written = exact if isinstance(exact, bool) else exact.value
-            raise GoldenError(
-                document.where((*path, metric, "exact")),
-                f"{metric}: exact is {written!r}, expected one of {expected}",
-            )
+            yield (metric, "exact"), f"{metric}: exact is {written!r}, expected one of {expected}"
 
 
 def _kinds_of(pattern: str) -> tuple[LimitKind, ...]:

@@ -32,6 +32,7 @@ from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import EmptyGoldenError, GoldenError, MetricsError
 from pytest_megatron.workloads.golden.formats.layout import PROVENANCE_KEY, Form, lay_out
+from pytest_megatron.workloads.golden.formats.rows import Curves, lines_of
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.workloads.golden.model import (
     AS_BLOCK,
@@ -77,45 +78,40 @@ def read_json_lines(path: Path) -> Observed:
             no step, has a value that is not a number, or another one than an earlier line has for
             that step (with the line).
     """
+    curves, torn_at = Curves(), None
+    num_records = num_repeated = 0
     try:
-        data = read_bytes(path)
+        for line in lines_of(path):
+            if not line.text.strip():
+                continue
+            where = f"{path}:{line.number}"
+            try:
+                record: JsonValue = json.loads(line.text)
+            except (ValueError, RecursionError) as error:
+                if not line.is_whole:
+                    torn_at = line.at
+                    break
+                raise MetricsError(where, f"not JSON: {error}") from error
+            num_repeated += _add(curves, record, where)
+            num_records += 1
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
-    metrics: dict[str, dict[int, Value]] = {}
-    lines = data.split(b"\n")
-    torn_at = None
-    num_records = num_repeated = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        is_unfinished = number == len(lines)
-        try:
-            record: JsonValue = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if is_unfinished:
-                torn_at = len(data) - len(line)
-                break
-            raise MetricsError(f"{path}:{number}", f"not JSON: {error}") from error
-        num_repeated += _add(metrics, record, f"{path}:{number}")
-        num_records += 1
-    if not metrics:
+    curves.require()
+    if not len(curves):
         raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start?")
-    notes = []
+    notes = curves.notes
     if torn_at is not None:
         notes.append(f"{path}: the last line, at byte {torn_at}, is torn; dropped")
     if num_repeated:
         notes.append(f"{path}: {counted(num_repeated, 'value')} more than once, each time the same")
     return Observed(
-        metrics={
-            name: series_of(values, is_full_precision=True)
-            for name, values in sorted(metrics.items())
-        },
+        metrics=curves.metrics,
         files=(MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at),),
         notes=tuple(notes),
     )
 
 
-def _add(metrics: dict[str, dict[int, Value]], record: JsonValue, where: str) -> int:
+def _add(curves: Curves, record: JsonValue, where: str) -> int:
     """Add the values of a line; return how many of its values were there before."""
     if not isinstance(record, dict):
         raise MetricsError(where, f"a {type(record).__name__}, expected an object of metrics")
@@ -132,16 +128,7 @@ def _add(metrics: dict[str, dict[int, Value]], record: JsonValue, where: str) ->
             number = float(value)
         except OverflowError as error:
             raise MetricsError(where, f"{name!r}: {error}") from error
-        series = metrics.setdefault(name, {})
-        if step in series:
-            num_repeated += 1
-            if repr(series[step]) != repr(number):  # nan is nan
-                raise MetricsError(
-                    where,
-                    f"step {step} has {name!r} again, {number!r} and before {series[step]!r}; have "
-                    "one rank write it, and each training a file of its own",
-                )
-        series[step] = number
+        num_repeated += curves.add(name, step, number, where)
     return num_repeated
 
 

@@ -102,7 +102,7 @@ def runner_of(config: pytest.Config) -> WorkloadRunner:
     return runner
 
 
-_HAS_TYPE = re.compile(rb"^type\s*:", re.MULTILINE)
+_HAS_TYPE = re.compile(rb"^(?:type|rows)\s*:", re.MULTILINE)
 _PLAIN_MARK = re.compile(r"[A-Za-z_]\w*").fullmatch
 
 

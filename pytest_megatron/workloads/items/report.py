@@ -31,8 +31,8 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
-from pytest_megatron.workloads.golden.model import MetricMap
-from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind
+from pytest_megatron.workloads.golden.model import MetricMap, is_loss
+from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind, Saved
 from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
@@ -226,9 +226,9 @@ def _text_of(note: Path) -> str:
 def progress_text(name: str, phase: str, progress: Progress) -> str:
     """Return how far a training is, in words; short, as 80 columns have to do."""
     of_phase = "" if phase == ONLY_PHASE else f", {phase}"
-    parts = [f"{name}{of_phase}: iteration {progress.iteration}/{progress.last}"]
+    parts = [f"{name}{of_phase}: iteration {progress.text.replace(' of ', '/')}"]
     if progress.loss is not None:
-        parts.append(f"lm loss {_rounded(progress.loss)}")
+        parts.append(f"{progress.loss_name} {_rounded(progress.loss)}")
     if progress.iteration_ms is not None:
         ms = progress.iteration_ms
         parts.append(f"{ms:.0f} ms a step" if ms < _SECOND_MS else f"{ms / 1000:.1f} s a step")
@@ -369,7 +369,7 @@ def summary_line(
     """Return one line for the end of the run: time, loss, the headline or what was odd."""
     parts = [f"{training.duration_s:.1f} s"]
     if training.whole and training.whole[0].metrics:
-        parts += _loss(training.whole[0].whole)
+        parts += _loss(training.whole[0].whole, training.job.metric_names or ())
     if training.whole and (generation := training.whole[0].generation) is not None:
         num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
@@ -428,7 +428,7 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
 def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
     lines: list[str] = []
     match phase.origin:
-        case Rewind():
+        case Rewind() | Saved():
             lines.append(f"  then back to iteration {phase.origin.back_to}, and")
         case Frozen():
             where = phase.origin.checkpoints
@@ -453,14 +453,15 @@ def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]
     return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
 
 
-def _loss(metrics: MetricMap) -> Sequence[str]:
-    series = metrics.get("lm loss")
+def _loss(metrics: MetricMap, names: Sequence[str]) -> Sequence[str]:
+    name = next((name for name in ("lm loss", *names) if is_loss(name) and name in metrics), "")
+    series = metrics.get(name)
     if series is None or not len(series):
         return []
     first, last = series.values[0], series.values[-1]
     if isinstance(first, str) or isinstance(last, str):
         return []
-    return [f"lm loss {first:.4f} -> {last:.4f} in {series.steps[-1]} iterations"]
+    return [f"{name} {first:.4f} -> {last:.4f} in {series.steps[-1]} iterations"]
 
 
 def _retried(attempt: Attempt) -> str:

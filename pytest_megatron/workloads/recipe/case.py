@@ -23,9 +23,24 @@ from annotated_types import Ge, Lt
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Finding, Severity, finding_at
-from pytest_megatron.base.schema import Pattern, SchemaError, SchemaProblem, closed, read, validate
-from pytest_megatron.base.yaml import YamlDocument, read_yaml
+from pytest_megatron.base.schema import (
+    About,
+    Checked,
+    Count,
+    ExpectedError,
+    Pattern,
+    Positive,
+    SchemaError,
+    SchemaProblem,
+    Text,
+    closed,
+    matches,
+    read,
+    validate,
+)
+from pytest_megatron.base.yaml import YamlDocument, read_document, read_yaml
 from pytest_megatron.errors import CaseError
+from pytest_megatron.workloads.recipe.metrics import MetricsFrom, MetricSource, parse_source
 from pytest_megatron.workloads.recipe.model import Workload
 
 
@@ -179,6 +194,7 @@ class Launcher(Enum):
 
     TORCHRUN = "torchrun"
     FT_LAUNCHER = "ft_launcher"
+    NONE = "none"  # the program is started alone, without RANK
 
 
 class ExitPolicy(Enum):
@@ -187,6 +203,57 @@ class ExitPolicy(Enum):
     FAIL = "fail"
     PASS = "pass"  # noqa: S105 - not a password
     WAIT = "wait"  # until the time limit
+
+
+NO_STOP = "none"
+
+
+def _check_line(line: str) -> str:
+    try:
+        shlex.split(line)
+    except ValueError as error:
+        raise ExpectedError(f"words of a command line: {str(error).lower()}") from error
+    return line
+
+
+Line: TypeAlias = Annotated[Text, Checked(_check_line)]
+Stop: TypeAlias = Annotated[
+    Line,
+    matches(r".*\{steps\}.*|none", "none, or words with {steps} in them: --max_steps={steps}"),
+    About("Words that have the program train {steps} steps, or none if there are no such."),
+]
+
+
+@closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The words by which a program saves and resumes; {dir} and {at} are filled in.
+
+    Attributes:
+        at: The step after which the second start goes on.
+        save: Added to both starts.
+        load: Added to the second start.
+        drop: Pattern of what is removed from the directory between them, or None.
+    """
+
+    at: Annotated[Positive, About("The step after which the second start goes on.")]
+    save: Annotated[
+        Line,
+        matches(r".*\{dir\}.*", "words with {dir} in them: attempts must not share a directory"),
+        About("Words for both starts: --out {dir} --save_steps {at}"),
+    ]
+    load: Annotated[Line, About("Words for the second start: --resume {dir}/step-{at}")]
+    drop: Annotated[Text | None, About("Pattern of what is removed between them.")] = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if no word says at which step the program saves, so that it is always the same."""
+        return "{at}" not in self.save
+
+    def words(self, line: str, directory: Path | str) -> tuple[str, ...]:
+        """Return the words of a line, filled in."""
+        filled = (word.replace("{at}", str(self.at)) for word in shlex.split(line))
+        return tuple(word.replace("{dir}", str(directory)) for word in filled)
 
 
 _Mapping: TypeAlias = dict[str, object]
@@ -217,6 +284,10 @@ class CaseFile:
     AFTER_SCRIPT: str | None = None
     EXPECTED_FAILURE: Pattern | None = None  # ours, as are the next
     EXIT_POLICY: ExitPolicy | None = None
+    LAST_STEP: Count | None = None
+    STOP: Stop | None = None
+    RESUME: Resume | None = None
+    METRICS_FROM: MetricsFrom | None = None
     GRADIENT_TOLERANCE: Annotated[float, Ge(0), Lt(1)] | None = None
 
 
@@ -243,6 +314,8 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
         yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
     yield from _unread_variables(document)
+    if (void := find_no_resume(document.value)) is not None:
+        yield finding_at(document, ("TEST_TYPE",), "case-void", void)
     yield from _similar_variables(document)
 
 
@@ -281,9 +354,11 @@ def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
 
 def last_step(document: YamlDocument) -> int | None:
     """Return the iteration at which a training of the case ends; None where that is not given."""
-    arguments = document.value.get("MODEL_ARGS")
-    if not isinstance(arguments, dict) or not compares_metrics(document):
+    arguments, last = document.value.get("MODEL_ARGS"), document.value.get("LAST_STEP")
+    if not compares_metrics(document):
         return None
+    if isinstance(last, int) or not isinstance(arguments, dict):
+        return last if isinstance(last, int) else None
     counts = (arguments.get("--train-iters"), arguments.get("--exit-interval"))
     return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
@@ -336,6 +411,21 @@ def phase_problems(document: YamlDocument) -> Iterator[Finding]:
             yield finding_at(document, (key,), "case-void", message)
 
 
+def find_no_resume(case: Mapping[str, JsonValue]) -> str | None:
+    """Return why nothing can be resumed in a case of TEST_TYPE ckpt-resume, None if it can."""
+    is_resume, resume = case.get("TEST_TYPE") == "ckpt-resume", case.get("RESUME")
+    if not is_resume:
+        return None if resume is None else "RESUME is read only with TEST_TYPE: ckpt-resume"
+    text = json.dumps(case)
+    for name, flag in (("CHECKPOINT_SAVE_PATH", "--save"), ("CHECKPOINT_LOAD_PATH", "--load")):
+        if resume is None and name not in text:
+            return (
+                f"TEST_TYPE is ckpt-resume, and nothing names ${{{name}}}, so no checkpoint is "
+                f"resumed; add {flag}: ${{{name}}} to MODEL_ARGS, or RESUME"
+            )
+    return None
+
+
 def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
     """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
     own = document.value.get("MODEL_ENV_VARS")
@@ -386,12 +476,17 @@ class WorkloadCase:
         variants: Every `MODEL_ARGS*` in the order of the file; the bare one is always there.
         env: ENV_VARS, as strings.
         metrics: METRICS; None where the file has no such key.
+        source: Where the metrics are, METRICS_FROM; None where they are handed to us.
         before_script: Shell to run before the training, or None; likewise `after_script`.
         expected_failure: Regular expression that the cause of a case with `xpass` must match, or
             None for any failure.
         exit_policy: EXIT_POLICY, `fail` by default.
         gradient_tolerance: GRADIENT_TOLERANCE, or None for that of the precision.
         env_lines: Where the names of `env` stand in the file, from 1.
+        last_step: The last step of the metrics, where no argument says so; None without it.
+        stop: Words that have the program train `{steps}` steps; `none` where there are no such,
+            None where that is not known.
+        resume: How the program saves and resumes, or None for Megatron-LM's way.
     """
 
     path: Path
@@ -408,6 +503,10 @@ class WorkloadCase:
     gradient_tolerance: float | None
     exit_policy: ExitPolicy = ExitPolicy.FAIL
     env_lines: Mapping[str, int] = field(default_factory=dict)
+    source: MetricSource | None = None
+    last_step: int | None = None
+    stop: str | None = None
+    resume: Resume | None = None
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -499,7 +598,17 @@ def read_case(path: Path) -> WorkloadCase:
     Raises:
         CaseError: The file is missing, is not YAML, or a value of it has the wrong type or word.
     """
-    document = read_yaml(path, error=CaseError)
+    return parse_case(read_yaml(path, error=CaseError))
+
+
+def case_of(root: Path, workload: Workload) -> WorkloadCase:
+    """Read the test case of a row, as `read_case`."""
+    own = workload.own_case
+    return read_case(case_path(root, workload)) if own is None else parse_case(own)
+
+
+def parse_case(document: YamlDocument) -> WorkloadCase:
+    """Return a test case that was read as a document, as `read_case`. Pure."""
     numbered, others = _parts_of(document)
     file = read(CaseFile, document, CaseError, others)
     read(_NUMBERED_ARGS, document, CaseError, numbered)
@@ -507,7 +616,7 @@ def read_case(path: Path) -> WorkloadCase:
         raise CaseError(finding.where, finding.message)
     reader = _CaseReader(document)
     return WorkloadCase(
-        path=path,
+        path=document.file,
         test_type=file.TEST_TYPE,
         mode=file.MODE or CaseMode.PRETRAINING,
         evaluation=file.TEST_EVALUATION or Evaluation.PASS,
@@ -521,7 +630,29 @@ def read_case(path: Path) -> WorkloadCase:
         gradient_tolerance=file.GRADIENT_TOLERANCE,
         exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
+        source=_source(document, file),
+        last_step=file.LAST_STEP,
+        stop=file.STOP,
+        resume=file.RESUME,
     )
+
+
+def _source(document: YamlDocument, file: CaseFile) -> MetricSource | None:
+    """Return where the metrics of a case are.
+
+    Raises:
+        CaseError: METRICS_FROM describes no place, or METRICS is missing beside it.
+    """
+    if file.METRICS_FROM is None:
+        return None
+    try:
+        if not file.METRICS:
+            problem = "is there and METRICS is not, expected the names of metrics to compare"
+            raise ValueError(problem)  # noqa: TRY301 - as of those below
+        return parse_source(file.METRICS_FROM, file.METRICS)
+    except ValueError as error:
+        where = document.where(("METRICS_FROM",))
+        raise CaseError(where, f"METRICS_FROM: {error}") from error
 
 
 class _CaseReader:
@@ -598,8 +729,20 @@ NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def case_path(root: Path, workload: Workload) -> Path:
-    """Return the `model_config.yaml` of a workload."""
+    """Return the `model_config.yaml` of a workload; the recipe of one in the short form."""
+    if workload.own_case is not None:
+        return workload.own_case.file
     return root / CASES / workload.model / workload.test_case / CASE_NAME
+
+
+def case_document(root: Path, workload: Workload) -> YamlDocument | None:
+    """Return the case of a workload as a document; None where the row has none.
+
+    Raises:
+        YamlError: The file cannot be read as data.
+    """
+    path = case_path(root, workload)
+    return workload.own_case or (read_document(path) if path.is_file() else None)
 
 
 def is_missing_program(root: Path, program: str) -> bool:
@@ -648,7 +791,7 @@ def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Pa
         yield root / CASES / below
 
 
-_CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "TEST_TYPE")
+_CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "RESUME", "TEST_TYPE")
 # Variables of the harness that change what is trained, or what of it counts.
 _TRAINED_VARIABLES = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO",)
 _LENGTH = 16  # hexadecimal digits

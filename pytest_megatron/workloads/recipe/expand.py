@@ -283,7 +283,7 @@ def expand_strict(
         return Expansion(rows=(), findings=())
     if any(path[:1] != ("products",) or len(path) == 1 for path in forbidden):
         return Expansion(rows=(), findings=())
-    findings = list(_unknown_words(document, vocabulary, spec, ("spec",)))
+    findings = list(unknown_words(document, vocabulary, spec, ("spec",)))
     rows: list[Row] = []
     # ("products", 3) and ("products", 3, "products", 0): an entry and a product of it.
     broken = {
@@ -295,7 +295,7 @@ def expand_strict(
             continue
         findings += _entry_findings(document, vocabulary, entry, path)
         for inner, product in _strict_products(document, spec, entry, path):
-            findings += _unknown_words(document, vocabulary, product.axes, inner)
+            findings += unknown_words(document, vocabulary, product.axes, inner)
             if inner in broken or not _has_known_cadence(product):
                 continue
             try:
@@ -344,7 +344,7 @@ def _entry_findings(
     document: YamlDocument, vocabulary: Vocabulary, entry: Mapping[str, JsonValue], path: YamlPath
 ) -> Iterator[Finding]:
     """Yield the errors of an entry outside of its inner products."""
-    yield from _unknown_words(document, vocabulary, entry, path)
+    yield from unknown_words(document, vocabulary, entry, path)
     cases = entry.get("test_case")
     if isinstance(cases, list) and len(cases) > 1:
         dropped = ", ".join(str(case) for case in cases[1:])
@@ -354,7 +354,7 @@ def _entry_findings(
         yield finding_at(document, place, "one-test-case", message, Severity.WARNING)
 
 
-def _unknown_words(
+def unknown_words(
     document: YamlDocument, vocabulary: Vocabulary, mapping: Mapping[str, JsonValue], path: YamlPath
 ) -> Iterator[Finding]:
     """Yield every word of a mapping that the vocabulary lacks."""

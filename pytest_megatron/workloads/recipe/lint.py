@@ -102,13 +102,13 @@ def _check_rows(
     """Yield the errors of programs, cases and goldens of the rows."""
     cases: dict[Path, YamlDocument | None] = {}
     for workload in workloads:
-        path = case_path(root, workload)
-        if path not in cases and path.is_file():
+        path, case = case_path(root, workload), workload.own_case
+        if case is None and path not in cases and path.is_file():
             cases[path], findings = _read_case(path)
             yield from findings
+        case = case or cases.get(path)
         if workload.script is None:
-            yield from _check_program(workload, path, root, cases.get(path))
-        case = cases.get(path)
+            yield from _check_program(workload, path, root, case)
         if case is not None and workload.equivalence is None and compares_metrics(case):
             yield from check_golden(workload, root, other_names)
         if case is not None and workload.script is None and starts_frozen(case):
@@ -132,6 +132,7 @@ def _check_program(
 ) -> Iterator[Finding]:
     """Yield the missing files of a row without a script; a BEFORE_SCRIPT may make the program."""
     program = workload.training_script_path
+    key = "training_script_path" if workload.own_case is None else "command"
     is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
     if program is None:
         yield _row_finding(
@@ -143,8 +144,8 @@ def _check_program(
         yield _row_finding(
             workload,
             "missing-program",
-            f"{workload.test_case!r} trains with {program}, which is not there; write it, or "
-            f"change training_script_path, which counts from the project's root",
+            f"{workload.test_case!r} trains with {program.split()[0]}, which is not there; write "
+            f"it, or change {key}, which counts from the project's root",
             Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
         )
     if not path.is_file():

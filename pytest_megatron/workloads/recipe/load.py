@@ -51,17 +51,15 @@ from pytest_megatron.workloads.recipe.model import (
     Workload,
     parse_row,
 )
+from pytest_megatron.workloads.recipe.short_rows import (
+    QuarantineKeys,
+    ShortRecipe,
+    expand_rows,
+    is_short,
+)
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 _Flags: TypeAlias = dict[str, object]
-
-
-@closed
-class QuarantineKeys(TypedDict):
-    """The reason that a failure does not count, and the last day of that."""
-
-    reason: Text
-    until: Annotated[Text, About("The last day that it holds, such as 2026-12-31.")]
 
 
 @open_to_others
@@ -189,13 +187,20 @@ _TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
 
 def _schema_problems(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
     """Return everything in a recipe file that the schema forbids."""
+    if is_short(value):
+        return _problems_of(ShortRecipe, value)
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _TYPES:
         found = f"found {kind!r}" if "type" in value else "is missing"
         text = f"{found}, expected {one_of(kind, _TYPES)}"
+        text += "" if "type" in value else "; or a list of rows at 'rows'"
         return (SchemaProblem(path=("type",), kind="type", text=text),)
+    return _problems_of(_TYPES[kind], value)
+
+
+def _problems_of(kind: type, value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
     try:
-        schema.validate(_TYPES[kind], dict(value))
+        schema.validate(kind, dict(value))
     except SchemaError as error:
         return error.problems
     return ()
@@ -270,7 +275,8 @@ def _similar_finding(document: YamlDocument, key: _SimilarKey) -> Finding:
 
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of a recipe file."""
-    return schema.json_schema(cast("type", BasicRecipe | BuildRecipe), "pytest-megatron recipe")
+    kinds = cast("type", BasicRecipe | BuildRecipe | ShortRecipe)
+    return schema.json_schema(kinds, "pytest-megatron recipe")
 
 
 BUILT_IN_WORDS = Vocabulary()
@@ -374,7 +380,8 @@ def load_document(
                     file=document.file,
                     variant=variant,
                     maintainers=owners,
-                    shared=shared,
+                    # Rows in the short form share nothing.
+                    shared=shared if row.case is None else None,
                 )
             )
         except RecipeError as error:
@@ -389,6 +396,10 @@ def expand(
     document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
 ) -> Expansion:
     """Expand a document by a profile, with the findings of everything up to its rows."""
+    if is_short(document.value):
+        departures = _schema_problems(document.value)
+        expansion = expand_rows(document, vocabulary, [one.path for one in departures])
+        return _with_findings(document, departures, (), expansion)
     if profile is Profile.COMPAT:
         return expand_compat(document)
     similar = list(_similar_keys(document.value))
@@ -399,10 +410,20 @@ def expand(
     ]
     problems += [one.problem for one in misspelt]
     expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
+    others = [_similar_finding(document, one) for one in similar if not one.is_lacking]
+    return _with_findings(document, problems, others, expansion)
+
+
+def _with_findings(
+    document: YamlDocument,
+    problems: Iterable[SchemaProblem],
+    others: Iterable[Finding],
+    expansion: Expansion,
+) -> Expansion:
     findings = [
         *_duplicate_keys(document),
         *(_schema_finding(document, problem) for problem in problems),
-        *(_similar_finding(document, one) for one in similar if not one.is_lacking),
+        *others,
         *expansion.findings,
         *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
     ]

@@ -14,11 +14,13 @@ from typing import TypeAlias, TypeVar
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.base.text import counted
+from pytest_megatron.base.yaml import YamlDocument
 from pytest_megatron.errors import RecipeError
 
 # Scope as written -> the tier that CI asks for, and the cadence that the tier implies.
 # Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd
 SCOPE_ALIASES = {"mr-github-slim": "L0", "mr-github": "L1", "nightly": "L2", "weekly": "L3"}
+ANY_SCOPE = "any"  # of a row that names none, where it may
 IMPLIED_CADENCE: dict[str, tuple[str, ...]] = {"nightly": ("nightly",), "weekly": ("weekly",)}
 DEFAULT_CADENCE: tuple[str, ...] = ("pr", "nightly", "mergegroup")
 CADENCES = ("mergegroup", "nightly", "pr", "weekly")
@@ -157,6 +159,8 @@ class Workload:
         quarantine: Why its failure does not count for now, or None.
         equivalence: What it is compared with in place of a golden, or None.
         maintainers: Maintainers of the recipe.
+        own_case: The case of a row in the short form, with the lines of the recipe; None for one
+            that has a file.
     """
 
     file: Path
@@ -187,6 +191,13 @@ class Workload:
     quarantine: Quarantine | None = None
     equivalence: Equivalence | None = None
     maintainers: tuple[str, ...] = ()
+    own_case: YamlDocument | None = None
+
+    @property
+    def limits(self) -> Mapping[str, JsonValue]:
+        """Metric, or a pattern of metrics, to limits of a row in the short form, unchecked."""
+        found = None if self.own_case is None else self.spec.get("compare")
+        return found if isinstance(found, dict) else {}
 
     @property
     def where(self) -> str:
@@ -225,11 +236,13 @@ class Row:
         line: Line of the inner product.
         spec: The spec, for `Workload.spec`.
         axes: Keys of the product in file order; they may distinguish rows.
+        case: For `Workload.own_case`.
     """
 
     line: int
     spec: Mapping[str, JsonValue]
     axes: tuple[str, ...]
+    case: YamlDocument | None = None
 
 
 def item_name(test_case: str, parts: tuple[str, ...]) -> str:
@@ -303,6 +316,7 @@ def parse_row(
         cadence=tuple(map(str, cadence)) if isinstance(cadence, list) else (),
         name=reader.name(),
         variant=variant,
+        own_case=row.case,
         maintainers=maintainers,
         **values,  # type: ignore[arg-type]  # read by `_FIELDS`
         **{name: read(reader) for name, read in own_fields},  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.workloads.recipe.model import (
+    ANY_SCOPE,
     SCOPE_ALIASES,
     Vocabulary,
     Workload,
@@ -70,7 +71,8 @@ def failing(workload: Workload, filters: Filters) -> tuple[str, ...]:
     return tuple(
         name
         for name, words in filters.items()
-        if words and not set(words) & set(values(workload, name))
+        if words
+        and not {*words, *((ANY_SCOPE,) if name == "scope" else ())} & set(values(workload, name))
     )
 
 

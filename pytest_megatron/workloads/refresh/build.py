@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.base.yaml import read_document
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts, ci_page, utc_now
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance
 from pytest_megatron.workloads.golden.policy import direction_of
 from pytest_megatron.workloads.golden.store import golden_text, project_form
-from pytest_megatron.workloads.recipe.case import WorkloadCase, case_path, fingerprint
+from pytest_megatron.workloads.recipe.case import WorkloadCase, case_document, fingerprint
 from pytest_megatron.workloads.refresh.candidate import Candidate
 from pytest_megatron.workloads.refresh.read import CANDIDATE
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
@@ -138,8 +137,8 @@ def _provenance(
 
 def _config_hash(job: WorkloadJob) -> str:
     """Return the fingerprint of the case and the recipe row."""
-    path = case_path(job.setting.root, job.workload)
-    return fingerprint(job.workload, read_document(path).value if path.is_file() else None)
+    case = case_document(job.setting.root, job.workload)
+    return fingerprint(job.workload, None if case is None else case.value)
 
 
 def _layout(case: WorkloadCase) -> str | None:

@@ -35,13 +35,16 @@ from pytest_megatron.workloads.golden.model import (
 from pytest_megatron.workloads.golden.policy import NORMS, ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics
 from pytest_megatron.workloads.recipe.case import (
+    CASE_NAME,
     CASES,
     GOLDENS,
     CaseMode,
     TestType,
     WorkloadCase,
+    parse_case,
     read_case,
 )
+from pytest_megatron.workloads.recipe.load import read_recipe
 from pytest_megatron.workloads.refresh.candidate import Candidate, Ran
 from pytest_megatron.workloads.verdict.compare import compare_in_mode
 from pytest_megatron.workloads.verdict.job import metric_names_of
@@ -144,7 +147,7 @@ def _with_values(
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
     ]
     plan = read_record(_attempt_dir(found.directory, clean[0]) / PLAN_FILE, RecordedPlan)
-    case = read_case(root / CASES / Path(*found.target.parts[-3:-1]) / "model_config.yaml")
+    case, place = _case_of(found, root)
     found = replace(
         found,
         golden=golden,
@@ -161,7 +164,6 @@ def _with_values(
         ),
     )
     sides = [m.generation or m.metrics for m in measured]
-    place = ComparedWorkload(case="/".join(found.target.parts[-3:-1]), platform=found.platform)
     return replace(found, spread=tuple(_spread(case, sides, files, policy.at(place))))
 
 
@@ -283,6 +285,24 @@ def _repeated_lines(path: Path) -> Iterator[str]:
 
 def _attempt_dir(directory: Path, attempt: Ran) -> Path:
     return ItemDirs(root=directory).attempt(repeat=attempt.repeat, attempt=attempt.number).root
+
+
+def _case_of(found: Candidate, root: Path) -> tuple[WorkloadCase, ComparedWorkload]:
+    """Return the case of a workload: its file, or its row where that is in the short form.
+
+    Beside it stands what a policy may select the workload by.
+
+    Raises:
+        CaseError: There is neither.
+    """
+    path = root / CASES / Path(*found.target.parts[-3:-1]) / CASE_NAME
+    file, _, name = found.node_id.partition("::")
+    rows = () if path.is_file() else read_recipe(root / file).workloads
+    for row in rows:
+        if row.item_name == name and row.own_case is not None:
+            return parse_case(row.own_case), ComparedWorkload.of(row)
+    case = "/".join(found.target.parts[-3:-1])
+    return read_case(path), ComparedWorkload(case=case, platform=found.platform)
 
 
 def _measured(attempt: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 from collections.abc import Sequence
@@ -40,9 +41,9 @@ from pytest_megatron.triage.signatures import (
     match_signature,
 )
 from pytest_megatron.workloads.golden.build import series_of_generation
+from pytest_megatron.workloads.golden.collect import has_measured, read_measured
 from pytest_megatron.workloads.golden.compare.result import Comparison
 from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
-from pytest_megatron.workloads.golden.formats.tensorboard import find_event_files
 from pytest_megatron.workloads.golden.model import (
     Generation,
     MetricMap,
@@ -53,8 +54,8 @@ from pytest_megatron.workloads.golden.model import (
     series_of,
 )
 from pytest_megatron.workloads.golden.store import read_metrics
-from pytest_megatron.workloads.recipe.case import Evaluation, WorkloadCase
-from pytest_megatron.workloads.training.plan.phases import PhaseRole, Target
+from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
+from pytest_megatron.workloads.training.plan.phases import PhaseRole, Saved, Target
 from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.equivalence import Audit
@@ -342,7 +343,12 @@ def judge_attempt(
             return tuple(measured), why_it_failed(end, time_limit_s, table)
         if metric_names is None:
             continue
-        if not has_metrics(end.plan.dirs):
+        if not metric_names:  # of a few steps there may be nothing
+            measured.append({})
+            with contextlib.suppress(MetricsError):
+                measured[-1] = measured_in(end.plan.dirs, is_rl=is_rl)
+            continue
+        if not has_measured(end.plan.dirs):
             return tuple(measured), FailureCause(
                 text="the training ended with exit code 0, but wrote no metrics: neither JSON "
                 "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH",
@@ -359,7 +365,10 @@ def judge_attempt(
         if target is not None and end is ends[-1]:
             metrics, last = join_windows(measured), target.iteration
         problem = find_problem(metrics, metric_names, last) or _not_resumed(
-            measured[-1], metric_names, end.plan.resumes_after or resumes_after
+            measured[-1],
+            metric_names,
+            end.plan.resumes_after or resumes_after,
+            is_own=isinstance(end.plan.origin, Saved),
         )
         resumes_after = end.saved
         if problem:
@@ -393,19 +402,13 @@ def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
     return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
 
 
-def has_metrics(dirs: PhaseDirs) -> bool:
-    """Return whether a phase has begun to write what it measures."""
-    return dirs.metrics_lines.exists() or bool(find_event_files(dirs.tensorboard))
-
-
 def measured_in(dirs: PhaseDirs, *, is_rl: bool) -> MetricMap:
-    """Return what a phase wrote so far: JSON lines where it wrote any, else TensorBoard files.
+    """Return what a phase wrote so far, the loss of reinforcement learning under one name.
 
     Raises:
         MetricsError: It wrote nothing, or it cannot be read.
     """
-    lines = dirs.metrics_lines
-    metrics = read_metrics(lines if lines.exists() else dirs.tensorboard).metrics
+    metrics = read_measured(dirs).metrics
     return with_one_loss_name(metrics) if is_rl else metrics
 
 
@@ -421,7 +424,7 @@ def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> s
         if series is None or not len(series):
             found = ", ".join(sorted(metrics))
             return f"the training wrote no {name!r}, only {found}"
-        if last is not None and series.steps[-1] + _interval(series) <= last:
+        if last is not None and series.steps[-1] + _longest_gap(series) <= last:
             return (
                 f"the training ended with exit code 0, but {name} stops at step "
                 f"{series.steps[-1]}, expected it to go on to {last}"
@@ -429,14 +432,22 @@ def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> s
     return None
 
 
-def _not_resumed(metrics: MetricMap, names: Sequence[str], after: int | None) -> str | None:
+def _not_resumed(
+    metrics: MetricMap, names: Sequence[str], after: int | None, *, is_own: bool
+) -> str | None:
     """Say that a training started anew where it had a checkpoint to go on from."""
     first = min((metrics[name].steps[0] for name in names), default=None)
     if after is None or first is None or first > after:
         return None
+    mend = "set --load to ${CHECKPOINT_LOAD_PATH}"
+    if is_own:
+        mend = (
+            "see `load` of resume, and whether the program restores its count of steps, and logs "
+            "to a place that holds none of before"
+        )
     return (
         f"it did not load its checkpoint: its first step is {first}, expected it to go on after "
-        f"{after}; set --load to ${{CHECKPOINT_LOAD_PATH}}"
+        f"{after}; {mend}"
     )
 
 
@@ -449,10 +460,10 @@ def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
     return None
 
 
-def _interval(series: Series) -> int:
-    """Return the smallest distance of two steps; 1 where there is only one."""
-    gaps = [b - a for a, b in zip(series.steps, series.steps[1:], strict=False)]
-    return min(gaps, default=1)
+def _longest_gap(series: Series) -> int:
+    """Return the largest distance of two steps; 1 where there is only one."""
+    gaps = [b - a for a, b in itertools.pairwise(series.steps)]
+    return max(gaps, default=1)
 
 
 def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> FailureCause:
@@ -589,7 +600,7 @@ def _full_disk(directory: Path) -> str:
 def _when(end: PhaseEnd) -> str:
     if end.progress is None:
         return "before the first iteration"
-    return f"after iteration {end.progress.iteration} of {end.progress.last}"
+    return f"after iteration {end.progress.text}"
 
 
 def _phase(end: PhaseEnd) -> str:
@@ -599,6 +610,8 @@ def _phase(end: PhaseEnd) -> str:
 
 
 def _program(end: PhaseEnd) -> str:
+    if end.plan.start is not None and end.plan.start.ranks.starter is Launcher.NONE:
+        return "the program"
     return "the script" if end.plan.is_script else "the launcher"
 
 

@@ -336,7 +336,7 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
         return replace(attempt, generation=generation, cause=cause)
     metrics, cause = judge_attempt(
         attempt.ends,
-        metric_names=job.metric_names,
+        metric_names=job.required_metrics,
         time_limit_s=plan.time_limit_s,
         target=plan.target,
         is_rl=mode is CaseMode.RL,

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.workloads.golden.collect import has_measured
 from pytest_megatron.workloads.golden.compare.result import continued_like
 from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.recipe.case import CaseMode, Evaluation
-from pytest_megatron.workloads.training.plan.phases import saved_iteration
+from pytest_megatron.workloads.training.plan.phases import PhaseRole, saved_iteration
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.attempt import (
@@ -29,7 +30,6 @@ from pytest_megatron.workloads.verdict.attempt import (
     Verdict,
     diagnose_phase,
     find_non_finite,
-    has_metrics,
     join_windows,
     measured_in,
     signature_of,
@@ -79,7 +79,10 @@ class EarlyStop:
             ends: Ends of the phases; the last is as if it were stopped now, if it runs.
             facts: Facts of the job that it runs in; None where it runs on this machine.
         """
-        if not all(has_metrics(end.plan.dirs) for end in ends):
+        if ends[-1].plan.role is not PhaseRole.TRAINING:
+            return None  # a few steps, for an audit, are no training that could disagree
+        ends = [end for end in ends if end.plan.role is PhaseRole.TRAINING]
+        if not all(has_measured(end.plan.dirs) for end in ends):
             return None
         try:
             attempt = replace(_settled(self.attempt_of(plan, ends)), facts=facts)

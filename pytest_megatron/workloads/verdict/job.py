@@ -33,8 +33,8 @@ from pytest_megatron.workloads.recipe.case import (
     CaseMode,
     TestType,
     WorkloadCase,
+    case_of,
     case_path,
-    read_case,
 )
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
@@ -92,6 +92,15 @@ class WorkloadJob:
         if self._is_consistency and self.case.metrics is None:
             return DEFAULT_METRICS[:1]
         return metric_names_of(self.case)
+
+    @property
+    def required_metrics(self) -> tuple[str, ...] | None:
+        """Metrics that must be measured: `metric_names`, but for a few steps, which may lack them.
+
+        Only where the program says by which words it trains few steps; others log each step.
+        """
+        has_stop = self.case is not None and self.case.stop is not None
+        return () if has_stop and self.setting.is_lightweight else self.metric_names
 
     def redactor(self, plan: AttemptPlan) -> Redactor:
         """Return what knows the secrets of the controller, of the case and of its arguments."""
@@ -467,9 +476,8 @@ def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
     Raises:
         CaseError: The case cannot be read, or names no metric.
     """
-    path = case_path(root, workload)
-    if workload.script is not None and not path.is_file():
+    if workload.script is not None and not case_path(root, workload).is_file():
         return None
-    case = read_case(path)
+    case = case_of(root, workload)
     metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case

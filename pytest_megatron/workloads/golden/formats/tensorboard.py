@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -71,11 +71,11 @@ def decode_event(payload: bytes) -> DecodedEvent:
     step, after_step = 0, 0
     scalars: list[tuple[str, float]] = []
     num_values, is_last_simple = 0, False
-    for field in _fields(payload):
+    for field in fields_of(payload):
         if field.number == _EVENT_STEP and field.wire_type == _VARINT:
             step, after_step = field.integer, field.end
         elif field.number == _EVENT_SUMMARY and field.wire_type == _BYTES:
-            for value in _fields(field.content):
+            for value in fields_of(field.content):
                 if value.number == _SUMMARY_VALUE and value.wire_type == _BYTES:
                     num_values += 1
                     tag, number, is_last_simple = _decode_value(value.content)
@@ -96,7 +96,7 @@ def decode_event(payload: bytes) -> DecodedEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class ProtoField:
     """One field: its number, its wire type, its content in one of two forms, where it ends."""
 
     number: int
@@ -106,7 +106,7 @@ class _Field:
     end: int
 
 
-def _fields(data: bytes) -> Iterator[_Field]:
+def fields_of(data: bytes) -> Iterator[ProtoField]:
     """Yield the fields of one message."""
     at = 0
     while at < len(data):
@@ -125,7 +125,7 @@ def _fields(data: bytes) -> Iterator[_Field]:
             raise WireError(f"unknown wire type {wire_type} in a record")
         if at + length > len(data):
             raise WireError("a field is longer than its record")
-        yield _Field(number, wire_type, integer, data[at : at + length], at + length)
+        yield ProtoField(number, wire_type, integer, data[at : at + length], at + length)
         at += length
 
 
@@ -145,7 +145,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _decode_value(data: bytes) -> tuple[str, float | None, bool]:
     """Return tag, value and whether the value is the last thing in a `Summary.Value`."""
     tag, number, is_last = "", None, False
-    for field in _fields(data):
+    for field in fields_of(data):
         is_last = False
         if field.number == _VALUE_TAG and field.wire_type == _BYTES:
             tag = field.content.decode("utf-8", "replace")
@@ -159,7 +159,7 @@ def _decode_value(data: bytes) -> tuple[str, float | None, bool]:
 def _decode_tensor(data: bytes) -> float | None:
     """Return the one number of a float or double tensor, or None for any other tensor."""
     dtype, content = 0, b""
-    for field in _fields(data):
+    for field in fields_of(data):
         if field.number == _TENSOR_DTYPE:
             dtype = field.integer
         elif field.number == _TENSOR_SHAPE:
@@ -179,8 +179,8 @@ def _decode_tensor(data: bytes) -> float | None:
 def _is_one_number(shape: bytes) -> bool:
     """Return True if a `TensorShapeProto` has no dimension, or only dimensions of size 1."""
     sizes = [
-        next((f.integer for f in _fields(dim.content) if f.number == _DIM_SIZE), 0)
-        for dim in _fields(shape)
+        next((f.integer for f in fields_of(dim.content) if f.number == _DIM_SIZE), 0)
+        for dim in fields_of(shape)
         if dim.number == _SHAPE_DIM
     ]
     return math.prod(sizes) == 1
@@ -188,8 +188,8 @@ def _is_one_number(shape: bytes) -> bool:
 
 def _ends_with_value(payload: bytes, after_step: int) -> bool:
     """Return True if only the summary, with its one value, follows the step."""
-    fields = list(_fields(payload[after_step:]))
-    return len(fields) == 1 and len(list(_fields(fields[0].content))) == 1
+    fields = list(fields_of(payload[after_step:]))
+    return len(fields) == 1 and len(list(fields_of(fields[0].content))) == 1
 
 
 def _float(content: bytes) -> float:
@@ -233,6 +233,19 @@ def read_tensorboard(path: Path) -> Observed:
         raise MetricsError(
             str(path), f"no metrics: no file {_PATTERN!r} here or below; did the training start?"
         )
+    return read_event_files(paths, str(path))
+
+
+def read_event_files(paths: Sequence[Path], where: str) -> Observed:
+    """Read every scalar of some event files, as `read_tensorboard` does.
+
+    Args:
+        paths: At least one; a later one wins.
+        where: For the error, if they hold none.
+
+    Raises:
+        MetricsError: There is no scalar, or a file cannot be read.
+    """
     merged: _SCALARS = {}
     files: list[MetricsFile] = []
     notes: list[str] = []
@@ -245,7 +258,7 @@ def read_tensorboard(path: Path) -> Observed:
     if not merged:
         num_records = sum(file.num_records for file in files)
         raise MetricsError(
-            str(path),
+            where,
             f"no metrics: {len(files)} event file(s) with {num_records} records and no scalar",
         )
     metrics = {

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.text import one_of
-from pytest_megatron.errors import CaseError, MegatronError
+from pytest_megatron.errors import CaseError, MegatronError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.workloads.recipe.case import WorkloadCase, case_path, read_case
+from pytest_megatron.workloads.golden.policy import ComparedWorkload
+from pytest_megatron.workloads.recipe.case import WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.layout import (
     check_connections,
@@ -84,24 +85,30 @@ def lint_checks(
         if workload.disabled_reason is not None:
             continue
         path = case_path(root, workload)
-        if path not in cases:
-            cases[path] = _read(path)
+        if workload.own_case is not None or path not in cases:
+            cases[path] = _read(root, workload)
         case = cases[path]
         if case is None:
             continue
-        if problem := _why_not_equivalent(workload, case):
+        if problem := _why_not_equivalent(workload, case) or _wrong_limits(workload):
             found[problem] = None
         if workload.script is None:
-            found.update(dict.fromkeys(_unknown_variables(case, env)))
+            found.update(dict.fromkeys(_unknown_variables(workload, case, env)))
         for finding in findings_of(hits_of(workload, case, {})):
             found[_for_lint(finding, path)] = None
     return tuple(found)
 
 
-def _unknown_variables(case: WorkloadCase, env: Mapping[str, str]) -> Iterator[Finding]:
+def _unknown_variables(
+    workload: Workload, case: WorkloadCase, env: Mapping[str, str]
+) -> Iterator[Finding]:
     """Yield references to variables that are not set here; another machine may have them."""
+    is_short = workload.own_case is not None
     own = {*VARIABLES, *case.env}
-    texts = [(case.env_lines[k], f"ENV_VARS.{k}", text, own) for k, text in case.env.items()]
+    variables = "env" if is_short else "ENV_VARS"
+    texts = [(case.env_lines[k], f"{variables}.{k}", text, own) for k, text in case.env.items()]
+    if is_short:
+        texts.append((workload.line, "command", workload.training_script_path or "", own))
     for variant in case.variants:
         names = own | variant.env.keys()
         for argument in variant.arguments:
@@ -118,7 +125,7 @@ def _unknown_variables(case: WorkloadCase, env: Mapping[str, str]) -> Iterator[F
                 line=line,
                 rule="case-unset-variable",
                 message=f"{where}: unknown variable {name!r}, expected {expected}",
-                severity=Severity.WARNING,
+                severity=Severity.ERROR if is_short else Severity.WARNING,
             )
 
 
@@ -136,9 +143,19 @@ def _why_not_equivalent(workload: Workload, case: WorkloadCase) -> Finding | Non
     return None
 
 
-def _read(path: Path) -> WorkloadCase | None:
+def _wrong_limits(workload: Workload) -> Finding | None:
+    """Return what is wrong with limits of a row's own, None if nothing is."""
     try:
-        return read_case(path) if path.is_file() else None
+        ComparedWorkload.of(workload)
+    except RecipeError as error:
+        line = workload.line
+        return Finding(file=workload.file, line=line, rule="schema", message=error.problem)
+    return None
+
+
+def _read(root: Path, workload: Workload) -> WorkloadCase | None:
+    try:
+        return case_of(root, workload) if case_path(root, workload).is_file() else None
     except CaseError:
         return None
 

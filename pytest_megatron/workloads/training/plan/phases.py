@@ -30,11 +30,13 @@ from pytest_megatron.workloads.recipe.case import (
     LIGHTWEIGHT_ITERS,
     LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
+    NO_STOP,
     PP,
     TP,
     Argument,
     CaseMode,
     ModelArgs,
+    Resume,
     TestType,
     Variant,
     WorkloadCase,
@@ -92,6 +94,21 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a first start saved in whatever layout, for the second one to find what it wants.
+
+    Attributes:
+        checkpoints: Where it saved.
+        back_to: The step after which the next start goes on.
+        drop: Pattern of what is removed from the directory before that, or None.
+    """
+
+    checkpoints: Path
+    back_to: int
+    drop: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Iteration at which a training of several windows is done.
 
@@ -132,15 +149,17 @@ class PhaseStart:
         role: Why it is started.
         trace: What its ranks record of their tensors, or None.
         num_ranks: Over all nodes, of a layout that is not the row's own.
+        words: Words of the command line in place of those of the same name, or behind all others.
     """
 
     number: int
     name: str
     variant: Variant
     arguments: tuple[Argument, ...]
+    words: tuple[str, ...] = ()
     load: str
     save: Path
-    origin: Rewind | Frozen | None = None
+    origin: Rewind | Frozen | Saved | None = None
     last_iteration: int | None
     saves: Path | None = None
     role: PhaseRole = PhaseRole.TRAINING
@@ -174,7 +193,8 @@ def starts_of(
                 maker.frozen_path()  # that it is named is all that can be said here
             return (maker.plain(),)
         case TestType.CKPT_RESUME:
-            return (maker.plain(), maker.resumed())
+            is_short = is_lightweight and case.resume is not None and case.resume.is_fixed
+            return (maker.plain(),) if is_short else (maker.plain(), maker.resumed())
         case TestType.FROZEN_RESUME:
             return (maker.plain(load=str(dirs.no_checkpoint)), maker.frozen_resumed(root))
         case TestType.CHECKPOINT_CONSISTENCY:
@@ -205,12 +225,13 @@ def audits_of(
         MegatronError: The case is refused, see `starts_of`.
     """
     steps = trace_steps_of(workload)
+    require_stop(workload, case, "--audit-determinism")
     starts = starts_of(workload, case, dirs, root, is_lightweight=True)
     trainings = [one for one in starts if one.number == 1 or one.saves is not None]
     pairs = [(one, again) for one in trainings for again in (1, 2)]
     return tuple(
         replace(
-            _shortened(one, steps),
+            _shortened(one, steps, workload, case),
             variant=_with_memory(one.variant, case) if again > 1 else one.variant,
             number=number,
             name=f"audit {again}" if len(trainings) == 1 else f"audit {again} of {one.name}",
@@ -233,9 +254,13 @@ def _with_memory(variant: Variant, case: WorkloadCase) -> Variant:
     return replace(variant, env={_ALLOCATOR: "malloc", **variant.env})
 
 
-def _shortened(start: PhaseStart, num_steps: int) -> PhaseStart:
-    """Return a start that ends after some steps and saves nothing, where it takes flags."""
-    if _takes_key_values(start.arguments):
+def _shortened(
+    start: PhaseStart, num_steps: int, workload: Workload, case: WorkloadCase
+) -> PhaseStart:
+    """Return a start that ends after some steps and saves nothing, where that can be said."""
+    if case.stop is not None:
+        return replace(start, words=_stop_words(case.stop, num_steps))
+    if not takes_exit_interval(workload, start.arguments):
         return start
     kept = (argument for argument in start.arguments if not _saves(argument))
     arguments = with_argument(kept, "--exit-interval", str(num_steps))
@@ -260,7 +285,9 @@ def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | Non
 def _find_command(workload: Workload) -> str | None:
     program = shlex.split(workload.training_script_path or "")
     if program and not program[0].endswith(".py"):
-        return f"{program[0]!r} is a command, expected a Python program in training_script_path"
+        kind = "command" if program[0] != "-m" else "module"
+        what = f"{program[kind == 'module']!r} is a {kind}"
+        return f"{what}, expected a Python program in training_script_path"
     return None
 
 
@@ -285,6 +312,74 @@ def exit_minutes(window_s: float) -> int:
     return max(1, minutes * 4 // 5)
 
 
+# Megatron-LM's programs, with whatever arguments. Source: its recipes, d98e8a64dd.
+_OF_MEGATRON = ("--exit-interval", "--train-iters", "--train-samples", *_SIZES)
+_MEGATRON_PROGRAM = re.compile(r"(?:.*/)?(?:pretrain_\w+|train_rl)\.py").fullmatch
+
+
+def takes_exit_interval(workload: Workload, arguments: Sequence[Argument]) -> bool:
+    """Return whether a program takes `--exit-interval`, as Megatron-LM's do and others may not.
+
+    Such a program is told by its name, or by an argument that the row or the case gives it.
+    """
+    program = (shlex.split(workload.training_script_path or "") or [""])[0]
+    is_named = workload.equivalence is not None or any(a.name in _OF_MEGATRON for a in arguments)
+    return is_named or _MEGATRON_PROGRAM(program) is not None
+
+
+def _short_key(workload: Workload, arguments: Sequence[Argument]) -> tuple[str, int] | None:
+    """Return the `key=value` argument by which NeMo or Megatron Bridge trains few steps."""
+    names = {argument.name for argument in arguments}
+    if names & {_BRIDGE_ITERS, "--recipe"}:
+        return _BRIDGE_ITERS, LIGHTWEIGHT_ITERS
+    is_nemo = _NEMO_STEPS in names or (workload.training_script_path or "").startswith("nemo ")
+    return (_NEMO_STEPS, LIGHTWEIGHT_NEMO_STEPS) if is_nemo else None
+
+
+def require_stop(workload: Workload, case: WorkloadCase, option: str) -> None:
+    """Refuse a program that cannot be given fewer steps.
+
+    Raises:
+        CaseError: Neither the row nor the case says how, and the program is none that is known.
+    """
+    is_short, arguments = workload.own_case is not None, case.arguments
+    is_known = takes_exit_interval(workload, arguments) or _short_key(workload, arguments)
+    if case.stop == NO_STOP or (case.stop is None and not is_known):
+        raise CaseError(
+            workload.where if is_short else str(case.path),
+            f"{option} gives a program fewer steps, and {workload.test_case!r} has "
+            f"{'no stop' if case.stop is None else 'stop: none'}, nothing was run; add "
+            f"{'stop' if is_short else 'STOP'}: '--max_steps={{steps}}', as the program takes it, "
+            f"or run it without {option}",
+        )
+
+
+def _stop_words(stop: str, num_steps: int) -> tuple[str, ...]:
+    return tuple(word.replace("{steps}", str(num_steps)) for word in shlex.split(stop))
+
+
+def with_words(words: Sequence[str], further: Sequence[str]) -> tuple[str, ...]:
+    """Return words of a command line with others in place of those of the same name.
+
+    `--steps 4` and `--steps=4` replace `--steps 100` and `--steps=100`, and `steps=4` replaces
+    `steps=100`, where that stands last; what is not there is added at the end.
+    """
+    found, options = list(words), list[list[str]]()
+    for word in further:
+        last = options[-1][0] if options else ""
+        if last.startswith("-") and "=" not in last and not word.startswith("-"):
+            options[-1].append(word)
+        else:
+            options.append([word])
+    for option in options:
+        name, is_joined, _ = option[0].partition("=")
+        places = [i for i, word in enumerate(found) if word == name or word.startswith(f"{name}=")]
+        at = places[-1] if places else len(found)
+        is_split = found[at : at + 1] == [name]
+        found[at : at + (len(option) + bool(is_joined) if is_split else 1)] = option
+    return tuple(found)
+
+
 class _Maker:
     """Makes the starts of one attempt."""
 
@@ -301,18 +396,23 @@ class _Maker:
     def plain(self, *, load: str | None = None) -> PhaseStart:
         """Return a first start."""
         arguments, last = self._arguments(self._case.variant(1))
+        resume = self._resume()
+        save = () if resume is None else resume.words(resume.save, self._dirs.checkpoints)
         return PhaseStart(
             number=1,
             name="phase 1",
             variant=self._case.variant(1),
             arguments=arguments,
+            words=(*self._stop(), *save),
             load=load or self._load or str(self._dirs.no_checkpoint),
             save=self._dirs.checkpoints,
             last_iteration=last,
         )
 
     def resumed(self) -> PhaseStart:
-        """Return the start that goes on from half way of the first one."""
+        """Return the start that goes on from half way of the first one, or as its case says."""
+        if (resume := self._resume()) is not None:
+            return self._resumed_by(resume)
         iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
         saved = self._dirs.checkpoints
         return self._second(
@@ -320,6 +420,28 @@ class _Maker:
             save=saved,
             origin=Rewind(checkpoints=saved, last=iters, back_to=iters // 2),
         )
+
+    def _resumed_by(self, resume: Resume) -> PhaseStart:
+        saved = self._dirs.checkpoints
+        drop = None if resume.drop is None else resume.drop.replace("{at}", str(resume.at))
+        second = self._second(
+            load=str(saved),
+            save=saved,
+            origin=Saved(checkpoints=saved, back_to=resume.at, drop=drop),
+        )
+        words = (*resume.words(resume.save, saved), *resume.words(resume.load, saved))
+        return replace(second, words=(*self._stop(), *words))
+
+    def _resume(self) -> Resume | None:
+        """Return how the program saves and resumes; in lightweight mode earlier."""
+        resume = self._case.resume
+        if resume is None or not self._is_lightweight:
+            return resume
+        return replace(resume, at=LIGHTWEIGHT_SAVE_INTERVAL)
+
+    def _stop(self) -> tuple[str, ...]:
+        stop = self._case.stop
+        return _stop_words(stop, LIGHTWEIGHT_ITERS) if self._is_lightweight and stop else ()
 
     def frozen_resumed(self, root: Path) -> PhaseStart:
         """Return the start that goes on from half way of a training that was long ago."""
@@ -384,7 +506,8 @@ class _Maker:
         saved = self._dirs.checkpoints
         variant = self._case.variant(1)
         arguments = self._arguments(variant)[0] if self._is_lightweight else variant.arguments
-        if not any(a.name == _EXIT_DURATION for a in arguments) and _takes_flags(arguments):
+        is_taken = takes_exit_interval(self._workload, arguments)
+        if is_taken and not any(a.name == _EXIT_DURATION for a in arguments):
             minutes = exit_minutes(self._workload.time_limit_s or DEFAULT_TIME_LIMIT_S)
             arguments = with_argument(arguments, _EXIT_DURATION, str(minutes))
         number_of = 1 if self._is_lightweight else self._workload.max_windows or DEFAULT_WINDOWS
@@ -416,7 +539,7 @@ class _Maker:
             )
         return self._load
 
-    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen) -> PhaseStart:
+    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen | Saved) -> PhaseStart:
         variant = self._case.variant(2)
         arguments, last = self._arguments(variant)
         if self._is_lightweight and last is not None and isinstance(origin, Frozen):
@@ -432,36 +555,20 @@ class _Maker:
             last_iteration=last,
         )
 
-    def _key_value_arguments(
-        self, arguments: tuple[Argument, ...]
-    ) -> tuple[tuple[Argument, ...], int | None]:
-        """Return the arguments of a `key=value` program, and its last iteration.
-
-        Megatron Bridge's `train.train_iters` counts as Megatron-LM does; NeMo's `trainer.max_steps`
-        logs its steps from another number on, so that its last one is left open.
-        """
-        named = {a.name: a.text for a in arguments}
-        is_bridge = _BRIDGE_ITERS in named or any(a.name == "--recipe" for a in arguments)
-        if self._is_lightweight:
-            key, steps = _NEMO_STEPS, LIGHTWEIGHT_NEMO_STEPS
-            if is_bridge:
-                key, steps = _BRIDGE_ITERS, LIGHTWEIGHT_ITERS
-            return with_argument(arguments, key, str(steps)), steps if is_bridge else None
-        text = named.get(_BRIDGE_ITERS) or ""
-        return arguments, int(text) if text.isdecimal() else None
-
     def _arguments(self, variant: Variant) -> tuple[tuple[Argument, ...], int | None]:
         """Return the arguments with the iteration to stop at, and that iteration.
 
-        Megatron-LM's driver writes both changes into the file; here the file stays as it is. A
-        program that takes `key=value` only gets no iteration unless it shall run a short
-        time.
+        Megatron-LM's driver writes both changes into the file; here the file stays as it is.
         """
-        arguments = variant.arguments
-        if _takes_key_values(arguments):
-            return self._key_value_arguments(arguments)
+        arguments, last = variant.arguments, self._case.last_step
         if self._case.mode is CaseMode.INFERENCE:  # it has no iterations
             return arguments, None
+        if self._is_lightweight:
+            require_stop(self._workload, self._case, "--lightweight")
+        if self._case.stop is not None:
+            return arguments, None if self._is_lightweight else last
+        if not takes_exit_interval(self._workload, arguments):
+            return self._key_value_arguments(arguments)
         last = self._case.train_iters_of(variant)
         if self._case.mode is CaseMode.RL:  # it counts samples, and says when to end
             last = self._case.exit_interval or last
@@ -471,6 +578,23 @@ class _Maker:
         if self._case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
             arguments = with_argument(arguments, "--save-interval", str(LIGHTWEIGHT_SAVE_INTERVAL))
         return arguments, min(last, LIGHTWEIGHT_ITERS)
+
+    def _key_value_arguments(
+        self, arguments: tuple[Argument, ...]
+    ) -> tuple[tuple[Argument, ...], int | None]:
+        """Return the arguments of a program that is not Megatron-LM's, and its last iteration.
+
+        Megatron Bridge's `train.train_iters` counts as Megatron-LM does; NeMo's `trainer.max_steps`
+        logs its steps from another number on, so that its last one is left open.
+        """
+        short = _short_key(self._workload, arguments) if self._is_lightweight else None
+        if short is not None:
+            key, steps = short
+            return with_argument(
+                arguments, key, str(steps)
+            ), steps if key == _BRIDGE_ITERS else None
+        text = {a.name: a.text for a in arguments}.get(_BRIDGE_ITERS) or ""
+        return arguments, int(text) if text.isdecimal() else self._case.last_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -526,7 +650,7 @@ def _why_not_traced(workload: Workload, case: WorkloadCase, equivalence: Equival
         )
     if problem := _find_command(workload):
         return problem
-    if _takes_key_values(case.arguments):
+    if any(not argument.name.startswith("-") for argument in case.arguments):
         return f"{case.path} gives its program key=value, expected flags"
     if case.train_iters < equivalence.num_steps:
         return (
@@ -555,18 +679,12 @@ def _saves(argument: Argument) -> bool:
     return argument.name == "--async-save" or argument.name.startswith("--save")
 
 
-def _takes_key_values(arguments: Sequence[Argument]) -> bool:
-    """Return if the program takes `key=value`, maybe beside flags of its launcher (`--recipe`)."""
-    return any(not a.name.startswith("-") for a in arguments)
-
-
-def _takes_flags(arguments: Sequence[Argument]) -> bool:
-    """Return if the program takes `--flag value`; else it takes `key=value` alone."""
-    return not arguments or any(a.name.startswith("-") for a in arguments)
-
-
-def find_no_checkpoint(origin: Rewind | Frozen) -> str | None:
+def find_no_checkpoint(origin: Rewind | Frozen | Saved) -> str | None:
     """Return what is wrong if the checkpoint to resume from is not there, None if it is."""
+    if isinstance(origin, Saved):
+        is_empty = not any(origin.checkpoints.iterdir())
+        what = f"{origin.checkpoints} is empty, expected what `save` of resume has it save there"
+        return f"{what}; change those words" if is_empty else None
     kept = origin.checkpoints / iteration_name(origin.back_to)
     if kept.is_dir():
         return None
@@ -599,13 +717,17 @@ def saved_iteration(directory: Path) -> int | None:
     return int(text) if is_there else None
 
 
-def lay_out(origin: Rewind | Frozen) -> None:
+def lay_out(origin: Rewind | Frozen | Saved) -> None:
     """Make the directory that a phase loads from show the iteration that it resumes.
 
     Raises:
         OSError: The directory cannot be written.
     """
     match origin:
+        case Saved():
+            for path in () if origin.drop is None else origin.checkpoints.glob(origin.drop):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            return
         case Rewind():
             directory = origin.checkpoints
             shutil.rmtree(directory / iteration_name(origin.last), ignore_errors=True)

@@ -28,12 +28,14 @@ from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.workloads.recipe.case import (
     CP,
     TP,
+    CaseMode,
     ExitPolicy,
     Launcher,
     ModelArgs,
     TestType,
     WorkloadCase,
 )
+from pytest_megatron.workloads.recipe.metrics import MetricSource
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
@@ -41,6 +43,7 @@ from pytest_megatron.workloads.training.plan.phases import (
     PhaseRole,
     PhaseStart,
     Rewind,
+    Saved,
     Target,
     audits_of,
     command_words,
@@ -53,6 +56,7 @@ from pytest_megatron.workloads.training.plan.phases import (
     substitute,
     target_of,
     trace_steps_of,
+    with_words,
 )
 from pytest_megatron.workloads.training.plan.script import (
     ScriptFiles,
@@ -123,7 +127,8 @@ FT_PACKAGE = "nvidia_resiliency_ext"
 # For a machine without nvidia-resiliency-ext: nearly all of Megatron-LM's cases ask for it.
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
 NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
-_NO_PYTHON = "--no-python"
+ALONE = "pytest_megatron.workloads.training.run.alone"  # also where the package lies elsewhere
+_NO_PYTHON, _MODULE = "--no-python", "-m"
 
 _MODULES = {
     Launcher.TORCHRUN: "torch.distributed.run",
@@ -184,8 +189,8 @@ class Started:
 
     @property
     def script(self) -> str | None:
-        """The Python script that the ranks run; None of a command."""
-        return None if self.program[0] == _NO_PYTHON else self.program[0]
+        """The Python script that the ranks run; None of a command and of a module."""
+        return None if self.program[0] in (_NO_PYTHON, _MODULE) else self.program[0]
 
     @property
     def rank_words(self) -> tuple[str, ...]:
@@ -198,6 +203,10 @@ class Started:
     def launcher_words(self) -> tuple[str, ...]:
         """Command that starts the ranks of a node; `node_agents.node_command` completes it."""
         ranks = self.ranks
+        if ranks.starter is Launcher.NONE:
+            is_copied = ranks.tee_ranks is None or 0 in ranks.tee_ranks
+            head = (self.python, "-P", "-m", ALONE, str(ranks.logs), str(int(is_copied)))
+            return (*head, *self.rank_words)
         own = (
             *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),
             *("--log-dir", str(_log_dir(ranks)), "--redirects", "3"),
@@ -220,7 +229,9 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     Raises:
         CaseError: `ft_launcher` is asked for and not installed, or the variable has another word.
     """
-    words = [starter.value for starter in Launcher]
+    if case.starter is Launcher.NONE:
+        return case.starter
+    words = [starter.value for starter in Launcher if starter is not Launcher.NONE]
     if asked and asked not in words:
         raise CaseError(LAUNCHER_VARIABLE, f"is {asked!r}, expected {one_of(asked, words)}")
     starter = Launcher(asked) if asked else case.starter
@@ -240,12 +251,12 @@ def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> St
     Args:
         python: Interpreter of launcher and program.
         ranks: How many, and where they log.
-        program: `train.py`; or, where it does not end in `.py`, a command such as `nemo llm
-            pretrain`, which is started as it is.
+        program: `train.py`, or `-m` and a module; or, where it does not end in `.py`, a command
+            such as `nemo llm pretrain`, which is started as it is.
         words: The program's arguments.
     """
     command = shlex.split(program)
-    is_python = command[0].endswith(".py")
+    is_python = command[0].endswith(".py") or command[0] == _MODULE
     whole = (*(() if is_python else (_NO_PYTHON,)), *command, *words)
     return Started(python=python, ranks=ranks, program=whole)
 
@@ -312,6 +323,7 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
+_LOSS = "lm loss"  # what a case without METRICS compares first
 ONLY_PHASE = "phase 1"  # maybe the first of several
 
 
@@ -337,6 +349,7 @@ class PhasePlan:
         start: What `argv` starts, for an engine that starts ranks in another way; None of a script.
         role: Why it is started.
         exit_policy: The outcome if it has done its work and does not exit.
+        source: Where what it measures is; None of a program that measures nothing by steps.
     """
 
     number: int
@@ -345,7 +358,7 @@ class PhasePlan:
     env: Mapping[str, str]
     own_env: Mapping[str, str]
     dirs: PhaseDirs
-    origin: Rewind | Frozen | None = None
+    origin: Rewind | Frozen | Saved | None = None
     last_iteration: int | None
     world_size: int = 1
     num_nodes: int = 1
@@ -357,6 +370,7 @@ class PhasePlan:
     start: Started | None = None
     role: PhaseRole = PhaseRole.TRAINING
     exit_policy: ExitPolicy = ExitPolicy.FAIL
+    source: MetricSource | None = None
 
     @property
     def resumes_after(self) -> int | None:
@@ -577,8 +591,13 @@ def _plan_phase(
         logs=phase.logs,
         idle_nodes=workload.nodes - num_nodes,
     )
+    command = shlex.split(program)
+    if workload.own_case is not None:
+        command = [substitute(word, env, where=workload.where) for word in command]
     words = command_words(start.arguments, env, file=str(case.path))
-    launch = started(setting.python, ranks, program, words)
+    whole = with_words([*command[1:], *words], start.words)
+    launch = started(setting.python, ranks, shlex.quote(command[0]), whole)
+    is_series = case.mode is not CaseMode.INFERENCE
     planned = PhasePlan(
         number=start.number,
         name=start.name,
@@ -597,6 +616,7 @@ def _plan_phase(
         after_script=case.after_script,
         role=start.role,
         exit_policy=case.exit_policy,
+        source=_source_of(case, known) if is_series else None,
     )
     return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
@@ -625,6 +645,19 @@ def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tupl
             f"{workload.gpus} ({workload.where}), expected no more than that; raise gpus",
         )
     return workload.nodes, workload.gpus if own is None else own
+
+
+def _source_of(case: WorkloadCase, known: Mapping[str, str]) -> MetricSource:
+    """Return where the metrics of a phase are, with its variables filled in.
+
+    Raises:
+        CaseError: The path refers to something unset.
+    """
+    source = case.source or MetricSource(names=case.metrics or (_LOSS,))
+    if source.path is None:
+        return source
+    where = f"{case.path}: METRICS_FROM.path"
+    return replace(source, path=substitute(source.path, known, where=where))
 
 
 def _frozen_paths(

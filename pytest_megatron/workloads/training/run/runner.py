@@ -23,7 +23,8 @@ from pytest_megatron.process.guarded import (
 )
 from pytest_megatron.process.tree import Activity
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workloads.golden.store import read_metrics
+from pytest_megatron.workloads.golden.collect import Collector, newest, read_measured
+from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.recipe.case import ExitPolicy
 from pytest_megatron.workloads.training.plan.phases import (
     PhaseRole,
@@ -61,24 +62,31 @@ _NOT_PASSED_ON = frozenset((_ENV_FILE, "BASHOPTS", "SHELLOPTS", "SHLVL", "_"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One `iteration N/M | ...` line of a training.
+    """How far a training is: its `iteration N/M | ...` line, or the last step that it measured.
 
     Attributes:
-        iteration: The one that just ended, counted from 1.
-        last: The one that the training is to reach.
-        loss: Loss that was printed, or None where the line has none.
+        iteration: The one that just ended.
+        last: The one that the training is to reach; None where nobody says.
+        loss: Loss that was printed or measured, or None without one.
         iteration_ms: Time of this iteration, or None.
+        loss_name: Name of the loss.
     """
 
     iteration: int
-    last: int
+    last: int | None
     loss: str | None = None
     iteration_ms: float | None = None
+    loss_name: str = "lm loss"
+
+    @property
+    def text(self) -> str:
+        """The iteration, and the last one where that is known."""
+        return f"{self.iteration}" + (f" of {self.last}" if self.last is not None else "")
 
     @property
     def time_left_s(self) -> float | None:
         """Estimate from the latest iteration; None where its time is not known."""
-        if self.iteration_ms is None:
+        if self.iteration_ms is None or self.last is None:
             return None
         return (self.last - self.iteration) * self.iteration_ms / 1000
 
@@ -141,7 +149,9 @@ class LogWatch:
         ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
         scripts: Where a script of the recipe may have its own ranks log, or None.
         last: Iteration that the phase ends after, where its program prints a later one; or None.
-        progress: The furthest that any rank printed, or None.
+        reads_lines: Whether Megatron-LM's lines say how far the training is.
+        printed: The latest that any rank printed, or None.
+        measured: The latest that was measured, or None; where lines say nothing, it counts.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
         is_exiting: Whether a program said last that it exits.
     """
@@ -150,7 +160,9 @@ class LogWatch:
     ranks_per_node: int = 1
     scripts: Path | None = None
     last: int | None = None
-    progress: Progress | None = None
+    reads_lines: bool = True
+    printed: Progress | None = None
+    measured: Progress | None = None
     hung_rank: int | None = None
     is_exiting: bool = False
     _launcher: FollowedFile = field(init=False)
@@ -159,6 +171,11 @@ class LogWatch:
 
     def __post_init__(self) -> None:
         self._launcher = FollowedFile(self.dirs.launcher_log)
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the training is, or None."""
+        return self.printed or self.measured
 
     def poll(self) -> list[str]:
         """Take in what is new; return the new lines of tee'd ranks, as `[rank0]: ...`."""
@@ -205,12 +222,14 @@ class LogWatch:
 
     def _take(self, line: str, *, rank: int) -> None:
         self._note_watchdog(line, rank)
+        if not self.reads_lines:
+            return
         progress = parse_progress(line) if "iteration" in line else None
         if progress is not None and self.last is not None and progress.iteration <= self.last:
             progress = replace(progress, last=self.last)
         if progress is not None or _EXITING in line:
             self.is_exiting = progress is None
-        self.progress = progress or self.progress
+        self.printed = progress or self.printed
 
     def _note_watchdog(self, line: str, rank: int | None) -> None:
         """Remember the rank of a watchdog's report, which may stand in a log of no rank."""
@@ -570,11 +589,12 @@ def _train(
     """Start the program of a phase and watch it to its end."""
     watch = _watch_of(plan, phase)
     exit_watch = _ExitWatch(phase, watch)
+    measured = _Measured.of(phase, plan.cwd)
     end, problem = End.EXITED, None
     hung_at = 0.0
     with start(phase, plan.cwd) as process:
         while (ended := process.poll(_POLL_S)) is None:
-            _tell(listener, phase, watch)
+            _tell(listener, phase, watch, measured)
             hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
             if hung_at and _has_said_all(phase, plan.world_size, time.monotonic() - hung_at):
                 deadline = 0.0
@@ -592,7 +612,7 @@ def _train(
                 process.stop()
                 ended = process.wait()
             break
-    _tell(listener, phase, watch, is_ended=True)
+    _tell(listener, phase, watch, measured, is_ended=True)
     return PhaseEnd(
         plan=phase,
         end=end,
@@ -642,16 +662,9 @@ class _ExitWatch:
         if self.log.is_exiting:
             return True
         if (progress := self.log.progress) is not None:
-            return progress.iteration >= (self.phase.last_iteration or progress.last)
-        dirs, last = self.phase.dirs, self.phase.last_iteration
-        if dirs.generated.exists():
-            return True
-        source = dirs.metrics_lines if dirs.metrics_lines.exists() else dirs.tensorboard
-        try:
-            metrics = {} if last is None else read_metrics(source).metrics
-        except (GoldenError, MetricsError):  # nothing yet, or half a line
-            return False
-        return last is not None and any(s.steps and s.steps[-1] >= last for s in metrics.values())
+            last = self.phase.last_iteration or progress.last
+            return last is not None and progress.iteration >= last
+        return self.phase.dirs.generated.exists()
 
 
 def _is_idle(before: Activity, now: Activity, took_s: float) -> bool:
@@ -668,7 +681,51 @@ def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
         phase.world_size // phase.num_nodes,
         scripts=scripts,
         last=None if phase.role is PhaseRole.TRAINING else phase.last_iteration,
+        reads_lines=phase.source is None or phase.source.form is None,
     )
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What a phase measures, read now and then: progress that the judgement will read too.
+
+    Attributes:
+        collector: Reads it from the place that the row names; None leaves that to others.
+    """
+
+    phase: PhasePlan
+    collector: Collector | None = None
+    _pace: JudgePace = field(default_factory=JudgePace)
+
+    @classmethod
+    def of(cls, phase: PhasePlan, cwd: Path) -> _Measured:
+        """Return the one of a phase that is about to start here."""
+        source = phase.source
+        if source is None or source.form is None:
+            return cls(phase)
+        return cls(phase, Collector(source, phase.dirs, cwd))
+
+    def look(self, watch: LogWatch, *, is_ended: bool) -> None:
+        """Read what is new, and let it be the progress unless lines of the program say it."""
+        if self.phase.source is None or not (is_ended or self._pace.is_due):
+            return
+        began = time.monotonic()
+        if self.collector is not None:
+            self.collector.refresh(is_ended=is_ended)
+        watch.measured = self._progress()
+        self._pace.pause(time.monotonic() - began)
+
+    def _progress(self) -> Progress | None:
+        assert self.phase.source is not None
+        try:
+            found = newest(read_measured(self.phase.dirs).metrics, self.phase.source.names)
+        except (GoldenError, MetricsError, OSError):  # nothing yet, or half a line
+            return None
+        if found is None:
+            return None
+        step, name, value = found
+        loss = f"{value:.6g}" if is_loss(name) and isinstance(value, float) else None
+        return Progress(iteration=step, last=self.phase.last_iteration, loss=loss, loss_name=name)
 
 
 class LiveLog:
@@ -684,6 +741,7 @@ class LiveLog:
         self._left = list(plan.phases)
         self._phase = self._left.pop(0)
         self._watch = _watch_of(plan, self._phase)
+        self._measured = _Measured(self._phase)
 
     def poll(self, *, is_ended: bool = False) -> None:
         """Pass new lines and progress on to the listener.
@@ -692,18 +750,25 @@ class LiveLog:
             is_ended: Whether nothing more is going to be written.
         """
         while self._left and self._left[0].dirs.root.is_dir():
-            _tell(self._listener, self._phase, self._watch, is_ended=True)
+            _tell(self._listener, self._phase, self._watch, self._measured, is_ended=True)
             self._phase = self._left.pop(0)
             self._watch = _watch_of(self.plan, self._phase)
-        _tell(self._listener, self._phase, self._watch, is_ended=is_ended)
+            self._measured = _Measured(self._phase)
+        _tell(self._listener, self._phase, self._watch, self._measured, is_ended=is_ended)
 
 
 def _tell(
-    listener: AttemptListener, phase: PhasePlan, watch: LogWatch, *, is_ended: bool = False
+    listener: AttemptListener,
+    phase: PhasePlan,
+    watch: LogWatch,
+    measured: _Measured,
+    *,
+    is_ended: bool = False,
 ) -> None:
     before = watch.progress
     if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)
+    measured.look(watch, is_ended=is_ended)
     if watch.progress is not None and watch.progress != before:
         listener.on_progress(phase.name, watch.progress)
 

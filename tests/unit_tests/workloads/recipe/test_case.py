@@ -93,15 +93,16 @@ def test_a_case_steers_the_harness_by_its_variables(
         ),
         pytest.param(
             HEAD + "LAUNCHER: 3\n",
-            ":2: LAUNCHER: found 3, expected one of ft_launcher, torchrun",
+            ":2: LAUNCHER: found 3, expected one of ft_launcher, none, torchrun",
             id="LAUNCHER of another type",
         ),
         pytest.param(
             HEAD + "MODEL_ARG: {}\n",
             ":2: MODEL_ARG: unknown key, expected one of AFTER_SCRIPT, BASE_MODEL_ARGS, "
             "BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, EXPECTED_FAILURE, GRADIENT_TOLERANCE, "
-            "LAUNCHER, METRICS, MODE, MODEL_ARGS, MODEL_ENV_VARS, TEST_EVALUATION, TEST_TYPE, "
-            "THROUGHPUT_TEST_PARAMS; did you mean 'MODEL_ARGS'?",
+            "LAST_STEP, LAUNCHER, METRICS, METRICS_FROM, MODE, MODEL_ARGS, "
+            "MODEL_ENV_VARS, RESUME, STOP, TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; "
+            "did you mean 'MODEL_ARGS'?",
             id="unknown key",
         ),
         pytest.param(

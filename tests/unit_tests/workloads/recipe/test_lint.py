@@ -128,9 +128,9 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             "TEST_TYPE: regular\nMODEL_ARG: {}\n",
             ":2 error case-unknown-key: MODEL_ARG: unknown key, expected one of "
             "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, "
-            "EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAUNCHER, METRICS, MODE, MODEL_ARGS, "
-            "MODEL_ENV_VARS, TEST_EVALUATION, TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean "
-            "'MODEL_ARGS'?",
+            "EXPECTED_FAILURE, GRADIENT_TOLERANCE, LAST_STEP, LAUNCHER, METRICS, "
+            "METRICS_FROM, MODE, MODEL_ARGS, MODEL_ENV_VARS, RESUME, STOP, TEST_EVALUATION, "
+            "TEST_TYPE, THROUGHPUT_TEST_PARAMS; did you mean 'MODEL_ARGS'?",
             id="key",
         ),
         pytest.param(
@@ -142,7 +142,7 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
         pytest.param(
             "TEST_TYPE: regular\nLAUNCHER: mpirun\n",
             ":2 error case-unknown-word: LAUNCHER: found 'mpirun', expected one of "
-            "ft_launcher, torchrun",
+            "ft_launcher, none, torchrun",
             id="launcher",
         ),
         pytest.param(
@@ -165,8 +165,8 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             id="variable",
         ),
         pytest.param(
-            "TEST_TYPE: ckpt-resume\nMODE: inference\n",
-            ":1 error case-void: TEST_TYPE ckpt-resume does not go with MODE inference, expected "
+            "TEST_TYPE: release\nMODE: inference\n",
+            ":1 error case-void: TEST_TYPE release does not go with MODE inference, expected "
             "one of frozen-start, regular",
             id="type beside mode",
         ),
@@ -177,10 +177,18 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             id="arguments of a phase that there is not",
         ),
         pytest.param(
-            "TEST_TYPE: ckpt-resume\nMODEL_ARGS_3: {}\n",
+            "TEST_TYPE: ckpt-resume\nMODEL_ARGS_3: {}\n"
+            "MODEL_ARGS: {--save: '${CHECKPOINT_SAVE_PATH}', --load: '${CHECKPOINT_LOAD_PATH}'}\n",
             ":2 error case-void: TEST_TYPE ckpt-resume never runs with MODEL_ARGS_3; remove it, or "
             "change TEST_TYPE",
             id="arguments of a third phase",
+        ),
+        pytest.param(
+            "TEST_TYPE: ckpt-resume\nMODEL_ARGS: {--save: '${CHECKPOINT_SAVE_PATH}'}\n",
+            ":1 error case-void: TEST_TYPE is ckpt-resume, and nothing names "
+            "${CHECKPOINT_LOAD_PATH}, so no checkpoint is resumed; add --load: "
+            "${CHECKPOINT_LOAD_PATH} to MODEL_ARGS, or RESUME",
+            id="a resume that loads nothing",
         ),
         pytest.param(
             "TEST_TYPE: regular\nEXPECTED_FAILURE: x\n",
@@ -274,12 +282,12 @@ def test_a_value_of_another_kind_is_an_error(findings: Lint, line: str, problem:
 def test_a_program_that_is_not_there_is_an_error(findings: Lint, program: str) -> None:
     head = HEAD.replace("train.py", program)
     found = findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular\n", GOLDEN: "{}"})
-    assert found == [
-        (
-            f"recipes/a.yaml:11 error missing-program: 'a' trains with {program}, which is not "
-            "there; write it, or change training_script_path, which counts from the project's root"
-        )
-    ]
+    (line,) = found
+    file, _, _ = program.partition(" ")
+    assert line == (
+        f"recipes/a.yaml:11 error missing-program: 'a' trains with {file}, which is not there; "
+        "write it, or change training_script_path, which counts from the project's root"
+    )
 
 
 @pytest.mark.parametrize("program", ["/opt/gone.py", "nemo llm pretrain", "$HOME/gone.py"])

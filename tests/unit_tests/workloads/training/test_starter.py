@@ -29,7 +29,7 @@ def ft_case(tmp_path: Path) -> WorkloadCase:
 
 def test_no_launcher_starts_a_rank_again() -> None:
     """In Megatron-LM restarts of ft_launcher hide crashes."""
-    for starter in Launcher:
+    for starter in (Launcher.TORCHRUN, Launcher.FT_LAUNCHER):
         ranks = replace(RANKS, starter=starter)
         words = start_words(started("python", ranks, "train.py", ["--a", "1"]))
         at = words.index("--max-restarts")
@@ -39,6 +39,15 @@ def test_no_launcher_starts_a_rank_again() -> None:
         *("--max-restarts", "0", "--nproc-per-node", "2", "--log-dir", "/run/logs"),
         *("--redirects", "3", "--tee", "0:3", "train.py", "--a", "1"),
     )
+
+
+def test_without_a_launcher_the_program_is_started_alone(tmp_path: Path) -> None:
+    (tmp_path / "model_config.yaml").write_text("TEST_TYPE: regular\nLAUNCHER: none\n")
+    case = read_case(tmp_path / "model_config.yaml")
+    starter = starter_of(case, "torchrun", has_ft_launcher=False)
+    start = started("python", replace(RANKS, starter=starter), "-m pkg.train", ["--a"])
+    assert start_words(start)[-7:] == ("/run/logs", "1", "python", "-u", "-m", "pkg.train", "--a")
+    assert start.script is None
 
 
 def test_a_launcher_that_is_not_installed_is_named_with_the_way_out(ft_case: WorkloadCase) -> None:

@@ -16,6 +16,7 @@ from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.golden.model import Golden, series_of
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
+from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
 from pytest_megatron.workloads.verdict.early_stop import EarlyStop
@@ -118,6 +119,17 @@ def test_a_step_off_the_golden_can_only_fail(tmp_path: Path) -> None:
     assert attempt.measure(first(6, at_5=math.nan)) == (
         "lm loss is nan at step 5, the first that is not finite"
     )
+
+
+def test_the_steps_of_an_audit_are_not_those_of_the_golden(tmp_path: Path) -> None:
+    attempt = Attempted(job_of(tmp_path))
+    (training,) = attempt.plan.phases
+    audit = replace(training, role=PhaseRole.AUDIT)
+    attempt.plan = replace(attempt.plan, phases=(audit,))
+    assert attempt.measure(first(2, at_1=0.5), is_running=False) is None
+    attempt.plan = replace(attempt.plan, phases=(audit, training))
+    assert attempt.measure(first(6), phase=2) is None
+    assert attempt.measure(first(6, at_5=0.5), phase=2) == "lm loss is off at step 5"
 
 
 def test_nothing_written_yet_or_half_a_line_is_nothing_wrong(tmp_path: Path) -> None:

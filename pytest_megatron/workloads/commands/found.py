@@ -1,0 +1,204 @@
+"""Metrics that an unknown program wrote or printed: found, ranked and described."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files
+from pytest_megatron.workloads.golden.formats.rows import (
+    Curves,
+    find_disagreement,
+    read_printed,
+)
+from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
+from pytest_megatron.workloads.recipe.metrics import (
+    NUMBER,
+    PATHS,
+    READY,
+    LinePattern,
+    MetricFormat,
+)
+
+_COMPARED = re.compile(r"loss|ppl|perplexity|acc(uracy)?\b|reward|grad[-_ /]?norm", re.IGNORECASE)
+_NOT_COMPARED = re.compile(r"time|per[-_ ]sec|scale|runtime|/s\b", re.IGNORECASE)
+# Lines of programs without a ready pattern: those with a step, and those that have to be counted.
+_LOSSES = (
+    rf"(?P<name>\b(?:(?:train|training|val|valid|validation|test|eval) )?[\w/.-]*"
+    rf"(?:loss|ppl|perplexity|accuracy|reward))\s*[:=]?\s*(?P<value>{NUMBER})"
+)
+_STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
+_OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))
+_GLOBS: Mapping[MetricFormat, str] = {**PATHS, MetricFormat.CSV: "**/*.csv"}
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+_ENOUGH = 0.5  # of the steps of the source that has most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One place where a program leaves metrics.
+
+    Attributes:
+        keys: `metrics` of a row that names it, without the names.
+        where: For a person.
+        metrics: What was read there.
+        wanted: Metrics to compare; none leaves that to their names.
+    """
+
+    keys: Mapping[str, str]
+    where: str
+    metrics: MetricMap
+    wanted: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Metrics to compare: losses and their like, with more than one value where some have."""
+        if self.wanted:
+            return self.wanted
+        chosen = [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
+        lasting = [name for name in chosen if len(self.metrics[name]) > 1]
+        return tuple(sorted(lasting or chosen, key=_rank_of))
+
+    @property
+    def num_steps(self) -> int:
+        """The most steps that a metric to compare has."""
+        return max((len(self.metrics[name]) for name in self.names), default=0)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the metrics to compare."""
+        return max(self.metrics[name].steps[-1] for name in self.names)
+
+
+def _rank_of(name: str) -> tuple[bool, bool, str]:
+    """Return the order of names: losses of the training first."""
+    return not is_loss(name), bool(re.search(r"eval|test|val", name)), name
+
+
+@dataclass(slots=True)
+class MetricSearch:
+    """Looks for metrics of a program; create it, and mark, before the program starts.
+
+    Attributes:
+        root: Working directory of the program.
+        others: Directories outside of it that its arguments name.
+    """
+
+    root: Path
+    others: tuple[Path, ...] = ()
+    _watched: list[tuple[MetricFormat, WatchedFiles]] = field(default_factory=list)
+
+    def mark(self) -> None:
+        """Remember the files that are there already."""
+        for form, glob in _GLOBS.items():
+            for root in (self.root, *self.others):
+                self._watched.append((form, WatchedFiles(root, glob)))
+                self._watched[-1][1].mark()
+
+    def found(self, log: Path) -> list[Found]:
+        """Return the places that have metrics to compare, the best first."""
+        places = [one for one in (*self._files(), *self._printed(log)) if one.names]
+        most = max((one.num_steps for one in places), default=0)
+        return sorted(places, key=lambda one: one.num_steps < most * _ENOUGH)
+
+    def _files(self) -> Iterator[Found]:
+        for form, watched in self._watched:
+            for glob in dict.fromkeys(_glob_of(path, self.root) for path in watched.changed()):
+                part = watched.narrowed(self.root, glob)
+                try:
+                    curves = read_files(part, form, None)
+                except MegatronError:  # no metrics in there: data, or a table of another kind
+                    continue
+                keys = {"source": form.value, "path": glob}
+                yield Found(keys=keys, where=f"{form.value}, {glob}", metrics=_sound(curves))
+
+    def _printed(self, log: Path) -> Iterator[Found]:
+        for name, pattern in READY.items():
+            metrics = _sound(read_printed([log], pattern))
+            if any(map(_COMPARED.search, metrics)):
+                keys = {"source": "printed", "pattern": name}
+                yield Found(keys=keys, where=f"printed, as {name} prints", metrics=metrics)
+                return
+        for pattern in _OTHERS:
+            curves = read_printed([log], pattern)
+            if len(curves) and not curves.disagreements:
+                keys = {"source": "printed", "pattern": pattern.values}
+                keys |= {} if pattern.step is None else {"step": pattern.step}
+                where = "printed, counted from 1" if pattern.step is None else "printed, by step"
+                yield Found(keys=keys, where=where, metrics=curves.metrics)
+                return
+
+
+def _sound(curves: Curves) -> MetricMap:
+    """Return the metrics that have one value a step."""
+    return {n: s for n, s in curves.metrics.items() if n not in curves.disagreements}
+
+
+def _glob_of(path: Path, root: Path) -> str:
+    """Return a glob for a file of each run: numbers and ids in its place differ from run to run."""
+    below = path.relative_to(root) if path.is_relative_to(root) else path
+    *parts, name = below.parts
+    fixed: list[str] = []
+    for part in parts:
+        if re.search(r"\d", part):
+            break
+        fixed.append(part)
+    if "tfevents" in name:
+        name = "*tfevents*"
+    elif name.endswith(".wandb"):
+        name = "*.wandb"
+    is_deeper = len(fixed) < len(parts) or name.startswith("*")
+    return "/".join([*fixed, *(["**"] if is_deeper else []), re.sub(r"\d+", "*", name)])
+
+
+def disagreement(best: Found, places: Sequence[Found]) -> str | None:
+    """Say where another place has another value of a metric than the best one has."""
+    for other in places:
+        odd = None if other is best else find_disagreement(best.metrics, other.metrics)
+        if odd is not None and odd[0] in best.names:
+            name, step, here, there = odd
+            if not math.isclose(here, there, rel_tol=1e-3):  # one of them may be printed shorter
+                values = f"{here:g} ({best.where}) and {there:g} ({other.where})"
+                return f"{name} at step {step} is {values}"
+    return None
+
+
+def curve(series: Series) -> str:
+    """Return a series as a line of bars, from its lowest value to its highest."""
+    values = list(series.finite().values())
+    if not values:
+        return ""
+    stride = max(1, math.ceil(len(values) / _CURVE_WIDTH))
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values[::stride])
+
+
+def description(name: str, series: Series) -> str:
+    """Return the steps of a metric, its first and last value, and its curve."""
+    gaps = {b - a for a, b in pairwise(series.steps)}
+    by = f" by {min(gaps)}" if len(gaps) == 1 else ""
+    steps = f"{len(series)} steps, {series.steps[0]} to {series.steps[-1]}{by}"
+    first, last = series.values[0], series.values[-1]
+    return f"{name}: {steps}, {first:.6g} -> {last:.6g}  {curve(series)}"
+
+
+_LENGTH = re.compile(
+    r"-*(?:\w+\.)*(?:max|num|train|total)[-_](?:train[-_])?(?:steps?|iters?|iterations)"
+)
+
+
+def length_of(words: Sequence[str]) -> tuple[str, int] | None:
+    """Return the argument that says how many steps a command trains, and the number."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, has_value, value = word.partition("=")
+        value = value if has_value else after
+        if _LENGTH.fullmatch(name) and value.isdecimal():
+            return name, int(value)
+    return None

@@ -1,0 +1,124 @@
+"""`pytest-megatron record` on small programs, in projects of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOOP = """
+import json, os, random, sys
+last = int(dict(word.split("=") for word in sys.argv[1:] if "=" in word).get("--max_steps", 12))
+mode = sys.argv[1]
+noise = random.SystemRandom().random() if mode == "noisy" else 0.0
+for step in range(last if mode != "early" else 5):
+    loss = 3.0 / (1 + 0.111 * step) + noise
+    if mode == "print" or mode == "noisy" or mode == "early":
+        print(f"step {step} | loss {loss:.5f} | 3 ms", flush=True)
+    if mode == "jsonl":
+        os.makedirs("out/run_1", exist_ok=True)
+        with open("out/run_1/log.jsonl", "w" if step == 0 else "a") as log:
+            print(json.dumps({"step": step, "train/loss": loss, "lr": 0.1}), file=log)
+if mode == "hang":
+    import time; time.sleep(600)
+if mode == "crash":
+    print("step 0 loss 2.0"); raise ValueError("the data ran out")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "loop.py").write_text(LOOP)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)  # noqa: S607 - the user's
+    return root
+
+
+def record(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    main = "from pytest_megatron.cli import main; main()"
+    command = [sys.executable, "-c", main, "record", *words]
+    return subprocess.run(
+        command, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
+    done = record(project, "--", "python", "loop.py", "jsonl", "--max_steps=12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (project / "recipes" / "loop.yaml").read_text() == (
+        "rows:\n"
+        "- name: loop\n"
+        "  command: python loop.py jsonl --max_steps=12\n"
+        "  last_step: 11\n"
+        "  stop: --max_steps={steps}\n"
+        "  metrics:\n"
+        "    source: jsonl\n"
+        "    path: out/**/log.jsonl\n"
+        "    names:\n"
+        "    - train/loss\n"
+        "  platforms: cpu\n"
+        "  time_limit: 60\n"
+    )
+    golden = project / "golden_values/loop/loop/golden_values_dev_cpu.json"
+    assert len(json.loads(golden.read_text())["train/loss"]["values"]) == 12
+    assert "train/loss: 12 steps, 0 to 11 by 1, 3 -> 1.35074  █" in done.stdout
+    assert "train/loss repeats: 12 steps equal in 3 runs" in done.stdout
+
+
+def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> None:
+    done = record(project, "--dry-run", "--name", "mine", "--", "python", "loop.py", "print")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "recipes/mine.yaml would be:" in done.stdout
+    assert '"start_step": 0, "end_step": 11' in done.stdout
+    assert sorted(path.name for path in project.iterdir()) == [".git", "loop.py"]
+
+
+def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
+    done = record(project, "--", "python", "loop.py", "noisy")
+    assert done.returncode == 1
+    assert "loss differs in 12 of 12 steps, first at step 0: " in done.stdout
+    assert "give the command its seed" in done.stdout
+    assert "deterministic" not in (project / "recipes" / "loop.yaml").read_text()
+    assert not (project / "golden_values").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["python", "loop.py", "nothing"], "wrote no metric, expected a loss in files of"),
+        (["python", "loop.py", "crash"], "ended with exit code 1, after step 0 (loss): "),
+        (
+            ["python", "loop.py", "early", "--max_steps=12"],
+            "ended with exit code 0 at step 4 of its loss, and --max_steps is 12; nothing was",
+        ),
+        (["no-such-program"], "no-such-program: is no command that can be found"),
+    ],
+)
+def test_a_command_that_cannot_be_recorded_is_one_clear_line(
+    project: Path, words: list[str], problem: str
+) -> None:
+    done = record(project, "--", *words)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (project / "recipes").exists()
+
+
+def test_a_command_that_does_not_end_is_ended(project: Path) -> None:
+    done = record(project, "--time-limit", "2", "--", "python", "loop.py", "hang")
+    assert done.returncode == 2
+    assert "did not end within 2 s, before it wrote any metric; give it an end" in done.stderr
+
+
+def test_another_row_is_never_overwritten(project: Path) -> None:
+    (project / "recipes").mkdir()
+    (project / "recipes" / "loop.yaml").write_text("rows: []\n")
+    done = record(project, "--", "python", "loop.py", "print")
+    assert (done.returncode, "is there already, with other content" in done.stderr) == (2, True)

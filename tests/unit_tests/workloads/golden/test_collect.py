@@ -1,0 +1,145 @@
+"""What a program adds to the files around it, and the place that all readers of a phase share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_tensorboard import event, simple, write_events
+
+from pytest_megatron.errors import MetricsError
+from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workloads.golden.collect import (
+    Collector,
+    WatchedFiles,
+    has_measured,
+    newest,
+    read_measured,
+)
+from pytest_megatron.workloads.golden.model import series_of
+from pytest_megatron.workloads.recipe.metrics import MetricSource, parse_source
+
+SAMPLES = Path(__file__).with_name("samples")
+CSV = parse_source({"source": "csv", "path": "out/**/metrics.csv"}, ("train/loss",))
+PRINTED = parse_source({"source": "printed", "pattern": "nanogpt"}, ("loss",))
+
+
+def collector(source: MetricSource, root: Path) -> tuple[Collector, PhaseDirs]:
+    dirs = PhaseDirs(root=root / "phase_1")
+    dirs.logs.mkdir(parents=True, exist_ok=True)
+    return Collector(source, dirs, root), dirs
+
+
+def test_only_files_of_this_run_count_and_of_an_old_one_what_was_appended(tmp_path: Path) -> None:
+    old, appended = tmp_path / "a.jsonl", tmp_path / "sub" / "b.jsonl"
+    appended.parent.mkdir()
+    for path in (old, appended):
+        path.write_text('{"step": 1, "loss": 9.0}\n')
+    watched = WatchedFiles(tmp_path, "**/*.jsonl")
+    watched.mark()
+    with appended.open("a") as file:
+        file.write('{"step": 1, "loss": 2.0}\n')
+    new = tmp_path / "new.jsonl"
+    new.write_text("{}\n")
+    hidden = tmp_path / ".venv" / "c.jsonl"
+    hidden.parent.mkdir()
+    hidden.write_text("{}\n")
+    assert watched.changed() == {new: 0, appended: 25}
+    appended.write_text('{"step": 7, "loss": 2.0, "it": "was written anew"}\n{}\n{}\n{}\n')
+    assert watched.changed() == {new: 0, appended: 0}
+
+
+def test_files_of_the_project_become_the_metrics_of_the_phase(tmp_path: Path) -> None:
+    collected, dirs = collector(CSV, tmp_path)
+    assert not has_measured(dirs)
+    collected.refresh()
+    assert not has_measured(dirs)  # not yet; a problem counts at the end
+    version = tmp_path / "out" / "version_0"
+    version.mkdir(parents=True)
+    shutil.copy(SAMPLES / "lightning-2.6.csv", version / "metrics.csv")
+    collected.refresh()
+    metrics = read_measured(dirs).metrics
+    found = newest(metrics, ("train/epoch_loss", "val/loss"))
+    assert found is not None
+    assert found[:2] == (29, "train/epoch_loss")
+    assert newest(metrics, ("other",)) is None
+
+
+def test_a_file_that_was_never_written_is_one_clear_line(tmp_path: Path) -> None:
+    collected, dirs = collector(CSV, tmp_path)
+    collected.refresh(is_ended=True)
+    with pytest.raises(MetricsError) as caught:
+        read_measured(dirs)
+    assert str(caught.value) == (
+        f"{tmp_path}/out/**/metrics.csv: no metrics: the program wrote no such file; "
+        "see metrics.path"
+    )
+
+
+def test_two_files_that_disagree_are_refused_and_equal_ones_are_not(tmp_path: Path) -> None:
+    collected, dirs = collector(CSV, tmp_path)
+    for number in (0, 1):
+        version = tmp_path / "out" / f"version_{number}"
+        version.mkdir(parents=True)
+        shutil.copy(SAMPLES / "lightning-2.6.csv", version / "metrics.csv")
+    collected.refresh(is_ended=True)
+    assert len(read_measured(dirs).metrics["train/loss"]) == 7
+    text = (SAMPLES / "lightning-2.6.csv").read_text().replace("1.0553", "1.0554")
+    (tmp_path / "out" / "version_1" / "metrics.csv").write_text(text)
+    collected.refresh(is_ended=True)
+    with pytest.raises(MetricsError, match="step 3 has 'train/loss' again"):
+        read_measured(dirs)
+
+
+def test_printed_lines_are_those_of_the_first_rank_that_has_any(tmp_path: Path) -> None:
+    collected, dirs = collector(PRINTED, tmp_path)
+    dirs.launcher_log.write_text("iter 0: loss 9.0\n")
+    collected.refresh()
+    assert read_measured(dirs).metrics["loss"].values == (9.0,)
+    for rank, text in ((0, "hello\n"), (1, "iter 0: loss 4.0\n"), (2, "iter 0: loss 5.0\n")):
+        log = dirs.logs / "none_x" / "attempt_0" / str(rank) / "stdout.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    collected.refresh()
+    assert read_measured(dirs).metrics["loss"].values == (4.0,)
+
+
+def test_jsonlines_and_tensorboard_of_one_phase_must_agree(tmp_path: Path) -> None:
+    dirs = PhaseDirs(root=tmp_path)
+    dirs.metrics_lines.write_text('{"step": 3, "loss": 2.5}\n')
+    dirs.tensorboard.mkdir()
+    write_events(dirs.tensorboard / "events.out.tfevents.1.x", event(3, simple("loss", 2.5)))
+    assert dict(read_measured(dirs).metrics["loss"].items()) == {3: 2.5}
+    dirs.metrics_lines.write_text('{"step": 3, "loss": 2.75}\n')
+    with pytest.raises(MetricsError, match=r"'loss' is 2\.75 at step 3, and 2\.5 in"):
+        read_measured(dirs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"source": "cvs"}, "source is 'cvs', expected csv.*did you mean|source is 'cvs'"),
+        ({"source": "printed"}, "pattern is missing, expected one of megatron"),
+        ({"source": "csv", "pattern": "x"}, "pattern does not go with source csv; remove it"),
+        ({"source": "printed", "pattern": "loss"}, "pattern 'loss' has no group"),
+        ({"source": "printed", "pattern": "("}, "is no regular expression"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_refused(keys: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_source(keys, ("loss",))
+
+
+def test_a_walk_passes_over_links_and_environments(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "x.csv").write_text("a\n")
+    (tmp_path / "latest").symlink_to(tmp_path / "run")
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "env" / "x.csv").write_text("a\n")
+    assert WatchedFiles(tmp_path, "**/*.csv").changed() == {tmp_path / "run" / "x.csv": 0}
+
+
+def test_series_of_steps_keep_zero() -> None:
+    assert newest({"loss": series_of({0: 1.0})}, ("loss",)) == (0, "loss", 1.0)

@@ -1,0 +1,138 @@
+"""Programs that know nothing of Megatron-LM, as rows in the short form: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from tiny_project import Project, Run
+
+from pytest_megatron.base.files import JsonValue
+
+# Trains a number; saves all of it in a file of its own, and takes no argument of Megatron-LM.
+PROGRAM = """
+import argparse, json, os, sys
+from pathlib import Path
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--max_steps", type=int)
+parser.add_argument("--lr", type=float, default=0.1)
+parser.add_argument("--log_every", type=int, default=1)
+parser.add_argument("--out", type=Path)
+parser.add_argument("--save_at", type=int)
+parser.add_argument("--resume", type=Path)
+parser.add_argument("--forgets", action="store_true")
+args = parser.parse_args()
+assert "RANK" not in os.environ, "started by a launcher"
+weight, first = 1.0, 0
+if args.resume:
+    saved = json.loads(args.resume.read_text())
+    weight, first = saved["weight"], 0 if args.forgets else saved["step"]
+with open(os.environ["PYTEST_MEGATRON_METRICS"], "w") as log:
+    for step in range(first + 1, args.max_steps + 1):
+        weight -= args.lr * 2 * (weight - 0.1)
+        if step % args.log_every == 0:
+            print(json.dumps({"step": step, "train/loss": (weight - 0.1) ** 2}), file=log)
+        if args.out and step == args.save_at:
+            (args.out / f"at-{step}.json").write_text(json.dumps({"weight": weight, "step": step}))
+"""
+ROWS = """
+model: gpt
+rows:
+  - &sound
+    name: sound
+    command: python train.py --max_steps 12
+    last_step: 12
+    stop: --max_steps {steps}
+    metrics: [train/loss]
+  - {<<: *sound, name: sparse, command: python train.py --max_steps 12 --log_every 6}
+  - {<<: *sound, name: early, command: python train.py --max_steps 9}
+  - &resumes
+    <<: *sound
+    name: resumes
+    resume: {save: "--out {dir} --save_at {at}", load: "--resume {dir}/at-{at}.json", at: 5}
+  - {<<: *resumes, name: forgets, command: python train.py --max_steps 12 --forgets}
+  - <<: *sound
+    name: saves_nothing
+    resume: {save: "--out {dir} --save_at 99", load: "--resume {dir}", at: 5}
+  - {<<: *sound, name: endless, stop: none}
+  - {<<: *sound, name: takes_less, command: python train.py --max_steps 12 --exit-interval 12}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = Project(root=tmp_path_factory.mktemp("own") / "project")
+    (project.root / "train.py").write_text(PROGRAM)
+    (project.root / "recipes").mkdir()
+    (project.root / "recipes" / "own.yaml").write_text(ROWS)
+    return project
+
+
+@pytest.fixture(scope="module")
+def run(project: Project) -> Run:
+    return project.run("recipes", "--golden", "off")
+
+
+def plan_of(run: Run, case: str) -> list[list[str]]:
+    plan: JsonValue = json.loads(next(run.item_dir(case).glob("*/*/plan.json")).read_text())
+    assert isinstance(plan, dict)
+    phases = plan["phases"]
+    assert isinstance(phases, list)
+    words = [phase["argv"] for phase in phases if isinstance(phase, dict)]
+    return [[str(word) for word in one] for one in words if isinstance(one, list)]
+
+
+def test_a_program_is_started_as_it_is_and_gets_no_argument(run: Run) -> None:
+    assert run.verdict("sound") == ("PASSED", "passed")
+    ((*_, program, flag, steps),) = plan_of(run, "sound")
+    assert (program, flag, steps) == ("train.py", "--max_steps", "12")
+
+
+def test_a_program_that_ends_early_with_exit_code_0_fails(run: Run) -> None:
+    assert run.verdict("early") == ("FAILED", "failed")
+    assert "train/loss stops at step 9, expected it to go on to 12" in run.problem("early")
+
+
+def test_a_program_resumes_in_its_own_way(run: Run) -> None:
+    assert run.verdict("resumes") == ("PASSED", "passed")
+    first, second = plan_of(run, "resumes")
+    saved = str(run.item_dir("resumes") / "repeat_1" / "attempt_1" / "checkpoints")
+    own = ["--out", saved, "--save_at", "5"]
+    assert first[-6:] == ["--max_steps", "12", *own]
+    assert second[-8:] == ["--max_steps", "12", *own, "--resume", f"{saved}{os.sep}at-5.json"]
+
+
+def test_a_count_of_steps_that_begins_anew_is_told(run: Run) -> None:
+    assert run.verdict("forgets") == ("FAILED", "failed")
+    assert (
+        "it did not load its checkpoint: its first step is 1, expected it to go on after 5; see "
+        "`load` of resume, and whether the program restores its count of steps, and logs to a "
+        "place that holds none of before"
+    ) in run.problem("forgets")
+
+
+def test_a_start_that_saves_nothing_is_told(run: Run) -> None:
+    assert run.verdict("saves_nothing") == ("FAILED", "failed")
+    assert "is empty, expected what `save` of resume has it save there" in run.problem(
+        "saves_nothing"
+    )
+
+
+def test_an_argument_that_the_program_does_not_take_is_its_own_error(run: Run) -> None:
+    assert run.verdict("takes_less") == ("FAILED", "failed")
+    assert "unrecognized arguments: --exit-interval 12" in run.stdout
+
+
+def test_a_lightweight_run_gives_the_program_fewer_steps(project: Project) -> None:
+    light = project.run(
+        "recipes", "--lightweight", "-k", "sound or sparse or endless or resumes", run_dir="light"
+    )
+    assert light.verdict("sound") == ("PASSED", "passed")
+    assert plan_of(light, "sound")[0][-2:] == ["--max_steps", "4"]
+    assert light.verdict("sparse") == ("PASSED", "passed")  # it logs none of four steps
+    assert light.verdict("resumes") == ("PASSED", "passed")
+    assert light.verdict("endless") == ("ERROR", "broken")
+    assert (
+        "--lightweight gives a program fewer steps, and 'endless' has stop: none, nothing was run"
+    ) in light.problem("endless")

@@ -34,6 +34,7 @@ from pytest_megatron.base.schema import (
     SchemaProblem,
     Text,
     closed,
+    matches,
     read,
     validate,
 )
@@ -205,7 +206,6 @@ class ExitPolicy(Enum):
 
 
 NO_STOP = "none"
-_STEPS, _DIR = "{steps}", "{dir}"
 
 
 def _check_line(line: str) -> str:
@@ -216,22 +216,10 @@ def _check_line(line: str) -> str:
     return line
 
 
-def _check_stop(line: str) -> str:
-    if line != NO_STOP and _STEPS not in line:
-        raise ExpectedError(f"{NO_STOP}, or words with {_STEPS} in them: --max_steps={_STEPS}")
-    return line
-
-
-def _check_save(line: str) -> str:
-    if _DIR not in line:
-        raise ExpectedError(f"words with {_DIR} in them: attempts must not share a directory")
-    return line
-
-
 Line: TypeAlias = Annotated[Text, Checked(_check_line)]
 Stop: TypeAlias = Annotated[
     Line,
-    Checked(_check_stop),
+    matches(r".*\{steps\}.*|none", "none, or words with {steps} in them: --max_steps={steps}"),
     About("Words that have the program train {steps} steps, or none if there are no such."),
 ]
 
@@ -250,7 +238,9 @@ class Resume:
 
     at: Annotated[Positive, About("The step after which the second start goes on.")]
     save: Annotated[
-        Line, Checked(_check_save), About("Words for both starts: --out {dir} --save_steps {at}")
+        Line,
+        matches(r".*\{dir\}.*", "words with {dir} in them: attempts must not share a directory"),
+        About("Words for both starts: --out {dir} --save_steps {at}"),
     ]
     load: Annotated[Line, About("Words for the second start: --resume {dir}/step-{at}")]
     drop: Annotated[Text | None, About("Pattern of what is removed between them.")] = None
@@ -263,7 +253,7 @@ class Resume:
     def words(self, line: str, directory: Path | str) -> tuple[str, ...]:
         """Return the words of a line, filled in."""
         filled = (word.replace("{at}", str(self.at)) for word in shlex.split(line))
-        return tuple(word.replace(_DIR, str(directory)) for word in filled)
+        return tuple(word.replace("{dir}", str(directory)) for word in filled)
 
 
 _Mapping: TypeAlias = dict[str, object]

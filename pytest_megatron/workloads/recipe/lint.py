@@ -132,6 +132,7 @@ def _check_program(
 ) -> Iterator[Finding]:
     """Yield the missing files of a row without a script; a BEFORE_SCRIPT may make the program."""
     program = workload.training_script_path
+    key = "training_script_path" if workload.own_case is None else "command"
     is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
     if program is None:
         yield _row_finding(
@@ -143,8 +144,8 @@ def _check_program(
         yield _row_finding(
             workload,
             "missing-program",
-            f"{workload.test_case!r} trains with {program}, which is not there; write it, or "
-            f"change training_script_path, which counts from the project's root",
+            f"{workload.test_case!r} trains with {program.split()[0]}, which is not there; write "
+            f"it, or change {key}, which counts from the project's root",
             Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
         )
     if not path.is_file():

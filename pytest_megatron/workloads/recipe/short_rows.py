@@ -171,8 +171,8 @@ def expand_rows(
         try:
             found += _expanded(_ShortReader(document, path, row), line)
         except RowError as problem:
-            place = (*path, *problem.args[1:])
-            findings.append(finding_at(document, place, "row", problem.args[0]))
+            place = (*path, problem.key) if isinstance(problem, _KeyMisfitError) else path
+            findings.append(finding_at(document, place, "row", str(problem)))
     return Expansion(rows=tuple(found), findings=tuple(findings))
 
 
@@ -190,7 +190,8 @@ class _KeyMisfitError(RowError):
     """A key of a row has no meaning beside the others; its text becomes a finding."""
 
     def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"{key}: {problem}", key)
+        super().__init__(f"{key}: {problem}")
+        self.key, self.problem = key, problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -448,7 +448,10 @@ def _not_resumed(
         return None
     mend = "set --load to ${CHECKPOINT_LOAD_PATH}"
     if is_own:
-        mend = "see `load` of resume, and whether the program restores its count of steps"
+        mend = (
+            "see `load` of resume, and whether the program restores its count of steps, and logs "
+            "to a place that holds none of before"
+        )
     return (
         f"it did not load its checkpoint: its first step is {first}, expected it to go on after "
         f"{after}; {mend}"

@@ -342,16 +342,15 @@ def require_stop(workload: Workload, case: WorkloadCase, option: str) -> None:
     Raises:
         CaseError: Neither the row nor the case says how, and the program is none that is known.
     """
-    arguments, place = case.arguments, workload.where if workload.own_case else str(case.path)
-    key = "STOP" if workload.own_case is None else "stop"
+    is_short, arguments = workload.own_case is not None, case.arguments
     is_known = takes_exit_interval(workload, arguments) or _short_key(workload, arguments)
     if case.stop == NO_STOP or (case.stop is None and not is_known):
-        found = f"has no {key}" if case.stop is None else f"says {key}: {NO_STOP}"
         raise CaseError(
-            place,
-            f"{option} gives a program fewer steps, and {workload.test_case!r} {found}, nothing "
-            f"was run; add {key}: '--max_steps={{steps}}', as the program takes it, or run it "
-            f"without {option}",
+            workload.where if is_short else str(case.path),
+            f"{option} gives a program fewer steps, and {workload.test_case!r} has "
+            f"{'no stop' if case.stop is None else 'stop: none'}, nothing was run; add "
+            f"{'stop' if is_short else 'STOP'}: '--max_steps={{steps}}', as the program takes it, "
+            f"or run it without {option}",
         )
 
 
@@ -365,32 +364,20 @@ def with_words(words: Sequence[str], further: Sequence[str]) -> tuple[str, ...]:
     `--steps 4` and `--steps=4` replace `--steps 100` and `--steps=100`, and `steps=4` replaces
     `steps=100`, where that stands last; what is not there is added at the end.
     """
-    found = list(words)
-    for option in _options_of(further):
-        name, is_joined, _ = option[0].partition("=")
-        size = len(option) + bool(is_joined and name.startswith("-"))
-        for index in reversed(range(len(found))):
-            if found[index].startswith(f"{name}="):
-                found[index : index + 1] = option
-                break
-            if found[index] == name:
-                found[index : index + size] = option
-                break
-        else:
-            found += option
-    return tuple(found)
-
-
-def _options_of(words: Sequence[str]) -> list[list[str]]:
-    """Return words as options, each with its values."""
-    options: list[list[str]] = []
-    for word in words:
-        is_value = options and not word.startswith("-") and options[-1][0].startswith("-")
-        if is_value and "=" not in options[-1][0]:
+    found, options = list(words), list[list[str]]()
+    for word in further:
+        last = options[-1][0] if options else ""
+        if last.startswith("-") and "=" not in last and not word.startswith("-"):
             options[-1].append(word)
         else:
             options.append([word])
-    return options
+    for option in options:
+        name, is_joined, _ = option[0].partition("=")
+        places = [i for i, word in enumerate(found) if word == name or word.startswith(f"{name}=")]
+        at = places[-1] if places else len(found)
+        is_split = found[at : at + 1] == [name]
+        found[at : at + (len(option) + bool(is_joined) if is_split else 1)] = option
+    return tuple(found)
 
 
 class _Maker:

@@ -126,8 +126,8 @@ def planned_connections(
 FT_PACKAGE = "nvidia_resiliency_ext"
 # For a machine without nvidia-resiliency-ext: nearly all of Megatron-LM's cases ask for it.
 LAUNCHER_VARIABLE = "PYTEST_MEGATRON_LAUNCHER"
-_RUN = Path(__file__).parents[1] / "run"
-NODE_AGENTS, ALONE = _RUN / "node_agents.py", _RUN / "alone.py"
+NODE_AGENTS = Path(__file__).parents[1] / "run" / "node_agents.py"
+ALONE = "pytest_megatron.workloads.training.run.alone"  # also where the package lies elsewhere
 _NO_PYTHON, _MODULE = "--no-python", "-m"
 
 _MODULES = {
@@ -205,7 +205,7 @@ class Started:
         ranks = self.ranks
         if ranks.starter is Launcher.NONE:
             is_copied = ranks.tee_ranks is None or 0 in ranks.tee_ranks
-            head = (self.python, "-I", str(ALONE), str(ranks.logs), str(int(is_copied)))
+            head = (self.python, "-P", "-m", ALONE, str(ranks.logs), str(int(is_copied)))
             return (*head, *self.rank_words)
         own = (
             *("--max-restarts", "0", "--nproc-per-node", str(ranks.per_node)),

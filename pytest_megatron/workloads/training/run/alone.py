@@ -1,6 +1,6 @@
 """Starts one program without ranks, with logs where a launcher has those of rank 0.
 
-Started as a file: `alone.py LOGS COPIES COMMAND...`. With COPIES 1, its output is copied to stdout
+Started as a module: `alone LOGS COPIES COMMAND...`. With COPIES 1, its output is copied to stdout
 with `[default0]:` before each line. SIGTERM and SIGINT go on to the program. Ends with its exit
 code, or 128 and the signal's number. Standard library only.
 """
@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
 
 _POLL_S = 0.05
 _NOT_FOUND = 127
@@ -49,34 +48,23 @@ def main(arguments: Sequence[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    followed = [_Followed(log.open("rb")) for log in logs] if is_copied else []
-    while (code := program.poll()) is None:
-        for one in followed:
-            one.copy()
+    copied = [log.open("rb") for log in logs] if is_copied else []
+    rests = [b""] * len(copied)
+    while True:
+        code = program.poll()
+        for index, file in enumerate(copied):
+            *lines, rests[index] = (rests[index] + file.read()).split(b"\n")
+            lines += [rests[index]] if code is not None and rests[index] else []
+            for line in lines:
+                sys.stdout.buffer.write(b"[default0]:" + line + b"\n")
+        sys.stdout.buffer.flush()
+        if code is not None:
+            break
         time.sleep(_POLL_S)
-    for one in followed:
-        one.copy(is_last=True)
     if code:  # as torch's agent says it
         what = f"failed (exitcode: {code}) local_rank: 0 (pid: {program.pid}) of binary: "
         sys.stdout.write(f"{what}{command[0]}\n")
     return code if code >= 0 else 128 - code
-
-
-class _Followed:
-    """A log whose whole lines are copied."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._rest = b""
-
-    def copy(self, *, is_last: bool = False) -> None:
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        if is_last and self._rest:
-            lines.append(self._rest)
-        for line in lines:
-            sys.stdout.buffer.write(b"[default0]:" + line + b"\n")
-        if lines:
-            sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

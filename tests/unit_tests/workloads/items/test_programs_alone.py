@@ -107,7 +107,8 @@ def test_a_count_of_steps_that_begins_anew_is_told(run: Run) -> None:
     assert run.verdict("forgets") == ("FAILED", "failed")
     assert (
         "it did not load its checkpoint: its first step is 1, expected it to go on after 5; see "
-        "`load` of resume, and whether the program restores its count of steps"
+        "`load` of resume, and whether the program restores its count of steps, and logs to a "
+        "place that holds none of before"
     ) in run.problem("forgets")
 
 
@@ -133,5 +134,5 @@ def test_a_lightweight_run_gives_the_program_fewer_steps(project: Project) -> No
     assert light.verdict("resumes") == ("PASSED", "passed")
     assert light.verdict("endless") == ("ERROR", "broken")
     assert (
-        "--lightweight gives a program fewer steps, and 'endless' says stop: none, nothing was run"
+        "--lightweight gives a program fewer steps, and 'endless' has stop: none, nothing was run"
     ) in light.problem("endless")

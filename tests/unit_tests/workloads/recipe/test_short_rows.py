@@ -16,7 +16,11 @@ from pytest_megatron.workloads.recipe.case import (
     fingerprint,
     golden_paths,
 )
-from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.recipe.lint import lint_recipes
+from pytest_megatron.workloads.recipe.load import read_recipe
+from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
+from pytest_megatron.workloads.recipe.select import Selection, select
+from pytest_megatron.workloads.training.checks.check import lint_checks
 
 
 def rows(text: str) -> tuple[Workload, ...]:
@@ -233,6 +237,43 @@ def test_a_name_is_that_of_one_row() -> None:
         "r.yaml:3: name: 'a' is also the row of line 2; expected one row of a name; change one"
     ]
     assert len(found.workloads) == 1
+
+
+def test_a_row_without_a_scope_is_in_each() -> None:
+    found = rows("rows:\n  - {name: a, command: x}\n  - {name: b, command: x, scope: L0}\n")
+    for scope, names in (("L0", ["a", "b"]), ("nightly", ["a"])):
+        selected = select(found, Selection(scope=(scope,)), Vocabulary())
+        assert [one.test_case for one in selected] == names
+
+
+def test_a_program_that_is_not_there_is_found_at_its_row(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "rows:\n  - {name: a, command: python trian.py --x 1, compare: none}\n"
+        "  - {name: b, command: trl sft, compare: none}\n"
+    )
+    (found,) = lint_recipes([tmp_path / "r.yaml"], root=tmp_path)
+    assert found.line == 2
+    assert found.message == (
+        "'a' trains with trian.py, which is not there; write it, or change command, which counts "
+        "from the project's root"
+    )
+
+
+def test_an_unknown_variable_and_a_wrong_limit_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "rows:\n"
+        "  - name: a\n"
+        "    command: x --out ${TENSORBOARD_PAHT} ${HOME_OF_NOBODY:-/tmp}\n"
+        "    env: {A: '${TENSORBOARD_PATH}', B: '${A}', C: '${NOBODY_SETS_IT}'}\n"
+        "    compare: {loss: {peak: 1.0}}\n"
+    )
+    found = lint_checks(read_recipe(tmp_path / "r.yaml").workloads, tmp_path, {})
+    assert all(one.is_error for one in found)
+    assert [(one.line, one.message.partition(", expected")[0]) for one in found] == [
+        (2, "compare.loss: 'peak' is no limit of a metric of kind loss"),
+        (4, "env.C: unknown variable 'NOBODY_SETS_IT'"),
+        (2, "command: unknown variable 'TENSORBOARD_PAHT'"),
+    ]
 
 
 def test_both_profiles_read_the_short_form() -> None:

@@ -21,7 +21,7 @@ PRINTS = "import os, sys; print('out', 'RANK' in os.environ); print('err', file=
 def start(dirs: PhaseDirs, *command: str, copies: str = "1") -> subprocess.Popen[bytes]:
     dirs.logs.mkdir(parents=True)
     env = {name: value for name, value in os.environ.items() if name != "RANK"}
-    words = [sys.executable, "-I", str(ALONE), str(dirs.logs), copies, *command]
+    words = [sys.executable, "-P", "-m", ALONE, str(dirs.logs), copies, *command]
     with dirs.launcher_log.open("wb") as log:
         return subprocess.Popen(words, stdout=log, env=env)
 

@@ -4,7 +4,12 @@ import pytest
 
 from pytest_megatron.errors import CaseError
 from pytest_megatron.workloads.recipe.case import Argument
-from pytest_megatron.workloads.training.plan.phases import command_words, unquote, with_argument
+from pytest_megatron.workloads.training.plan.phases import (
+    command_words,
+    unquote,
+    with_argument,
+    with_words,
+)
 
 
 def words(name: str, text: str | None, **settings: object) -> list[str]:
@@ -90,3 +95,25 @@ def test_setting_an_argument_keeps_its_place() -> None:
 
 def test_unquote_joins_adjacent_parts() -> None:
     assert unquote("""a'b c'"d" e""", where="x") == "ab cd e"
+
+
+@pytest.mark.parametrize(
+    ("command", "further", "expected"),
+    [
+        ("--steps 9 --a", "--steps 4", "--steps 4 --a"),
+        ("--steps=9 --a", "--steps 4", "--steps 4 --a"),
+        ("--steps 9 --a", "--steps=4", "--steps=4 --a"),
+        ("--steps=9 --a", "--steps=4", "--steps=4 --a"),
+        ("train.steps=9 a=1", "train.steps=4", "train.steps=4 a=1"),
+        ("--steps 9 --steps 8", "--steps 4", "--steps 9 --steps 4"),
+        ("--stepsize 9", "--steps 4", "--stepsize 9 --steps 4"),
+        ("--resume --a", "--resume", "--resume --a"),
+        ("--range 1 9 x", "--range 1 4", "--range 1 4 x"),
+        ("x", "--out d --every 2 y=1", "x --out d --every 2 y=1"),
+        ("x --out old", "--out new --every 2", "x --out new --every 2"),
+    ],
+)
+def test_words_take_the_place_of_those_of_the_same_name(
+    command: str, further: str, expected: str
+) -> None:
+    assert " ".join(with_words(command.split(), further.split())) == expected

@@ -144,6 +144,47 @@ def test_a_lightweight_run_stops_after_four_iterations(tmp_path: Path, text: str
     assert first.last_iteration == 4
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments", "words", "last"),
+    [
+        ("train.py", "--train-iters: 5", "--train-iters 5 --exit-interval 5", 5),
+        ("train.py", "--exit-interval: 7", "--exit-interval 100", 100),
+        ("tools/pretrain_vlm.py", "--lr: 1", "--lr 1 --exit-interval 100", 100),
+        ("pretrain_gpt.py", "a.b: 1", "a.b=1 --exit-interval 100", 100),
+        ("train.py", "--train-iters: 5, a.b: 1", "--train-iters 5 a.b=1 --exit-interval 5", 5),
+        ("train.py", "--max_steps: 5", "--max_steps 5", None),
+        ("trl sft", "--max_steps: 5", "--max_steps 5", None),
+        ("train.py", "trainer.max_epochs: 5", "trainer.max_epochs=5", None),
+    ],
+)
+def test_only_programs_that_are_known_to_take_it_get_an_exit_interval(
+    tmp_path: Path, program: str, arguments: str, words: str, last: int | None
+) -> None:
+    text = f"TEST_TYPE: regular\nMODEL_ARGS: {{{arguments}}}\n"
+    (phase,) = plan(tmp_path, text, workload(training_script_path=program)).phases
+    command = " ".join(phase.argv)
+    assert command.endswith(f" {program} {words}")
+    assert phase.last_iteration == last
+
+
+def test_a_case_may_say_how_its_program_trains_few_steps(tmp_path: Path) -> None:
+    setting = replace(SETTING, is_lightweight=True)
+    text = "TEST_TYPE: regular\nMODEL_ARGS: {--max_steps: 50, --lr: 1}\n"
+    with pytest.raises(CaseError) as caught:
+        plan(tmp_path, text, workload(), setting)
+    assert str(caught.value) == (
+        f"{tmp_path}/model_config.yaml: --lightweight gives a program fewer steps, and 'tp1' has "
+        "no stop, nothing was run; add STOP: '--max_steps={steps}', as the program takes it, "
+        "or run it without --lightweight"
+    )
+    text += "STOP: --max_steps {steps}\nLAST_STEP: 49\n"
+    (phase,) = plan(tmp_path, text, workload(), setting).phases
+    assert phase.argv[-4:] == ("--max_steps", "4", "--lr", "1")
+    (whole,) = plan(tmp_path, text, workload()).phases
+    assert whole.argv[-4:] == ("--max_steps", "50", "--lr", "1")
+    assert whole.last_iteration == 49
+
+
 def test_the_environment_is_the_users_without_the_launchers_around_pytest(tmp_path: Path) -> None:
     foreign = {"RANK": "1", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "x", "PYTEST_ADDOPTS": "-x"}
     own = {"HOME": "/home/me", "NCCL_ALGO": "Tree"}

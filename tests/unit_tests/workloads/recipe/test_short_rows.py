@@ -239,6 +239,12 @@ def test_a_name_is_that_of_one_row() -> None:
     assert len(found.workloads) == 1
 
 
+def test_rows_share_nothing() -> None:
+    text = "rows:\n  - {name: a, command: x, tag: t}\n  - {name: b, command: y, ranks: 2}\n"
+    found = [(one.training_script_path, one.gpus, one.tag) for one in rows(text)]
+    assert found == [("x", 1, "t"), ("y", 2, None)]
+
+
 def test_a_row_without_a_scope_is_in_each() -> None:
     found = rows("rows:\n  - {name: a, command: x}\n  - {name: b, command: x, scope: L0}\n")
     for scope, names in (("L0", ["a", "b"]), ("nightly", ["a"])):

@@ -190,7 +190,7 @@ def description(name: str, series: Series) -> str:
 
 
 _LENGTH = re.compile(
-    r"-*(?:\w+\.)*(?:max|num|train|total)[-_](?:train[-_])?(?:steps?|iters?|iterations)"
+    r"[-+]*(?:\w+\.)*(?:max|num|train|total)[-_](?:train[-_])?(?:steps?|iters?|iterations)"
 )
 
 

@@ -292,7 +292,8 @@ def mismatch(training: Training, judgement: Judgement) -> str:
         end = f"its {what} disagree"
         if judgement.is_golden_to_blame:
             end = "could not be compared"
-        first = f"{judgement.in_short}: trained to the end, but {end}"
+        so_far = "ended with exit code 0" if judgement.is_too_short else "trained to the end"
+        first = f"{judgement.in_short}: {so_far}, but {end}"
     else:
         first = last.cause.text
     lines = [first]

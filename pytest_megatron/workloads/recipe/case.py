@@ -309,13 +309,18 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
             message=message,
             severity=Severity.WARNING,
         )
-    for problem in _schema_problems(document):
+    problems = _schema_problems(document)
+    for problem in problems:
         rule = _RULES.get(problem.kind, "case-type")
         yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
     yield from _unread_variables(document)
     if (void := find_no_resume(document.value)) is not None:
         yield finding_at(document, ("TEST_TYPE",), "case-void", void)
+    try:
+        _source_of({} if problems else document.value)
+    except CaseError as error:
+        yield finding_at(document, (error.where,), "case-void", str(error))
     yield from _similar_variables(document)
 
 
@@ -630,29 +635,45 @@ def parse_case(document: YamlDocument) -> WorkloadCase:
         gradient_tolerance=file.GRADIENT_TOLERANCE,
         exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
-        source=_source(document, file),
+        source=_located_source(document),
         last_step=file.LAST_STEP,
         stop=file.STOP,
         resume=file.RESUME,
     )
 
 
-def _source(document: YamlDocument, file: CaseFile) -> MetricSource | None:
-    """Return where the metrics of a case are.
+def _source_of(case: Mapping[str, JsonValue]) -> MetricSource | None:
+    """Return where the metrics of a case are, None where they are handed to us.
 
     Raises:
-        CaseError: METRICS_FROM describes no place, or METRICS is missing beside it.
+        CaseError: METRICS_FROM describes no place, or none that its case can use.
     """
-    if file.METRICS_FROM is None:
+    keys, names = case.get("METRICS_FROM"), case.get("METRICS")
+    if not isinstance(keys, dict):
         return None
     try:
-        if not file.METRICS:
-            problem = "is there and METRICS is not, expected the names of metrics to compare"
-            raise ValueError(problem)  # noqa: TRY301 - as of those below
-        return parse_source(file.METRICS_FROM, file.METRICS)
+        source = parse_source(keys, tuple(map(str, names)) if isinstance(names, list) else ())
     except ValueError as error:
-        where = document.where(("METRICS_FROM",))
-        raise CaseError(where, f"METRICS_FROM: {error}") from error
+        raise CaseError("METRICS_FROM", str(error)) from error
+    problem = None
+    if not source.names:
+        problem = "is there and METRICS is not, expected the names of metrics to compare"
+    elif case.get("TEST_TYPE") in _MANY_STARTS and not source.counts_on:
+        problem = (
+            f"source {keys['source']} of a resumed training has the steps before as well, or is "
+            f"counted anew, expected steps that go on; name another source, such as tensorboard"
+        )
+    if problem is not None:
+        raise CaseError("METRICS_FROM", problem)
+    return source
+
+
+def _located_source(document: YamlDocument) -> MetricSource | None:
+    """Return the same; an error names file and line."""
+    try:
+        return _source_of(document.value)
+    except CaseError as error:
+        raise CaseError(document.where((error.where,)), str(error)) from error
 
 
 class _CaseReader:

@@ -154,6 +154,13 @@ class MetricSource:
     step: str | None = None
     lines: LinePattern | None = None
 
+    @property
+    def counts_on(self) -> bool:
+        """True if a resumed training has its own steps alone there, counted on."""
+        if self.lines is not None:
+            return self.lines.step is not None or "?P<step>" in self.lines.values
+        return self.form is not MetricFormat.TRAINER_STATE
+
 
 def parse_source(value: Mapping[str, object], names: tuple[str, ...]) -> MetricSource:
     """Return the source that the keys of `MetricsFrom` describe.

@@ -418,13 +418,20 @@ def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> 
 
 
 def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
-    """Say which metric is missing, or that the training stopped early."""
+    """Say which metric is missing, or that the training stopped early.
+
+    One value alone, as of an evaluation, says nothing about its distance to the next one: another
+    metric then has to go on to the end.
+    """
+    others = [name for name in names if len(metrics.get(name, ())) > 1]
     for name in names:
         series = metrics.get(name)
         if series is None or not len(series):
             found = ", ".join(sorted(metrics))
             return f"the training wrote no {name!r}, only {found}"
-        if last is not None and series.steps[-1] + _longest_gap(series) <= last:
+        is_done = last is None or _is_near(series, last)
+        is_rare = len(series) == 1 and any(_is_near(metrics[n], last or 0) for n in others)
+        if not is_done and not is_rare:
             return (
                 f"the training ended with exit code 0, but {name} stops at step "
                 f"{series.steps[-1]}, expected it to go on to {last}"
@@ -460,10 +467,10 @@ def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
     return None
 
 
-def _longest_gap(series: Series) -> int:
-    """Return the largest distance of two steps; 1 where there is only one."""
+def _is_near(series: Series, last: int) -> bool:
+    """Return whether no further value of a metric is to be expected up to a step."""
     gaps = [b - a for a, b in itertools.pairwise(series.steps)]
-    return max(gaps, default=1)
+    return series.steps[-1] + max(gaps, default=1) > last
 
 
 def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None) -> FailureCause:

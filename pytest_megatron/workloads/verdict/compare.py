@@ -249,6 +249,12 @@ class Judgement:
         return all(c.is_golden_to_blame for repeat in self.failed for c in repeat.failed)
 
     @property
+    def is_too_short(self) -> bool:
+        """True if a metric ends before the golden does."""
+        failed = (c for repeat in self.failed for c in repeat.failed)
+        return any(c.rule is ComparisonRule.TRUNCATED for c in failed)
+
+    @property
     def record(self) -> RecordedComparison:
         """The content of `comparison.json`."""
         rows: JsonValue = [

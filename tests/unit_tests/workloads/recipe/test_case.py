@@ -131,6 +131,26 @@ def test_a_case_steers_the_harness_by_its_variables(
             id="METRICS as a word",
         ),
         pytest.param(
+            HEAD + "METRICS_FROM: {source: csv}\n",
+            ":2: METRICS_FROM: is there and METRICS is not, expected the names of metrics to "
+            "compare",
+            id="a source without names",
+        ),
+        pytest.param(
+            HEAD + "METRICS: [loss]\nMETRICS_FROM: {source: printed}\n",
+            ":3: METRICS_FROM: pattern is missing, expected one of megatron, nanotron, nemo, "
+            "torchtitan, nanogpt, deepspeed, hf_trainer or a pattern",
+            id="printed lines without a pattern",
+        ),
+        pytest.param(
+            "TEST_TYPE: ckpt-resume\nRESUME: {save: '--out {dir}', load: '--in {dir}', at: 5}\n"
+            "METRICS: [loss]\nMETRICS_FROM: {source: trainer_state}\n",
+            ":4: METRICS_FROM: source trainer_state of a resumed training has the steps before as "
+            "well, or is counted anew, expected steps that go on; name another source, such as "
+            "tensorboard",
+            id="a history of all steps for a resume",
+        ),
+        pytest.param(
             HEAD + "BEFORE_SCRIPT: [ls]\n",
             ":2: BEFORE_SCRIPT: found ['ls'], expected a string",
             id="a list as a script",

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workloads.golden.model import Series, series_of
 from pytest_megatron.workloads.training.plan.plan import PhasePlan
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
-from pytest_megatron.workloads.verdict.attempt import FailureCause, _innermost, judge_attempt
+from pytest_megatron.workloads.verdict.attempt import (
+    FailureCause,
+    _innermost,
+    find_problem,
+    judge_attempt,
+)
 
 
 def phase(
@@ -170,3 +176,25 @@ def test_a_rank_that_stays_is_where_its_current_thread_is() -> None:
     )
     assert _innermost(stack) == "threading.py:1622 in _shutdown"
     assert _innermost(stack[:4]) == "loader.py:8 in fetch"
+
+
+def steps(*numbers: int) -> Series:
+    return series_of({number: 1.0 + number for number in numbers})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        pytest.param({"loss": steps(1, 5, 10, 15, 20)}, None, id="first and every fifth"),
+        pytest.param({"loss": steps(0, 10)}, None, id="from 0 on, with a distance"),
+        pytest.param({"loss": steps(1, 5, 10)}, "loss stops at step 10", id="too early"),
+        pytest.param({"loss": steps(3, 9, 18), "val": steps(12)}, None, id="one evaluation"),
+        pytest.param({"loss": steps(1, 2), "val": steps(12)}, "loss stops at step 2", id="both"),
+        pytest.param({"loss": steps(12)}, "loss stops at step 12", id="one value alone"),
+    ],
+)
+def test_a_training_ended_early_if_another_value_was_due(
+    metrics: dict[str, Series], problem: str | None
+) -> None:
+    found = find_problem(metrics, tuple(metrics), 19)
+    assert (found or "").partition(", expected")[0].rpartition("but ")[2] == (problem or "")

@@ -20,6 +20,10 @@ HARDLY = {1: 4.95 * (1 + 1.02e-3)}
 
 
 def headline(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) -> str:
+    return judgement(gaps, **changes).in_short
+
+
+def judgement(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) -> Judgement:
     names = {name.replace("_", " "): changed for name, changed in changes.items()}
     golden = {
         name: series_of({**values, **({1: "nan"} if name in gaps else {})})
@@ -39,7 +43,7 @@ def headline(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) -> 
     repeat = RepeatComparison(
         repeat=1, against=GOLDEN, measured=Path("m.json"), comparisons=comparisons
     )
-    return Judgement(repeats=(repeat,), policy=ComparisonPolicy.STRICT).in_short
+    return Judgement(repeats=(repeat,), policy=ComparisonPolicy.STRICT)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +89,8 @@ def test_a_golden_at_fault_says_least_of_a_run(
     changes: dict[str, dict[int, Value | None]], expected: str
 ) -> None:
     assert headline(("lm loss",), **changes).partition(" (and")[0] == expected
+
+
+def test_a_run_that_ends_before_its_golden_did_not_train_to_the_end() -> None:
+    assert judgement(lm_loss=dict.fromkeys(range(13, 51))).is_too_short
+    assert not judgement(lm_loss={7: None}).is_too_short

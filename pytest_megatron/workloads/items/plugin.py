@@ -142,8 +142,8 @@ class SelectionPlugin:
             raise
 
     def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
-        if self._session.options.executor != LOCAL:
-            return  # the engine checks the machine that is not this one
+        if self._session.options.executor != LOCAL or self._session.options.fake_ranks is not None:
+            return  # the machine is another one, or does not matter
         host = self._session.facts.host
         for item in items:
             lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)

@@ -1,0 +1,80 @@
+"""Choice of the ranks that can differ, by the process groups of one of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pytest_megatron.layouts.model import RankRecord
+
+_WHOLE_PIPELINE = 8  # stages; of longer ones, the ends and the middle
+
+
+def choose(world_size: int, count: int, first: RankRecord | None) -> list[int]:
+    """Return ranks, the most telling first.
+
+    Args:
+        world_size: Ranks of the training.
+        count: How many may be chosen.
+        first: Record of rank 0; None if there is none.
+    """
+    if count >= world_size:
+        return list(range(world_size))
+    chosen = dict.fromkeys([0, *_candidates(world_size, first)])
+    return list(chosen)[:count]
+
+
+def _candidates(world_size: int, first: RankRecord | None) -> Iterator[int]:
+    """Yield neighbours in pipelines, then ends of each partition of the world."""
+    last = world_size - 1
+    if first is None:
+        yield last
+        return
+    partitions = partitions_of(first, world_size)
+    pipelines = [p for p in partitions if _talks(first, p[0])]
+    for pipeline in pipelines[:1]:
+        line = pipeline[0]
+        middle = len(line) // 2
+        near = (0, 1, -1, -2, middle, middle - 1)
+        yield from line if len(line) <= _WHOLE_PIPELINE else (line[i] for i in near)
+    anchors = (0, pipelines[0][0][-1] if pipelines else last)
+    own = [_own(partition, anchor) for partition in partitions for anchor in anchors]
+    yield from (group[0] if group[-1] in anchors else group[-1] for group in own if group)
+    yield last
+    yield from (rank for group in own if group for rank in (group[1], group[len(group) // 2]))
+    for partition in partitions:
+        yield partition[-1][0]
+        yield partition[len(partition) // 2][0]
+
+
+def _own(partition: list[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    """Return the group of a rank; () if it is in none."""
+    return next((group for group in partition if rank in group), ())
+
+
+def _talks(record: RankRecord, group: Iterable[int]) -> bool:
+    """Return true if the rank sends to a member of the group, or receives from it."""
+    peers = {call.peer for call in record.calls if call.peer is not None}
+    return bool(peers & set(group))
+
+
+def partitions_of(record: RankRecord, world_size: int) -> list[list[tuple[int, ...]]]:
+    """Return the ways in which groups divide ranks, smallest groups first, the world left out."""
+    found: dict[int, dict[tuple[int, ...], None]] = {}
+    families: list[list[tuple[int, ...]]] = []
+    for group in record.groups:
+        ranks = tuple(group.ranks)
+        if 1 < len(ranks) < world_size:
+            found.setdefault(len(ranks), {})[ranks] = None
+    for size in sorted(found):
+        current: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for ranks in sorted(found[size], key=lambda ranks: (ranks[1] - ranks[0], ranks)):
+            if current and (
+                seen & set(ranks) or ranks[1] - ranks[0] != current[0][1] - current[0][0]
+            ):
+                families.append(current)
+                current, seen = [], set()
+            current.append(ranks)
+            seen.update(ranks)
+        families.append(current)
+    return [sorted(family) for family in families]

@@ -46,6 +46,16 @@ def _candidates(world_size: int, first: RankRecord | None) -> Iterator[int]:
         yield partition[len(partition) // 2][0]
 
 
+def one_of_each(records: Iterable[RankRecord]) -> list[RankRecord]:
+    """Return a rank of each kind: those of a kind make the same calls from the same lines."""
+    kinds: dict[tuple[object, ...], RankRecord] = {}
+    for record in sorted(records, key=lambda record: record.rank):
+        if record.calls:
+            kind = (record.problem, frozenset((call.kind, call.line) for call in record.calls))
+            kinds.setdefault(kind, record)
+    return list(kinds.values())
+
+
 def _own(partition: list[tuple[int, ...]], rank: int) -> tuple[int, ...]:
     """Return the group of a rank; () if it is in none."""
     return next((group for group in partition if rank in group), ())

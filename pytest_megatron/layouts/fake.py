@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 BACKEND = "layout"
 _LARGEST_MESSAGE = 1 << 16  # bytes; larger ones carry data, not sizes or objects
+_EXTREMES = {"max": torch.maximum, "min": torch.minimum}
 _FILLING = 0.01  # of what nobody has sent; 0 and 1 are special to many programs
 
 
@@ -145,13 +147,44 @@ class FakeGroup(dist.ProcessGroup):
         waited = self._recorder.call(self, kind, _flat(given), **more)
         with plain():
             fill()
+            if self._recorder.noise is not None and not self._recorder.is_object:
+                self._disturb(kind, _flat(results), more)
         return FakeWork(waited, _flat(results))
+
+    def _disturb(self, kind: str, results: list[torch.Tensor], options: dict[str, Any]) -> None:
+        """Change what others have sent, so that what hangs on it shows.
+
+        What the whole world has reduced is alike in all ranks, and so is what they do about it.
+        """
+        own = self.ranks[self._own]
+        is_own = kind == "send" or options.get("root") == own
+        is_common = kind == "all_reduce" and self.size() == self._recorder.world_size
+        for tensor in results:
+            if not tensor.is_floating_point() and not (is_own or is_common):
+                tensor.logical_not_() if tensor.dtype == torch.bool else tensor.copy_(
+                    tensor.roll(1, 0) if _has_many(tensor) else tensor + 1
+                )
+            elif tensor.is_floating_point() and not is_own and tensor.numel():
+                shape, noise = tensor.shape, self._recorder.noise
+                factors = 0.5 + torch.rand(shape, generator=noise)
+                tensor.mul_(factors.to(device=tensor.device, dtype=tensor.dtype))
 
     # Collectives. Where others would have sent something, it is what this rank sends.
 
     @override
     def allreduce(self, tensors: Any, opts: Any = None) -> FakeWork:
-        return self._call("all_reduce", tensors, tensors, reduction=_reduction(opts))
+        kind = _reduction(opts)
+        mail, keys = self._recorder.mail, (f"all_reduce {self.name_of_group}",)
+
+        def fill() -> None:
+            for tensor in _flat(tensors):
+                theirs = tensor.clone()
+                if kind in _EXTREMES and mail.fetch(keys, theirs):  # a flag that rank 0 has set
+                    tensor.copy_(_EXTREMES[kind](tensor, theirs))
+                elif kind in _EXTREMES:
+                    mail.post(keys, tensor)
+
+        return self._call("all_reduce", tensors, tensors, fill, reduction=kind)
 
     @override
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> FakeWork:
@@ -241,9 +274,9 @@ class FakeGroup(dist.ProcessGroup):
     ) -> FakeWork:
         """Exchange parts of one tensor; without sizes they are equal."""
         row = tensor[0].numel() if tensor.dim() and tensor.shape[0] else 0
-        splits = {"sent": [n * row for n in sent], "received": [n * row for n in received]} if (
-            sent and received
-        ) else {}  # fmt: skip
+        parts = {"sent": sent, "received": received}
+        has_parts = all(part is not None and len(part) for part in parts.values())
+        splits = {k: [int(n) * row for n in part] for k, part in parts.items() if has_parts}
 
         def fill() -> None:
             _fill(output)
@@ -362,6 +395,11 @@ class FakeGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+def _has_many(tensor: torch.Tensor) -> bool:
+    """Return true if a tensor has different values, which may change their places."""
+    return tensor.dim() > 0 and bool((tensor != tensor.flatten()[0]).any())
+
+
 def _reduction(opts: Any) -> str:
     """Return the name of a reduction."""
     operation = getattr(opts, "reduceOp", None)
@@ -418,7 +456,7 @@ def install(recorder: Recorder, rank: int, world_size: int) -> None:
         timeout = more.get("timeout") or (args[1] if len(args) > 1 else None)
         start(
             BACKEND,
-            store=c10d.HashStore(),  # type: ignore[attr-defined] # torch's stub lacks it
+            store=dist.HashStore(),  # type: ignore[attr-defined] # torch's stub lacks it
             rank=rank,
             world_size=world_size,
             **({} if timeout is None else {"timeout": timeout}),
@@ -446,11 +484,13 @@ def install(recorder: Recorder, rank: int, world_size: int) -> None:
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     c10d._new_process_group_helper = make_group
-    for name, function in (
-        ("init_process_group", init_process_group),
-        ("batch_isend_irecv", batch_isend_irecv),
-        ("monitored_barrier", monitored_barrier),
-    ):
-        setattr(c10d, name, function)
-        setattr(dist, name, function)
+    for function in (init_process_group, batch_isend_irecv, monitored_barrier):
+        _replace(function.__name__, getattr(c10d, function.__name__), function)
     dist.get_backend = get_backend  # torch's own modules need the one that is there
+
+
+def _replace(name: str, old: object, new: object) -> None:
+    """Replace a function in all modules of torch that have it."""
+    for module_name, module in sys.modules.copy().items():
+        if module_name.startswith("torch.") and vars(module).get(name) is old:
+            setattr(module, name, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_megatron.layouts.model import Call, Group, RankRecord
@@ -22,16 +22,27 @@ class _Comparison:
     faults: list[RecordedFault] = field(default_factory=list)
     num_compared: int = 0
     num_left_out: int = 0
+    of_data: frozenset[str] = frozenset()  # lines whose sizes follow from it
 
 
-def judge(records: Mapping[int, RankRecord], *, memory_bytes: int | None = None) -> RecordedLayout:
+def judge(
+    records: Mapping[int, RankRecord],
+    *,
+    others: Iterable[RankRecord] = (),
+    memory_bytes: int | None = None,
+) -> RecordedLayout:
     """Compare ranks.
 
     Args:
         records: Of the ranks that were run.
+        others: Ranks of the same that ran once more, with other data from all others.
         memory_bytes: Memory of the GPU of a rank; None compares none.
     """
-    found = _Comparison(records=dict(sorted(records.items())))
+    pairs = [(records[other.rank], other) for other in others if other.rank in records]
+    undecided = [fault for pair in pairs if (fault := _hangs_on_data(*pair)) is not None]
+    found = _Comparison(
+        records=dict(sorted(records.items())), of_data=frozenset(_sizes_of_data(pairs))
+    )
     faults = [*_failures(found.records)]
     groups = [*_groups(found.records)]
     faults += groups
@@ -41,14 +52,57 @@ def judge(records: Mapping[int, RankRecord], *, memory_bytes: int | None = None)
         faults += communication or _cycle(found.records, names)
     faults += _micro_batches(found.records)
     faults += _memory(found.records, memory_bytes)
-    more = found.num_left_out
+    uncertain = {line for fault in undecided for _, line in fault.lines}
+    faults = [f for f in faults if not uncertain.intersection(line for _, line in f.lines)]
+    left_out = [f"sizes at {line}, which follow the data" for line in sorted(found.of_data)]
+    if found.num_left_out:
+        left_out.append(f"{found.num_left_out} calls, since their other ranks were not run")
     return RecordedLayout(
         world_size=max(record.world_size for record in records.values()) or len(records),
         ranks=tuple(map(_row, found.records.values())),
         faults=tuple(faults[:_MOST_FAULTS]),
-        left_out=(f"{more} calls, since their other ranks were not run",) if more else (),
+        undecided=tuple(undecided[:_MOST_FAULTS]),
+        left_out=tuple(left_out),
         num_compared=found.num_compared,
     )
+
+
+def _hangs_on_data(here: RankRecord, other: RankRecord) -> RecordedFault | None:
+    """Return where a rank does something else when others have sent something else."""
+    rank = here.rank
+    pairs = zip(here.calls, other.calls, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if _what(a) != _what(b)), None)
+    if at is None:
+        is_whole = "failed" not in (here.end, other.end)
+        is_longer = len(here.calls) != len(other.calls) and is_whole
+        has_failed_alike = (here.end, here.problem_line) == (other.end, other.problem_line)
+        if not is_longer and (here.end != "failed" or has_failed_alike):
+            return None
+        at = min(len(here.calls), len(other.calls))
+    calls = [record.calls[at] for record in (here, other) if at < len(record.calls)]
+    reads = [call.read for call in (*calls, *reversed(here.calls[:at])) if call.read]
+    lines = [*reads[:1], *dict.fromkeys(call.line for call in calls), here.problem_line]
+    return RecordedFault(
+        kind="undecided",
+        ranks=(rank,),
+        text=f"what rank {rank} does after its call {at} hangs on what other ranks have sent"
+        + (f", which line {reads[0]} reads" if reads else ""),
+        lines=tuple((rank, line) for line in lines if line),
+    )
+
+
+def _what(call: Call) -> tuple[object, ...]:
+    return (call.kind, call.group, call.peer, call.root)
+
+
+def _sizes_of_data(pairs: Iterable[tuple[RankRecord, RankRecord]]) -> Iterator[str]:
+    """Yield the lines whose calls have another size when others have sent something else."""
+    for here, other in pairs:
+        for one, same in zip(here.calls, other.calls, strict=False):
+            if _what(one) != _what(same):
+                break
+            if one.num_elements != same.num_elements:
+                yield one.line
 
 
 def _row(record: RankRecord) -> RecordedFakeRank:
@@ -194,7 +248,7 @@ def _first_difference(
     one, other = programs
     for index, (here, there) in enumerate(zip(one, other, strict=False)):
         found.num_compared += 1
-        differs = _difference(here, there)
+        differs = _difference(here, there, found.of_data)
         if differs:
             return RecordedFault(
                 kind="collective",
@@ -231,7 +285,7 @@ def _is_required(record: RankRecord, other: RankRecord, call: Call) -> bool:
     return record.end != "cut" or any(c is call for c in record.calls[: record.last_step_call])
 
 
-def _difference(here: Call, there: Call) -> str:
+def _difference(here: Call, there: Call, of_data: Collection[str]) -> str:
     """Return in what two calls differ that have to be alike; "" if they are."""
     for name in ("kind", "reduction", "root"):
         if getattr(here, name) != getattr(there, name):
@@ -240,7 +294,7 @@ def _difference(here: Call, there: Call) -> str:
         return ""
     if here.dtype != there.dtype:
         return "differs in dtype"
-    if not (here.has_own_size and there.has_own_size):
+    if not (here.has_own_size and there.has_own_size) or here.line in of_data:
         return ""
     if here.sent or there.sent:
         return ""
@@ -288,7 +342,8 @@ def _first_lost(
     source, target = pair
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):
         found.num_compared += 1
-        if (sent.dtype, sent.num_elements) != (received.dtype, received.num_elements):
+        is_alike = sent.num_elements == received.num_elements or sent.line in found.of_data
+        if sent.dtype != received.dtype or not is_alike:
             return RecordedFault(
                 kind="message",
                 ranks=pair,

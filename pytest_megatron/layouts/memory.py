@@ -15,6 +15,11 @@ from typing_extensions import override
 from pytest_megatron.layouts.model import LargeTensor, Memory
 
 _NUM_LARGEST = 10
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,  # `item`, and tests of a tensor
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+)
 _SMALL = 500  # a storage below this part of the peak needs no line of code
 
 
@@ -25,8 +30,15 @@ class MemoryTracker(TorchDispatchMode):
     keeps, so that a real peak is a little higher.
     """
 
-    def __init__(self, place: Callable[[], str]) -> None:
+    def __init__(self, place: Callable[[], str], read: Callable[[], None]) -> None:
+        """Begin.
+
+        Args:
+            place: Returns the line of the program that runs.
+            read: Is called when the program reads a value.
+        """
         super().__init__()
+        self._read = read
         self._place = place
         self._live: dict[int, int] = {}  # storage -> number
         self._made: list[LargeTensor] = []
@@ -47,6 +59,8 @@ class MemoryTracker(TorchDispatchMode):
         """Run an operation and note what it made."""
         if any(kind.__module__.startswith("torch.distributed.tensor") for kind in types):
             return NotImplemented  # its parts come by themselves
+        if func in _READS:
+            self._read()
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

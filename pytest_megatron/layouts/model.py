@@ -41,6 +41,7 @@ class Call:
         root: Global rank of a broadcast, reduce, gather or scatter.
         peer: Global rank at the other end; None where any may be.
         has_own_size: False where the size follows from what others have sent.
+        read: Line that last read a value of a tensor since the call before; "" if none did.
         sent: Elements for each rank of the group, of an exchange of unequal parts.
     """
 
@@ -60,6 +61,7 @@ class Call:
     peer: int | None = None
     tag: int = 0
     has_own_size: bool = True
+    read: str = ""
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 

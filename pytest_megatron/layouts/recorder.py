@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from pytest_megatron.layouts.fake import FakeGroup, Mail
 from pytest_megatron.layouts.memory import MemoryTracker
 from pytest_megatron.layouts.model import Call, CallOptions, Group, RankRecord, write_record
+from pytest_megatron.layouts.settings import Settings
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -28,14 +30,18 @@ _SKIPPED = (
 )
 
 
-_SKIPPED_ENDS = ("contextlib.py", "functools.py", "runpy.py")
+_NUM_FRAMES = 2
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 def _is_skipped(code: CodeType | None, name: str) -> bool:
     """Return true for a line of torch or of ours, or of a mode that stands between."""
     if code is not None and code.co_name in ("__torch_function__", "__torch_dispatch__"):
         return True
-    return name.startswith(_SKIPPED) or name.endswith(_SKIPPED_ENDS)
+    if name.endswith("typing_extensions.py"):  # its wrapper of what is deprecated
+        return True
+    is_installed = "site-packages" in name
+    return name.startswith(_SKIPPED) or (name.startswith(_LIBRARY) and not is_installed)
 
 
 class Recorder:
@@ -45,31 +51,44 @@ class Recorder:
         mail: Messages of ranks that ran before.
         batch: Number of the batch of point-to-point calls that is being issued.
         asked_backend: The backend of the default group as the program named it.
+        noise: Changes what others are taken to have sent; None changes nothing.
     """
 
-    def __init__(self, rank: int, world_size: int, steps: int, directory: Path) -> None:
-        self._record = RankRecord(rank=rank, world_size=world_size)
-        self._steps, self._directory = steps, directory
+    def __init__(self, settings: Settings, rank: int, *, is_other: bool) -> None:
+        self._record = RankRecord(rank=rank, world_size=settings.world_size)
+        self._steps, self._directory = settings.steps, settings.directory
+        self._file = self._directory / f"rank_{rank}{'.other' if is_other else ''}.json"
         self._clock = 0
         self._counts: dict[str, int] = {}
+        self.world_size = settings.world_size
         self._known: set[int] = set()  # modules of models
         self._has_run = False  # a model, since the last step
-        self.memory = MemoryTracker(self.place)
-        self.mail = Mail(directory / "mail")
+        self.memory = MemoryTracker(self.place, self._read)
+        self.mail = Mail(settings.directory / "mail")
         self.batch: int | None = None
         self.asked_backend = ""
+        self._last_read = ""
+        self.noise = torch.Generator().manual_seed(1) if is_other else None
         self.is_object = False
 
     def place(self) -> str:
-        """Return the innermost line that is neither torch's nor ours."""
+        """Return the innermost line that is neither torch's nor ours, and who calls its file."""
         frame: FrameType | None = sys._getframe(1)
         self.is_object = False
-        while frame is not None and _is_skipped(frame.f_code, frame.f_code.co_filename):
-            self.is_object |= "object" in frame.f_code.co_name  # `all_gather_object` and others
+        found: list[FrameType] = []
+        while frame is not None and len(found) < _NUM_FRAMES:
+            name = frame.f_code.co_filename
+            if not _is_skipped(frame.f_code, name):
+                if not found or name != found[-1].f_code.co_filename:
+                    found.append(frame)
+            elif not found:
+                self.is_object |= "object" in frame.f_code.co_name  # `all_gather_object`, others
             frame = frame.f_back
-        if frame is None:
-            return "the start of the program"
-        return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        lines = [
+            f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            for frame in found
+        ]
+        return ", from ".join(lines) or "the start of the program"
 
     def group(self, name: str, ranks: list[int], backend: str) -> None:
         """Note that the program makes a group."""
@@ -94,6 +113,7 @@ class Recorder:
             shapes=[list(tensor.shape) for tensor in tensors],
             step=self._record.steps + 1,
             line=line,
+            read=self._last_read,
             has_own_size=not self.is_object,
             issued=self._tick(),
             batch=self.batch,
@@ -101,12 +121,17 @@ class Recorder:
             **more,
         )
         self._record.calls.append(call)
+        self._last_read = ""
 
         def waited() -> None:
             if call.waited is None:
                 call.waited = self._tick()
 
         return waited
+
+    def _read(self) -> None:
+        if self._record.calls:
+            self._last_read = self.place()
 
     def _tick(self) -> int:
         self._clock += 1
@@ -158,7 +183,7 @@ class Recorder:
                 if "site-packages" in (getattr(module, "__file__", None) or "")
             ]
             (self._directory / "modules.json").write_text(json.dumps(installed))
-        write_record(self._directory / f"rank_{self._record.rank}.json", self._record)
+        write_record(self._file, self._record)
 
 
 def _short(path: str) -> str:

@@ -19,7 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
-from pytest_megatron.layouts.choose import choose
+from pytest_megatron.layouts.choose import choose, one_of_each
 from pytest_megatron.layouts.model import read_record
 from pytest_megatron.layouts.settings import Settings
 
@@ -34,12 +34,20 @@ def main() -> None:
 
     if settings.ranks is not None:
         _run_all(settings, list(settings.ranks), argv)
+        _run_others(settings, argv)
         return
     _run_all(settings, [0], argv)
     path = settings.directory / "rank_0.json"
     first = read_record(path) if path.exists() else None
     _import_what_it_did(settings.directory)
     _run_all(settings, choose(settings.world_size, settings.count, first)[1:], argv)
+    _run_others(settings, argv)
+
+
+def _run_others(settings: Settings, argv: list[str]) -> None:
+    """Run a rank of each kind once more, with other data from all others."""
+    records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
+    _run_all(settings, [record.rank for record in one_of_each(records)], argv, is_other=True)
 
 
 def _import_what_it_did(directory: Path) -> None:
@@ -50,14 +58,16 @@ def _import_what_it_did(directory: Path) -> None:
             importlib.import_module(name)
 
 
-def _run_all(settings: Settings, ranks: list[int], argv: list[str]) -> None:
+def _run_all(
+    settings: Settings, ranks: list[int], argv: list[str], *, is_other: bool = False
+) -> None:
     """Run ranks, a few side by side."""
     running: dict[int, tuple[int, float]] = {}
     waiting = list(ranks)
     while waiting or running:
         while waiting and len(running) < settings.jobs:
             rank = waiting.pop(0)
-            running[_fork(settings, rank, argv)] = (rank, time.monotonic())
+            running[_fork(settings, rank, argv, is_other=is_other)] = (rank, time.monotonic())
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
             running.pop(pid, None)
@@ -68,26 +78,25 @@ def _run_all(settings: Settings, ranks: list[int], argv: list[str]) -> None:
         time.sleep(0.02)
 
 
-def _fork(settings: Settings, rank: int, argv: list[str]) -> int:
+def _fork(settings: Settings, rank: int, argv: list[str], *, is_other: bool) -> int:
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        log = os.open(
-            settings.directory / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC
-        )
+        name = f"rank_{rank}{'.other' if is_other else ''}.log"
+        log = os.open(settings.directory / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = _run_rank(settings, rank, argv)
+        code = _run_rank(settings, rank, argv, is_other=is_other)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _run_rank(settings: Settings, rank: int, argv: list[str]) -> int:
+def _run_rank(settings: Settings, rank: int, argv: list[str], *, is_other: bool) -> int:
     """Run the program as one rank."""
     import torch
 
@@ -106,7 +115,7 @@ def _run_rank(settings: Settings, rank: int, argv: list[str]) -> int:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",
     )
-    recorder = Recorder(rank, settings.world_size, settings.steps, settings.directory)
+    recorder = Recorder(settings, rank, is_other=is_other)
     install(recorder, rank, settings.world_size)
     recorder.start()
     try:

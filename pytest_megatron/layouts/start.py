@@ -72,19 +72,22 @@ def run_layout(
         while ended is None:
             ended = process.poll(_POLL_S)
     records = _read(settings.directory)
+    others = [read_record(path) for path in settings.directory.glob("rank_*.other.json")]
     if not records:
         raise LaunchError(str(log), f"no rank could be run: {_tail(log)}")
-    return judge(records, memory_bytes=memory_bytes)
+    return judge(records, others=others, memory_bytes=memory_bytes)
 
 
 def _read(directory: Path) -> dict[int, RankRecord]:
     """Return the record of each rank; of one that left none, the end of its log."""
     found: dict[int, RankRecord] = {}
-    for path in directory.glob("rank_*.log"):
+    for path in directory.glob("rank_*[0-9].log"):
         rank = int(path.stem.removeprefix("rank_"))
         file = path.with_suffix(".json")
         if file.exists():
             found[rank] = read_record(file)
+            if found[rank].problem.startswith("SystemExit"):  # what it says was printed
+                found[rank].problem += f": {_tail(path)}"
         else:
             text = _tail(path) or "it was killed"
             found[rank] = RankRecord(rank=rank, world_size=0, end="lost", problem=text)

@@ -146,8 +146,9 @@ class FakeGroup(dist.ProcessGroup):
     ) -> FakeWork:
         waited = self._recorder.call(self, kind, _flat(given), **more)
         with plain():
-            fill()
-            if self._recorder.noise is not None and not self._recorder.is_object:
+            is_known = bool(fill())  # it is what the other rank has sent
+            is_plain = self._recorder.noise is None or self._recorder.is_object
+            if not is_known and not is_plain:
                 self._disturb(kind, _flat(results), more)
         return FakeWork(waited, _flat(results))
 
@@ -159,12 +160,13 @@ class FakeGroup(dist.ProcessGroup):
         own = self.ranks[self._own]
         is_own = kind == "send" or options.get("root") == own
         is_common = kind == "all_reduce" and self.size() == self._recorder.world_size
+        is_extreme = options.get("reduction") in _EXTREMES
         for tensor in results:
             if not tensor.is_floating_point() and not (is_own or is_common):
                 tensor.logical_not_() if tensor.dtype == torch.bool else tensor.copy_(
                     tensor.roll(1, 0) if _has_many(tensor) else tensor + 1
                 )
-            elif tensor.is_floating_point() and not is_own and tensor.numel():
+            elif tensor.is_floating_point() and not (is_own or is_extreme) and tensor.numel():
                 shape, noise = tensor.shape, self._recorder.noise
                 factors = 0.5 + torch.rand(shape, generator=noise)
                 tensor.mul_(factors.to(device=tensor.device, dtype=tensor.dtype))
@@ -202,12 +204,15 @@ class FakeGroup(dist.ProcessGroup):
         mail, where = self._recorder.mail, self._recorder.place()
         keys = (f"broadcast {self.name_of_group}", f"broadcast {where}")
 
-        def fill() -> None:
+        def fill() -> bool:
+            is_known = True
             for tensor in _flat(tensors):
                 if opts.rootRank == self._own:
                     mail.post(keys, tensor)
                 elif not mail.fetch(keys, tensor):
+                    is_known = False
                     _fill(tensor)
+            return is_known
 
         return self._call("broadcast", tensors, tensors, fill, root=root)
 
@@ -336,10 +341,11 @@ class FakeGroup(dist.ProcessGroup):
         own, peer = self.ranks[self._own], self.ranks[rank]
         keys = (f"send {self.name_of_group} {peer} {own} {tag}", f"like {self._shape(tensors)}")
 
-        def fill() -> None:
-            for tensor in tensors:
-                if not self._recorder.mail.fetch(keys, tensor):
-                    _fill(tensor)
+        def fill() -> bool:
+            is_known = self._recorder.mail.fetch(keys, tensors[0])
+            if not is_known:
+                _fill(tensors[0])
+            return is_known
 
         return self._call("recv", tensors, tensors, fill, peer=peer, tag=tag)
 
@@ -440,19 +446,26 @@ def install(recorder: Recorder, rank: int, world_size: int) -> None:
         ranks = list(options.global_ranks_in_group) or list(range(world_size))
         return FakeGroup(options.group_id, ranks, options.group_rank, recorder)
 
+    def named(backend: Any) -> str:
+        """Return a backend as the program means it."""
+        text = str(backend or "undefined").lower()
+        if text == BACKEND:  # that of the default group
+            return recorder.asked_backend
+        return {"undefined": "nccl" if torch.cuda.is_available() else "gloo"}.get(text, text)
+
     @functools.wraps(make)
     def make_group(
         size: int, own: int, ranks: Any, backend: Any, store: Any, name: Any, **_: Any
     ) -> Any:
         members = list(ranks) or list(range(world_size))
-        asked[str(name)] = str(backend or "undefined")
+        asked[str(name)] = named(backend)
         recorder.group(str(name), members, asked[str(name)])
         options = {k: v for k, v in _.items() if k in ("timeout", "pg_tag", "group_desc")}
         return make(size, own, ranks, dist.Backend(BACKEND), store, name, **options)
 
     @functools.wraps(start)
     def init_process_group(backend: Any = None, *args: Any, **more: Any) -> None:
-        recorder.asked_backend = str(backend or "undefined")
+        recorder.asked_backend = named(backend)
         timeout = more.get("timeout") or (args[1] if len(args) > 1 else None)
         start(
             BACKEND,
@@ -464,10 +477,7 @@ def install(recorder: Recorder, rank: int, world_size: int) -> None:
 
     def get_backend(group: Any = None) -> str:
         found = group if group is not None else c10d._get_default_group()
-        named = asked.get(getattr(found, "name_of_group", ""), BACKEND)
-        named = recorder.asked_backend if named == BACKEND else named
-        has_cuda = torch.cuda.is_available()
-        return ("nccl" if has_cuda else "gloo") if named in ("undefined", BACKEND) else named
+        return asked.get(getattr(found, "name_of_group", ""), recorder.asked_backend)
 
     batch = c10d.batch_isend_irecv
     numbers = itertools.count()
@@ -484,13 +494,18 @@ def install(recorder: Recorder, rank: int, world_size: int) -> None:
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     c10d._new_process_group_helper = make_group
-    for function in (init_process_group, batch_isend_irecv, monitored_barrier):
-        _replace(function.__name__, getattr(c10d, function.__name__), function)
+    for name, function in (
+        ("init_process_group", init_process_group),
+        ("batch_isend_irecv", batch_isend_irecv),
+        ("monitored_barrier", monitored_barrier),
+    ):
+        _replace(name, function)
     dist.get_backend = get_backend  # torch's own modules need the one that is there
 
 
-def _replace(name: str, old: object, new: object) -> None:
+def _replace(name: str, new: object) -> None:
     """Replace a function in all modules of torch that have it."""
+    olds = [vars(module)[name] for module in (c10d, dist)]
     for module_name, module in sys.modules.copy().items():
-        if module_name.startswith("torch.") and vars(module).get(name) is old:
+        if module_name.startswith("torch.") and vars(module).get(name) in olds:
             setattr(module, name, new)

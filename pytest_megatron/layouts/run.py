@@ -90,6 +90,8 @@ def _fork(settings: Settings, rank: int, argv: list[str], *, is_other: bool) -> 
         os.dup2(log, 1)
         os.dup2(log, 2)
         code = _run_rank(settings, rank, argv, is_other=is_other)
+    except BaseException:  # noqa: BLE001 - the fork must not go on as its parent
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -77,30 +77,40 @@ class Simulation:
         return self._next[rank] > begin
 
     def _finish(self, key: tuple[int, Key]) -> bool:
-        """End the calls at the head of a communicator that can end."""
-        rank, communicator = key
+        """End the calls of a communicator that can end."""
         queue, begin = self._queues[key], len(self._queues[key])
-        is_ordered = communicator[0] == "ordered"
         while queue:
-            call = queue[0][0]
-            batch = [q for q in queue if is_ordered and call.batch is not None
-                     and q[0].batch == call.batch] or [queue[0]]  # fmt: skip
-            ready = [
-                q for q in (batch if is_ordered else list(queue)) if self._missing(rank, *q) is None
-            ]
-            if not ready or (is_ordered and len(ready) < len(batch)):
+            ready = [one for one in self._heads(key) if self._missing(key[0], *one) is None]
+            if not ready:
                 break
             for ended in ready:
                 self._done.add(id(ended[0]))
                 queue.remove(ended)
         return len(queue) < begin
 
+    def _heads(self, key: tuple[int, Key]) -> list[tuple[Call, Key, int]]:
+        """Return the calls of a communicator that no other has to end before."""
+        queue = self._queues[key]
+        if not queue or key[1][0] == "free":
+            return list(queue)
+        batch = queue[0][0].batch
+        return [one for one in queue if batch is not None and one[0].batch == batch] or queue[:1]
+
     def _missing(self, rank: int, call: Call, matching: Key, number: int) -> int | None:
-        """Return a rank whose side of a call has not been issued; None if all were."""
+        """Return a rank whose side of a call has not begun; None if all have."""
         for other in self._others(rank, call):
-            key = other, matching
-            if self._posted[key] < number <= self._totals[key]:
+            if number > self._totals[other, matching]:
+                continue  # what one rank does after its last step
+            if self._posted[other, matching] < number:
                 return other
+            for kind in (("free",), ("ordered",)):
+                for peer in ((), (rank,)):
+                    key = other, (*kind, call.group, *peer)
+                    waiting = [
+                        one for one in self._queues.get(key, ()) if one[1:] == (matching, number)
+                    ]
+                    if waiting and waiting[0] not in self._heads(key):
+                        return other
         return None
 
     def _others(self, rank: int, call: Call) -> list[int]:
@@ -139,13 +149,10 @@ class Simulation:
 
     def _blocked(self, rank: int, waited: Call) -> Blocked:
         """Return what holds up a rank: the call it waits for, or one before that."""
-        queue = self._queues[rank, self._communicator(waited)]
-        for call, matching, number in queue:
+        for call, matching, number in self._heads((rank, self._communicator(waited))):
             missing = self._missing(rank, call, matching, number)
             if missing is not None:
                 return Blocked(rank, call, missing)
-            if call is waited:
-                break
         return Blocked(rank, waited, rank)
 
 

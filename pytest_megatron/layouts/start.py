@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,6 +64,9 @@ def run_layout(
         LaunchError: Nothing could be run.
     """
     settings.directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(settings.directory / "mail", ignore_errors=True)
+    for earlier in settings.directory.glob("rank_*"):
+        earlier.unlink()
     log = settings.directory / "ranks.log"
     command = [python, *_RUN, settings.to_json(), *program]
     with GuardedProcess(

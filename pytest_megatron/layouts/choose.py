@@ -30,13 +30,12 @@ def _candidates(world_size: int, first: RankRecord | None) -> Iterator[int]:
         yield last
         return
     partitions = partitions_of(first, world_size)
-    pipelines = [p for p in partitions if _talks(first, p[0])]
-    for pipeline in pipelines[:1]:
-        line = pipeline[0]
+    lines = _lines(first, partitions, world_size)
+    for line in lines:
         middle = len(line) // 2
-        near = (0, 1, -1, -2, middle, middle - 1)
-        yield from line if len(line) <= _WHOLE_PIPELINE else (line[i] for i in near)
-    anchors = (0, pipelines[0][0][-1] if pipelines else last)
+        is_whole = line is lines[0] and len(line) <= _WHOLE_PIPELINE
+        yield from line if is_whole else (line[i] for i in (0, 1, -1, -2, middle, middle - 1))
+    anchors = (0, lines[0][-1] if lines else last)
     own = [_own(partition, anchor) for partition in partitions for anchor in anchors]
     yield from (group[0] if group[-1] in anchors else group[-1] for group in own if group)
     yield last
@@ -61,10 +60,21 @@ def _own(partition: list[tuple[int, ...]], rank: int) -> tuple[int, ...]:
     return next((group for group in partition if rank in group), ())
 
 
-def _talks(record: RankRecord, group: Iterable[int]) -> bool:
-    """Return true if the rank sends to a member of the group, or receives from it."""
-    peers = {call.peer for call in record.calls if call.peer is not None}
-    return bool(peers & set(group))
+def _lines(
+    record: RankRecord, partitions: list[list[tuple[int, ...]]], world_size: int
+) -> list[tuple[int, ...]]:
+    """Return the lines of ranks along which messages go, that of the farthest neighbour first.
+
+    A line is a group, or, where messages go through a larger one, ranks at equal distances.
+    """
+    peers = {call.peer for call in record.calls if call.peer}
+    found: dict[tuple[int, ...], None] = {}
+    for peer in sorted(peers):
+        own = [_own(partition, record.rank) for partition in partitions]
+        group = next((group for group in own if peer in group), ())
+        found[group or tuple(range(0, world_size, peer))] = None
+    lines = [line for line in found if len(line) > 1]
+    return sorted(lines, key=lambda line: line[0] - line[1])
 
 
 def partitions_of(record: RankRecord, world_size: int) -> list[list[tuple[int, ...]]]:

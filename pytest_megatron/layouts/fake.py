@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from pytest_megatron.layouts.recorder import Recorder
+    from pytest_megatron.layouts.recorder import RankRecorder
 
 BACKEND = "layout"
 _LARGEST_MESSAGE = 1 << 16  # bytes; larger ones carry data, not sizes or objects
@@ -122,7 +122,7 @@ class FakeGroup(dist.ProcessGroup):
         ranks: Global ranks of the members, in the group's order.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], rank: int, recorder: Recorder) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, recorder: RankRecorder) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg] # without a store
         self.name_of_group, self.ranks, self._own = name, list(ranks), rank
         self._recorder = recorder
@@ -430,7 +430,7 @@ def _fill(tensor: torch.Tensor) -> None:
     tensor.fill_(_FILLING) if tensor.is_floating_point() else tensor.zero_()
 
 
-def install(recorder: Recorder, rank: int, world_size: int) -> None:
+def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
     """Replace process groups in this process, before the program is imported.
 
     Args:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pytest_megatron.layouts.model import Call, Group, RankRecord
+from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.layouts.report import size_text
 from pytest_megatron.layouts.simulate import Blocked, Simulation, channel_of
 from pytest_megatron.runs.record import RecordedFakeRank, RecordedFault, RecordedLayout
@@ -17,7 +17,7 @@ _BROKEN = ("failed", "lost")
 
 
 @dataclass(slots=True)
-class _Comparison:
+class _RankComparison:
     records: Mapping[int, RankRecord]
     faults: list[RecordedFault] = field(default_factory=list)
     num_compared: int = 0
@@ -40,7 +40,7 @@ def judge(
     """
     pairs = [(records[other.rank], other) for other in others if other.rank in records]
     undecided = [fault for pair in pairs if (fault := _hangs_on_data(*pair)) is not None]
-    found = _Comparison(
+    found = _RankComparison(
         records=dict(sorted(records.items())), of_data=frozenset(_sizes_of_data(pairs))
     )
     faults = [*_failures(found.records)]
@@ -197,7 +197,7 @@ def _first_other_group(one: RankRecord, other: RankRecord) -> RecordedFault | No
 
 
 def _last_group(record: RankRecord) -> str:
-    last: Group | None = record.groups[-1] if record.groups else None
+    last: MadeGroup | None = record.groups[-1] if record.groups else None
     return "makes no group" if last is None else f"its last group: {last.line}"
 
 
@@ -218,7 +218,7 @@ def _calls_of(record: RankRecord) -> dict[str, list[Call]]:
 
 
 def _collectives(
-    found: _Comparison, names: Mapping[str, tuple[int, ...]]
+    found: _RankComparison, names: Mapping[str, tuple[int, ...]]
 ) -> Iterator[RecordedFault]:
     """Yield the first difference of each group; of several from one line, the first."""
     calls = {rank: _calls_of(record) for rank, record in found.records.items()}
@@ -240,7 +240,7 @@ def _collectives(
 
 
 def _first_difference(
-    found: _Comparison,
+    found: _RankComparison,
     ranks: Sequence[int],
     pair: tuple[int, int],
     programs: Sequence[Sequence[Call]],
@@ -313,7 +313,7 @@ def describe(call: Call) -> str:
     return f"{call.kind}{f'({options})' if options else ''}{what}"
 
 
-def _messages(found: _Comparison) -> Iterator[RecordedFault]:
+def _messages(found: _RankComparison) -> Iterator[RecordedFault]:
     """Yield the first difference of each pair of ranks that send to one another."""
     channels: dict[tuple[str, int, int], tuple[list[Call], list[Call]]] = defaultdict(
         lambda: ([], [])
@@ -337,7 +337,7 @@ def _messages(found: _Comparison) -> Iterator[RecordedFault]:
 
 
 def _first_lost(
-    found: _Comparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
+    found: _RankComparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
 ) -> RecordedFault | None:
     source, target = pair
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):

@@ -11,7 +11,7 @@ from pytest_megatron.base.schema import validate
 
 
 @dataclass(slots=True)
-class Group:
+class MadeGroup:
     """A process group that a rank made, member or not.
 
     Attributes:
@@ -131,7 +131,7 @@ class RankRecord:
 
     rank: int
     world_size: int
-    groups: list[Group] = field(default_factory=list)
+    groups: list[MadeGroup] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     steps: int = 0
     forwards: list[int] = field(default_factory=list)

@@ -16,7 +16,7 @@ import torch
 
 from pytest_megatron.layouts.fake import FakeGroup, Mail
 from pytest_megatron.layouts.memory import MemoryTracker
-from pytest_megatron.layouts.model import Call, CallOptions, Group, RankRecord, write_record
+from pytest_megatron.layouts.model import Call, CallOptions, MadeGroup, RankRecord, write_record
 from pytest_megatron.layouts.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _is_skipped(code: CodeType | None, name: str) -> bool:
     return name.startswith(_SKIPPED) or (name.startswith(_LIBRARY) and not is_installed)
 
 
-class Recorder:
+class RankRecorder:
     """Records this rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class Recorder:
 
     def group(self, name: str, ranks: list[int], backend: str) -> None:
         """Note that the program makes a group."""
-        self._record.groups.append(Group(name, ranks, backend, self.place()))
+        self._record.groups.append(MadeGroup(name, ranks, backend, self.place()))
 
     def call(
         self,

@@ -19,7 +19,8 @@ def headline(layout: RecordedLayout) -> str:
         return layout.faults[0].text
     if layout.undecided:
         return f"not decidable here: {layout.undecided[0].text}"
-    return f"{ranks}, {counted(layout.num_compared, 'call')} agree"
+    left_out = "; ".join(["", *(f"not compared: {text}" for text in layout.left_out[-1:])])
+    return f"{ranks}, {counted(layout.num_compared, 'call')} agree{left_out}"
 
 
 def problem_text(layout: RecordedLayout) -> str | None:

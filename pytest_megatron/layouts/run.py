@@ -103,7 +103,7 @@ def _run_rank(settings: Settings, rank: int, argv: list[str], *, is_other: bool)
     import torch
 
     from pytest_megatron.layouts.fake import install
-    from pytest_megatron.layouts.recorder import Recorder
+    from pytest_megatron.layouts.recorder import RankRecorder
 
     torch.set_num_threads(1)
     has_cuda = torch.cuda.is_available()
@@ -117,7 +117,7 @@ def _run_rank(settings: Settings, rank: int, argv: list[str], *, is_other: bool)
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",
     )
-    recorder = Recorder(settings, rank, is_other=is_other)
+    recorder = RankRecorder(settings, rank, is_other=is_other)
     install(recorder, rank, settings.world_size)
     recorder.start()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_megatron.layouts.choose import choose, one_of_each, partitions_of
-from pytest_megatron.layouts.model import Call, Group, RankRecord
+from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 
 
 def grid(tp: int, dp: int, pp: int) -> RankRecord:
@@ -17,7 +17,7 @@ def grid(tp: int, dp: int, pp: int) -> RankRecord:
     ]
     groups += [list(range(i, size, per_stage)) for i in range(per_stage)]
     record = RankRecord(rank=0, world_size=size)
-    record.groups = [Group(str(i), ranks, "nccl", "") for i, ranks in enumerate(groups)]
+    record.groups = [MadeGroup(str(i), ranks, "nccl", "") for i, ranks in enumerate(groups)]
     record.calls = [Call("0", 0, "send", "float32", [[1]], 1, "", 0, 4, peer=per_stage)]
     return record
 

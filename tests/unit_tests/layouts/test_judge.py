@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 
 from pytest_megatron.layouts.judge import judge
-from pytest_megatron.layouts.model import Call, Group, LargeTensor, Memory, RankRecord
+from pytest_megatron.layouts.model import Call, LargeTensor, MadeGroup, Memory, RankRecord
 from pytest_megatron.runs.record import RecordedFault, RecordedLayout
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ def rank_of(rank: int, world_size: int = 4) -> RankRecord:
     return RankRecord(
         rank=rank,
         world_size=world_size,
-        groups=[Group("0", world, "nccl", "a.py:1"), Group("1", [0, 1], "nccl", "a.py:2")],
+        groups=[MadeGroup("0", world, "nccl", "a.py:1"), MadeGroup("1", [0, 1], "nccl", "a.py:2")],
         steps=2,
         forwards=[4, 4],
         models=["Net"],

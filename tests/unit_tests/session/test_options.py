@@ -30,6 +30,7 @@ OPTIONS = """\
 --executor-config
 --experimental-tests
 --fail-flaky
+--fake-ranks
 --gang-start
 --golden
 --golden-policy

@@ -151,6 +151,7 @@ class RankRecorder:
             if next(module.parameters(), None) is None:
                 return
             self._record.models.append(type(module).__name__)
+            self.memory.look()
             vars(module)["_layout_model"] = True
         if "_layout_model" not in vars(module) or not torch.is_grad_enabled():
             return
@@ -176,13 +177,14 @@ class RankRecorder:
         """Write the record."""
         self._record.end, self._record.problem, self._record.problem_line = end, problem, line
         self._record.memory = self.memory.result()
-        if self._record.rank == 0:
+        modules = self._directory / "modules.json"
+        if not modules.exists():
             installed = [
                 name
                 for name, module in sys.modules.copy().items()
                 if "site-packages" in (getattr(module, "__file__", None) or "")
             ]
-            (self._directory / "modules.json").write_text(json.dumps(installed))
+            modules.write_text(json.dumps(installed))
         write_record(self._file, self._record)
 
 

@@ -27,20 +27,19 @@ _MODULES = "modules.json"
 
 
 def main() -> None:
-    """Run rank 0, choose the others by its groups, and run those."""
+    """Run one rank, choose the others by its groups, and run those."""
     settings, argv = Settings.from_json(sys.argv[1]), sys.argv[2:]
     (settings.directory / "mail").mkdir(parents=True, exist_ok=True)
     import torch  # noqa: F401 - each rank has it without importing it again
 
-    if settings.ranks is not None:
-        _run_all(settings, list(settings.ranks), argv)
-        _run_others(settings, argv)
-        return
-    _run_all(settings, [0], argv)
-    path = settings.directory / "rank_0.json"
-    first = read_record(path) if path.exists() else None
+    first, *others = settings.ranks or (0,)
+    _run_all(settings, [first], argv)
     _import_what_it_did(settings.directory)
-    _run_all(settings, choose(settings.world_size, settings.count, first)[1:], argv)
+    if settings.ranks is None:
+        path = settings.directory / "rank_0.json"
+        record = read_record(path) if path.exists() else None
+        others = choose(settings.world_size, settings.count, record)[1:]
+    _run_all(settings, others, argv)
     _run_others(settings, argv)
 
 
@@ -51,7 +50,7 @@ def _run_others(settings: Settings, argv: list[str]) -> None:
 
 
 def _import_what_it_did(directory: Path) -> None:
-    """Import the installed modules that rank 0 needed, so that no other rank has to."""
+    """Import the installed modules that the first rank needed, so that no other has to."""
     path = directory / _MODULES
     for name in json.loads(path.read_text()) if path.exists() else ():
         with contextlib.suppress(BaseException):

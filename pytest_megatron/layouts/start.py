@@ -65,8 +65,8 @@ def run_layout(
     """
     settings.directory.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(settings.directory / "mail", ignore_errors=True)
-    for earlier in settings.directory.glob("rank_*"):
-        earlier.unlink()
+    for earlier in (*settings.directory.glob("rank_*"), settings.directory / "modules.json"):
+        earlier.unlink(missing_ok=True)
     log = settings.directory / "ranks.log"
     command = [python, *_RUN, settings.to_json(), *program]
     with GuardedProcess(

@@ -25,28 +25,28 @@ def test_a_message_that_is_never_sent_is_found_at_64_ranks(tmp_path: Path) -> No
     code, text = layout(tmp_path / "bad", *words, "unsent")
     assert code == 1
     assert text.startswith(
-        "message 5 from rank 0 to rank 32, recv of float32 [2, 4] in step 2, is awaited by rank "
+        "message 5 from rank 0 to rank 32, recv of float32 [2, 4] in step 1, is awaited by rank "
         "32 and never sent by rank 0\n"
     )
-    assert "fake_layout.py:26 in <module>" in text
+    assert "fake_layout.py:25 in <module>" in text
 
 
 def test_a_sound_program_agrees_and_one_that_asks_others_is_not_decided(tmp_path: Path) -> None:
-    words = ("--fake-ranks", "0,1,32,33", "-n", "64", "--format", "json", str(GUEST), "--fault")
+    words = ("--fake-ranks", "0,1,32", "-n", "64", "--format", "json", str(GUEST), "--fault")
     code, text = layout(tmp_path / "sound", *words)
     found = json.loads(text)
     assert (code, found["faults"], found["undecided"]) == (0, [], [])
-    assert [rank["micro_batches"] for rank in found["ranks"]] == [[3, 3]] * 4
+    assert [rank["micro_batches"] for rank in found["ranks"]] == [[6]] * 3
     assert found["ranks"][0]["parameters"] == 80
     code, text = layout(tmp_path / "data", *words, "data")
     found = json.loads(text)
     assert (code, found["faults"]) == (1, [])
     assert "hangs on what other ranks have sent" in found["undecided"][0]["text"]
-    assert "fake_layout.py:36" in found["undecided"][0]["text"]
+    assert "fake_layout.py:32" in found["undecided"][0]["text"]
 
 
 def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, gpus=8)
+    project = Project(root=tmp_path, gpus=8, has_torch=True)
     (tmp_path / "train.py").write_text(GUEST.read_text())
     for name, fault in (("sound", None), ("size", "size")):
         case = project.case(name, fault=[fault] if fault else None)

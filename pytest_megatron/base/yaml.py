@@ -84,11 +84,21 @@ class Duplicate:
 class _YamlFrame:
     """A mapping or list that is being read."""
 
-    __slots__ = ("anchor", "key", "key_line", "lines", "merged", "num_before", "value")
+    __slots__ = (
+        "anchor",
+        "is_mapping",
+        "key",
+        "key_line",
+        "lines",
+        "merged",
+        "num_before",
+        "value",
+    )
 
     def __init__(self, value: _Container, anchor: str | None, num_before: int) -> None:
         self.value = value
-        self.lines: Lines = {} if isinstance(value, dict) else []
+        self.is_mapping = isinstance(value, dict)
+        self.lines: Lines = {} if self.is_mapping else []
         self.anchor = anchor
         self.num_before = num_before
         self.key: str | None = None  # of a mapping, between the key and its value
@@ -113,10 +123,15 @@ class Builder:
 
     def build(self, loader: yaml.BaseLoader) -> None:
         """Read all events of `loader` into `top`."""
+        stack = self.stack
         for event in iter(loader.get_event, None):
             kind = type(event)
             if kind is yaml.ScalarEvent:
-                self.on_scalar(event)
+                frame = stack[-1] if stack else None
+                if frame is not None and frame.key is None and frame.is_mapping:
+                    frame.key, frame.key_line = event.value, event.start_mark.line + 1
+                else:
+                    self.on_scalar(event)
             elif kind is yaml.MappingStartEvent:
                 self.on_start(event, {})
             elif kind is yaml.SequenceStartEvent:
@@ -131,12 +146,8 @@ class Builder:
                     raise _wrong(event, "holds a second YAML document, expected one")
 
     def on_scalar(self, event: yaml.ScalarEvent) -> None:
-        """Take a scalar: the next key of a mapping, or a value."""
+        """Take a scalar that is a value."""
         text: str = event.value
-        frame = self.stack[-1] if self.stack else None
-        if frame is not None and frame.key is None and isinstance(frame.value, dict):
-            frame.key, frame.key_line = text, _line_of(event)
-            return
         value: JsonValue = text
         written = None
         if event.implicit[0]:  # plain
@@ -177,7 +188,7 @@ class Builder:
     def on_start(self, event: yaml.CollectionStartEvent, value: _Container) -> None:
         """Open a mapping or list."""
         frame = self.stack[-1] if self.stack else None
-        if frame is not None and frame.key is None and isinstance(frame.value, dict):
+        if frame is not None and frame.key is None and frame.is_mapping:
             raise _wrong(event, "a key is a mapping or list, expected a string")
         if event.tag not in {None, "!", _TAG + "map", _TAG + "seq"}:
             raise _wrong(event, f"tag {event.tag!r} is unknown, expected none; remove it")
@@ -211,7 +222,7 @@ class Builder:
         if size < 0:
             raise _wrong(event, f"alias {event.anchor!r} contains itself")
         frame = self.stack[-1]
-        if frame.key is None and isinstance(frame.value, dict):
+        if frame.key is None and frame.is_mapping:
             raise _wrong(event, "a key is an alias, expected a string")
         self.num_nodes += size - 1
         if self.num_nodes > MAX_NODES:

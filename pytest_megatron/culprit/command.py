@@ -35,8 +35,8 @@ from pytest_megatron.errors import ConfigError, CulpritError
 from pytest_megatron.runs.choose import check_node_id, choose, read_own_run
 from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.headline import headline_fingerprint
-from pytest_megatron.runs.history import FILE_NAME, misleading_share, read
-from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
+from pytest_megatron.runs.history import misleading_share, read
+from pytest_megatron.runs.layout import HISTORY_FILE, OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.runs.record import read_record, to_json
 from pytest_megatron.session.again import Again, Wishes, command_for, pytest_argv
 
@@ -202,7 +202,7 @@ def _flake_rate(
     """Return the share of runs that mislead, and its origin in words."""
     if asked is not None:
         return asked, f"{asked:.0%}"
-    file = path or root / OWN_DIR / FILE_NAME
+    file = path or root / OWN_DIR / HISTORY_FILE
     if path is not None and not path.is_file():
         raise CulpritError("--history", f"{path} is no file, expected one that runs append to")
     try:

@@ -18,7 +18,7 @@ def has_worker(config: pytest.Config) -> None:
 def selected(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Find the items in quarantine, where a mark or a role of ours is in the session."""
     manager = config.pluginmanager
-    if is_rank(config):
+    if is_rank(config) or config.option.collectonly:
         return
     if has_roles(config) or any(map(is_quarantined_by_us, items)):
         from pytest_megatron.flaky.plugin import quarantine_items

@@ -30,7 +30,6 @@ from pytest_megatron.base.text import rough_time
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.record import Real, RecordedFile, to_json
 
-FILE_NAME = "history.jsonl"
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))

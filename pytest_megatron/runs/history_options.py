@@ -9,12 +9,12 @@ import click
 
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.runs.history import FILE_NAME, HistoryEntry, read
-from pytest_megatron.runs.layout import OWN_DIR
+from pytest_megatron.runs.history import HistoryEntry, read
+from pytest_megatron.runs.layout import HISTORY_FILE, OWN_DIR
 
 _SPAN = re.compile(r"(\d+)([hdw])").fullmatch
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
-DEFAULT_HISTORY = OWN_DIR / FILE_NAME
+DEFAULT_HISTORY = OWN_DIR / HISTORY_FILE
 history_option = click.option(
     "--history",
     "path",

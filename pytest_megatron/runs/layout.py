@@ -22,6 +22,7 @@ from pathlib import Path
 from pytest_megatron.base.files import write_text_atomically
 
 RUN_FILE = "run.json"
+HISTORY_FILE = "history.jsonl"  # beside the run directories
 PLAN_FILE = "plan.json"
 HEALTH_FILE = "health.json"
 COMPARISON_FILE = "comparison.json"

@@ -11,18 +11,27 @@ import os
 import secrets
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_megatron.base.project import ProjectConfig, load_config
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
-from pytest_megatron.runs.history import FILE_NAME as HISTORY_FILE
-from pytest_megatron.runs.layout import OWN_DIR, RUN_FILE, RUNS_DIR, make_own_dir, make_results_dir
+from pytest_megatron.runs.layout import (
+    HISTORY_FILE,
+    OWN_DIR,
+    RUN_FILE,
+    RUNS_DIR,
+    make_own_dir,
+    make_results_dir,
+)
 from pytest_megatron.runs.ledger import RunLedger
-from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.log import SessionLog
 from pytest_megatron.session.options import Options, read_options, usage_errors
-from pytest_megatron.triage.signatures import Table, load_table
+
+if TYPE_CHECKING:
+    from pytest_megatron.runs.redact import Redactor
+    from pytest_megatron.triage.signatures import Table
 
 _ARGUMENTS_KEY = "megatron_arguments"
 NOTE_PREFIX = ".progress-"  # the name of a worker follows
@@ -95,6 +104,8 @@ class RunSession:
         Raises:
             pytest.UsageError: The project's settings are wrong.
         """
+        from pytest_megatron.runs.redact import Redactor  # noqa: PLC0415  where it is needed
+
         return Redactor.of(os.environ, self._typed, self.project.secret_names)
 
     @property
@@ -109,9 +120,20 @@ class RunSession:
         Raises:
             pytest.UsageError: A file of theirs cannot be read.
         """
-        typed = (Path(self.directory, path) for path in self.options.signatures)
+        from pytest_megatron.triage.signatures import load_table  # noqa: PLC0415  takes 60 ms
+
         with usage_errors():
-            return load_table((*self.project.signature_files, *typed))
+            return load_table(self.signature_files)
+
+    @property
+    def signature_files(self) -> tuple[Path, ...]:
+        """The files of signatures of the project and the user.
+
+        Raises:
+            pytest.UsageError: The project's settings are wrong.
+        """
+        typed = (Path(self.directory, path) for path in self.options.signatures)
+        return (*self.project.signature_files, *typed)
 
     @functools.cached_property
     def ledger(self) -> RunLedger:

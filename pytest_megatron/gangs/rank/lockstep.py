@@ -23,6 +23,7 @@ _UNMATCHED_SHIFT = 9
 _UNMATCHED_MASK = (1 << 11) - 1
 _RENDEZVOUS_MASK = (1 << 8) - 1
 _SHORTEST_MS, _LONGEST_MS = 2, 50  # between polls, in case a wake-up is lost
+_NUM_YIELDS = 40  # before a rank sleeps: most ranks end a test at nearly the same time
 
 
 def _word_of(done: Done) -> int:
@@ -45,18 +46,19 @@ class Lockstep:
 
     def __init__(self, world_size: int) -> None:
         """Allocate memory and a descriptor for each rank."""
-        self._memory = mmap.mmap(-1, world_size * _WORD_BYTES)
-        self._words = memoryview(self._memory).cast("Q")
+        self._memory = mmap.mmap(-1, 2 * world_size * _WORD_BYTES)
+        words = memoryview(self._memory).cast("Q")
+        self._words, self._is_asleep = words[:world_size], words[world_size:]
         self._bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(world_size)]
         self._last = 0  # word of this rank
 
     def publish(self, rank: int, done: Done) -> None:
-        """Publish the end of a test on a rank, and wake the ranks that wait for it."""
+        """Publish the end of a test on a rank, and wake the ranks that sleep until it."""
         self._words[rank] = self._last = _word_of(done)
         has_all = all(word >> _RUN_SHIFT >= done.run for word in self._words)
         if has_all or not done.is_clean:
             for other, bell in enumerate(self._bells):
-                if other != rank:
+                if other != rank and self._is_asleep[other]:
                     with contextlib.suppress(OSError):  # a test closed it: others poll
                         os.eventfd_write(bell, 1)
 
@@ -68,23 +70,35 @@ class Lockstep:
         own = self._last
         if own >> _RUN_SHIFT != after or not own & 1:
             return False
-        wait_ms = _SHORTEST_MS
-        while True:
-            are_late = has_agreed = False
-            num_unmatched = 0
-            for word in self._words:
-                number = word >> _RUN_SHIFT
-                if number < after:
-                    are_late = True
-                elif number == run:
-                    has_agreed = True  # it started `run` only after agreeing
-                elif _without_unmatched(word) != _without_unmatched(own):
-                    return False
-                num_unmatched += word >> _UNMATCHED_SHIFT & _UNMATCHED_MASK
-            if not are_late:
-                return has_agreed or num_unmatched & _UNMATCHED_MASK == 0
-            self._wait(self._bells[rank], wait_ms)
-            wait_ms = min(2 * wait_ms, _LONGEST_MS)
+        wait_ms, num_looks = _SHORTEST_MS, 0
+        while (answer := self._agreed(own, run, after)) is None:
+            num_looks += 1
+            if num_looks < _NUM_YIELDS:
+                os.sched_yield()
+            elif num_looks == _NUM_YIELDS:
+                self._is_asleep[rank] = 1  # and looks once more
+            else:
+                self._wait(self._bells[rank], wait_ms)
+                wait_ms = min(2 * wait_ms, _LONGEST_MS)
+        self._is_asleep[rank] = 0
+        return answer
+
+    def _agreed(self, own: int, run: int, after: int) -> bool | None:
+        """Return whether all ranks agree to start `run`; None while one has not ended `after`."""
+        are_late = has_agreed = False
+        num_unmatched = 0
+        for word in self._words:
+            number = word >> _RUN_SHIFT
+            if number < after:
+                are_late = True
+            elif number == run:
+                has_agreed = True  # it started `run` only after agreeing
+            elif _without_unmatched(word) != _without_unmatched(own):
+                return False
+            num_unmatched += word >> _UNMATCHED_SHIFT & _UNMATCHED_MASK
+        if are_late:
+            return None
+        return has_agreed or num_unmatched & _UNMATCHED_MASK == 0
 
     def _wait(self, bell: int, wait_ms: int) -> None:
         poll = select.poll()
@@ -98,6 +112,7 @@ class Lockstep:
     def close(self) -> None:
         """Close it in the process that forked the ranks."""
         self._words.release()
+        self._is_asleep.release()
         self._memory.close()
         for bell in self._bells:
             os.close(bell)

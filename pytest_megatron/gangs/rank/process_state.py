@@ -172,7 +172,8 @@ class StateKeeper:
         if variables:
             left = ", ".join(f"{name} {_shown(state[name])}" for name in variables)
             found.append(f"it left {left}, put back")
-        expected.update(_streams())
+        if changed:
+            expected.update(_streams())
         temp = self.temp()
         if temp is not None and not _exists(temp):
             os.makedirs(temp, mode=0o700, exist_ok=True)

@@ -14,12 +14,10 @@ from pytest_megatron.errors import MegatronError, SelectionError
 from pytest_megatron.session.deselected import REASON
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
 from pytest_megatron.session.state import RunSession, session_of
-from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.items.collect import WorkloadItem
 from pytest_megatron.workloads.recipe.load import load_recipe, project_words
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
 from pytest_megatron.workloads.recipe.select import Selection, select
-from pytest_megatron.workloads.refresh.transaction import recover
 
 
 def register_roles(config: pytest.Config) -> None:
@@ -30,16 +28,15 @@ def register_roles(config: pytest.Config) -> None:
     """
     session = session_of(config)
     options = session.options
-    _ = session.table  # a file of the user's that cannot be read is refused before anything runs
+    if session.signature_files:
+        _ = session.table  # one that cannot be read is refused before anything runs
     with usage_errors():
         vocabulary = project_words(session.root)
-        policy = policy_named(options.golden_policy, root=session.root)
-        recover(session.root)  # a killed refresh may have left it half done
     config.pluginmanager.register(SelectionPlugin(session, vocabulary), WORKLOADS_PLUGIN)
     if not config.option.collectonly:
         from pytest_megatron.workloads.items.training import register_training  # noqa: PLC0415
 
-        register_training(config, session, policy)
+        register_training(config, session)
     if options.is_plan:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
@@ -145,7 +142,11 @@ class SelectionPlugin:
         if self._session.options.executor != LOCAL or self._session.options.fake_ranks is not None:
             return  # the machine is another one, or does not matter
         host = self._session.facts.host
+        skips: dict[tuple[str, int], pytest.MarkDecorator | None] = {}
         for item in items:
-            lacking = host.lacks(item.workload.platform, item.workload.nodes * item.workload.gpus)
-            if lacking is not None:
-                item.add_marker(pytest.mark.skip(reason=lacking))
+            needs = item.workload.platform, item.workload.nodes * item.workload.gpus
+            if needs not in skips:
+                lacking = host.lacks(*needs)
+                skips[needs] = None if lacking is None else pytest.mark.skip(reason=lacking)
+            if (skip := skips[needs]) is not None:
+                item.add_marker(skip)

@@ -39,7 +39,7 @@ from pytest_megatron.session.run_file import (
     run_file_of,
 )
 from pytest_megatron.session.state import RunSession, show_no_stacks
-from pytest_megatron.workloads.golden.policy import ComparisonPolicy
+from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem
 from pytest_megatron.workloads.items.engine import close_engine, engine_of
@@ -59,6 +59,7 @@ from pytest_megatron.workloads.items.report import (
     training_failure,
 )
 from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.refresh.transaction import recover
 from pytest_megatron.workloads.training.plan.plan import Replay, require_inputs
 from pytest_megatron.workloads.verdict.attempt import Verdict, evaluate
 from pytest_megatron.workloads.verdict.compare import Judgement, judge
@@ -117,8 +118,15 @@ class ResultsPlugin:
         print_summary(terminalreporter, self._records, lines, self._session.shorten)
 
 
-def register_training(config: pytest.Config, session: RunSession, policy: ComparisonPolicy) -> None:
-    """Register the roles that run the workloads of a session."""
+def register_training(config: pytest.Config, session: RunSession) -> None:
+    """Register the roles that run the workloads of a session.
+
+    Raises:
+        pytest.UsageError: The policy is wrong, or a killed refresh cannot be ended.
+    """
+    with usage_errors():
+        policy = policy_named(session.options.golden_policy, root=session.root)
+        recover(session.root)  # a killed refresh may have left it half done
     goldens = GoldenWriter(session, policy)
     manager = config.pluginmanager
     is_fake = session.options.fake_ranks is not None

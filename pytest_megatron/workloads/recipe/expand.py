@@ -231,7 +231,8 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     """Return the indices of rows that share all that is in every name, groups of two or more."""
     groups: dict[tuple[str | bool, ...], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        named = (str(row.spec.get(key)) for key in _IN_EVERY_NAME)
+        spec = row.spec
+        named = str(spec.get("environment")), str(spec.get("platforms")), str(spec.get("test_case"))
         groups[*named, _is_equivalence(row)].append(index)
     return [members for members in groups.values() if len(members) > 1]
 
@@ -239,16 +240,13 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
 def _differing_keys(rows: Sequence[Row]) -> list[str]:
     """Return the product keys, and the cadence if nothing else, whose values differ."""
     keys = dict.fromkeys(key for row in rows for key in row.axes if key not in _IN_EVERY_NAME)
-    differing = [key for key in keys if _num_values(rows, [key]) > 1]
-    with_cadence = [*differing, "cadence"]
-    if _num_values(rows, differing) < _num_values(rows, with_cadence):
-        return with_cadence
+    words = {key: [_word(row.spec.get(key)) for row in rows] for key in (*keys, "cadence")}
+    differing = [key for key in keys if len(set(words[key])) > 1]
+    columns = [words[key] for key in differing]
+    num_values = len(set(zip(*columns, strict=True))) if columns else 1
+    if num_values < len(set(zip(*columns, words["cadence"], strict=True))):
+        return [*differing, "cadence"]
     return differing
-
-
-def _num_values(rows: Sequence[Row], keys: Sequence[str]) -> int:
-    """Return how many different values the rows have for some keys together."""
-    return len({tuple(_word(row.spec.get(key)) for key in keys) for row in rows})
 
 
 def _is_equivalence(row: Row) -> bool:
@@ -258,6 +256,8 @@ def _is_equivalence(row: Row) -> bool:
 
 def _word(value: JsonValue) -> str:
     """Return a value as a part of a name."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict):
         return "+".join(f"{key.lstrip('-')}={_word(one)}" for key, one in value.items())
     return "+".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -359,7 +359,8 @@ def _unknown_words(
 ) -> Iterator[Finding]:
     """Yield every word of a mapping that the vocabulary lacks."""
     for key in _WORD_KEYS:
-        value = mapping.get(key)
+        if (value := mapping.get(key)) is None:
+            continue
         words = enumerate(value) if isinstance(value, list) else [(None, value)]
         for index, word in words:
             if not isinstance(word, str) or vocabulary.knows(key, word):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypeAlias, cast
 
@@ -44,7 +44,13 @@ from pytest_megatron.workloads.recipe.expand import (
     expand_strict,
     variants_of,
 )
-from pytest_megatron.workloads.recipe.model import Row, Vocabulary, Workload, parse_row
+from pytest_megatron.workloads.recipe.model import (
+    Row,
+    SharedFields,
+    Vocabulary,
+    Workload,
+    parse_row,
+)
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 _Flags: TypeAlias = dict[str, object]
@@ -232,6 +238,8 @@ def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
     products = dict(_products_of(value.get("products")))
     known = {*RecipeSpec.__annotations__, *RecipeProduct.__annotations__}
     for path, mapping in {("spec",): spec, **products}.items():
+        if not (others := [key for key in mapping if key not in known]):
+            continue
         users = products.values() if mapping is spec else (mapping,)
         lacking = [
             name
@@ -239,7 +247,7 @@ def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
             if any(names.isdisjoint(spec.keys() | user.keys()) for user in users)
             for name in names
         ]
-        for key in (key for key in mapping if key not in known):
+        for key in others:
             if close := difflib.get_close_matches(key, lacking, 1, _SIMILAR_TO_LACKING):
                 yield _SimilarKey((*path, key), close[0], is_lacking=True)
             elif close := difflib.get_close_matches(key, known, 1, _SIMILAR):
@@ -357,10 +365,18 @@ def load_document(
     maintainers = document.value.get("maintainers")
     owners = tuple(map(str, maintainers)) if isinstance(maintainers, list) else ()
     workloads: list[Workload] = []
+    shared: SharedFields = {}
     for row, variant in zip(expansion.rows, variants, strict=True):
         try:
-            parsed = parse_row(row, file=document.file, variant=variant)
-            workloads.append(replace(parsed, maintainers=owners))
+            workloads.append(
+                parse_row(
+                    row,
+                    file=document.file,
+                    variant=variant,
+                    maintainers=owners,
+                    shared=shared,
+                )
+            )
         except RecipeError as error:
             findings.append(
                 Finding(file=document.file, line=row.line, rule="row", message=error.problem)

@@ -5,10 +5,11 @@ A project adds its own words (`Vocabulary.extended`); nothing here reads a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
@@ -63,12 +64,17 @@ class Vocabulary:
 
     def known(self, key: str) -> frozenset[str] | None:
         """Return the words that a recipe key takes, None for a key that takes any value."""
-        return {
-            "scope": self.scopes,
-            "platforms": self.platforms,
-            "environment": self.environments,
-            "cadence": self.cadences,
-        }.get(key)
+        match key:
+            case "scope":
+                return self.scopes
+            case "platforms":
+                return self.platforms
+            case "environment":
+                return self.environments
+            case "cadence":
+                return self.cadences
+            case _:
+                return None
 
     def knows(self, key: str, word: str) -> bool:
         """Return whether `word` means something for `key`; a disabled scope is a known one."""
@@ -253,42 +259,53 @@ def fill_in(template: str, values: Mapping[str, JsonValue]) -> str:
         raise RowError(f"{shown!r} is no template: {problem}; double the braces") from problem
 
 
-def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
+SharedFields: TypeAlias = dict[
+    tuple[str, ...], tuple[dict[str, object], "list[tuple[str, Callable[[_SpecReader], object]]]"]
+]
+
+
+def parse_row(
+    row: Row,
+    *,
+    file: Path,
+    variant: tuple[str, ...],
+    maintainers: tuple[str, ...] = (),
+    shared: SharedFields | None = None,
+) -> Workload:
     """Turn a row into a workload.
+
+    Args:
+        row: The row.
+        file: Its recipe.
+        variant: See `Workload`.
+        maintainers: Those of the recipe.
+        shared: By the axes of earlier rows of the file, what rows with these axes have from the
+            file's `spec`, and the fields that each has of its own. Filled here.
 
     Raises:
         RecipeError: A key is missing or has a value of the wrong type.
     """
     reader = _SpecReader(f"{file}:{row.line}", row.spec)
+    known = None if shared is None else shared.get(row.axes)
+    if known is None:
+        axes = {*row.axes, "test_case"}
+        own = [name for name, (keys, _) in _FIELDS.items() if not axes.isdisjoint(keys)]
+        values = {name: read(reader) for name, (_, read) in _FIELDS.items() if name not in own}
+        known = values, [(name, _FIELDS[name][1]) for name in own]
+        if shared is not None:
+            shared[row.axes] = known
+    values, own_fields = known
     cadence = row.spec["cadence"]
     return Workload(
         file=file,
         line=row.line,
         spec=row.spec,
-        model=reader.required_text("model"),
-        test_case=reader.required_text("test_case"),
-        environment=reader.required_text("environment"),
-        platform=reader.required_text("platforms"),
-        scope=reader.required_text("scope"),
-        cadence=tuple(str(word) for word in cadence) if isinstance(cadence, list) else (),
-        tag=reader.text("tag"),
-        nodes=reader.number("nodes") or 1,
-        gpus=reader.number("gpus") or 0,
-        n_repeat=reader.number("n_repeat"),
-        time_limit_s=reader.number("time_limit"),
-        max_windows=reader.number("max_windows"),
-        script=reader.text("script"),
-        training_script_path=reader.text("training_script_path"),
-        data_path=reader.text("data_path"),
-        data_cache_path=reader.text("data_cache_path"),
-        checkpoint_load_path=reader.text("checkpoint_load_path"),
+        cadence=tuple(map(str, cadence)) if isinstance(cadence, list) else (),
         name=reader.name(),
         variant=variant,
-        max_attempts=reader.positive("max_attempts"),
-        transient=reader.words("transient"),
-        never_transient=reader.words("never_transient"),
-        quarantine=reader.quarantine(),
-        equivalence=reader.equivalence(),
+        maintainers=maintainers,
+        **values,  # type: ignore[arg-type]  # read by `_FIELDS`
+        **{name: read(reader) for name, read in own_fields},  # type: ignore[arg-type]
     )
 
 
@@ -388,3 +405,30 @@ class _SpecReader:
             return fill_in(self.text("name") or DEFAULT_NAME, self.spec)
         except RowError as problem:
             raise RecipeError(self.where, f"name: {problem}") from problem
+
+
+# Fields of a workload: the keys of the row that they depend on, and how they are read.
+_FIELDS: dict[str, tuple[tuple[str, ...], Callable[[_SpecReader], object]]] = {
+    "model": (("model",), lambda row: row.required_text("model")),
+    "test_case": (("test_case",), lambda row: row.required_text("test_case")),
+    "environment": (("environment",), lambda row: row.required_text("environment")),
+    "platform": (("platforms",), lambda row: row.required_text("platforms")),
+    "scope": (("scope",), lambda row: row.required_text("scope")),
+    "tag": (("tag",), lambda row: row.text("tag")),
+    "nodes": (("nodes",), lambda row: row.number("nodes") or 1),
+    "gpus": (("gpus",), lambda row: row.number("gpus") or 0),
+    "n_repeat": (("n_repeat",), lambda row: row.number("n_repeat")),
+    "time_limit_s": (("time_limit",), lambda row: row.number("time_limit")),
+    "max_windows": (("max_windows",), lambda row: row.number("max_windows")),
+    "max_attempts": (("max_attempts",), lambda row: row.positive("max_attempts")),
+    "transient": (("transient",), lambda row: row.words("transient")),
+    "never_transient": (("never_transient",), lambda row: row.words("never_transient")),
+    "quarantine": (("quarantine",), _SpecReader.quarantine),
+    "equivalence": (("equivalent_to", "trace_steps", "script"), _SpecReader.equivalence),
+} | {
+    name: ((name,), functools.partial(_SpecReader.text, key=name))
+    for name in (
+        *("script", "training_script_path", "data_path", "data_cache_path"),
+        "checkpoint_load_path",
+    )
+}

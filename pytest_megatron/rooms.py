@@ -14,7 +14,19 @@ from typing import Generic, TypeVar, cast
 
 ROOMS = (
     *("gangs", "workloads", "triage"),
-    *("ci", "changed", "culprit", "demo", "doctor", "engines", "flaky", "pages", "repro", "trace"),
+    *(
+        "ci",
+        "changed",
+        "culprit",
+        "demo",
+        "doctor",
+        "engines",
+        "flaky",
+        "layouts",
+        "pages",
+        "repro",
+        "trace",
+    ),
 )
 T = TypeVar("T")
 

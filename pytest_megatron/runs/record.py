@@ -175,6 +175,61 @@ class RecordedAudit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedFault:
+    """Something on which ranks disagree that ran on fake process groups.
+
+    Attributes:
+        kind: `failed`, `groups`, `collective`, `message`, `cycle`, `micro-batches`, `memory`.
+        ranks: Those that disagree.
+        lines: (rank, line of code) of each side.
+    """
+
+    kind: str
+    ranks: tuple[_Count, ...] = ()
+    text: str = ""
+    lines: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedFakeRank:
+    """A rank that ran on fake process groups; sizes are bytes.
+
+    Attributes:
+        end: `whole`, `cut` after its steps, `failed`, or `lost` without a record.
+        sent: Size of the group -> bytes that the rank gave to its calls, in a step.
+    """
+
+    rank: _Count
+    end: str = "whole"
+    num_calls: _Count = 0
+    micro_batches: tuple[_Count, ...] = ()
+    peak: _Count = 0
+    parameters: _Count = 0
+    gradients: _Count = 0
+    optimizer: _Count = 0
+    activations: _Count = 0
+    sent: dict[str, _Count] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedLayout:
+    """Ranks of a layout that ran on fake process groups, compared with one another.
+
+    Attributes:
+        undecided: What only the data of other ranks decides.
+        left_out: What was not compared.
+        num_compared: Calls that were compared with those of another rank.
+    """
+
+    world_size: _Number
+    ranks: tuple[RecordedFakeRank, ...] = ()
+    faults: tuple[RecordedFault, ...] = ()
+    undecided: tuple[RecordedFault, ...] = ()
+    left_out: tuple[str, ...] = ()
+    num_compared: _Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class _RecordedItem:
     """The keys of workloads and tests alike.
 
@@ -215,6 +270,7 @@ class RecordedWorkload(_RecordedItem):
     Attributes:
         compared: None in records of before this key.
         audit: None where none was asked for.
+        layout: None where its ranks did not run on fake process groups.
     """
 
     __pydantic_config__: ClassVar = {"json_schema_extra": {"not": {"required": ["world_size"]}}}
@@ -227,6 +283,7 @@ class RecordedWorkload(_RecordedItem):
     not_run_again: str | None = None
     golden: RecordedGolden | None = None
     audit: RecordedAudit | None = None
+    layout: RecordedLayout | None = None
     platform: str | None = None
     attempts: tuple[RecordedAttempt, ...] = ()
 
@@ -280,7 +337,7 @@ RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind
 _ABSENT = frozenset(
     (
         *("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine"),
-        *("num_devices", "scope", "labels", "owners", "advice", "report"),
+        *("num_devices", "scope", "labels", "owners", "advice", "report", "layout"),
     )
 )
 

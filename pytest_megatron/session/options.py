@@ -307,6 +307,16 @@ def _ranks(where: str, value: object) -> tuple[int, ...] | None:
     return tuple(sorted({int(word) for word in numbers}))
 
 
+def _fake_ranks(where: str, value: object) -> str:
+    words = str(value).split(",")
+    is_sound = value == "all" or all(word.strip().isdecimal() for word in words)
+    if not is_sound or (len(words) == 1 and value == "0"):
+        raise pytest.UsageError(
+            f"{where}: {value!r} names no ranks, expected all, how many (12), or which (0,8,511)"
+        )
+    return str(value)
+
+
 def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]:
     """Return the kind of a value that is one of `choices`."""
 
@@ -334,6 +344,7 @@ FILES = ValueKind(lambda where, v: tuple(map(Path, _words(where, v))), "FILE", i
 BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", bare="")
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
 RANKS = ValueKind(_ranks, "LIST")
+FAKE_RANKS = ValueKind(_fake_ranks, "all|N|LIST", bare="12")
 GPUS = ValueKind(lambda where, v: 0 if v == "all" else _count(where, v, ", or all"), "N|all")
 
 
@@ -357,7 +368,15 @@ ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept p
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
-    *("audit", "audit-determinism", "gang-start", "golden", "golden-policy", "lightweight"),
+    *(
+        "audit",
+        "audit-determinism",
+        "fake-ranks",
+        "gang-start",
+        "golden",
+        "golden-policy",
+        "lightweight",
+    ),
     *("rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early", "stress"),
     *("stress-seed", "tensor-trace", "workload-start"),
 )
@@ -583,6 +602,13 @@ class Options:
     )
     golden_reason: str | None = REASON(
         "golden-reason", "why goldens change, which they record", None
+    )
+    fake_ranks: str | None = FAKE_RANKS(
+        "fake-ranks",
+        "run single ranks of each workload for two steps on fake process groups, whatever hardware "
+        "it names, and compare them: those that can differ, all, N of them, or a list",
+        None,
+        room="layouts",
     )
     is_audited: bool = FLAG(
         "audit-determinism",
@@ -1009,6 +1035,12 @@ def _refuse_contradictions(options: Options) -> None:
             f"expected 0 to {options.num_nodes - 1}; set --nnodes"
         )
     is_writing = options.is_writing_goldens
+    if options.fake_ranks is not None and (is_writing or options.executor != LOCAL):
+        other = f"--golden {options.golden}" if is_writing else f"--executor {options.executor}"
+        raise pytest.UsageError(
+            f"--fake-ranks: ranks run here, on fake process groups, and measure nothing; "
+            f"drop it or {other}"
+        )
     if is_writing and options.tensor_trace != "off":
         raise pytest.UsageError(
             f"--tensor-trace: the first steps of a traced training are slower, and --golden "

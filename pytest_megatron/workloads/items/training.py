@@ -15,6 +15,7 @@ import pytest
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.equivalence import write_comparison
 from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
@@ -128,11 +129,15 @@ def register_training(config: pytest.Config, session: RunSession) -> None:
         recover(session.root)  # a killed refresh may have left it half done
     goldens = GoldenWriter(session, policy)
     manager = config.pluginmanager
-    manager.register(TrainingPlugin(config, session, goldens), TRAINING_PLUGIN)
+    is_fake = session.options.fake_ranks is not None
+    role = _FAKE_TRAINING.first() if is_fake else TrainingPlugin
+    assert role is not None  # its room declares the option
+    manager.register(role(config, session, goldens), TRAINING_PLUGIN)
     if not session.is_worker:
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")
-        register_history(config, session)
+        if not is_fake:
+            register_history(config, session)
         register_reporters(config, session)
     register_queue(config, session)
     if has_workers(config) and not session.is_worker:
@@ -470,6 +475,9 @@ class TrainingPlugin(RecordCarrier):
             item.user_properties.append(("megatron.causes", ", ".join(record.causes)))
         if record.directory is not None:
             item.user_properties.append(("megatron.directory", record.directory))
+
+
+_FAKE_TRAINING: ExtensionPoint[type[TrainingPlugin]] = ExtensionPoint("fake_training")
 
 
 def make_item_job(session: RunSession, workload: Workload, node_id: str) -> CheckedJob:

@@ -28,6 +28,7 @@ OPTIONS = """\
 --executor-config
 --experimental-tests
 --fail-flaky
+--fake-ranks
 --golden
 --golden-policy
 --golden-reason

@@ -1,0 +1,411 @@
+"""Judgement of recorded ranks against one another. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
+from pytest_megatron.layouts.report import size_text
+from pytest_megatron.layouts.simulate import Blocked, Simulation, channel_of
+from pytest_megatron.runs.record import RecordedFakeRank, RecordedFault, RecordedLayout
+
+_MOST_FAULTS = 10
+_SHOWN_RANKS, _SHOWN_SHAPES = 8, 3
+_BROKEN = ("failed", "lost")
+
+
+@dataclass(slots=True)
+class _RankComparison:
+    records: Mapping[int, RankRecord]
+    faults: list[RecordedFault] = field(default_factory=list)
+    num_compared: int = 0
+    num_left_out: int = 0
+    of_data: frozenset[str] = frozenset()  # lines whose sizes follow from it
+
+
+def judge(
+    records: Mapping[int, RankRecord],
+    *,
+    others: Iterable[RankRecord] = (),
+    memory_bytes: int | None = None,
+) -> RecordedLayout:
+    """Compare ranks.
+
+    Args:
+        records: Of the ranks that were run.
+        others: Ranks of the same that ran once more, with other data from all others.
+        memory_bytes: Memory of the GPU of a rank; None compares none.
+    """
+    pairs = [(records[other.rank], other) for other in others if other.rank in records]
+    undecided = [fault for pair in pairs if (fault := _hangs_on_data(*pair)) is not None]
+    found = _RankComparison(
+        records=dict(sorted(records.items())), of_data=frozenset(_sizes_of_data(pairs))
+    )
+    faults = [*_failures(found.records)]
+    groups = [*_groups(found.records)]
+    faults += groups
+    if not groups:
+        names = {group.name: tuple(group.ranks) for r in records.values() for group in r.groups}
+        communication = [*_collectives(found, names), *_messages(found)]
+        faults += communication or _cycle(found.records, names)
+    faults += _micro_batches(found.records)
+    faults += _memory(found.records, memory_bytes)
+    uncertain = {line for fault in undecided for _, line in fault.lines}
+    faults = [f for f in faults if not uncertain.intersection(line for _, line in f.lines)]
+    left_out = [f"sizes at {line}, which follow the data" for line in sorted(found.of_data)]
+    if found.num_left_out:
+        left_out.append(f"{found.num_left_out} calls, since their other ranks were not run")
+    return RecordedLayout(
+        world_size=max(record.world_size for record in records.values()) or len(records),
+        ranks=tuple(map(_row, found.records.values())),
+        faults=tuple(faults[:_MOST_FAULTS]),
+        undecided=tuple(undecided[:_MOST_FAULTS]),
+        left_out=tuple(left_out),
+        num_compared=found.num_compared,
+    )
+
+
+def _hangs_on_data(here: RankRecord, other: RankRecord) -> RecordedFault | None:
+    """Return where a rank does something else when others have sent something else."""
+    rank = here.rank
+    pairs = zip(here.calls, other.calls, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if _what(a) != _what(b)), None)
+    if at is None:
+        is_whole = "failed" not in (here.end, other.end)
+        is_longer = len(here.calls) != len(other.calls) and is_whole
+        has_failed_alike = (here.end, here.problem_line) == (other.end, other.problem_line)
+        if not is_longer and (here.end != "failed" or has_failed_alike):
+            return None
+        at = min(len(here.calls), len(other.calls))
+    calls = [record.calls[at] for record in (here, other) if at < len(record.calls)]
+    reads = [call.read for call in (*calls, *reversed(here.calls[:at])) if call.read]
+    lines = [*reads[:1], *dict.fromkeys(call.line for call in calls), here.problem_line]
+    return RecordedFault(
+        kind="undecided",
+        ranks=(rank,),
+        text=f"what rank {rank} does after its call {at} hangs on what other ranks have sent"
+        + (f", which line {reads[0]} reads" if reads else ""),
+        lines=tuple((rank, line) for line in lines if line),
+    )
+
+
+def _what(call: Call) -> tuple[object, ...]:
+    return (call.kind, call.group, call.peer, call.root)
+
+
+def _sizes_of_data(pairs: Iterable[tuple[RankRecord, RankRecord]]) -> Iterator[str]:
+    """Yield the lines whose calls have another size when others have sent something else."""
+    for here, other in pairs:
+        for one, same in zip(here.calls, other.calls, strict=False):
+            if _what(one) != _what(same):
+                break
+            if one.num_elements != same.num_elements:
+                yield one.line
+
+
+def _row(record: RankRecord) -> RecordedFakeRank:
+    sizes = {group.name: len(group.ranks) for group in record.groups}
+    sent: dict[str, int] = defaultdict(int)
+    for call in record.calls:
+        sent[str(sizes[call.group])] += 0 if call.kind == "recv" else call.num_bytes
+    memory = record.memory
+    return RecordedFakeRank(
+        rank=record.rank,
+        end=record.end,
+        num_calls=len(record.calls),
+        micro_batches=tuple(record.forwards),
+        peak=memory.peak,
+        parameters=memory.parameters,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        activations=memory.activations,
+        sent={size: number // max(record.steps, 1) for size, number in sorted(sent.items())},
+    )
+
+
+def _memory(records: Mapping[int, RankRecord], memory_bytes: int | None) -> Iterator[RecordedFault]:
+    """Yield the rank that needs the most, if it is more than its GPU has."""
+    fullest = max(records.values(), key=lambda record: record.memory.peak)
+    memory = fullest.memory
+    if memory_bytes is None or memory.peak <= memory_bytes:
+        return
+    yield RecordedFault(
+        kind="memory",
+        ranks=(fullest.rank,),
+        text=f"rank {fullest.rank} needs {size_text(memory.peak)} at its peak, and its GPU has "
+        f"{size_text(memory_bytes)}: parameters {size_text(memory.parameters)}, gradients "
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}, activations "
+        f"{size_text(memory.activations)}; the largest tensors:",
+        lines=tuple(
+            (fullest.rank, f"{size_text(t.num_bytes)} {t.dtype} {t.shape}, {t.line}")
+            for t in memory.largest
+        ),
+    )
+
+
+def _failures(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
+    seen: dict[tuple[str, str], int] = {}
+    for rank, record in records.items():
+        if record.end in _BROKEN:
+            what = record.problem, record.problem_line
+            if what not in seen:
+                seen[what] = rank
+                yield RecordedFault(
+                    kind="failed",
+                    ranks=(rank,),
+                    text=f"rank {rank} failed: {record.problem}",
+                    lines=((rank, record.problem_line),),
+                )
+
+
+def _groups(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
+    """Yield the first group, if any, that one rank makes with other members than another."""
+    ranks = list(records)
+    for rank in ranks[1:]:
+        here = records[rank]
+        for other in ranks[: ranks.index(rank)]:
+            fault = _first_other_group(records[other], here)
+            if fault is not None:
+                yield fault
+                return
+
+
+def _first_other_group(one: RankRecord, other: RankRecord) -> RecordedFault | None:
+    theirs = {group.name: group for group in other.groups}
+    for position, group in enumerate(one.groups):
+        found = theirs.get(group.name)
+        if found is not None and found.ranks != group.ranks:
+            return RecordedFault(
+                kind="groups",
+                ranks=(one.rank, other.rank),
+                text=f"group {position} has the ranks {members(group.ranks)} in rank {one.rank} "
+                f"and {members(found.ranks)} in rank {other.rank}: groups are made in another "
+                f"order, or with other members",
+                lines=((one.rank, group.line), (other.rank, found.line)),
+            )
+        if found is None and other.rank in group.ranks and other.end not in _BROKEN:
+            return RecordedFault(
+                kind="groups",
+                ranks=(one.rank, other.rank),
+                text=f"group {position} with the ranks {members(group.ranks)} is made by rank "
+                f"{one.rank} and never by rank {other.rank}, a member",
+                lines=((one.rank, group.line), (other.rank, _last_group(other))),
+            )
+    return None
+
+
+def _last_group(record: RankRecord) -> str:
+    last: MadeGroup | None = record.groups[-1] if record.groups else None
+    return "makes no group" if last is None else f"its last group: {last.line}"
+
+
+def members(ranks: Sequence[int]) -> str:
+    """Return `0, 8, ..., 56 (8 ranks)`."""
+    if len(ranks) <= _SHOWN_RANKS:
+        return "[" + ", ".join(map(str, ranks)) + "]"
+    return f"[{ranks[0]}, {ranks[1]}, {ranks[2]}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
+
+
+def _calls_of(record: RankRecord) -> dict[str, list[Call]]:
+    """Return the collectives of each group, in order."""
+    found: dict[str, list[Call]] = defaultdict(list)
+    for call in record.calls:
+        if call.kind not in ("send", "recv"):
+            found[call.group].append(call)
+    return found
+
+
+def _collectives(
+    found: _RankComparison, names: Mapping[str, tuple[int, ...]]
+) -> Iterator[RecordedFault]:
+    """Yield the first difference of each group; of several from one line, the first."""
+    calls = {rank: _calls_of(record) for rank, record in found.records.items()}
+    seen: set[tuple[str, ...]] = set()
+    for name in dict.fromkeys(name for of_rank in calls.values() for name in of_rank):
+        run = [rank for rank in names[name] if rank in found.records]
+        if len(run) == 1 < len(names[name]):
+            found.num_left_out += len(calls[run[0]][name])
+        for other in run[1:]:
+            fault = _first_difference(
+                found, names[name], (run[0], other), [calls[r][name] for r in (run[0], other)]
+            )
+            if (
+                fault is not None
+                and (key := tuple(sorted(line for _, line in fault.lines))) not in seen
+            ):
+                seen.add(key)
+                yield fault
+
+
+def _first_difference(
+    found: _RankComparison,
+    ranks: Sequence[int],
+    pair: tuple[int, int],
+    programs: Sequence[Sequence[Call]],
+) -> RecordedFault | None:
+    one, other = programs
+    for index, (here, there) in enumerate(zip(one, other, strict=False)):
+        found.num_compared += 1
+        differs = _difference(here, there, found.of_data)
+        if differs:
+            return RecordedFault(
+                kind="collective",
+                ranks=pair,
+                text=f"collective {index} of the group {members(ranks)}, in step {here.step}, "
+                f"{differs}: rank {pair[0]} {describe(here)}, rank {pair[1]} {describe(there)}",
+                lines=((pair[0], here.line), (pair[1], there.line)),
+            )
+    longer, shorter = (0, 1) if len(one) > len(other) else (1, 0)
+    extra = programs[longer][len(programs[shorter]) :]
+    if not extra or not _is_required(
+        found.records[pair[longer]], found.records[pair[shorter]], extra[0]
+    ):
+        return None
+    call, last = extra[0], programs[shorter][-1:]
+    return RecordedFault(
+        kind="collective",
+        ranks=(pair[longer], pair[shorter]),
+        text=f"collective {len(programs[shorter])} of the group {members(ranks)}, in step "
+        f"{call.step}, is made by rank {pair[longer]} alone ({describe(call)}); rank "
+        f"{pair[shorter]} makes {len(programs[shorter])} in this group, rank {pair[longer]} "
+        f"{len(programs[longer])}",
+        lines=(
+            (pair[longer], call.line),
+            (pair[shorter], f"its last one there: {last[0].line}" if last else "makes none there"),
+        ),
+    )
+
+
+def _is_required(record: RankRecord, other: RankRecord, call: Call) -> bool:
+    """Return true if the other rank would have made its side of a call, had there been one."""
+    if other.end in _BROKEN or (other.end == "cut" and record.end != "cut"):
+        return False
+    return record.end != "cut" or any(c is call for c in record.calls[: record.last_step_call])
+
+
+def _difference(here: Call, there: Call, of_data: Collection[str]) -> str:
+    """Return in what two calls differ that have to be alike; "" if they are."""
+    for name in ("kind", "reduction", "root"):
+        if getattr(here, name) != getattr(there, name):
+            return f"differs in {name}"
+    if here.kind == "barrier":
+        return ""
+    if here.dtype != there.dtype:
+        return "differs in dtype"
+    if not (here.has_own_size and there.has_own_size) or here.line in of_data:
+        return ""
+    if here.sent or there.sent:
+        return ""
+    return "" if here.num_elements == there.num_elements else "differs in size"
+
+
+def describe(call: Call) -> str:
+    """Return `all_reduce(sum) of float32 [64, 2, 64]`."""
+    options = ", ".join(
+        filter(None, (call.reduction, f"root {call.root}" if call.root is not None else ""))
+    )
+    shapes = " + ".join(str(shape) for shape in call.shapes[:_SHOWN_SHAPES])
+    hidden = len(call.shapes) - _SHOWN_SHAPES
+    more = f" + {hidden} more" if hidden > 0 else ""
+    what = f" of {call.dtype} {shapes}{more}" if call.shapes else ""
+    return f"{call.kind}{f'({options})' if options else ''}{what}"
+
+
+def _messages(found: _RankComparison) -> Iterator[RecordedFault]:
+    """Yield the first difference of each pair of ranks that send to one another."""
+    channels: dict[tuple[str, int, int], tuple[list[Call], list[Call]]] = defaultdict(
+        lambda: ([], [])
+    )
+    for rank, record in found.records.items():
+        for call in record.calls:
+            if call.kind in ("send", "recv") and call.peer is not None:
+                channels[channel_of(rank, call)][call.kind == "recv"].append(call)
+    anywhere = {
+        rank
+        for rank, r in found.records.items()
+        if any(c.kind == "recv" and c.peer is None for c in r.calls)
+    }
+    for (_, source, target), (sends, receives) in channels.items():
+        if source not in found.records or target not in found.records or target in anywhere:
+            found.num_left_out += len(sends) + len(receives)
+            continue
+        fault = _first_lost(found, (source, target), sends, receives)
+        if fault is not None:
+            yield fault
+
+
+def _first_lost(
+    found: _RankComparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
+) -> RecordedFault | None:
+    source, target = pair
+    for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):
+        found.num_compared += 1
+        is_alike = sent.num_elements == received.num_elements or sent.line in found.of_data
+        if sent.dtype != received.dtype or not is_alike:
+            return RecordedFault(
+                kind="message",
+                ranks=pair,
+                text=f"message {index} from rank {source} to rank {target}, in step {sent.step}, "
+                f"is sent as {sent.dtype} {sent.shapes[0]} and received as {received.dtype} "
+                f"{received.shapes[0]}",
+                lines=((source, sent.line), (target, received.line)),
+            )
+    has_more = len(sends) > len(receives)
+    longer, shorter = (sends, receives) if has_more else (receives, sends)
+    owner, other = pair if has_more else (target, source)
+    extra = longer[len(shorter) :]
+    if not extra or not _is_required(found.records[owner], found.records[other], extra[0]):
+        return None
+    did, lacks = ("sent", "received") if has_more else ("awaited", "sent")
+    last = f"its last one: {shorter[-1].line}" if shorter else "has none"
+    return RecordedFault(
+        kind="message",
+        ranks=(owner, other),
+        text=f"message {len(shorter)} from rank {source} to rank {target}, {describe(extra[0])} in "
+        f"step {extra[0].step}, is {did} by rank {owner} and never {lacks} by rank {other}",
+        lines=((owner, extra[0].line), (other, last)),
+    )
+
+
+def _cycle(
+    records: Mapping[int, RankRecord], names: Mapping[str, tuple[int, ...]]
+) -> Iterator[RecordedFault]:
+    alive = {rank: record for rank, record in records.items() if record.end not in _BROKEN}
+    chain = Simulation(alive, names).run() if alive else []
+    if chain:
+        ring = [*chain, replace(chain[0])] if chain[-1].for_rank == chain[0].rank else chain
+        yield RecordedFault(
+            kind="cycle",
+            ranks=tuple(blocked.rank for blocked in chain),
+            text="ranks wait for one another: " + "; ".join(map(_waits, ring[: len(chain)])),
+            lines=tuple((blocked.rank, blocked.call.line) for blocked in chain),
+        )
+
+
+def _waits(blocked: Blocked) -> str:
+    call = blocked.call
+    where = f"{call.kind} {call.index} of group {call.group}"
+    peer = f" with rank {call.peer}" if call.peer is not None else ""
+    return (
+        f"rank {blocked.rank} in {where}{peer} (step {call.step}) waits for rank {blocked.for_rank}"
+    )
+
+
+def _micro_batches(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
+    """Yield the first rank that runs its models another number of times than a like rank."""
+    firsts: dict[tuple[str, ...], RankRecord] = {}
+    for record in records.values():
+        if record.end in _BROKEN or not record.forwards:
+            continue
+        first = firsts.setdefault(tuple(record.models), record)
+        for step, (here, there) in enumerate(zip(first.forwards, record.forwards, strict=False), 1):
+            if here != there:
+                yield RecordedFault(
+                    kind="micro-batches",
+                    ranks=(first.rank, record.rank),
+                    text=f"in step {step} rank {first.rank} runs its model {here} times and rank "
+                    f"{record.rank} {there} times",
+                )
+                return

@@ -1,0 +1,155 @@
+"""Records of ranks, as the file of each rank has them. Must not import torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypedDict
+
+from pytest_megatron.base.schema import validate
+
+
+@dataclass(slots=True)
+class MadeGroup:
+    """A process group that a rank made, member or not.
+
+    Attributes:
+        name: By which its members meet.
+        ranks: Global ranks, in the group's order.
+        backend: As the program named it.
+        line: Where it was made.
+    """
+
+    name: str
+    ranks: list[int]
+    backend: str
+    line: str
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective or a point-to-point call.
+
+    Attributes:
+        index: Order within the group, from 0.
+        shapes: Of the tensors that the rank gives; of those it receives, where it gives none.
+        step: Counted from 1.
+        issued: Clock of this rank when the program made the call.
+        waited: The same when the program waited for its end; None if it never did.
+        batch: Number of the batch of `batch_isend_irecv`; None outside.
+        root: Global rank of a broadcast, reduce, gather or scatter.
+        peer: Global rank at the other end; None where any may be.
+        has_own_size: False where the size follows from what others have sent.
+        read: Line that last read a value of a tensor since the call before; "" if none did.
+        sent: Elements for each rank of the group, of an exchange of unequal parts.
+    """
+
+    group: str
+    index: int
+    kind: str
+    dtype: str
+    shapes: list[list[int]]
+    step: int
+    line: str
+    issued: int
+    num_bytes: int
+    waited: int | None = None
+    batch: int | None = None
+    reduction: str = ""
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    has_own_size: bool = True
+    read: str = ""
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+
+    @property
+    def num_elements(self) -> int:
+        """Over all tensors."""
+        total = 0
+        for shape in self.shapes:
+            product = 1
+            for size in shape:
+                product *= size
+            total += product
+        return total
+
+
+@dataclass(slots=True)
+class LargeTensor:
+    """A storage, as the operation that made it shaped it."""
+
+    num_bytes: int
+    dtype: str
+    shape: list[int]
+    line: str
+
+
+@dataclass(slots=True)
+class Memory:
+    """Memory of a rank, in bytes.
+
+    Attributes:
+        peak: The most at one time.
+        activations: The part of the peak that is none of the others.
+        largest: At the peak.
+    """
+
+    peak: int = 0
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    largest: list[LargeTensor] = field(default_factory=list)
+
+
+class CallOptions(TypedDict, total=False):
+    """What only some kinds of calls have."""
+
+    reduction: str
+    root: int | None
+    peer: int | None
+    tag: int
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(slots=True)
+class RankRecord:
+    """All that one rank did.
+
+    Attributes:
+        steps: Steps of the optimizer that ended.
+        forwards: Calls of models in each step: micro-batches times chunks.
+        models: Classes of the models.
+        last_step_call: Number of calls when the last step ended.
+        end: `whole`, `cut` after the steps, or `failed`.
+        problem: Last line of the traceback.
+    """
+
+    rank: int
+    world_size: int
+    groups: list[MadeGroup] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    steps: int = 0
+    forwards: list[int] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    last_step_call: int = 0
+    end: str = ""
+    problem: str = ""
+    problem_line: str = ""
+    memory: Memory = field(default_factory=Memory)
+
+
+def write_record(path: Path, record: RankRecord) -> None:
+    """Write the file of a rank."""
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(asdict(record)))
+    whole.replace(path)
+
+
+def read_record(path: Path) -> RankRecord:
+    """Read the file of a rank."""
+    return validate(RankRecord, json.loads(path.read_text()))

@@ -1,0 +1,202 @@
+"""What one rank does, recorded: process groups, calls, micro-batches, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Unpack
+
+import torch
+
+from pytest_megatron.layouts.fake import FakeGroup, Mail
+from pytest_megatron.layouts.memory import MemoryTracker
+from pytest_megatron.layouts.model import Call, CallOptions, MadeGroup, RankRecord, write_record
+from pytest_megatron.layouts.settings import Settings
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+_SKIPPED = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(__file__).parent) + os.sep,
+    "<frozen",
+    "<string",
+)
+
+
+_NUM_FRAMES = 2
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+def _is_skipped(code: CodeType | None, name: str) -> bool:
+    """Return true for a line of torch or of ours, or of a mode that stands between."""
+    if code is not None and code.co_name in ("__torch_function__", "__torch_dispatch__"):
+        return True
+    if name.endswith("typing_extensions.py"):  # its wrapper of what is deprecated
+        return True
+    is_installed = "site-packages" in name
+    return name.startswith(_SKIPPED) or (name.startswith(_LIBRARY) and not is_installed)
+
+
+class RankRecorder:
+    """Records this rank.
+
+    Attributes:
+        mail: Messages of ranks that ran before.
+        batch: Number of the batch of point-to-point calls that is being issued.
+        asked_backend: The backend of the default group as the program named it.
+        noise: Changes what others are taken to have sent; None changes nothing.
+    """
+
+    def __init__(self, settings: Settings, rank: int, *, is_other: bool) -> None:
+        self._record = RankRecord(rank=rank, world_size=settings.world_size)
+        self._steps, self._directory = settings.steps, settings.directory
+        self._file = self._directory / f"rank_{rank}{'.other' if is_other else ''}.json"
+        self._clock = 0
+        self._counts: dict[str, int] = {}
+        self.world_size = settings.world_size
+        self._known: set[int] = set()  # modules of models
+        self._has_run = False  # a model, since the last step
+        self.memory = MemoryTracker(self.place, self._read)
+        self.mail = Mail(settings.directory / "mail")
+        self.batch: int | None = None
+        self.asked_backend = ""
+        self._last_read = ""
+        self.noise = torch.Generator().manual_seed(1) if is_other else None
+        self.is_object = False
+
+    def place(self) -> str:
+        """Return the innermost line that is neither torch's nor ours, and who calls its file."""
+        frame: FrameType | None = sys._getframe(1)
+        self.is_object = False
+        found: list[FrameType] = []
+        while frame is not None and len(found) < _NUM_FRAMES:
+            name = frame.f_code.co_filename
+            if not _is_skipped(frame.f_code, name):
+                if not found or name != found[-1].f_code.co_filename:
+                    found.append(frame)
+            elif not found:
+                self.is_object |= "object" in frame.f_code.co_name  # `all_gather_object`, others
+            frame = frame.f_back
+        lines = [
+            f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            for frame in found
+        ]
+        return ", from ".join(lines) or "the start of the program"
+
+    def group(self, name: str, ranks: list[int], backend: str) -> None:
+        """Note that the program makes a group."""
+        self._record.groups.append(MadeGroup(name, ranks, backend, self.place()))
+
+    def call(
+        self,
+        group: FakeGroup,
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        **more: Unpack[CallOptions],
+    ) -> Callable[[], None]:
+        """Note a call; returns what notes that the program waits for it."""
+        name = group.name_of_group
+        index = self._counts[name] = self._counts.get(name, -1) + 1
+        line = self.place()
+        call = Call(
+            group=name,
+            index=index,
+            kind=kind,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            shapes=[list(tensor.shape) for tensor in tensors],
+            step=self._record.steps + 1,
+            line=line,
+            read=self._last_read,
+            has_own_size=not self.is_object,
+            issued=self._tick(),
+            batch=self.batch,
+            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            **more,
+        )
+        self._record.calls.append(call)
+        self._last_read = ""
+
+        def waited() -> None:
+            if call.waited is None:
+                call.waited = self._tick()
+
+        return waited
+
+    def _read(self) -> None:
+        if self._record.calls:
+            self._last_read = self.place()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def start(self) -> None:
+        """Count micro-batches and steps."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_module_forward_pre_hook(self._before_module)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _before_module(self, module: torch.nn.Module, _: object) -> None:
+        if id(module) not in self._known:
+            self._known.update(id(part) for part in module.modules())
+            if next(module.parameters(), None) is None:
+                return
+            self._record.models.append(type(module).__name__)
+            self.memory.look()
+            vars(module)["_layout_model"] = True
+        if "_layout_model" not in vars(module) or not torch.is_grad_enabled():
+            return
+        if self._record.steps >= self._steps:
+            self.finish(end="cut")
+            sys.stdout.flush()
+            os._exit(0)
+        self._has_run = True
+        counts = self._record.forwards
+        while len(counts) <= self._record.steps:
+            counts.append(0)
+        counts[-1] += 1
+
+    def _after_step(self, _: Optimizer, *__: object) -> None:
+        if self._has_run:
+            self._has_run = False
+            self._record.steps += 1
+        if self._record.steps == self._steps:
+            self.memory.look()  # the program clears gradients soon
+        self._record.last_step_call = len(self._record.calls)
+
+    def finish(self, end: str, problem: str = "", line: str = "") -> None:
+        """Write the record."""
+        self._record.end, self._record.problem, self._record.problem_line = end, problem, line
+        self._record.memory = self.memory.result()
+        modules = self._directory / "modules.json"
+        if not modules.exists():
+            installed = [
+                name
+                for name, module in sys.modules.copy().items()
+                if "site-packages" in (getattr(module, "__file__", None) or "")
+            ]
+            modules.write_text(json.dumps(installed))
+        write_record(self._file, self._record)
+
+
+def _short(path: str) -> str:
+    """Return a path as a person knows it: below site-packages, or below the working directory."""
+    installed = path.rpartition("site-packages" + os.sep)[2]
+    return installed.removeprefix(f"{Path.cwd()}{os.sep}")
+
+
+def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line of a traceback that is neither torch's nor ours."""
+    for frame in reversed(frames):
+        if not _is_skipped(None, frame.filename):
+            return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+    return ""

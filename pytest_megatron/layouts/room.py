@@ -1,0 +1,12 @@
+"""The room `layouts` in the table."""
+
+from __future__ import annotations
+
+from pytest_megatron.rooms import Room
+
+ROOM = Room(
+    commands={
+        "layout": ("command:command", "Run single ranks of a program without GPUs, compare them."),
+    },
+    provides={"fake_training": "plugin:FakeTrainingPlugin"},
+)

@@ -1,0 +1,34 @@
+"""Ranks in pipelines of two stages, with a mistake on request; for tests of fake process groups."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fault", nargs="*", default=[])
+fault, _ = parser.parse_known_args()
+dist.init_process_group("gloo")
+rank, half = dist.get_rank(), dist.get_world_size() // 2
+is_first = rank < half
+stages = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
+model = torch.nn.Linear(4, 4)
+for step in range(2):
+    for batch in range(3):
+        states = torch.randn(2, 4)
+        if not is_first:
+            dist.recv(states, rank - half)
+        states = model(states)
+        if is_first and not ("unsent" in fault.fault and (step, batch) == (1, 2)):
+            dist.send(states.detach(), rank + half)
+        states.sum().backward()
+    width = 3 if "size" in fault.fault and rank == 2 * half - 1 else 4
+    dist.all_reduce(torch.ones(width), group=stages[0 if is_first else 1])
+    if "data" in fault.fault:
+        flag = torch.zeros(1, dtype=torch.int64)
+        dist.all_reduce(flag, group=stages[0 if is_first else 1])
+        if flag.item() > 0:
+            dist.barrier()
+dist.destroy_process_group()

@@ -1,0 +1,202 @@
+"""Records of ranks that agree, and of ranks that differ in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+
+from pytest_megatron.layouts.judge import judge
+from pytest_megatron.layouts.model import Call, LargeTensor, MadeGroup, Memory, RankRecord
+from pytest_megatron.runs.record import RecordedFault, RecordedLayout
+
+GIB = 1 << 30
+Records = dict[int, RankRecord]
+
+
+def rank_of(rank: int, world_size: int = 4) -> RankRecord:
+    world = list(range(world_size))
+    return RankRecord(
+        rank=rank,
+        world_size=world_size,
+        groups=[MadeGroup("0", world, "nccl", "a.py:1"), MadeGroup("1", [0, 1], "nccl", "a.py:2")],
+        steps=2,
+        forwards=[4, 4],
+        models=["Net"],
+        end="whole",
+    )
+
+
+def add(record: RankRecord, kind: str = "all_reduce", **changes: object) -> Call:
+    """Append a call that the program waits for at once."""
+    group = changes.pop("group", "0")
+    index = sum(call.group == group for call in record.calls)
+    clock = 2 * len(record.calls)
+    values: dict[str, object] = {
+        "group": group, "index": index, "kind": kind, "dtype": "float32", "shapes": [[4, 8]],
+        "step": 1, "line": f"train.py:{10 + len(record.calls)}", "issued": clock,
+        "waited": clock + 1, "num_bytes": 128, "reduction": "sum" if "reduce" in kind else "",
+    }  # fmt: skip
+    call = Call(**{**values, **changes})  # type: ignore[arg-type]
+    record.calls.append(call)
+    return call
+
+
+@pytest.fixture
+def records() -> Records:
+    """Ranks 0, 1 and 3 of four that reduce, gather in a small group, and send around."""
+    found = {rank: rank_of(rank) for rank in (0, 1, 3)}
+    for rank, record in found.items():
+        add(record)
+        if rank < 2:
+            add(record, "all_gather", group="1")
+        add(record, "barrier", dtype="", shapes=[])
+    add(found[0], "send", peer=1, group="0")
+    add(found[1], "recv", peer=0, group="0")
+    return found
+
+
+def test_ranks_that_agree_have_no_fault(records: Records) -> None:
+    layout = judge(records)
+    assert (layout.faults, layout.undecided, layout.num_compared) == ((), (), 6)
+
+
+def only_fault(layout: RecordedLayout) -> RecordedFault:
+    (fault,) = layout.faults
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "ranks", "words"),
+    [
+        (lambda r: setattr(r[3].calls[0], "kind", "all_gather"), "collective", (0, 3), "kind"),
+        (lambda r: setattr(r[3].calls[0], "dtype", "bfloat16"), "collective", (0, 3), "dtype"),
+        (lambda r: setattr(r[3].calls[0], "shapes", [[4, 9]]), "collective", (0, 3), "size"),
+        (lambda r: setattr(r[3].calls[0], "reduction", "max"), "collective", (0, 3), "reduction"),
+        (lambda r: r[1].calls.pop(1), "collective", (0, 1), "rank 0 alone"),
+        (lambda r: r[1].calls.pop(3), "message", (0, 1), "never received by rank 1"),
+        (lambda r: r[0].calls.pop(3), "message", (1, 0), "never sent by rank 0"),
+        (lambda r: setattr(r[1].calls[3], "shapes", [[2]]), "message", (0, 1), "received as"),
+        (lambda r: setattr(r[3], "forwards", [4, 3]), "micro-batches", (0, 3), "step 2"),
+        (lambda r: setattr(r[1].groups[1], "ranks", [1, 2]), "groups", (0, 1), "another order"),
+        (lambda r: (r[1].groups.pop(), r[1].calls.pop(1)), "groups", (0, 1), "never by rank 1"),
+    ],
+)
+def test_a_difference_names_both_ranks(
+    records: Records,
+    change: Callable[[Records], object],
+    kind: str,
+    ranks: tuple[int, ...],
+    words: str,
+) -> None:
+    change(records)
+    fault = only_fault(judge(records))
+    assert (fault.kind, fault.ranks) == (kind, ranks)
+    assert words in fault.text
+
+
+def test_a_fault_has_index_operation_and_both_lines(records: Records) -> None:
+    records[3].calls[0].shapes = [[4, 9]]
+    fault = only_fault(judge(records))
+    assert fault.text == (
+        "collective 0 of the group [0, 1, 2, 3], in step 1, differs in size: rank 0 "
+        "all_reduce(sum) of float32 [4, 8], rank 3 all_reduce(sum) of float32 [4, 9]"
+    )
+    assert fault.lines == ((0, "train.py:10"), (3, "train.py:10"))
+
+
+def test_what_a_rank_begins_after_its_last_step_needs_no_counterpart(records: Records) -> None:
+    for record in records.values():
+        record.end, record.last_step_call = "cut", len(record.calls)
+    add(records[3])
+    assert judge(records).faults == ()
+    records[3].last_step_call += 1
+    assert only_fault(judge(records)).ranks == (3, 0)
+
+
+def test_sends_to_one_another_before_receives_block() -> None:
+    records = {rank: rank_of(rank, 2) for rank in (0, 1)}
+    for rank, record in records.items():
+        add(record, "send", peer=1 - rank)
+        add(record, "recv", peer=1 - rank)
+    fault = only_fault(judge(records))
+    assert (fault.kind, fault.ranks) == ("cycle", (0, 1))
+    assert "rank 0 in send 0" in fault.text
+    assert "waits for rank 1" in fault.text
+
+
+def test_messages_in_one_batch_do_not_block() -> None:
+    records = {rank: rank_of(rank, 2) for rank in (0, 1)}
+    for rank, record in records.items():
+        for clock, kind in enumerate(("send", "recv")):
+            add(record, kind, peer=1 - rank, batch=0, issued=clock, waited=clock + 2)
+    assert judge(records).faults == ()
+
+
+def test_unbatched_messages_of_nccl_wait_for_one_another() -> None:
+    records = {rank: rank_of(rank, 2) for rank in (0, 1)}
+    for rank, record in records.items():
+        for clock, kind in enumerate(("send", "recv")):
+            add(record, kind, peer=1 - rank, issued=clock, waited=clock + 2)
+    assert only_fault(judge(records)).kind == "cycle"
+    for record in records.values():
+        record.groups[0].backend = "gloo"  # has no order between messages of both directions
+    assert judge(records).faults == ()
+
+
+def test_two_groups_in_another_order_block(records: Records) -> None:
+    first, second = records[1].calls[:2]
+    first.issued, first.waited, second.issued, second.waited = 2, 3, 0, 1
+    fault = only_fault(judge(records))
+    assert (fault.kind, set(fault.ranks)) == ("cycle", {0, 1})
+
+
+def test_a_rank_over_its_memory_lists_its_largest_tensors(records: Records) -> None:
+    largest = [LargeTensor(60 * GIB, "float32", [10, 20], "model.py:7")]
+    records[3].memory = Memory(peak=81 * GIB, parameters=60 * GIB, largest=largest)
+    fault = only_fault(judge(records, memory_bytes=80 * GIB))
+    assert (fault.kind, fault.ranks) == ("memory", (3,))
+    assert "needs 81.0 GiB at its peak, and its GPU has 80.0 GiB" in fault.text
+    assert fault.lines == ((3, "60.0 GiB float32 [10, 20], model.py:7"),)
+
+
+def test_a_failed_rank_is_the_fault_and_its_missing_calls_are_none(records: Records) -> None:
+    records[1].end, records[1].problem, records[1].problem_line = "failed", "ValueError", "m.py:3"
+    records[1].calls.clear()
+    fault = only_fault(judge(records))
+    assert (fault.kind, fault.ranks, fault.lines) == ("failed", (1,), ((1, "m.py:3"),))
+
+
+def test_a_rank_that_hangs_on_data_of_others_is_not_decided(records: Records) -> None:
+    other = deepcopy(records[3])
+    other.calls[1].kind = "broadcast"
+    other.calls[1].read = records[3].calls[1].read = "train.py:9"
+    layout = judge(records, others=[other])
+    (found,) = layout.undecided
+    assert (layout.faults, found.ranks) == ((), (3,))
+    assert found.lines[0] == (3, "train.py:9")
+
+
+def test_a_failure_on_data_of_others_is_not_decided(records: Records) -> None:
+    other = deepcopy(records[3])
+    records[3].end, records[3].problem, records[3].problem_line = "failed", "IndexError", "m.py:3"
+    records[3].calls.pop()
+    layout = judge(records, others=[other])
+    assert layout.faults == ()
+    assert (3, "m.py:3") in layout.undecided[0].lines
+
+
+def test_sizes_that_follow_data_are_not_compared(records: Records) -> None:
+    records[3].calls[0].shapes = [[4, 9]]
+    other = deepcopy(records[3])
+    other.calls[0].shapes = [[4, 7]]
+    layout = judge(records, others=[other])
+    assert (layout.faults, layout.undecided) == ((), ())
+    assert layout.left_out == ("sizes at train.py:10, which follow the data",)
+
+
+def test_calls_of_groups_with_one_rank_here_are_counted_as_left_out(records: Records) -> None:
+    del records[1]
+    layout = judge(records)
+    assert layout.left_out == ("2 calls, since their other ranks were not run",)

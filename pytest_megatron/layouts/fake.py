@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from pytest_megatron.layouts.recorder import RankRecorder
 
 BACKEND = "layout"
-_LARGEST_MESSAGE = 1 << 16  # bytes; larger ones carry data, not sizes or objects
 _EXTREMES = {"max": torch.maximum, "min": torch.minimum}
 _FILLING = 0.01  # of what nobody has sent; 0 and 1 are special to many programs
 
@@ -66,39 +63,6 @@ class FakeWork(dist.Work):
     def result(self) -> list[torch.Tensor]:
         """Return the results."""
         return self._results
-
-
-class Mail:
-    """Small messages of ranks that ran before, by who sent which of them."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._counts: dict[str, int] = {}
-
-    def _path(self, key: str) -> Path:
-        number = self._counts[key] = self._counts.get(key, -1) + 1
-        digest = hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:24]
-        return self._directory / digest
-
-    def post(self, keys: Sequence[str], tensor: torch.Tensor) -> None:
-        """Keep a message; of equal keys the first sender's stays."""
-        for path in map(self._path, keys):
-            if not (tensor.is_floating_point() or path.exists()) and _is_small(tensor):
-                torch.save(tensor.detach().cpu(), path)
-
-    def fetch(self, keys: Sequence[str], tensor: torch.Tensor) -> bool:
-        """Fill a tensor with the message; false if there is none that fits."""
-        for path in [self._path(key) for key in keys]:
-            if path.exists() and _is_small(tensor):
-                found: torch.Tensor = torch.load(path)
-                if found.numel() == tensor.numel():
-                    tensor.copy_(found.view(tensor.shape))
-                    return True
-        return False
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= _LARGEST_MESSAGE
 
 
 @contextlib.contextmanager
@@ -144,7 +108,7 @@ class FakeGroup(dist.ProcessGroup):
         fill: Callable[[], object] = lambda: None,
         **more: Any,
     ) -> FakeWork:
-        waited = self._recorder.call(self, kind, _flat(given), **more)
+        waited = self._recorder.call(self.name_of_group, kind, _flat(given), **more)
         with plain():
             is_known = bool(fill())  # it is what the other rank has sent
             is_plain = self._recorder.noise is None or self._recorder.is_object

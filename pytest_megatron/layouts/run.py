@@ -19,8 +19,8 @@ import time
 import traceback
 from pathlib import Path
 
-from pytest_megatron.layouts.choose import choose, one_of_each
 from pytest_megatron.layouts.model import read_record
+from pytest_megatron.layouts.representatives import choose, one_of_each
 from pytest_megatron.layouts.settings import Settings
 
 _MODULES = "modules.json"
@@ -50,11 +50,24 @@ def _run_others(settings: Settings, argv: list[str]) -> None:
 
 
 def _import_what_it_did(directory: Path) -> None:
-    """Import the installed modules that the first rank needed, so that no other has to."""
+    """Import the installed modules that the first rank needed, so that no other has to.
+
+    Those that use CUDA while they are imported are left out: no fork of this process could use it.
+    """
+    import torch
+
     path = directory / _MODULES
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # `is_available` would begin to use it
+    of_cuda = vars(torch.cuda)
+    begin, of_cuda["_lazy_init"] = of_cuda["_lazy_init"], _refuse_cuda
     for name in json.loads(path.read_text()) if path.exists() else ():
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
+    of_cuda["_lazy_init"] = begin
+
+
+def _refuse_cuda() -> None:
+    raise RuntimeError("CUDA is used by ranks alone")
 
 
 def _run_all(

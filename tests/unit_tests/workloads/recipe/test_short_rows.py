@@ -19,7 +19,7 @@ from pytest_megatron.workloads.recipe.case import (
 from pytest_megatron.workloads.recipe.lint import lint_recipes
 from pytest_megatron.workloads.recipe.load import read_recipe
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
-from pytest_megatron.workloads.recipe.select import Selection, select
+from pytest_megatron.workloads.recipe.select import select
 from pytest_megatron.workloads.training.checks.check import lint_checks
 
 
@@ -248,7 +248,7 @@ def test_rows_share_nothing() -> None:
 def test_a_row_without_a_scope_is_in_each() -> None:
     found = rows("rows:\n  - {name: a, command: x}\n  - {name: b, command: x, scope: L0}\n")
     for scope, names in (("L0", ["a", "b"]), ("nightly", ["a"])):
-        selected = select(found, Selection(scope=(scope,)), Vocabulary())
+        selected = select(found, {"scope": (scope,)}, Vocabulary())
         assert [one.test_case for one in selected] == names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_megatron.layouts.choose import choose, one_of_each, partitions_of
+from pytest_megatron.layouts.representatives import choose, one_of_each, partitions_of
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 
 

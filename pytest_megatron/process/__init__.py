@@ -1,1 +1,1 @@
-"""Guarded processes and process trees."""
+"""Processes: how they start, are guarded and end, and the messages between them."""

@@ -15,8 +15,7 @@ import pytest
 from _pytest.debugging import PdbInvoke, pytestPDB
 from typing_extensions import override
 
-from pytest_megatron.gangs.ipc.channel import Channel
-from pytest_megatron.gangs.ipc.messages import (
+from pytest_megatron.gangs.messages import (
     INTERRUPTED_LINE,
     DebuggerAnswer,
     DebuggerLeft,
@@ -24,7 +23,9 @@ from pytest_megatron.gangs.ipc.messages import (
     DebuggerReads,
     DebuggerWanted,
     DebuggerWrote,
+    Message,
 )
+from pytest_megatron.process.channel import Channel
 from pytest_megatron.process.originals import os, threading
 
 _INVOKE, _INIT_PDB = "pdbinvoke", "_init_pdb"  # names of pytest
@@ -43,7 +44,7 @@ class RankDebugger:
         channel: To the controller.
     """
 
-    channel: Channel
+    channel: Channel[Message]
 
     def __init__(self, printed: Divertible) -> None:
         self._printed = printed
@@ -53,7 +54,7 @@ class RankDebugger:
         self.screen = cast("TextIO", _Screen(self))
         self.keyboard = cast("TextIO", _Keyboard(self))
 
-    def begin(self, channel: Channel) -> None:
+    def begin(self, channel: Channel[Message]) -> None:
         """Set the channel of this process, which is a rank now."""
         self.channel = channel
         self._pid = os.getpid()

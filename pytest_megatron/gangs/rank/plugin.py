@@ -24,15 +24,8 @@ from pytest_megatron.gangs.controller.other_plugins import (
     write_snapshots,
 )
 from pytest_megatron.gangs.controller.reports import describe_warning, failed_subtests, serialise
-from pytest_megatron.gangs.ipc.channel import Channel
-from pytest_megatron.gangs.ipc.messages import (
-    NOTHING,
-    Done,
-    PhaseEnded,
-    RankConfig,
-    Run,
-)
 from pytest_megatron.gangs.markers import allowed_leaks
+from pytest_megatron.gangs.messages import NOTHING, Done, Message, PhaseEnded, RankConfig, Run
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.collectives import Delays, count_collectives
@@ -43,6 +36,7 @@ from pytest_megatron.gangs.rank.process_state import (
     StateKeeper,
     continue_parent,
 )
+from pytest_megatron.process.channel import Channel
 from pytest_megatron.process.originals import traceback
 from pytest_megatron.process.tree import end_if_forked
 
@@ -64,7 +58,7 @@ class RankPlugin:
     """
 
     rank_config: RankConfig
-    _channel: Channel
+    _channel: Channel[Message]
     _logs: RankLogs
     _pipes: RankPipes
     _state: StateKeeper
@@ -90,7 +84,7 @@ class RankPlugin:
     def begin(
         self,
         rank_config: RankConfig,
-        channel: Channel,
+        channel: Channel[Message],
         logs: RankLogs,
         pipes: RankPipes,
         state: StateKeeper,

@@ -1,4 +1,4 @@
-"""Connections between controller, fork servers and ranks: frames, authentication, addresses.
+"""Connections between processes: frames, descriptors, authentication, addresses.
 
 Each side proves that it knows the key of the session before any message is decoded (HMAC-SHA256
 over both sides' nonces). On one host the socket is a file in a directory that only the user can
@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from pytest_megatron.gangs.ipc.messages import Message, Register, decode, encode_within
 from pytest_megatron.process.originals import os, select, socket, time
 
-_LENGTH = struct.Struct("!I")
+_HEAD = struct.Struct("!IB")  # length of a frame, and its number of descriptors
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
-_MAX_FDS = 64
+MOST_DESCRIPTORS = 64
 _BACKLOG = 512
 _IPV4_IN_IPV6 = "::ffff:"  # of a socket for both families
 _LOOPBACKS = ("127.0.0.1", "localhost", "::1")
@@ -40,16 +40,35 @@ class WrongKeyError(PermissionError):
     """The other side does not know the key of this session."""
 
 
-class Channel:
-    """One authenticated connection of one process; sending does nothing in a forked child.
+M = TypeVar("M")
+
+
+class FrameCodec(Protocol[M]):
+    """Makes frames of messages, and messages of frames."""
+
+    def encode_within(self, message: M, most_bytes: int) -> bytes:
+        """Return a message as one frame, cut if it is too long."""
+
+    def decode(self, frame: bytes) -> M:
+        """Return the message of a frame.
+
+        Raises:
+            ValueError: It is none.
+        """
+
+
+class Channel(Generic[M]):
+    """One connection of one process; sending does nothing in a forked child.
 
     The controller reads with `drain`, which never blocks; others read with `receive`.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, codec: FrameCodec[M]) -> None:
         self._socket = connection
+        self._codec = codec
         self._sendall = connection.sendall  # a test may patch the class
         self._buffer = bytearray()
+        self._descriptors: list[int] = []  # that came with what is buffered
         self._owner = getpid()
         self.is_closed = False
         if connection.family != socket.AF_UNIX:
@@ -76,7 +95,7 @@ class Channel:
         found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         return bool(struct.unpack("3i", found)[1] == os.geteuid())
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: M, descriptors: Sequence[int] = ()) -> None:
         """Send a message; it is dropped if the other side is gone, which is detected elsewhere.
 
         Texts of a message that is too long for a frame are cut, with a note.
@@ -85,71 +104,64 @@ class Channel:
             message: The message.
             descriptors: File descriptors to attach, on a local socket.
         """
-        self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
-
-    def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message, so that it can be encoded once for many channels."""
-        self.send_frames([frame])
+        self.send_frames([self._codec.encode_within(message, _MAX_FRAME_BYTES)], descriptors)
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
-        """Send several at once."""
+        """Send encoded messages at once; descriptors are attached to the first."""
         if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))
         if longest > _MAX_FRAME_BYTES:
             raise ValueError(_too_long(longest))
-        content = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
+        attached = list(descriptors) if self._socket.family == socket.AF_UNIX else []
+        heads = [_HEAD.pack(len(frame), 0) for frame in frames]
+        heads[0] = _HEAD.pack(len(frames[0]), len(attached))
+        content = b"".join(map(b"".join, zip(heads, frames, strict=True)))
         try:
-            if descriptors and self._socket.family == socket.AF_UNIX:
-                num_sent = socket.send_fds(self._socket, [content], list(descriptors))
-                content = content[num_sent:]
+            if attached:
+                content = content[socket.send_fds(self._socket, [content], attached) :]
             if content:  # none is an error where the other side has read all and closed
                 self._sendall(content)
         except OSError:
             self.is_closed = True
 
-    def receive(self) -> Message | None:
+    def receive(self) -> M | None:
         """Wait for a message; return None once the other side is gone."""
         return self.receive_with_descriptors()[0]
 
-    def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
+    def receive_with_descriptors(self) -> tuple[M | None, list[int]]:
         """Wait for a message and its attached descriptors."""
-        descriptors: list[int] = []
-        while (message := self._next()) is None:
+        while (found := self._next_frame()) is None:
             try:
                 if self._socket.family == socket.AF_UNIX:
-                    chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
-                    descriptors += fds
+                    chunk, numbers, _, _ = socket.recv_fds(self._socket, 1 << 16, MOST_DESCRIPTORS)
+                    self._descriptors += numbers
                 else:
                     chunk = self._socket.recv(1 << 16)
             except OSError:
                 chunk = b""
             if not chunk:
                 self.is_closed = True
-                return None, descriptors
+                return None, []
             self._buffer += chunk
-        return message, descriptors
+        frame, descriptors = found
+        return self._codec.decode(frame), descriptors
+
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Wait until `receive` has something to return; False if it has not in time."""
+        return self.has_message or bool(select.select([self._socket], [], [], limit_s)[0])
 
     @property
     def has_message(self) -> bool:
         """True if a complete message is buffered."""
         return self._frame_end() is not None
 
-    def drain(self) -> list[Message]:
+    def drain(self) -> list[M]:
         """Return the messages that have arrived; set `is_closed` if no more can follow.
 
-        Bytes that are no message (a test may write to any descriptor) end the connection.
+        Bytes that are no message (a test may write to any descriptor) end the connection, and so
+        do descriptors, which this does not take.
         """
-        messages = []
-        try:
-            for frame in self.drain_frames():
-                messages.append(decode(frame))  # noqa: PERF401 - keep those before a bad one
-        except ValueError:
-            self._give_up()
-        return messages
-
-    def drain_frames(self) -> list[bytes]:
-        """Return the frames that have arrived, like `drain`."""
         try:
             while True:
                 chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -161,22 +173,21 @@ class Channel:
             pass
         except OSError:
             self.is_closed = True
-        frames = []
+        messages = []
         try:
-            while (frame := self._next_frame()) is not None:
-                frames.append(frame)
+            while (found := self._next_frame()) is not None:
+                messages.append(self._codec.decode(found[0]))
         except ValueError:
-            self._give_up()
-        return frames
-
-    def _give_up(self) -> None:
-        self.is_closed = True
-        self._buffer.clear()
+            self.is_closed = True
+            self._buffer.clear()
+        return messages
 
     def close(self) -> None:
         """Close it; may be called again."""
         self.is_closed = True
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def leave(self) -> None:
         """Detach it, so that the kernel closes it when this process exits."""
@@ -191,25 +202,30 @@ class Channel:
                 self.drain()
 
     def _frame_end(self) -> int | None:
-        if len(self._buffer) < _LENGTH.size:
+        if len(self._buffer) < _HEAD.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
+        length, _ = _HEAD.unpack_from(self._buffer)
         if length > _MAX_FRAME_BYTES:
             raise ValueError(_too_long(length))
-        end = _LENGTH.size + int(length)
+        end = _HEAD.size + int(length)
         return end if len(self._buffer) >= end else None
 
-    def _next(self) -> Message | None:
-        frame = self._next_frame()
-        return None if frame is None else decode(frame)
+    def _next_frame(self) -> tuple[bytes, list[int]] | None:
+        """Return a frame that has arrived, and the descriptors that were attached to it.
 
-    def _next_frame(self) -> bytes | None:
+        Raises:
+            ValueError: It is too long, or its descriptors did not come with it.
+        """
         end = self._frame_end()
         if end is None:
             return None
-        frame = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return frame
+        _, num_attached = _HEAD.unpack_from(self._buffer)
+        frame = bytes(self._buffer[_HEAD.size : end])
+        descriptors = self._descriptors[:num_attached]
+        if len(descriptors) < num_attached:
+            raise ValueError(f"{num_attached} descriptors expected, {len(descriptors)} came")
+        del self._buffer[:end], self._descriptors[:num_attached]
+        return frame, descriptors
 
 
 @dataclass(slots=True)
@@ -222,7 +238,7 @@ class _PendingCaller:
 
 
 @dataclass(slots=True)
-class Listener:
+class Listener(Generic[M]):
     """Listening socket of the controller; never blocks on a silent client.
 
     Attributes:
@@ -233,6 +249,7 @@ class Listener:
     address: str
     key: bytes
     _socket: socket.socket
+    _codec: FrameCodec[M]
     _directory: Path | None = None
     _pending: dict[int, _PendingCaller] = field(default_factory=dict)
 
@@ -250,7 +267,7 @@ class Listener:
         self._pending[connection.fileno()] = _PendingCaller(connection, nonce)
         return connection
 
-    def prove(self, connection: socket.socket) -> Channel | None:
+    def prove(self, connection: socket.socket) -> Channel[M] | None:
         """Continue the handshake; return the channel once the client is authenticated.
 
         Raises:
@@ -280,7 +297,7 @@ class Listener:
         connection.settimeout(None)
         try:
             connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
-            return Channel(connection)
+            return Channel(connection, self._codec)
         except OSError:
             connection.close()
             raise PermissionError("a caller hung up") from None
@@ -298,17 +315,17 @@ class Listener:
             remove_socket(self.address)
 
 
-def listen_locally() -> Listener:
+def listen_locally(codec: FrameCodec[M]) -> Listener[M]:
     """Listen on a socket file that only this user can open."""
     directory = Path(tempfile.mkdtemp(prefix="ptm-", dir=_short_temp()))
     listening = socket.socket(socket.AF_UNIX)
     path = directory / "wire"
     listening.bind(str(path))
     listening.listen(_BACKLOG)
-    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, directory)
+    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, codec, directory)
 
 
-def listen_on(host: str, port: int, key: bytes) -> Listener:
+def listen_on(codec: FrameCodec[M], host: str, port: int, key: bytes) -> Listener[M]:
     """Listen on TCP, for several nodes: on every interface, unless the host is a loopback address.
 
     A host may resolve its own name to the loopback interface, other hosts do not.
@@ -325,7 +342,7 @@ def listen_on(host: str, port: int, key: bytes) -> Listener:
         )
     else:
         listening = socket.create_server(("", port), backlog=_BACKLOG)
-    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
+    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening, codec)
 
 
 def remove_socket(address: str) -> None:
@@ -337,7 +354,7 @@ def remove_socket(address: str) -> None:
             Path(path).parent.rmdir()
 
 
-def connect(address: str, key: bytes, registration: Register | None) -> Channel:
+def connect(codec: FrameCodec[M], address: str, key: bytes, registration: M | None) -> Channel[M]:
     """Connect to the controller, and register unless `registration` is None.
 
     On one host there is no time limit, as the controller may be busy with a test of its own for
@@ -359,7 +376,7 @@ def connect(address: str, key: bytes, registration: Register | None) -> Channel:
         if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
             raise WrongKeyError(f"{address}: has another key")
         connection.settimeout(None)
-        channel = Channel(connection)
+        channel = Channel(connection, codec)
     except OSError:
         connection.close()
         raise
@@ -368,14 +385,16 @@ def connect(address: str, key: bytes, registration: Register | None) -> Channel:
     return channel
 
 
-def connect_unless_ended(address: str, key: bytes, registration: Register) -> Channel | None:
+def connect_unless_ended(
+    codec: FrameCodec[M], address: str, key: bytes, registration: M
+) -> Channel[M] | None:
     """Connect to the controller; None if it has ended, and if it was killed, remove its socket.
 
     Raises:
         OSError: It cannot be reached.
     """
     try:
-        return connect(address, key, registration)
+        return connect(codec, address, key, registration)
     except (FileNotFoundError, WrongKeyError):
         return None
     except ConnectionError:  # nobody listens

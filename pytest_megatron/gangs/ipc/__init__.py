@@ -1,1 +1,0 @@
-"""Channel and messages between controller, fork servers and ranks."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pytest_megatron.layouts.representatives import choose, one_of_each, partitions_of
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
+from pytest_megatron.layouts.representatives import choose, one_of_each, partitions_of
 
 
 def grid(tp: int, dp: int, pp: int) -> RankRecord:

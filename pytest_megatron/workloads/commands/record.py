@@ -96,12 +96,14 @@ def command(  # noqa: PLR0913 - the options
     runs differ or the golden is refused, with 2 if there is nothing to record.
     """
     root = root.resolve()
-    words = _in_this_environment(words)
-    row_name = name or _name_of(words, root)
     try:
         started = read_command(words)
     except RowError as problem:
         raise RecipeError(shlex.join(words), problem.args[0]) from problem
+    assigned = words[: len(started.env)]
+    program = _in_this_environment(words[len(assigned) :])
+    words = (*assigned, *program)
+    row_name = name or _name_of(program, root)
     ranks = None if started.is_alone else started.ranks
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-record-") as scratch:
         directory = Path(scratch)
@@ -110,14 +112,14 @@ def command(  # noqa: PLR0913 - the options
             directory = root / OWN_DIR / "record" / time.strftime("%Y%m%d-%H%M%S")
             directory.mkdir(parents=True)
         click.echo(f"running once as it is: {shlex.join(words)}")
-        ran = _run(words, root, directory / "first.log", limit_s)
+        ran = _run(program, root, directory / "first.log", limit_s, started.env)
         best = _chosen(ran, metrics, words)
         if sys.stdin.isatty() and sys.stdout.isatty():
             row_name = name or click.prompt("name of the row", default=row_name)
             best = best if metrics else _asked(best)
         row = _row(row_name, words, best, ranks, ran.end.duration_s)
         if dry_run:
-            again = _run(words, root, directory / "second.log", limit_s)
+            again = _run(program, root, directory / "second.log", limit_s, started.env)
             other = _chosen(again, metrics, words)
             click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
             is_equal = _compare_runs([best.metrics, other.metrics], best.names)
@@ -164,8 +166,10 @@ def _name_of(words: Sequence[str], root: Path) -> str:
     return re.sub(r"[^\w.+-]", "-", program).lstrip("._-") or "training"
 
 
-def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _FirstRun:
-    """Run a command and copy its output.
+def _run(
+    words: Sequence[str], root: Path, log: Path, limit_s: float, more: Mapping[str, str]
+) -> _FirstRun:
+    """Run a command, with more variables, and copy its output.
 
     Raises:
         LaunchError: It did not end, or not well.
@@ -185,7 +189,7 @@ def _run(words: Sequence[str], root: Path, log: Path, limit_s: float) -> _FirstR
         ),
     )
     search.mark()
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **more}
     followed, deadline = FollowedFile(log), time.monotonic() + limit_s
     with GuardedProcess(words, env=env, cwd=root, output=log, grace_s=STOP_GRACE_S) as process:
         while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
@@ -246,18 +250,32 @@ def _chosen(ran: _FirstRun, wanted: Sequence[str], words: Sequence[str]) -> Foun
         known = sorted({name for place in ran.places for name in place.metrics})
         problem = f"is not among the metrics, expected some of {', '.join(known)}"
         raise LaunchError(f"--metric {' '.join(wanted)}", problem)
-    if wanted:
-        best = replace(best, wanted=tuple(wanted))
+    best = replace(best, wanted=tuple(wanted) or _lasting(best))
     if (odd := disagreement(best, ran.places)) is not None:
         click.echo(f"two sources disagree: {odd}; the row reads {best.where}")
     length = length_of(words)
-    if length is not None and best.last_step + _gap(best) < length[1]:
+    if length is not None and best.last_step + _gap(best, best.names[0]) < length[1]:
         raise LaunchError(
             line,
             f"ended with exit code 0 at step {best.last_step} of its {best.names[0]}, and "
             f"{length[0]} is {length[1]}; nothing was written: mend it, or change {length[0]}",
         )
     return best
+
+
+def _lasting(found: Found) -> tuple[str, ...]:
+    """Return the metrics that go on to the last step, after the others were named."""
+    lasting = []
+    for name in found.names:
+        last, last_step = found.metrics[name].steps[-1], found.last_step
+        if last + _gap(found, name) < last_step:
+            click.echo(
+                f"left out: {name} ends at step {last}, others go on to {last_step}; --metric "
+                f"compares it"
+            )
+        else:
+            lasting.append(name)
+    return tuple(lasting)
 
 
 def _asked(best: Found) -> Found:
@@ -271,8 +289,8 @@ def _asked(best: Found) -> Found:
     return replace(best, wanted=tuple(wanted))
 
 
-def _gap(found: Found) -> int:
-    steps = found.metrics[found.names[0]].steps
+def _gap(found: Found, name: str) -> int:
+    steps = found.metrics[name].steps
     return max((b - a for a, b in pairwise(steps)), default=1)
 
 
@@ -374,7 +392,7 @@ def _write(
         click.echo(f"wrote {shown} and its golden; from now on: pytest -p megatron {shown}")
         return 0
     why = "the runs differ" if not is_equal else "the session says above why"
-    click.echo(f"{shown} is written, its golden is not as good as it should be: {why}")
+    click.echo(f"{shown} is written, but has no golden that can be relied on: {why}")
     return EXIT_FAILED
 
 

@@ -23,6 +23,11 @@ for step in range(last if mode != "early" else 5):
         os.makedirs("out/run_1", exist_ok=True)
         with open("out/run_1/log.jsonl", "w" if step == 0 else "a") as log:
             print(json.dumps({"step": step, "train/loss": loss, "lr": 0.1}), file=log)
+if mode == "epochs":
+    for step in range(last):
+        print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
+        if step % 6 == 5:
+            print(f"Test Average loss: {2.0 / step:.5f}, asked by {os.environ['ASKED']}")
 if mode == "hang":
     import time; time.sleep(600)
 if mode == "crash":
@@ -70,6 +75,16 @@ def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
     assert len(json.loads(golden.read_text())["train/loss"]["values"]) == 12
     assert "train/loss: 12 steps, 0 to 11 by 1, 3 -> 1.35074  █" in done.stdout
     assert "train/loss repeats: 12 steps equal in 3 runs" in done.stdout
+
+
+def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Path) -> None:
+    done = record(project, "--", "ASKED=me", "python", "loop.py", "epochs", "--max_steps=12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left out: loss ends at step 2, others go on to 12; --metric compares" in done.stdout
+    row = (project / "recipes" / "loop.yaml").read_text()
+    assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
+    assert row.count("- Loss") == 1
+    assert "- loss" not in row
 
 
 def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> None:

@@ -13,7 +13,6 @@ from pytest_megatron.errors import MegatronError
 from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files
 from pytest_megatron.workloads.golden.formats.rows import (
     Curves,
-    find_disagreement,
     read_printed,
 )
 from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
@@ -160,12 +159,13 @@ def _glob_of(path: Path, root: Path) -> str:
 def disagreement(best: Found, places: Sequence[Found]) -> str | None:
     """Say where another place has another value of a metric than the best one has."""
     for other in places:
-        odd = None if other is best else find_disagreement(best.metrics, other.metrics)
-        if odd is not None and odd[0] in best.names:
-            name, step, here, there = odd
-            if not math.isclose(here, there, rel_tol=1e-3):  # one of them may be printed shorter
-                values = f"{here:g} ({best.where}) and {there:g} ({other.where})"
-                return f"{name} at step {step} is {values}"
+        for name in best.names if other is not best else ():
+            theirs = other.metrics[name].finite() if name in other.metrics else {}
+            for step, here in best.metrics[name].finite().items():
+                there = theirs.get(step, here)
+                if not math.isclose(here, there, rel_tol=1e-3):  # one may be printed shorter
+                    values = f"{here:g} ({best.where}) and {there:g} ({other.where})"
+                    return f"{name} at step {step} is {values}"
     return None
 
 

@@ -23,6 +23,12 @@ for step in range(last if mode != "early" else 5):
         os.makedirs("out/run_1", exist_ok=True)
         with open("out/run_1/log.jsonl", "w" if step == 0 else "a") as log:
             print(json.dumps({"step": step, "train/loss": loss, "lr": 0.1}), file=log)
+if mode == "two":
+    with open("metrics.csv", "w") as table:
+        print("step,loss", file=table)
+        for step in range(1, last):
+            print(f"step {step} loss {1 / step:.5f}")
+            print(f"{step},{1 / step + (0.1 if step > 5 else 0)}", file=table)
 if mode == "epochs":
     for step in range(last):
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
@@ -85,6 +91,11 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
     assert row.count("- Loss") == 1
     assert "- loss" not in row
+
+
+def test_places_that_differ_at_a_later_step_are_named(project: Path) -> None:
+    done = record(project, "--dry-run", "--", "python", "loop.py", "two", "--max_steps=12")
+    assert "two sources disagree: loss at step 6 is 0.266667 (csv" in done.stdout
 
 
 def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> None:

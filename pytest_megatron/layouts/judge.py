@@ -13,7 +13,7 @@ from pytest_megatron.runs.record import RecordedFakeRank, RecordedFault, Recorde
 
 _MOST_FAULTS = 10
 _SHOWN_RANKS, _SHOWN_SHAPES = 8, 3
-_BROKEN = ("failed", "lost")
+_BROKEN = ("failed", "lost", "unknown")
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ def judge(
         records=dict(sorted(records.items())), of_data=frozenset(_sizes_of_data(pairs))
     )
     faults = [*_failures(found.records)]
+    if any(record.end == "unknown" for record in records.values()):  # others may fail by it
+        undecided, faults = [replace(f, kind="undecided") for f in faults] + undecided, []
     groups = [*_groups(found.records)]
     faults += groups
     if not groups:
@@ -155,7 +157,9 @@ def _failures(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
                 yield RecordedFault(
                     kind="failed",
                     ranks=(rank,),
-                    text=f"rank {rank} failed: {record.problem}",
+                    text=f"rank {rank} reads an object that nobody has sent here"
+                    if record.end == "unknown"
+                    else f"rank {rank} failed: {record.problem}",
                     lines=((rank, record.problem_line),),
                 )
 

@@ -125,7 +125,8 @@ class RankRecord:
         forwards: Calls of models in each step: micro-batches times chunks.
         models: Classes of the models.
         last_step_call: Number of calls when the last step ended.
-        end: `whole`, `cut` after the steps, or `failed`.
+        end: `whole`, `cut` after the steps, `failed`, or `unknown` at an object that a rank that
+            was not run would have sent.
         problem: Last line of the traceback.
     """
 

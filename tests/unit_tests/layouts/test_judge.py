@@ -161,6 +161,16 @@ def test_a_rank_over_its_memory_lists_its_largest_tensors(records: Records) -> N
     assert fault.lines == ((3, "60.0 GiB float32 [10, 20], model.py:7"),)
 
 
+def test_an_object_that_nobody_has_sent_decides_nothing(records: Records) -> None:
+    records[1].end, records[1].problem, records[1].problem_line = "unknown", "EOFError", "m.py:3"
+    records[3].end, records[3].problem = "failed", "it got nothing"
+    records[1].calls, records[3].calls = records[1].calls[:1], records[3].calls[:1]
+    found = judge(records)
+    assert found.faults == ()
+    assert [fault.kind for fault in found.undecided] == ["undecided"] * 2
+    assert found.undecided[0].lines == ((1, "m.py:3"),)
+
+
 def test_a_failed_rank_is_the_fault_and_its_missing_calls_are_none(records: Records) -> None:
     records[1].end, records[1].problem, records[1].problem_line = "failed", "ValueError", "m.py:3"
     records[1].calls.clear()

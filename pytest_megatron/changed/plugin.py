@@ -72,7 +72,7 @@ from pytest_megatron.session.options import (
 )
 
 if TYPE_CHECKING:
-    from pytest_megatron.gangs.messages import RankConfig
+    from pytest_megatron.gangs.ipc.messages import RankConfig
     from pytest_megatron.gangs.spec import GangSpec
     from pytest_megatron.workloads.items.collect import WorkloadItem
 

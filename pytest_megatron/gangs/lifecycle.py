@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
-from pytest_megatron.gangs.merge import is_consequence
-from pytest_megatron.gangs.messages import (
+from pytest_megatron.gangs.ipc.messages import (
     Broken,
     Closed,
     DebuggerLeft,
@@ -30,6 +29,7 @@ from pytest_megatron.gangs.messages import (
     Run,
     Stacks,
 )
+from pytest_megatron.gangs.merge import is_consequence
 from pytest_megatron.gangs.spec import (
     Action,
     AskForStacks,

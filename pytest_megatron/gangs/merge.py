@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, cast
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gangs.crash import describe_flights, innermost_frame, shorten_stack
-from pytest_megatron.gangs.messages import Done
+from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
 from pytest_megatron.runs.headline import make_headline, where_ranks_were
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_megatron.gangs.messages import NOTHING, UNKNOWN
+from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN
 from pytest_megatron.gangs.spec import GangSpec
 
 

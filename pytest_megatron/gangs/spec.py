@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gangs.messages import Done, Run
+from pytest_megatron.gangs.ipc.messages import Done, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

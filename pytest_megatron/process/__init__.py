@@ -1,1 +1,1 @@
-"""Processes: how they start, are guarded and end, and the messages between them."""
+"""Guarded processes and process trees."""

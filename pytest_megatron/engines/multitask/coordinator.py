@@ -28,12 +28,14 @@ from pytest_megatron.engines.multitask.messages import (
     Lines,
     Message,
     OrderWord,
-    TaskChannel,
     Tell,
+    decode,
+    encode,
 )
 from pytest_megatron.engines.multitask.participant import TaskCommand
 from pytest_megatron.engines.multitask.topology import TaskPlace, is_loopback
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.process.guarded import CommandEnd, RunningCommand
 from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
@@ -57,7 +59,7 @@ class Peers:
         self.members = {own.task: own}
         self.lost: dict[int, EngineError] = {}
         self.healths: list[Health] = []
-        self._channels: dict[int, TaskChannel] = {}
+        self._channels: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
 
     @property
@@ -76,7 +78,7 @@ class Peers:
         found = (far or seen).most_common(1)
         return found[0][0] if found else "127.0.0.1"
 
-    def add(self, channel: TaskChannel, member: Join) -> None:
+    def add(self, channel: Channel, member: Join) -> None:
         """Take a task in."""
         self.members[member.task] = replace(member, seen_at=channel.own_host)
         self._channels[member.task] = channel
@@ -94,7 +96,7 @@ class Peers:
         """Tell another task something; one that is lost hears nothing."""
         channel = self._channels.get(task)
         if channel is not None:
-            channel.send(message)
+            channel.send_frame(encode(message))
 
     def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
         """Return messages of other tasks, waiting for a first one; note tasks that are lost."""
@@ -105,7 +107,7 @@ class Peers:
         for key, _ in self._selector.select(timeout_s):
             task: int = key.data
             channel = self._channels[task]
-            messages = channel.drain()
+            messages = [decode(frame) for frame in channel.drain_frames()]
             found += [(task, message) for message in messages if message is not None]
             if None in messages:
                 self.lose(task, "sent what is no message of this version")

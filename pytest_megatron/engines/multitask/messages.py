@@ -9,7 +9,6 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pytest_megatron.gpu.health import Health
-from pytest_megatron.process.channel import Channel
 
 # Of which a job may already have its own.
 PLACE_VARIABLES = (
@@ -118,24 +117,17 @@ class LeaveAck:
 
 
 Message: TypeAlias = Join | Begin | Tell | Lines | Finished | Goodbye | LeaveAck
-_MESSAGE: TypeAdapter[Message | None] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+_MESSAGE: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
-class TaskCodec:
-    """Frames of these messages."""
-
-    def encode_within(self, message: Message | None, most_bytes: int) -> bytes:
-        """Return a message as a frame; none is ever too long."""
-        del most_bytes
-        return _MESSAGE.dump_json(message)
-
-    def decode(self, frame: bytes) -> Message | None:
-        """Return the message of a frame; None where it is none of this version."""
-        try:
-            return _MESSAGE.validate_json(frame)
-        except ValidationError:
-            return None
+def encode(message: Message) -> bytes:
+    """Return a message as a frame."""
+    return _MESSAGE.dump_json(message)
 
 
-TaskChannel: TypeAlias = Channel[Message | None]
-CODEC = TaskCodec()
+def decode(frame: bytes) -> Message | None:
+    """Return the message of a frame; None where it is none of this version."""
+    try:
+        return _MESSAGE.validate_json(frame)
+    except ValidationError:
+        return None

@@ -20,11 +20,13 @@ from pytest_megatron.engines.multitask.messages import (
     Lines,
     Message,
     OrderWord,
-    TaskChannel,
     Tell,
+    decode,
+    encode,
 )
 from pytest_megatron.engines.multitask.topology import TaskPlace
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.process.guarded import GuardedProcess
 from pytest_megatron.workloads.training.plan.plan import inherited
@@ -133,7 +135,7 @@ _ALONE_S = 3.0  # for ranks to end once task 0 is gone
 class Participant:
     """Runs one command after the other for task 0."""
 
-    def __init__(self, channel: TaskChannel, env: Mapping[str, str], watch: HealthWatch) -> None:
+    def __init__(self, channel: Channel, env: Mapping[str, str], watch: HealthWatch) -> None:
         self._channel = channel
         self._env = env
         self._watch = watch
@@ -148,7 +150,7 @@ class Participant:
             while True:
                 timeout_s = _IDLE_S if self._work is None else _BUSY_S
                 select.select([self._channel.fileno()], [], [], timeout_s)
-                messages = self._channel.drain()
+                messages = [decode(frame) for frame in self._channel.drain_frames()]
                 if Goodbye() in messages:
                     self._send(LeaveAck(health=self._watch.finish()))
                     return 0
@@ -197,7 +199,7 @@ class Participant:
         self._work.tell("kill")
 
     def _send(self, message: Message) -> None:
-        self._channel.send(message)
+        self._channel.send_frame(encode(message))
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._told = signal.Signals(number).name

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from pytest_megatron.engines.multitask.coordinator import Peers
-from pytest_megatron.engines.multitask.messages import CODEC, Join, Message, TaskChannel
+from pytest_megatron.engines.multitask.messages import Join, decode
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.process.channel import Listener, WrongKeyError, connect, listen_on
+from pytest_megatron.gangs.ipc.channel import Channel, Listener, WrongKeyError, connect, listen_on
 from pytest_megatron.session.slurm_step import slurm_address
 from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
 
@@ -43,11 +43,11 @@ class Door:
         num_strangers: Callers that had another key.
     """
 
-    listener: Listener[Message | None]
+    listener: Listener
     num_strangers: int = 0
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _knocking: dict[int, socket.socket] = field(default_factory=dict)
-    _unnamed: dict[int, TaskChannel] = field(default_factory=dict)
+    _unnamed: dict[int, Channel] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self._selector.register(self.listener.fileno(), selectors.EVENT_READ)
@@ -59,7 +59,7 @@ class Door:
         self._selector.close()
         self.listener.close()
 
-    def take_in(self, timeout_s: float) -> list[tuple[TaskChannel, Join]]:
+    def take_in(self, timeout_s: float) -> list[tuple[Channel, Join]]:
         """Return the tasks that connected, proved their key and introduced themselves."""
         found = []
         for ready, _ in self._selector.select(timeout_s):
@@ -86,15 +86,15 @@ class Door:
             del self._knocking[number]
             self._unnamed[number] = channel
 
-    def _hear(self, number: int) -> tuple[TaskChannel, Join] | None:
+    def _hear(self, number: int) -> tuple[Channel, Join] | None:
         """Return a caller that introduced itself."""
         channel = self._unnamed[number]
-        messages = channel.drain()
-        if not messages and not channel.is_closed:
+        frames = channel.drain_frames()
+        if not frames and not channel.is_closed:
             return None
         self._selector.unregister(number)
         del self._unnamed[number]
-        hello = messages[0] if messages else None
+        hello = decode(frames[0]) if frames else None
         if isinstance(hello, Join):
             return channel, hello
         channel.close()
@@ -132,7 +132,7 @@ def gather(team: Peers, key: bytes, ports: Sequence[int], *, limit_s: float) -> 
 
 def call(
     host: str, env: Mapping[str, str], key: bytes, ports: Sequence[int], *, limit_s: float
-) -> TaskChannel:
+) -> Channel:
     """Call task 0 until it answers.
 
     Args:
@@ -154,7 +154,7 @@ def call(
             addresses = list(dict.fromkeys((*addresses, *find_addresses(host))))
         for address, port in ((a, p) for p in ports for a in addresses):
             try:
-                return connect(CODEC, f"tcp:{address}:{port}", key, None)
+                return connect(f"tcp:{address}:{port}", key, None)
             except WrongKeyError:
                 problem = "another job listens, or this one has another key"
             except ConnectionRefusedError:
@@ -192,11 +192,11 @@ def free_port(ports: Sequence[int]) -> int:
     raise _all_taken(ports)
 
 
-def _listen(ports: Sequence[int], key: bytes) -> Listener[Message | None]:
+def _listen(ports: Sequence[int], key: bytes) -> Listener:
     """Listen on the first port that is free, on every interface."""
     for port in ports:
         with contextlib.suppress(OSError):
-            return listen_on(CODEC, "", port, key)
+            return listen_on("", port, key)
     raise _all_taken(ports)
 
 

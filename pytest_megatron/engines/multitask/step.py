@@ -13,7 +13,7 @@ from typing import Self
 
 from pytest_megatron.base.text import counted
 from pytest_megatron.engines.multitask.coordinator import Peers, TeamProcess
-from pytest_megatron.engines.multitask.messages import Begin, Join
+from pytest_megatron.engines.multitask.messages import Begin, Join, encode
 from pytest_megatron.engines.multitask.participant import Participant, describe_task
 from pytest_megatron.engines.multitask.rendezvous import call, free_port, gather
 from pytest_megatron.engines.multitask.topology import (
@@ -259,7 +259,7 @@ class Step:
         except LaunchError as error:
             print(f"pytest-megatron: task {place.task}: {error}", file=sys.stderr)  # noqa: T201 - the job's log
             return 1
-        channel.send(describe_task(place, env))
+        channel.send_frame(encode(describe_task(place, env)))
         with HealthWatch(gpus) as watch:
             return Participant(channel, {**gloo_network(channel.own_host, env), **env}, watch).run()
 

@@ -17,7 +17,8 @@ from typing import TextIO
 
 import pytest
 
-from pytest_megatron.gangs.messages import (
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
     INTERRUPTED_LINE,
     DebuggerAnswer,
     DebuggerLeft,
@@ -30,7 +31,6 @@ from pytest_megatron.gangs.messages import (
 from pytest_megatron.gangs.rank.logs import Tail
 from pytest_megatron.gangs.supervisor.supervisor import Gang
 from pytest_megatron.gangs.timers import GangState
-from pytest_megatron.process.channel import Channel
 from pytest_megatron.session.options import Options
 
 _COPY_EVERY_S = 0.05
@@ -42,7 +42,7 @@ class _DebuggerRequest:
 
     gang: Gang
     rank: int
-    channel: Channel[Message]
+    channel: Channel
     reason: str
 
     @property
@@ -71,7 +71,7 @@ class Console:
     _last_failure: tuple[int, int] | None = None  # execution, rank
     _prompt: str = ""  # the line that has not ended yet
 
-    def handle(self, gang: Gang, rank: int, channel: Channel[Message], message: Message) -> None:
+    def handle(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
         """Handle a message of a rank's debugger."""
         match message:
             case DebuggerWanted(reason=reason):

@@ -15,6 +15,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gangs.controller.gang_pool import GangPool, has_left
 from pytest_megatron.gangs.controller.reports import merge_problem
 from pytest_megatron.gangs.crash import crash_stack
+from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gangs.markers import PhaseLimits, num_reruns_of
 from pytest_megatron.gangs.merge import (
     Merged,
@@ -24,7 +25,6 @@ from pytest_megatron.gangs.merge import (
     merge_left,
     reported,
 )
-from pytest_megatron.gangs.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import execution_record
 from pytest_megatron.gangs.schedule import Schedule

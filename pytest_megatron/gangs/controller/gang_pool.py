@@ -18,8 +18,9 @@ import pytest
 from pytest_megatron.base.text import counted
 from pytest_megatron.gangs.controller.console import Console, Tee
 from pytest_megatron.gangs.controller.rank_config import RankConfigs, refuse_unfit_host
+from pytest_megatron.gangs.ipc.channel import listen_locally
+from pytest_megatron.gangs.ipc.messages import RankConfig, Welcome
 from pytest_megatron.gangs.lifecycle import Lifecycle
-from pytest_megatron.gangs.messages import CODEC, RankConfig, Welcome
 from pytest_megatron.gangs.nodes.leader import Leader, nodes_of
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
@@ -34,7 +35,6 @@ from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
-from pytest_megatron.process.channel import listen_locally
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.session.state import RunSession, write_line
 
@@ -141,7 +141,7 @@ class GangPool:
         self.plan(())
 
     def _listen(self) -> None:
-        self._listener = listen_locally(CODEC)
+        self._listener = listen_locally()
         self._supervisor: Supervisor | None = Supervisor(
             self._listener, on_debugger=self._console.handle
         )

@@ -19,8 +19,8 @@ from pytest_megatron.runs.layout import seed_of_examples
 from pytest_megatron.session.state import write_line
 
 if TYPE_CHECKING:  # sessions of workloads need neither
+    from pytest_megatron.gangs.ipc.messages import RankConfig
     from pytest_megatron.gangs.merge import Merged
-    from pytest_megatron.gangs.messages import RankConfig
 
 # Options of pytest-benchmark whose results would lack tests of gangs.
 _BENCHMARK_OPTIONS = (

@@ -14,7 +14,7 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import LOCAL_HOST_IPV6, local_host
-from pytest_megatron.gangs.messages import RankConfig
+from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.nodes.leader import DEVICES, address_of
 from pytest_megatron.gangs.rank.bootstrap import rank_env
 from pytest_megatron.gangs.rank.process import temp_factory

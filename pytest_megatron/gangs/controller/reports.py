@@ -31,8 +31,8 @@ from typing_extensions import override
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import cut_middle, without_colours
+from pytest_megatron.gangs.ipc.messages import Mirrored
 from pytest_megatron.gangs.merge import Merged
-from pytest_megatron.gangs.messages import Mirrored
 from pytest_megatron.gangs.spec import RunEnd
 
 _MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure

@@ -15,7 +15,7 @@ from typing import cast
 
 import pytest
 
-from pytest_megatron.gangs.messages import RankConfig
+from pytest_megatron.gangs.ipc.messages import RankConfig
 
 CONFIGURE_NODE = "pytest_configure_node"
 NODE_DOWN = "pytest_testnodedown"

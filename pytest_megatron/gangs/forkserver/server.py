@@ -22,7 +22,8 @@ from typing import NoReturn, TypeAlias
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.messages import (
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
     Adopt,
     AskStacks,
     Died,
@@ -38,7 +39,6 @@ from pytest_megatron.gangs.messages import (
 )
 from pytest_megatron.gangs.rank.lockstep import NOTE_BYTES, Lockstep, RankPipes, read_note
 from pytest_megatron.gangs.rank.logs import FLIGHT_FILE, STACKS_FILE, file_size
-from pytest_megatron.process.channel import Channel
 from pytest_megatron.process.tree import (
     UNKILLABLE_S,
     Descendant,
@@ -94,7 +94,7 @@ class ForkServer:
 
     def __init__(
         self,
-        channel: Channel[Message],
+        channel: Channel,
         start_rank: StartRank,
         keeper: StoreKeeper,
         parent_pipe: int | None = None,
@@ -321,9 +321,7 @@ class ForkServer:
 
 
 def fork_rank(
-    channel: Channel[Message],
-    keeper: StoreKeeper,
-    run_rank: Callable[[RankConfig, RankPipes], NoReturn],
+    channel: Channel, keeper: StoreKeeper, run_rank: Callable[[RankConfig, RankPipes], NoReturn]
 ) -> StartRank:
     """Return a function that starts ranks by forking this process, with all that it has loaded.
 

@@ -6,35 +6,26 @@ picks the port, and a gang that replaces another one gets a store without old ke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
 import socket
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.messages import RankConfig
-from pytest_megatron.process.channel import Channel
-from pytest_megatron.process.codec import Codec
+from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.process.tree import begin_child, close_descriptors
 
 LOCAL_HOST = "127.0.0.1"
 LOCAL_HOST_IPV6 = "::1"
 _LOCAL_HOSTS = (LOCAL_HOST, LOCAL_HOST_IPV6)
+_PORT = struct.Struct("!H")
 _REACH_S = 5.0  # for a busy host to connect to itself
 _BACKLOG = 2048  # ranks that connect at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepStore:
-    """Serve a store at the attached socket, which listens; without one, close it."""
-
-    port: int
-
-
-_CODEC = Codec([KeepStore])
 
 
 @functools.cache
@@ -74,7 +65,7 @@ class StoreKeeper:
 
     pid: int | None = None
     _ahead: tuple[str, int] | None = None
-    _channel: Channel[KeepStore] | None = None
+    _connection: socket.socket | None = None
     _listening: dict[int, socket.socket] = field(default_factory=dict)
 
     def open_store(self, host: str) -> int:
@@ -95,8 +86,9 @@ class StoreKeeper:
             raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
         port = int(listening.getsockname()[1])
         self._listening[port] = listening
-        self._send(port, [listening.fileno()])
-        if self._channel is None or self._channel.is_closed:  # it was killed, unnoticed so far
+        try:
+            self._send(port, [listening.fileno()])
+        except OSError:  # it was killed, which was not noticed yet
             self._replace()
         return port
 
@@ -113,7 +105,8 @@ class StoreKeeper:
     def close_store(self, port: int) -> None:
         """Close the store of a gang that is gone."""
         self._listening.pop(port).close()
-        self._send(port, [])
+        with contextlib.suppress(OSError):
+            self._send(port, [])
 
     def replace_if_ended(self, pid: int) -> None:
         """Replace the process if it is the one that ended; ports stay, keys of stores are lost.
@@ -124,41 +117,41 @@ class StoreKeeper:
             self._replace()
 
     def _replace(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self.pid = self._channel = None
+        if self._connection is not None:
+            self._connection.close()
+        self.pid = self._connection = None
         for port, listening in self._listening.items():
             self._send(port, [listening.fileno()])
 
     def _send(self, port: int, descriptors: list[int]) -> None:
-        if self._channel is None:
-            self._channel = self._fork()
-        self._channel.send(KeepStore(port=port), descriptors)
+        if self._connection is None:
+            self._connection = self._fork()
+        socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
 
     def forget(self) -> None:
         """Close the copies of a forked child."""
-        if self._channel is not None:
-            self._channel.close()
+        if self._connection is not None:
+            self._connection.close()
         for listening in self._listening.values():
             listening.close()
 
-    def _fork(self) -> Channel[KeepStore]:
-        ours, theirs = socket.socketpair()
+    def _fork(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fork_server = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
                 begin_child(fork_server)
                 close_descriptors([theirs.fileno()])
-                keep_stores(Channel(theirs, _CODEC))
+                keep_stores(theirs)
             finally:
                 os._exit(0)
         theirs.close()
         self.pid = pid
-        return Channel(ours, _CODEC)
+        return ours
 
 
-def keep_stores(requests: Channel[KeepStore]) -> None:
+def keep_stores(requests: socket.socket) -> None:
     """Serve a store on every listening socket that arrives through `requests`, until that closes.
 
     A port without a socket closes its store. A store is created when the first rank connects, so
@@ -173,18 +166,16 @@ def keep_stores(requests: Channel[KeepStore]) -> None:
             stores[port] = _serve_store(descriptor, port)
         if requests.fileno() not in readable:
             continue
-        while True:
-            request, descriptors = requests.receive_with_descriptors()
-            if request is None:
-                return
-            waiting |= dict.fromkeys(descriptors, request.port)
-            if not descriptors:
-                stores.pop(request.port, None)
-                for descriptor in [d for d, port in waiting.items() if port == request.port]:
-                    del waiting[descriptor]
-                    os.close(descriptor)
-            if not requests.has_message:
-                break
+        content, descriptors, _, _ = socket.recv_fds(requests, _PORT.size, 1)
+        if not content:
+            return
+        (port,) = _PORT.unpack(content)
+        waiting |= dict.fromkeys(descriptors, port)
+        if not descriptors:
+            stores.pop(port, None)
+            for descriptor in [d for d, p in waiting.items() if p == port]:
+                del waiting[descriptor]
+                os.close(descriptor)
 
 
 def _serve_store(descriptor: int, port: int) -> object:

@@ -21,15 +21,8 @@ from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.collection import digest_of
 from pytest_megatron.gangs.controller.reports import replay
-from pytest_megatron.gangs.messages import (
-    CODEC,
-    Joined,
-    Message,
-    Mirrored,
-    Register,
-    SessionEnded,
-    Welcome,
-)
+from pytest_megatron.gangs.ipc.channel import Channel, WrongKeyError, connect
+from pytest_megatron.gangs.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
 from pytest_megatron.gangs.nodes.leader import (
     BROKEN,
     DEVICES,
@@ -50,7 +43,6 @@ from pytest_megatron.gangs.start.start_mode import (
 )
 from pytest_megatron.gangs.topology import Nodes, find_key
 from pytest_megatron.gpu.host import Lease, lease_gpus, this_host
-from pytest_megatron.process.channel import Channel, WrongKeyError, connect
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.state import write_line
 
@@ -69,7 +61,7 @@ class FollowerPlugin:
         self._random_before = random.getstate()
         self._exit_code: int | None = None
         self._address = ""
-        self._channel: Channel[Message] | None = None
+        self._channel: Channel | None = None
         self._failed: list[str] = []
         self._xml_before = _stamp_of(config.option.xmlpath)
 
@@ -134,7 +126,7 @@ class FollowerPlugin:
             self._channel.wait_for_end(_END_S)
         self._channel.close()
 
-    def _call(self, key: bytes, limit_s: float) -> Channel[Message]:
+    def _call(self, key: bytes, limit_s: float) -> Channel:
         """Connect to node 0, which may start later.
 
         Raises:
@@ -151,7 +143,7 @@ class FollowerPlugin:
             for host, port in addresses_of(options):
                 self._address = f"tcp:{host}:{port}"
                 try:
-                    return connect(CODEC, self._address, key, registration)
+                    return connect(self._address, key, registration)
                 except WrongKeyError:
                     if waited_s >= wrong_key_s:
                         raise pytest.exit.Exception(
@@ -169,7 +161,7 @@ class FollowerPlugin:
                 )
             time.sleep(RETRY_S)
 
-    def _be_welcomed(self, channel: Channel[Message]) -> Welcome:
+    def _be_welcomed(self, channel: Channel) -> Welcome:
         """Return the settings of node 0.
 
         Raises:
@@ -194,7 +186,7 @@ class FollowerPlugin:
         return welcome
 
     def _follow(
-        self, session: pytest.Session, channel: Channel[Message], welcome: Welcome, key: bytes
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> None:
         lease: Lease | None = None
         if welcome.num_gpus:
@@ -213,7 +205,7 @@ class FollowerPlugin:
                 lease.close()
 
     def _fork_template(
-        self, session: pytest.Session, channel: Channel[Message], welcome: Welcome, key: bytes
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
         """Start the process that forks ranks; return a function that ends it."""
         parent_pipe, own_end = os.pipe()
@@ -247,7 +239,7 @@ class FollowerPlugin:
         return end
 
     def _start_preloaded(
-        self, session: pytest.Session, channel: Channel[Message], welcome: Welcome, key: bytes
+        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> Callable[[], None]:
         """Start the process for ranks that collect themselves; return a function that ends it."""
         del session, channel
@@ -273,7 +265,7 @@ class FollowerPlugin:
         factory = temp_factory(self._config)
         return "" if factory is None else str(factory.getbasetemp())
 
-    def _show(self, session: pytest.Session, channel: Channel[Message]) -> None:
+    def _show(self, session: pytest.Session, channel: Channel) -> None:
         """Repeat the reports of node 0 until it ends, and end in the same way."""
         while True:
             match channel.receive():

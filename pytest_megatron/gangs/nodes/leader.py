@@ -16,19 +16,12 @@ import pytest
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.controller.other_plugins import write_once
 from pytest_megatron.gangs.controller.reports import describe_warning, mirror_log, serialise
-from pytest_megatron.gangs.messages import (
-    CODEC,
-    Message,
-    Mirrored,
-    RankConfig,
-    SessionEnded,
-    Welcome,
-)
+from pytest_megatron.gangs.ipc.channel import Listener, listen_on
+from pytest_megatron.gangs.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
 from pytest_megatron.gangs.supervisor.connections import Followers
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
-from pytest_megatron.process.channel import Listener, listen_on
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.slurm_step import choose_ports
 
@@ -181,7 +174,7 @@ class Leader:
         return node_rank in self._followers.joined and self._supervisor.fork_servers.has(node_rank)
 
 
-def _listen(options: Options) -> Listener[Message]:
+def _listen(options: Options) -> Listener:
     """Listen for the other nodes.
 
     Raises:
@@ -190,9 +183,7 @@ def _listen(options: Options) -> Listener[Message]:
     problem = ""
     for host, port in addresses_of(options):
         try:
-            return listen_on(
-                CODEC, host, port, find_key(os.environ, Path.home(), options.rdzv_step)
-            )
+            return listen_on(host, port, find_key(os.environ, Path.home(), options.rdzv_step))
         except LaunchError as error:
             raise pytest.UsageError(str(error)) from None
         except OSError as error:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TypeAlias, cast
 
 from pytest_megatron.gangs.forkserver.server import STACK_SIGNAL
-from pytest_megatron.gangs.messages import RankConfig
+from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.rank.collectives import count_from_import_on
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import FLIGHT_FILE, STACKS_FILE

@@ -15,7 +15,8 @@ import pytest
 from _pytest.debugging import PdbInvoke, pytestPDB
 from typing_extensions import override
 
-from pytest_megatron.gangs.messages import (
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
     INTERRUPTED_LINE,
     DebuggerAnswer,
     DebuggerLeft,
@@ -23,9 +24,7 @@ from pytest_megatron.gangs.messages import (
     DebuggerReads,
     DebuggerWanted,
     DebuggerWrote,
-    Message,
 )
-from pytest_megatron.process.channel import Channel
 from pytest_megatron.process.originals import os, threading
 
 _INVOKE, _INIT_PDB = "pdbinvoke", "_init_pdb"  # names of pytest
@@ -44,7 +43,7 @@ class RankDebugger:
         channel: To the controller.
     """
 
-    channel: Channel[Message]
+    channel: Channel
 
     def __init__(self, printed: Divertible) -> None:
         self._printed = printed
@@ -54,7 +53,7 @@ class RankDebugger:
         self.screen = cast("TextIO", _Screen(self))
         self.keyboard = cast("TextIO", _Keyboard(self))
 
-    def begin(self, channel: Channel[Message]) -> None:
+    def begin(self, channel: Channel) -> None:
         """Set the channel of this process, which is a rank now."""
         self.channel = channel
         self._pid = os.getpid()

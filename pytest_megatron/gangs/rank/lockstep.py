@@ -12,7 +12,7 @@ import contextlib
 import struct
 from dataclasses import dataclass
 
-from pytest_megatron.gangs.messages import Done
+from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.process.originals import mmap, os, select, time
 
 _WORD_BYTES = 8

@@ -24,8 +24,15 @@ from pytest_megatron.gangs.controller.other_plugins import (
     write_snapshots,
 )
 from pytest_megatron.gangs.controller.reports import describe_warning, failed_subtests, serialise
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
+    NOTHING,
+    Done,
+    PhaseEnded,
+    RankConfig,
+    Run,
+)
 from pytest_megatron.gangs.markers import allowed_leaks
-from pytest_megatron.gangs.messages import NOTHING, Done, Message, PhaseEnded, RankConfig, Run
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.collectives import Delays, count_collectives
@@ -36,7 +43,6 @@ from pytest_megatron.gangs.rank.process_state import (
     StateKeeper,
     continue_parent,
 )
-from pytest_megatron.process.channel import Channel
 from pytest_megatron.process.originals import traceback
 from pytest_megatron.process.tree import end_if_forked
 
@@ -58,7 +64,7 @@ class RankPlugin:
     """
 
     rank_config: RankConfig
-    _channel: Channel[Message]
+    _channel: Channel
     _logs: RankLogs
     _pipes: RankPipes
     _state: StateKeeper
@@ -84,7 +90,7 @@ class RankPlugin:
     def begin(
         self,
         rank_config: RankConfig,
-        channel: Channel[Message],
+        channel: Channel,
         logs: RankLogs,
         pipes: RankPipes,
         state: StateKeeper,

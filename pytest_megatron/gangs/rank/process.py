@@ -29,13 +29,12 @@ from pytest_megatron.gangs.controller.worker_contract import (
     encode,
     is_of_controller,
 )
-from pytest_megatron.gangs.messages import (
-    CODEC,
+from pytest_megatron.gangs.ipc.channel import Channel, connect
+from pytest_megatron.gangs.ipc.messages import (
     UNKNOWN,
     Broken,
     Close,
     Closed,
-    Message,
     RankConfig,
     Ready,
     Register,
@@ -48,7 +47,6 @@ from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gangs.rank.plugin import RankPlugin
 from pytest_megatron.gangs.rank.process_state import StateKeeper
-from pytest_megatron.process.channel import Channel, connect
 from pytest_megatron.process.originals import os, traceback
 
 _SILENT = 1 << 30  # above the level of any record
@@ -190,7 +188,6 @@ def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) ->
     logs = _take_streams(config, rank_config, plugin.captured)
     bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
     channel = connect(
-        CODEC,
         context.address,
         context.key,
         Register(
@@ -231,7 +228,7 @@ def with_own_temp(rank_config: RankConfig, base_temp: str) -> RankConfig:
 def serve(
     session: pytest.Session,
     plugin: RankPlugin,
-    channel: Channel[Message],
+    channel: Channel,
     *,
     is_own_session: bool,
 ) -> NoReturn:

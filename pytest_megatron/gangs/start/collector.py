@@ -31,12 +31,12 @@ from pytest_megatron.gangs.collection import SKIPPED, digest_of
 from pytest_megatron.gangs.controller.worker_contract import decode
 from pytest_megatron.gangs.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.messages import CODEC, Collected, Fork, Message, RankConfig, Register
+from pytest_megatron.gangs.ipc.channel import Channel, connect
+from pytest_megatron.gangs.ipc.messages import Collected, Fork, RankConfig, Register
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank, with_own_temp
-from pytest_megatron.process.channel import Channel, connect
 from pytest_megatron.process.fork_safety import HARMLESS_ENV, find_obstacle, reseed
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.session.arguments import findable
@@ -165,7 +165,7 @@ class CollectingPlugin:
     _info: SessionInfo
     _rank_config: RankConfig
     _pipes: RankPipes
-    _channel: Channel[Message]
+    _channel: Channel
 
     def __init__(self, harmless: list[str]) -> None:
         self._pid = os.getpid()
@@ -195,9 +195,7 @@ class CollectingPlugin:
             pid=os.getpid(),
             world_size=rank_config.world_size,
         )
-        channel = self._channel = connect(
-            CODEC, info.address, bytes.fromhex(info.key), registration
-        )
+        channel = self._channel = connect(info.address, bytes.fromhex(info.key), registration)
         if self._config is None and self.end is None:
             self.load(info.arguments)
         try:

@@ -20,12 +20,12 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.server import ForkServer, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.messages import CODEC, Register
+from pytest_megatron.gangs.ipc.channel import connect_unless_ended, remove_socket
+from pytest_megatron.gangs.ipc.messages import Register
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.bootstrap import RandomState
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.process.channel import connect_unless_ended, remove_socket
 from pytest_megatron.process.tree import large_imports, run_guarded
 
 _FORK_SERVER_S = 120.0  # to load torch and register
@@ -119,7 +119,7 @@ class SessionTemplate:
         registration = Register(
             role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
         )
-        channel = connect_unless_ended(CODEC, self.address, self.key, registration)
+        channel = connect_unless_ended(self.address, self.key, registration)
         if channel is None:  # a worker of pytest-xdist may have no test to run
             return
         context = RankContext(

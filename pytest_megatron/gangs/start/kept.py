@@ -29,16 +29,14 @@ from types import FrameType
 
 from pytest_megatron.base.files import is_private
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.messages import (
-    CODEC,
-    Message,
+from pytest_megatron.gangs.ipc.channel import Channel, connect, remove_socket
+from pytest_megatron.gangs.ipc.messages import (
     Ready,
     Register,
     SessionExited,
     SessionStarted,
     StartSession,
 )
-from pytest_megatron.process.channel import Channel, connect, remove_socket
 
 # Read while numpy and torch are loaded (recorded with a getenv() that logs), or by the
 # libraries that torch loads; the directory of its cache torch sets itself.
@@ -325,7 +323,7 @@ class ForkedProgram:
         exit_code: Exit code, as a subprocess has it, once it is known.
     """
 
-    channel: Channel[Message]
+    channel: Channel
     pid: int
     exit_code: int | None = None
 
@@ -361,7 +359,7 @@ def start_program(
     """
     registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
     try:
-        channel = connect(CODEC, kept.address, bytes.fromhex(kept.key), registration)
+        channel = connect(kept.address, bytes.fromhex(kept.key), registration)
     except OSError:
         return "the kept process has ended"
     reply = channel.receive()

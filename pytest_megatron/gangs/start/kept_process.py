@@ -28,8 +28,8 @@ import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.config import default_plugins
 
-from pytest_megatron.gangs.messages import (
-    CODEC,
+from pytest_megatron.gangs.ipc.channel import Channel, listen_locally
+from pytest_megatron.gangs.ipc.messages import (
     Message,
     Ready,
     Register,
@@ -52,7 +52,6 @@ from pytest_megatron.gangs.start.kept import (
 )
 from pytest_megatron.gangs.start.preload import main as preload
 from pytest_megatron.gangs.supervisor.connections import Calls
-from pytest_megatron.process.channel import Channel, listen_locally
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
 from pytest_megatron.process.tree import close_descriptors, die_with, end_process, large_imports
 
@@ -68,7 +67,7 @@ class _Running:
     """A session in the kept process, with the connection to its client."""
 
     pid: int
-    channel: Channel[Message]
+    channel: Channel
     end: int
     control: int
 
@@ -90,7 +89,7 @@ class _KeptServer:
     files: dict[str, tuple[int, ...]]
     calls: Calls = field(init=False)
     running: dict[int, _Running] = field(default_factory=dict)
-    wanted: list[tuple[Channel[Message], StartSession, list[int]]] = field(default_factory=list)
+    wanted: list[tuple[Channel, StartSession, list[int]]] = field(default_factory=list)
     is_stopping: bool = False
 
     def serve(self, on_stop: Callable[[], None]) -> _Request | None:
@@ -139,7 +138,7 @@ class _KeptServer:
         self.is_stopping = True
 
     def on_register(
-        self, channel: Channel[Message], registration: Register, rest: Sequence[Message]
+        self, channel: Channel, registration: Register, rest: Sequence[Message]
     ) -> None:
         """Answer a session that asks to be started."""
         if registration.role != "session" or rest or not channel.is_of_same_user:
@@ -155,7 +154,7 @@ class _KeptServer:
         self.calls.read(channel, lambda: self._on_request(channel))
         channel.send(Ready())
 
-    def _on_request(self, channel: Channel[Message]) -> None:
+    def _on_request(self, channel: Channel) -> None:
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, StartSession):
             self.calls.read(channel, lambda: self._on_news(channel))
@@ -165,7 +164,7 @@ class _KeptServer:
             os.close(descriptor)
         self.calls.drop(channel)
 
-    def _on_news(self, channel: Channel[Message]) -> None:
+    def _on_news(self, channel: Channel) -> None:
         """Kill a session whose client is gone."""
         channel.drain()
         if channel.is_closed:
@@ -175,7 +174,7 @@ class _KeptServer:
                     os.kill(one.pid, signal.SIGKILL)
 
     def _fork(
-        self, channel: Channel[Message], request: StartSession, descriptors: list[int]
+        self, channel: Channel, request: StartSession, descriptors: list[int]
     ) -> _Request | None:
         control, control_write = os.pipe()
         kept = os.getpid()
@@ -239,7 +238,7 @@ def main() -> None:
         return
     os.chdir("/")
     os.umask(0o077)
-    listener = listen_locally(CODEC)
+    listener = listen_locally()
     kept = replace(kept, address=listener.address, key=listener.key.hex())
     server = _KeptServer(kept, record, lock, files)
     modules = {name: kept_processes.find_module(name) for name in sys.modules if "." not in name}

@@ -25,7 +25,8 @@ from typing import BinaryIO, Literal, NoReturn
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.server import ForkServer, StartRank, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper, with_store
-from pytest_megatron.gangs.messages import CODEC, BecomeRank, Message, RankConfig, Register
+from pytest_megatron.gangs.ipc.channel import Channel, connect_unless_ended, remove_socket
+from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig, Register
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import close_stdin
 from pytest_megatron.gangs.start import kept
@@ -35,7 +36,6 @@ from pytest_megatron.gangs.start.collector import (
     load_and_serve,
 )
 from pytest_megatron.gangs.start.kept import ForkedProgram
-from pytest_megatron.process.channel import Channel, connect_unless_ended, remove_socket
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.process.tree import (
     begin_child,
@@ -248,7 +248,7 @@ def _serve(mode: PreloadMode) -> None:
     registration = Register(
         role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
     )
-    channel = connect_unless_ended(CODEC, info.address, bytes.fromhex(info.key), registration)
+    channel = connect_unless_ended(info.address, bytes.fromhex(info.key), registration)
     if channel is None:
         return
     start_rank: StartRank = partial(_execute_rank, info)
@@ -275,7 +275,7 @@ class LoadingRanks:
         Raises:
             LaunchError: There is no port for their store.
         """
-        self._ranks: dict[int, tuple[int, Channel[Message]]] = {}
+        self._ranks: dict[int, tuple[int, Channel]] = {}
         self._info = info
         port = keeper.open_ahead(rank_configs[0].env["MASTER_ADDR"])
         self._configs = {config.rank: config for config in with_store(rank_configs, port)}
@@ -293,15 +293,13 @@ class LoadingRanks:
                 os.setsid()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 close_stdin()
-                load_and_serve(
-                    self._info, rank_config, partial(_receive_rank, Channel(other, CODEC))
-                )
+                load_and_serve(self._info, rank_config, partial(_receive_rank, Channel(other)))
             except BaseException:  # noqa: BLE001 - a rank must never go on as its parent
                 traceback.print_exc()
             finally:
                 os._exit(70)
         other.close()
-        self._ranks[rank_config.rank] = pid, Channel(own, CODEC)
+        self._ranks[rank_config.rank] = pid, Channel(own)
 
     def _fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
         """Return whether it has the environment, the arguments and the logs of what was begun."""
@@ -335,7 +333,7 @@ class LoadingRanks:
         return start
 
 
-def _receive_rank(channel: Channel[Message]) -> tuple[SessionInfo, RankConfig, RankPipes]:
+def _receive_rank(channel: Channel) -> tuple[SessionInfo, RankConfig, RankPipes]:
     """Wait until this process is to become a rank; it ends if there is no such rank."""
     message, descriptors = channel.receive_with_descriptors()
     if not isinstance(message, BecomeRank):

@@ -30,7 +30,8 @@ from pytest_megatron.gangs.controller.worker_contract import (
     node_down,
 )
 from pytest_megatron.gangs.crash import shorten_stack
-from pytest_megatron.gangs.messages import Collected, Died, Message, RankConfig, Stacks, StoreOpened
+from pytest_megatron.gangs.ipc.channel import Listener
+from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
 from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start.collector import SessionInfo
@@ -47,7 +48,6 @@ from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.timers import START_LIMIT_S
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
-from pytest_megatron.process.channel import Listener
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.session.options import Options, read_options
 from pytest_megatron.session.state import RunSession, is_run_dir_open
@@ -228,7 +228,7 @@ class PerRank:
         self,
         config: pytest.Config,
         supervisor: Supervisor,
-        listener: Listener[Message],
+        listener: Listener,
         options: Options,
         items: Sequence[pytest.Item] | None,
     ) -> None:

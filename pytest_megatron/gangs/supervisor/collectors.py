@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pytest_megatron.gangs.forkserver.store import with_store
-from pytest_megatron.gangs.messages import (
+from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.messages import (
     AskStacks,
     Collected,
     Died,
@@ -24,7 +25,6 @@ from pytest_megatron.gangs.messages import (
     StoreOpened,
 )
 from pytest_megatron.gangs.supervisor.connections import ForkServers
-from pytest_megatron.process.channel import Channel
 
 CollectorMessage: TypeAlias = Collected | Died | Stacks | StoreOpened
 OnCollectorMessage: TypeAlias = Callable[[int, CollectorMessage, int], None]
@@ -41,7 +41,7 @@ class RankCollector:
     """
 
     number: int
-    channel: Channel[Message]
+    channel: Channel
     is_single: bool
 
 
@@ -108,9 +108,7 @@ class RankCollectors:
         for node in self._nodes(number):
             node.send(Kill(gang=number))
 
-    def take_collected(
-        self, source: Channel[Message], registration: Register, collected: Collected
-    ) -> None:
+    def take_collected(self, source: Channel, registration: Register, collected: Collected) -> None:
         """Record that a collector has collected."""
         self._collectors[registration.node_rank, registration.rank, registration.world_size] = (
             RankCollector(
@@ -135,7 +133,7 @@ class RankCollectors:
                 pass
         return True
 
-    def lose(self, channel: Channel[Message]) -> None:
+    def lose(self, channel: Channel) -> None:
         """Remove the collector of a closed connection."""
         for place in [k for k, c in self._collectors.items() if c.channel is channel]:
             del self._collectors[place]
@@ -153,6 +151,6 @@ class RankCollectors:
             if node is not None:
                 node.send(Fork(configs=tuple(c for c in configs if c.node_rank == node_rank)))
 
-    def _nodes(self, number: int) -> list[Channel[Message]]:
+    def _nodes(self, number: int) -> list[Channel]:
         ranks = {config.node_rank for config in self._configs[number][0]}
         return [node for rank in ranks if (node := self._fork_servers.find(rank)) is not None]

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.messages import (
-    CODEC,
+from pytest_megatron.gangs.ipc.channel import Channel, Listener, WrongKeyError
+from pytest_megatron.gangs.ipc.messages import (
     Joined,
     Message,
     Register,
     SessionEnded,
     Welcome,
+    encode,
 )
-from pytest_megatron.process.channel import Channel, Listener, WrongKeyError
 from pytest_megatron.process.tree import send_signal
 
-OnRegister: TypeAlias = Callable[[Channel[Message], Register, Sequence[Message]], None]
+OnRegister: TypeAlias = Callable[[Channel, Register, Sequence[Message]], None]
 
 
 class Calls:
@@ -37,7 +37,7 @@ class Calls:
         late_s: Time by which the last wait exceeded its limit: a busy host or Ctrl-Z.
     """
 
-    def __init__(self, listener: Listener[Message], on_register: OnRegister) -> None:
+    def __init__(self, listener: Listener, on_register: OnRegister) -> None:
         """Start listening.
 
         Args:
@@ -47,14 +47,12 @@ class Calls:
         """
         self._on_register = on_register
         self._on_wrong_key: Callable[[], None] | None = None
-        self._listeners: list[Listener[Message]] = []
+        self._listeners: list[Listener] = []
         self._selector = selectors.DefaultSelector()
         self.late_s = 0.0
         self.listen(listener)
 
-    def listen(
-        self, listener: Listener[Message], on_wrong_key: Callable[[], None] | None = None
-    ) -> None:
+    def listen(self, listener: Listener, on_wrong_key: Callable[[], None] | None = None) -> None:
         """Accept connections at one more socket.
 
         Args:
@@ -65,7 +63,7 @@ class Calls:
         self._on_wrong_key = on_wrong_key or self._on_wrong_key
         self._selector.register(listener, selectors.EVENT_READ, self._on_call)
 
-    def read(self, channel: Channel[Message], handle: Callable[[], None]) -> None:
+    def read(self, channel: Channel, handle: Callable[[], None]) -> None:
         """Call `handle` from now on whenever the channel is readable."""
         self._selector.modify(channel, selectors.EVENT_READ, lambda _: handle())
 
@@ -93,7 +91,7 @@ class Calls:
             handler(key.fileobj)
         return bool(ready)
 
-    def drop(self, channel: Channel[Message]) -> None:
+    def drop(self, channel: Channel) -> None:
         """Close a connection; may be called again."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
@@ -119,7 +117,7 @@ class Calls:
         on_proof = functools.partial(self._on_proof, source)
         self._selector.register(source.accept(), selectors.EVENT_READ, on_proof)
 
-    def _on_proof(self, listener: Listener[Message], source: object) -> None:
+    def _on_proof(self, listener: Listener, source: object) -> None:
         assert isinstance(source, socket.socket)
         descriptor = source.fileno()
         try:
@@ -149,10 +147,10 @@ class ForkServers:
     """Connections of fork servers, by node and rank; that of a whole node has rank `OF_NODE`."""
 
     def __init__(self) -> None:
-        self._channels: dict[tuple[int, int], Channel[Message]] = {}
-        self._pids: dict[Channel[Message], int] = {}
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._pids: dict[Channel, int] = {}
 
-    def add(self, registration: Register, channel: Channel[Message]) -> None:
+    def add(self, registration: Register, channel: Channel) -> None:
         """Add the connection of a fork server that has registered."""
         if not registration.world_size:
             self._channels[registration.node_rank, registration.rank] = channel
@@ -164,11 +162,11 @@ class ForkServers:
         channel = self._channels.get((node_rank, rank))
         return channel is not None and not channel.is_closed
 
-    def find(self, node_rank: int) -> Channel[Message] | None:
+    def find(self, node_rank: int) -> Channel | None:
         """Return the connection of a node's fork server, None if it is gone."""
         return self._channels[node_rank, OF_NODE] if self.has(node_rank) else None
 
-    def of_node(self, node_rank: int) -> Channel[Message]:
+    def of_node(self, node_rank: int) -> Channel:
         """Return the connection of a node's fork server.
 
         Raises:
@@ -181,12 +179,12 @@ class ForkServers:
             )
         return channel
 
-    def kill(self, channel: Channel[Message]) -> None:
+    def kill(self, channel: Channel) -> None:
         """Kill a fork server of this host that does not answer; its ranks die with it."""
         if channel in self._pids:
             send_signal([self._pids[channel]], signal.SIGKILL)
 
-    def lose(self, channel: Channel[Message]) -> None:
+    def lose(self, channel: Channel) -> None:
         """Remove the fork server of a closed connection."""
         self._pids.pop(channel, None)
         for place in [k for k, c in self._channels.items() if c is channel]:
@@ -221,9 +219,9 @@ class Followers:
         self.refused: list[str] = []
         self.num_wrong_keys = 0
         self._welcome = welcome
-        self._channels: dict[int, Channel[Message]] = {}
+        self._channels: dict[int, Channel] = {}
 
-    def accept(self, node_rank: int, channel: Channel[Message]) -> None:
+    def accept(self, node_rank: int, channel: Channel) -> None:
         """Accept or refuse a session that has registered."""
         known = self._channels.get(node_rank)
         is_taken = node_rank == 0 or (known is not None and not known.is_closed)
@@ -235,7 +233,7 @@ class Followers:
         self._channels[node_rank] = channel
         channel.send(self._welcome)
 
-    def read(self, channel: Channel[Message]) -> None:
+    def read(self, channel: Channel) -> None:
         """Read the messages of a session."""
         for node_rank in [n for n, c in self._channels.items() if c is channel]:
             for message in channel.drain():
@@ -249,9 +247,9 @@ class Followers:
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every session; those that are gone are skipped."""
-        frames = [CODEC.encode(message)]
+        frame = encode(message)
         for channel in self._channels.values():
-            channel.send_frames(frames)
+            channel.send_frame(frame)
 
     def dismiss(self, ended: SessionEnded) -> None:
         """Send the end of the session to all; they wait for the end of this process."""

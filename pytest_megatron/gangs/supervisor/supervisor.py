@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
 from pytest_megatron.gangs.forkserver.store import with_store
-from pytest_megatron.gangs.lifecycle import ORPHANED, Lifecycle
-from pytest_megatron.gangs.messages import (
-    CODEC,
+from pytest_megatron.gangs.ipc.channel import Channel, Listener
+from pytest_megatron.gangs.ipc.messages import (
     Adopt,
     AskStacks,
     Broken,
@@ -35,7 +34,9 @@ from pytest_megatron.gangs.messages import (
     Run,
     Stacks,
     StoreOpened,
+    encode,
 )
+from pytest_megatron.gangs.lifecycle import ORPHANED, Lifecycle
 from pytest_megatron.gangs.spec import (
     Action,
     AskForStacks,
@@ -50,7 +51,6 @@ from pytest_megatron.gangs.supervisor.collectors import RankCollectors
 from pytest_megatron.gangs.supervisor.connections import OF_NODE, Calls, Followers, ForkServers
 from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gangs.topology import describe_node
-from pytest_megatron.process.channel import Channel, Listener
 from pytest_megatron.process.tree import UNKILLABLE_S, lives_on
 
 _LOST_S = 2.0  # from the end of a rank's connection to the message of its death
@@ -108,15 +108,15 @@ class Gang:
     configs: tuple[RankConfig, ...]
     lifecycle: Lifecycle
     descriptors: tuple[int, ...] = ()
-    channels: dict[int, Channel[Message]] = field(default_factory=dict)
+    channels: dict[int, Channel] = field(default_factory=dict)
     inboxes: dict[int, deque[Message]] = field(default_factory=dict)
     lost: dict[int, Loss] = field(default_factory=dict)
     ends: list[RunEnd] = field(default_factory=list)
     fork_servers: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     stacks: list[Stacks] = field(default_factory=list)
-    starters: dict[int, Channel[Message]] = field(default_factory=dict)
-    keepers: dict[int, Channel[Message]] = field(default_factory=dict)
+    starters: dict[int, Channel] = field(default_factory=dict)
+    keepers: dict[int, Channel] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     orphans: list[RankConfig] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Gang:
         """True if no process of it is left."""
         return self.lifecycle.state is GangState.GONE
 
-    def holders(self) -> list[Channel[Message]]:
+    def holders(self) -> list[Channel]:
         """Return the connections of fork servers that still have processes of it."""
         found = {channel.fileno(): channel for channel in self.keepers.values()}
         return [channel for number, channel in found.items() if number in self.fork_servers]
@@ -180,7 +180,7 @@ def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
 
 def send_to_ranks(gang: Gang, *messages: Message) -> None:
     """Send messages to all ranks of a gang, at once."""
-    frames = [CODEC.encode(message) for message in messages]
+    frames = [encode(message) for message in messages]
     for channel in gang.channels.values():
         channel.send_frames(frames)
 
@@ -211,7 +211,7 @@ _PAUSE_S = 0.03
 _LATE_S = 1.0  # longer than a busy host delays a process
 _CLOSED = "closed its connection to the controller"
 
-OnDebugger: TypeAlias = Callable[[Gang, int, Channel[Message], Message], None]
+OnDebugger: TypeAlias = Callable[[Gang, int, Channel, Message], None]
 
 
 class Supervisor:
@@ -222,7 +222,7 @@ class Supervisor:
         collectors: Fork servers of single ranks.
     """
 
-    def __init__(self, listener: Listener[Message], *, on_debugger: OnDebugger) -> None:
+    def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
         """Start listening.
 
         Args:
@@ -238,7 +238,7 @@ class Supervisor:
         self._has_news = False
         self._stopped_s = 0.0
 
-    def listen(self, listener: Listener[Message], followers: Followers) -> None:
+    def listen(self, listener: Listener, followers: Followers) -> None:
         """Accept connections of other nodes: of their sessions, fork servers and ranks."""
         self._followers = followers
         self._calls.listen(listener, self._on_wrong_key)
@@ -354,7 +354,7 @@ class Supervisor:
             self._handle(gang, config.rank, Ready())
 
     def _on_register(
-        self, source: Channel[Message], registration: Register, rest: Sequence[Message]
+        self, source: Channel, registration: Register, rest: Sequence[Message]
     ) -> None:
         if registration.role == "node" and self._followers is not None:
             self._calls.read(source, lambda: self._on_follower(source))
@@ -379,7 +379,7 @@ class Supervisor:
         self._followers.num_wrong_keys += 1
         self._has_news = True
 
-    def _on_follower(self, source: Channel[Message]) -> None:
+    def _on_follower(self, source: Channel) -> None:
         assert self._followers is not None
         self._followers.read(source)
         self._has_news = True
@@ -387,7 +387,7 @@ class Supervisor:
             self._calls.drop(source)
 
     def _on_fork_server(
-        self, source: Channel[Message], registration: Register, messages: Sequence[Message]
+        self, source: Channel, registration: Register, messages: Sequence[Message]
     ) -> None:
         self._has_news = True
         self.fork_servers.add(registration, source)
@@ -405,7 +405,7 @@ class Supervisor:
         self._calls.read(source, lambda: take(source.drain()))
         take(messages)
 
-    def _lose_fork_server(self, source: Channel[Message]) -> None:
+    def _lose_fork_server(self, source: Channel) -> None:
         """Record that a fork server is gone, and its ranks with it."""
         descriptor = source.fileno()
         self._calls.drop(source)
@@ -434,7 +434,7 @@ class Supervisor:
                     problem = f"is lost: {problem}"
             self._handle(gang, config.rank, Broken(problem=problem))
 
-    def _on_fork_server_message(self, source: Channel[Message], message: Message) -> None:
+    def _on_fork_server_message(self, source: Channel, message: Message) -> None:
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
         if self.collectors.has(message.gang):
             self._has_news = self.collectors.take(message) or self._has_news

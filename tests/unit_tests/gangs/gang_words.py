@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pytest_megatron.gangs.ipc.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
 from pytest_megatron.gangs.lifecycle import Lifecycle
-from pytest_megatron.gangs.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
 from pytest_megatron.gangs.spec import Finish, RankResult, RunEnd, SendRuns
 
 SIZE = 8

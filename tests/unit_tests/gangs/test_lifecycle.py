@@ -23,7 +23,7 @@ from gang_words import (
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
-from pytest_megatron.gangs.messages import (
+from pytest_megatron.gangs.ipc.messages import (
     Broken,
     Closed,
     DebuggerLeft,

@@ -19,8 +19,8 @@ from gang_words import (
     the_end,
 )
 
+from pytest_megatron.gangs.ipc.messages import Broken, Done
 from pytest_megatron.gangs.lifecycle import MOST_AHEAD, Lifecycle
-from pytest_megatron.gangs.messages import Broken, Done
 from pytest_megatron.gangs.spec import KillGang, Reason, SendRuns
 from pytest_megatron.gangs.timers import GangState
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pytest_megatron.gangs.messages import Done
+from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.rank.lockstep import Lockstep
 
 SIZE = 3

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.merge import Merged, crash_message, longrepr_text, merge
-from pytest_megatron.gangs.messages import Done
 from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
 
 STACK = 'Thread 0x7f (most recent call first):\n  File "/w/test_a.py", line 7 in reduce'

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.gangs.messages import (
-    CODEC,
+from pytest_megatron.gangs.ipc.messages import (
     Adopt,
     AskStacks,
     BecomeRank,
@@ -39,6 +38,9 @@ from pytest_megatron.gangs.messages import (
     StartSession,
     StoreOpened,
     Welcome,
+    decode,
+    encode,
+    encode_within,
 )
 
 CONFIG = RankConfig(
@@ -129,7 +131,7 @@ MESSAGES: tuple[Message, ...] = (
 
 @pytest.mark.parametrize("message", MESSAGES, ids=[type(m).__name__ for m in MESSAGES])
 def test_a_message_survives_the_wire(message: Message) -> None:
-    assert CODEC.decode(CODEC.encode(message)) == message
+    assert decode(encode(message)) == message
 
 
 def test_every_kind_of_message_is_tried_here() -> None:
@@ -155,12 +157,12 @@ def test_every_kind_of_message_is_tried_here() -> None:
 )
 def test_nonsense_is_refused(frame: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
-        CODEC.decode(frame)
+        decode(frame)
 
 
 def test_what_is_no_message_is_not_sent() -> None:
     with pytest.raises(TypeError, match="cannot be sent: <object"):
-        CODEC.encode(Done(run=1, reports=(object(),)))  # type: ignore[arg-type]  # the point of it
+        encode(Done(run=1, reports=(object(),)))  # type: ignore[arg-type]  # the point of it
 
 
 def test_a_message_that_is_too_long_is_cut_and_says_so() -> None:
@@ -176,12 +178,12 @@ def test_a_message_that_is_too_long_is_cut_and_says_so() -> None:
         printed_late="short",
         is_clean=True,
     )
-    assert CODEC.encode_within(done, 10_000_000) == CODEC.encode(done)
-    cut = CODEC.decode(CODEC.encode_within(done, 1_000_000))
+    assert encode_within(done, 10_000_000) == encode(done)
+    cut = decode(encode_within(done, 1_000_000))
     assert isinstance(cut, Done)
     left = f"{'b' * 31_250}\n[837500 of 900000 characters are left out here]\n{'b' * 31_250}"
     assert (cut.run, cut.printed, cut.printed_late) == (1, left, "short")
-    assert len(CODEC.encode(cut)) < 1_000_000
+    assert len(encode(cut)) < 1_000_000
 
 
 def test_a_message_of_too_many_values_is_cut() -> None:
@@ -197,4 +199,4 @@ def test_a_message_of_too_many_values_is_cut() -> None:
         printed_late="",
         is_clean=True,
     )
-    assert len(CODEC.encode_within(broken, 50_000)) < 50_000
+    assert len(encode_within(broken, 50_000)) < 50_000

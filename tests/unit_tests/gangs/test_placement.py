@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pytest_megatron.gangs.messages import NOTHING, UNKNOWN
+from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN
 from pytest_megatron.gangs.schedule import Schedule
 from pytest_megatron.gangs.spec import GangSpec
 

@@ -17,7 +17,7 @@ from pytest_megatron.gangs.controller.other_plugins import (
     refuse_what_is_lost,
 )
 from pytest_megatron.gangs.controller.worker_contract import decode, encode
-from pytest_megatron.gangs.messages import RankConfig
+from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.rank import bootstrap
 
 

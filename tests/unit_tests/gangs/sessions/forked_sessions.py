@@ -24,8 +24,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.gangs.messages import (
-    CODEC,
+from pytest_megatron.gangs.ipc.channel import Channel, connect
+from pytest_megatron.gangs.ipc.messages import (
     Message,
     Ready,
     Register,
@@ -34,7 +34,6 @@ from pytest_megatron.gangs.messages import (
     StartSession,
 )
 from pytest_megatron.gangs.start.kept import KeptProcess, describe_environment, find_kept
-from pytest_megatron.process.channel import Channel, connect
 from pytest_megatron.process.fork_safety import HARMLESS_ENV
 
 LIMIT_S = 300
@@ -191,19 +190,20 @@ def _request(arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Sta
     )
 
 
-def _call() -> Channel[Message] | None:
+def _call() -> Channel | None:
     """Connect to the kept process, or to another one if it has ended; None if that has as well."""
     registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
     for _ in range(2):
         kept = _start()[0]
         with contextlib.suppress(OSError):
-            channel = connect(CODEC, kept.address, bytes.fromhex(kept.key), registration)
+            channel = connect(kept.address, bytes.fromhex(kept.key), registration)
             if isinstance(_next(channel, ()), Ready):
                 return channel
         _start.cache_clear()
     return None
 
 
-def _next(channel: Channel[Message], arguments: Sequence[str]) -> Message | None:
-    assert channel.wait(LIMIT_S), f"the session did not end: {arguments}"
+def _next(channel: Channel, arguments: Sequence[str]) -> Message | None:
+    is_there = channel.has_message or select.select([channel], [], [], LIMIT_S)[0]
+    assert is_there, f"the session did not end: {arguments}"
     return channel.receive()

@@ -307,7 +307,7 @@ def test_without_our_options_nothing_of_ours_is_seen_and_nothing_heavy_is_import
     (tmp_path / "test_python.py").write_text(
         "import sys\n"
         "def test_python(request):\n"
-        "    ours = 'pytest_megatron.gangs.messages'\n"
+        "    ours = 'pytest_megatron.gangs.ipc.messages'\n"
         "    heavy = {'torch', 'pydantic', 'yaml', 'numpy', 'psutil', 'filelock', ours}\n"
         "    assert not heavy & set(sys.modules)\n"
         "    assert request.config.pluginmanager.has_plugin('megatron')\n"

@@ -1,4 +1,4 @@
-"""Connections between processes: frames, descriptors, authentication, addresses.
+"""Connections between controller, fork servers and ranks: frames, authentication, addresses.
 
 Each side proves that it knows the key of the session before any message is decoded (HMAC-SHA256
 over both sides' nonces). On one host the socket is a file in a directory that only the user can
@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
+from pytest_megatron.gangs.ipc.messages import Message, Register, decode, encode_within
 from pytest_megatron.process.originals import os, select, socket, time
 
-_HEAD = struct.Struct("!IB")  # length of a frame, and its number of descriptors
+_LENGTH = struct.Struct("!I")
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
-MOST_DESCRIPTORS = 64
+_MAX_FDS = 64
 _BACKLOG = 512
 _IPV4_IN_IPV6 = "::ffff:"  # of a socket for both families
 _LOOPBACKS = ("127.0.0.1", "localhost", "::1")
@@ -40,35 +40,16 @@ class WrongKeyError(PermissionError):
     """The other side does not know the key of this session."""
 
 
-M = TypeVar("M")
-
-
-class FrameCodec(Protocol[M]):
-    """Makes frames of messages, and messages of frames."""
-
-    def encode_within(self, message: M, most_bytes: int) -> bytes:
-        """Return a message as one frame, cut if it is too long."""
-
-    def decode(self, frame: bytes) -> M:
-        """Return the message of a frame.
-
-        Raises:
-            ValueError: It is none.
-        """
-
-
-class Channel(Generic[M]):
-    """One connection of one process; sending does nothing in a forked child.
+class Channel:
+    """One authenticated connection of one process; sending does nothing in a forked child.
 
     The controller reads with `drain`, which never blocks; others read with `receive`.
     """
 
-    def __init__(self, connection: socket.socket, codec: FrameCodec[M]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._codec = codec
         self._sendall = connection.sendall  # a test may patch the class
         self._buffer = bytearray()
-        self._descriptors: list[int] = []  # that came with what is buffered
         self._owner = getpid()
         self.is_closed = False
         if connection.family != socket.AF_UNIX:
@@ -95,7 +76,7 @@ class Channel(Generic[M]):
         found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         return bool(struct.unpack("3i", found)[1] == os.geteuid())
 
-    def send(self, message: M, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; it is dropped if the other side is gone, which is detected elsewhere.
 
         Texts of a message that is too long for a frame are cut, with a note.
@@ -104,64 +85,71 @@ class Channel(Generic[M]):
             message: The message.
             descriptors: File descriptors to attach, on a local socket.
         """
-        self.send_frames([self._codec.encode_within(message, _MAX_FRAME_BYTES)], descriptors)
+        self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send an encoded message, so that it can be encoded once for many channels."""
+        self.send_frames([frame])
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
-        """Send encoded messages at once; descriptors are attached to the first."""
+        """Send several at once."""
         if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))
         if longest > _MAX_FRAME_BYTES:
             raise ValueError(_too_long(longest))
-        attached = list(descriptors) if self._socket.family == socket.AF_UNIX else []
-        heads = [_HEAD.pack(len(frame), 0) for frame in frames]
-        heads[0] = _HEAD.pack(len(frames[0]), len(attached))
-        content = b"".join(map(b"".join, zip(heads, frames, strict=True)))
+        content = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
         try:
-            if attached:
-                content = content[socket.send_fds(self._socket, [content], attached) :]
+            if descriptors and self._socket.family == socket.AF_UNIX:
+                num_sent = socket.send_fds(self._socket, [content], list(descriptors))
+                content = content[num_sent:]
             if content:  # none is an error where the other side has read all and closed
                 self._sendall(content)
         except OSError:
             self.is_closed = True
 
-    def receive(self) -> M | None:
+    def receive(self) -> Message | None:
         """Wait for a message; return None once the other side is gone."""
         return self.receive_with_descriptors()[0]
 
-    def receive_with_descriptors(self) -> tuple[M | None, list[int]]:
+    def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
         """Wait for a message and its attached descriptors."""
-        while (found := self._next_frame()) is None:
+        descriptors: list[int] = []
+        while (message := self._next()) is None:
             try:
                 if self._socket.family == socket.AF_UNIX:
-                    chunk, numbers, _, _ = socket.recv_fds(self._socket, 1 << 16, MOST_DESCRIPTORS)
-                    self._descriptors += numbers
+                    chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
+                    descriptors += fds
                 else:
                     chunk = self._socket.recv(1 << 16)
             except OSError:
                 chunk = b""
             if not chunk:
                 self.is_closed = True
-                return None, []
+                return None, descriptors
             self._buffer += chunk
-        frame, descriptors = found
-        return self._codec.decode(frame), descriptors
-
-    def wait(self, limit_s: float | None = None) -> bool:
-        """Wait until `receive` has something to return; False if it has not in time."""
-        return self.has_message or bool(select.select([self._socket], [], [], limit_s)[0])
+        return message, descriptors
 
     @property
     def has_message(self) -> bool:
         """True if a complete message is buffered."""
         return self._frame_end() is not None
 
-    def drain(self) -> list[M]:
+    def drain(self) -> list[Message]:
         """Return the messages that have arrived; set `is_closed` if no more can follow.
 
-        Bytes that are no message (a test may write to any descriptor) end the connection, and so
-        do descriptors, which this does not take.
+        Bytes that are no message (a test may write to any descriptor) end the connection.
         """
+        messages = []
+        try:
+            for frame in self.drain_frames():
+                messages.append(decode(frame))  # noqa: PERF401 - keep those before a bad one
+        except ValueError:
+            self._give_up()
+        return messages
+
+    def drain_frames(self) -> list[bytes]:
+        """Return the frames that have arrived, like `drain`."""
         try:
             while True:
                 chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -173,21 +161,22 @@ class Channel(Generic[M]):
             pass
         except OSError:
             self.is_closed = True
-        messages = []
+        frames = []
         try:
-            while (found := self._next_frame()) is not None:
-                messages.append(self._codec.decode(found[0]))
+            while (frame := self._next_frame()) is not None:
+                frames.append(frame)
         except ValueError:
-            self.is_closed = True
-            self._buffer.clear()
-        return messages
+            self._give_up()
+        return frames
+
+    def _give_up(self) -> None:
+        self.is_closed = True
+        self._buffer.clear()
 
     def close(self) -> None:
         """Close it; may be called again."""
         self.is_closed = True
         self._socket.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
 
     def leave(self) -> None:
         """Detach it, so that the kernel closes it when this process exits."""
@@ -202,30 +191,25 @@ class Channel(Generic[M]):
                 self.drain()
 
     def _frame_end(self) -> int | None:
-        if len(self._buffer) < _HEAD.size:
+        if len(self._buffer) < _LENGTH.size:
             return None
-        length, _ = _HEAD.unpack_from(self._buffer)
+        (length,) = _LENGTH.unpack_from(self._buffer)
         if length > _MAX_FRAME_BYTES:
             raise ValueError(_too_long(length))
-        end = _HEAD.size + int(length)
+        end = _LENGTH.size + int(length)
         return end if len(self._buffer) >= end else None
 
-    def _next_frame(self) -> tuple[bytes, list[int]] | None:
-        """Return a frame that has arrived, and the descriptors that were attached to it.
+    def _next(self) -> Message | None:
+        frame = self._next_frame()
+        return None if frame is None else decode(frame)
 
-        Raises:
-            ValueError: It is too long, or its descriptors did not come with it.
-        """
+    def _next_frame(self) -> bytes | None:
         end = self._frame_end()
         if end is None:
             return None
-        _, num_attached = _HEAD.unpack_from(self._buffer)
-        frame = bytes(self._buffer[_HEAD.size : end])
-        descriptors = self._descriptors[:num_attached]
-        if len(descriptors) < num_attached:
-            raise ValueError(f"{num_attached} descriptors expected, {len(descriptors)} came")
-        del self._buffer[:end], self._descriptors[:num_attached]
-        return frame, descriptors
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return frame
 
 
 @dataclass(slots=True)
@@ -238,7 +222,7 @@ class _PendingCaller:
 
 
 @dataclass(slots=True)
-class Listener(Generic[M]):
+class Listener:
     """Listening socket of the controller; never blocks on a silent client.
 
     Attributes:
@@ -249,7 +233,6 @@ class Listener(Generic[M]):
     address: str
     key: bytes
     _socket: socket.socket
-    _codec: FrameCodec[M]
     _directory: Path | None = None
     _pending: dict[int, _PendingCaller] = field(default_factory=dict)
 
@@ -267,7 +250,7 @@ class Listener(Generic[M]):
         self._pending[connection.fileno()] = _PendingCaller(connection, nonce)
         return connection
 
-    def prove(self, connection: socket.socket) -> Channel[M] | None:
+    def prove(self, connection: socket.socket) -> Channel | None:
         """Continue the handshake; return the channel once the client is authenticated.
 
         Raises:
@@ -297,7 +280,7 @@ class Listener(Generic[M]):
         connection.settimeout(None)
         try:
             connection.sendall(_prove(self.key, b"controller", their_nonce, caller.nonce))
-            return Channel(connection, self._codec)
+            return Channel(connection)
         except OSError:
             connection.close()
             raise PermissionError("a caller hung up") from None
@@ -315,17 +298,17 @@ class Listener(Generic[M]):
             remove_socket(self.address)
 
 
-def listen_locally(codec: FrameCodec[M]) -> Listener[M]:
+def listen_locally() -> Listener:
     """Listen on a socket file that only this user can open."""
     directory = Path(tempfile.mkdtemp(prefix="ptm-", dir=_short_temp()))
     listening = socket.socket(socket.AF_UNIX)
     path = directory / "wire"
     listening.bind(str(path))
     listening.listen(_BACKLOG)
-    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, codec, directory)
+    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, directory)
 
 
-def listen_on(codec: FrameCodec[M], host: str, port: int, key: bytes) -> Listener[M]:
+def listen_on(host: str, port: int, key: bytes) -> Listener:
     """Listen on TCP, for several nodes: on every interface, unless the host is a loopback address.
 
     A host may resolve its own name to the loopback interface, other hosts do not.
@@ -342,7 +325,7 @@ def listen_on(codec: FrameCodec[M], host: str, port: int, key: bytes) -> Listene
         )
     else:
         listening = socket.create_server(("", port), backlog=_BACKLOG)
-    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening, codec)
+    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
 
 
 def remove_socket(address: str) -> None:
@@ -354,7 +337,7 @@ def remove_socket(address: str) -> None:
             Path(path).parent.rmdir()
 
 
-def connect(codec: FrameCodec[M], address: str, key: bytes, registration: M | None) -> Channel[M]:
+def connect(address: str, key: bytes, registration: Register | None) -> Channel:
     """Connect to the controller, and register unless `registration` is None.
 
     On one host there is no time limit, as the controller may be busy with a test of its own for
@@ -376,7 +359,7 @@ def connect(codec: FrameCodec[M], address: str, key: bytes, registration: M | No
         if not hmac.compare_digest(proof, _prove(key, b"controller", nonce, their_nonce)):
             raise WrongKeyError(f"{address}: has another key")
         connection.settimeout(None)
-        channel = Channel(connection, codec)
+        channel = Channel(connection)
     except OSError:
         connection.close()
         raise
@@ -385,16 +368,14 @@ def connect(codec: FrameCodec[M], address: str, key: bytes, registration: M | No
     return channel
 
 
-def connect_unless_ended(
-    codec: FrameCodec[M], address: str, key: bytes, registration: M
-) -> Channel[M] | None:
+def connect_unless_ended(address: str, key: bytes, registration: Register) -> Channel | None:
     """Connect to the controller; None if it has ended, and if it was killed, remove its socket.
 
     Raises:
         OSError: It cannot be reached.
     """
     try:
-        return connect(codec, address, key, registration)
+        return connect(address, key, registration)
     except (FileNotFoundError, WrongKeyError):
         return None
     except ConnectionError:  # nobody listens

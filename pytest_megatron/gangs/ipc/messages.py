@@ -1,13 +1,19 @@
-"""Messages between controller, fork servers and ranks."""
+"""Messages between controller, fork servers and ranks, as frozen types.
+
+A frame is a JSON array: the name of the type, then its fields by name. Nothing is executed or
+unpickled: a peer that knows the key can forge outcomes, and nothing else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.process.codec import Codec
+from pytest_megatron.base.text import cut_middle
+from pytest_megatron.process.originals import json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -534,4 +540,58 @@ Message: TypeAlias = (
     | BecomeRank
 )
 
-CODEC: Codec[Message] = Codec(Message.__args__, nested={"configs": RankConfig})
+
+class _Make(Protocol):
+    """Constructor of a message."""
+
+    def __call__(self, **fields: object) -> Message: ...
+
+
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _TYPES.values()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame, without its length prefix."""
+    return json.dumps(_plain(message), separators=(",", ":"), default=_plain).encode()
+
+
+def encode_within(message: Message, most_bytes: int) -> bytes:
+    """Return the message as one frame, with texts and lists cut if it is too long."""
+    frame, most = encode(message), most_bytes // 16
+    while len(frame) > most_bytes and most:
+        frame, most = json.dumps(_cut(json.loads(frame), most)).encode(), most // 4
+    return frame
+
+
+def _cut(value: object, most: int) -> object:
+    if isinstance(value, dict):
+        return {cut_middle(k, most): _cut(v, most) for k, v in islice(value.items(), most)}
+    if isinstance(value, list):
+        return [_cut(v, most) for v in islice(value, most)]
+    return cut_middle(value, most) if isinstance(value, str) else value
+
+
+def decode(frame: bytes) -> Message:
+    """Return the message of a frame.
+
+    Raises:
+        ValueError: It is not a known message.
+    """
+    try:
+        name, values = json.loads(frame)
+        if name == Fork.__name__:
+            return Fork(configs=tuple(RankConfig(**config[1]) for config in values["configs"]))
+        make = cast("_Make", _TYPES[name])
+        return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"not a message: {frame[:200]!r}") from error
+
+
+def _plain(value: object) -> list[object]:
+    if isinstance(value, RankConfig):
+        return ["RankConfig", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
+    names = _FIELDS.get(cast("type[Message]", type(value)))
+    if names is None:
+        raise TypeError(f"cannot be sent: {value!r}")
+    return [type(value).__name__, {name: getattr(value, name) for name in names}]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.gangs.messages import CODEC, Broken, Close, Closed, Message, Register
-from pytest_megatron.process.channel import (
+from pytest_megatron.gangs.ipc.channel import (
     Channel,
     Listener,
     WrongKeyError,
@@ -20,18 +19,19 @@ from pytest_megatron.process.channel import (
     listen_locally,
     listen_on,
 )
+from pytest_megatron.gangs.ipc.messages import Broken, Close, Closed, Message, Register, encode
 
 DEADLINE_S = 60.0
 REGISTER = Register(role="rank", gang=1, rank=0, node_rank=0, pid=1)
 KEY = b"k" * 32
 
 
-def pair() -> tuple[Channel[Message], Channel[Message]]:
+def pair() -> tuple[Channel, Channel]:
     left, right = socket.socketpair()
-    return Channel(left, CODEC), Channel(right, CODEC)
+    return Channel(left), Channel(right)
 
 
-def drain_until(channel: Channel[Message], num_messages: int) -> list[Message]:
+def drain_until(channel: Channel, num_messages: int) -> list[Message]:
     """Read as the controller does, until there are enough or no more can come."""
     messages: list[Message] = []
     deadline = time.monotonic() + DEADLINE_S
@@ -42,7 +42,7 @@ def drain_until(channel: Channel[Message], num_messages: int) -> list[Message]:
     return messages
 
 
-def take_in(listener: Listener[Message]) -> Channel[Message]:
+def take_in(listener: Listener) -> Channel:
     """Accept callers until one has proved itself, in the way of the controller's loop."""
     waiting: list[socket.socket] = []
     while True:
@@ -57,12 +57,10 @@ def take_in(listener: Listener[Message]) -> Channel[Message]:
             waiting.append(listener.accept())
 
 
-def call(
-    address: str, key: bytes, keep: list[Channel[Message]], errors: list[OSError]
-) -> threading.Thread:
+def call(address: str, key: bytes, keep: list[Channel], errors: list[OSError]) -> threading.Thread:
     def run() -> None:
         try:
-            keep.append(connect(CODEC, address, key, REGISTER))
+            keep.append(connect(address, key, REGISTER))
         except OSError as error:
             errors.append(error)
 
@@ -71,17 +69,13 @@ def call(
     return caller
 
 
-def listen_on_unix() -> Listener[Message]:
-    return listen_locally(CODEC)
+def listen_on_tcp() -> Listener:
+    return listen_on("127.0.0.1", 0, KEY)
 
 
-def listen_on_tcp() -> Listener[Message]:
-    return listen_on(CODEC, "127.0.0.1", 0, KEY)
-
-
-@pytest.mark.parametrize("listen", [listen_on_unix, listen_on_tcp], ids=["unix", "tcp"])
+@pytest.mark.parametrize("listen", [listen_locally, listen_on_tcp], ids=["unix", "tcp"])
 def test_a_caller_with_the_key_gets_through_past_a_silent_one(
-    listen: Callable[[], Listener[Message]],
+    listen: Callable[[], Listener],
 ) -> None:
     with closing(listen()) as listener:
         scheme, _, rest = listener.address.partition(":")
@@ -90,7 +84,7 @@ def test_a_caller_with_the_key_gets_through_past_a_silent_one(
             silent.connect(rest)
         else:
             silent = socket.create_connection(("127.0.0.1", int(rest.rpartition(":")[2])))
-        called: list[Channel[Message]] = []
+        called: list[Channel] = []
         caller = call(listener.address, listener.key, called, [])
         with closing(take_in(listener)) as channel:
             assert drain_until(channel, 1) == [REGISTER]
@@ -102,7 +96,7 @@ def test_a_caller_with_the_key_gets_through_past_a_silent_one(
 
 
 def test_a_caller_without_the_key_is_refused_and_told_nothing() -> None:
-    with closing(listen_on_unix()) as listener:
+    with closing(listen_locally()) as listener:
         errors: list[OSError] = []
         caller = call(listener.address, b"another key", [], errors)
         with pytest.raises(WrongKeyError, match="does not know the key"):
@@ -128,7 +122,7 @@ def test_a_controller_without_the_key_is_refused() -> None:
 
 
 def test_a_caller_that_hangs_up_is_no_caller() -> None:
-    with closing(listen_on_unix()) as listener:
+    with closing(listen_locally()) as listener:
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(listener.address.partition(":")[2])
             caller.sendall(b"half a nonce")
@@ -137,7 +131,7 @@ def test_a_caller_that_hangs_up_is_no_caller() -> None:
 
 
 def test_a_local_listener_leaves_nothing_on_disk_and_is_private() -> None:
-    listener = listen_on_unix()
+    listener = listen_locally()
     directory = Path(listener.address.partition(":")[2]).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     listener.close()
@@ -147,9 +141,9 @@ def test_a_local_listener_leaves_nothing_on_disk_and_is_private() -> None:
 def test_frames_come_whole_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
     messages: list[Message] = [Broken(problem="x" * 3000), Close(), Closed(problem="")]
-    frames = [CODEC.encode(m) for m in messages]
-    content = b"".join(len(f).to_bytes(4, "big") + b"\0" + f for f in frames)
-    with closing(Channel(ours, CODEC)) as channel, closing(theirs):
+    frames = [encode(m) for m in messages]
+    content = b"".join(len(f).to_bytes(4, "big") + f for f in frames)
+    with closing(Channel(ours)) as channel, closing(theirs):
         received = []
         for start in range(0, len(content), 7):
             theirs.sendall(content[start : start + 7])
@@ -191,43 +185,18 @@ def test_descriptors_come_with_the_message() -> None:
         os.close(readable)
 
 
-def test_descriptors_stay_with_their_message_among_others_that_wait() -> None:
-    left, right = pair()
-    with closing(left), closing(right):
-        readable, writable = os.pipe()
-        left.send(Closed(problem=""))
-        left.send(Close(), [writable])
-        left.send(Broken(problem=""))
-        os.close(writable)
-        assert right.receive_with_descriptors() == (Closed(problem=""), [])
-        message, (received,) = right.receive_with_descriptors()
-        os.write(received, b"hello")
-        assert (message, os.read(readable, 5)) == (Close(), b"hello")
-        os.close(received)
-        os.close(readable)
-        assert right.receive_with_descriptors() == (Broken(problem=""), [])
-
-
-def test_a_frame_without_its_descriptors_ends_the_connection() -> None:
-    ours, theirs = socket.socketpair()
-    with closing(Channel(ours, CODEC)) as channel, closing(theirs):
-        frame = CODEC.encode(Close())
-        theirs.sendall(len(frame).to_bytes(4, "big") + b"\1" + frame)
-        assert (channel.drain(), channel.is_closed) == ([], True)
-
-
 def test_a_frame_without_an_end_closes_the_connection_before_it_fills_memory() -> None:
     ours, theirs = socket.socketpair()
-    with closing(Channel(ours, CODEC)) as channel, closing(theirs):
-        theirs.sendall(b"\xff\xff\xff\xff\0")
+    with closing(Channel(ours)) as channel, closing(theirs):
+        theirs.sendall(b"\xff\xff\xff\xff")
         assert (channel.drain(), channel.is_closed) == ([], True)
 
 
 def test_a_local_caller_waits_for_a_busy_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_megatron.process.channel._HANDSHAKE_S", 0.01)
-    keep: list[Channel[Message]] = []
+    monkeypatch.setattr("pytest_megatron.gangs.ipc.channel._HANDSHAKE_S", 0.01)
+    keep: list[Channel] = []
     errors: list[OSError] = []
-    with closing(listen_on_unix()) as listener:
+    with closing(listen_locally()) as listener:
         caller = call(listener.address, listener.key, keep, errors)
         caller.join(0.3)
         assert (caller.is_alive(), errors) == (True, [])

@@ -1,0 +1,1 @@
+"""Channel and messages between controller, fork servers and ranks."""

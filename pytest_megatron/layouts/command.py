@@ -15,12 +15,9 @@ import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.base.text import printable
-from pytest_megatron.gpu.host import gpu_model_of
 from pytest_megatron.layouts.report import headline, problem_text, table
 from pytest_megatron.layouts.settings import NUM_RANKS, Settings
-from pytest_megatron.layouts.start import chosen, run_layout
-
-_GIB = 1 << 30
+from pytest_megatron.layouts.start import chosen, memory_of, run_layout
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -54,7 +51,6 @@ def command(  # noqa: PLR0913 - one for each option
     PROGRAM is a Python program with its arguments, or -m and a module. Each rank has its number and
     the whole world size. Exit code 1 if ranks disagree, or if that cannot be decided.
     """
-    model = gpu_model_of(platform)
     with ExitStack() as stack:
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -67,7 +63,7 @@ def command(  # noqa: PLR0913 - one for each option
         layout = run_layout(
             chosen(fake_ranks, world_size, settings),
             program,
-            memory_bytes=None if model is None else model.memory_gib * _GIB,
+            memory_bytes=memory_of(platform),
         )
     problem = problem_text(layout)
     if form == "json":

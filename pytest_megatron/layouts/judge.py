@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.layouts.report import size_text
@@ -19,7 +19,6 @@ _BROKEN = ("failed", "lost", "unknown")
 @dataclass(slots=True)
 class _RankComparison:
     records: Mapping[int, RankRecord]
-    faults: list[RecordedFault] = field(default_factory=list)
     num_compared: int = 0
     num_left_out: int = 0
     of_data: frozenset[str] = frozenset()  # lines whose sizes follow from it

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
 
 
@@ -68,13 +70,7 @@ class Call:
     @property
     def num_elements(self) -> int:
         """Over all tensors."""
-        total = 0
-        for shape in self.shapes:
-            product = 1
-            for size in shape:
-                product *= size
-            total += product
-        return total
+        return sum(map(math.prod, self.shapes))
 
 
 @dataclass(slots=True)
@@ -146,9 +142,7 @@ class RankRecord:
 
 def write_record(path: Path, record: RankRecord) -> None:
     """Write the file of a rank."""
-    whole = path.with_suffix(".part")
-    whole.write_text(json.dumps(asdict(record)))
-    whole.replace(path)
+    write_text_atomically(path, json.dumps(asdict(record)))
 
 
 def read_record(path: Path) -> RankRecord:

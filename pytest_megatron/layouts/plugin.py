@@ -8,17 +8,15 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.gpu.host import gpu_model_of
 from pytest_megatron.layouts.report import headline, problem_text, table
 from pytest_megatron.layouts.settings import Settings
-from pytest_megatron.layouts.start import chosen, run_layout
+from pytest_megatron.layouts.start import chosen, memory_of, run_layout
 from pytest_megatron.runs.record import RecordedLayout, RecordedWorkload
 from pytest_megatron.workloads.items.collect import WorkloadItem
 from pytest_megatron.workloads.items.training import TrainingPlugin, make_item_job
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, require_inputs
 
 LAYOUT_DIR = "layout"
-_GIB = 1 << 30
 
 
 class FakeTrainingPlugin(TrainingPlugin):
@@ -80,7 +78,7 @@ class FakeTrainingPlugin(TrainingPlugin):
             python=phase.start.python,
             env=phase.env,
             cwd=checked.plan.cwd,
-            memory_bytes=_memory_of(item.workload.platform),
+            memory_bytes=memory_of(item.workload.platform),
         )
         return layout, round(time.monotonic() - begin, 3), str(job.dirs.root)
 
@@ -98,9 +96,3 @@ def _program(phase: PhasePlan, node_id: str) -> tuple[str, ...]:
             "command; name the program by training_script_path, or leave the row out",
         )
     return phase.start.program
-
-
-def _memory_of(platform: str) -> int | None:
-    """Return the bytes that a GPU of a platform has; None for cpu and unknown ones."""
-    model = gpu_model_of(platform)
-    return None if model is None else model.memory_gib * _GIB

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import gpu_model_of
 from pytest_megatron.layouts.judge import judge
 from pytest_megatron.layouts.model import RankRecord, read_record
 from pytest_megatron.layouts.settings import Settings
@@ -17,6 +18,7 @@ from pytest_megatron.process.guarded import GuardedProcess
 from pytest_megatron.runs.record import RecordedLayout
 
 _RUN = ("-u", "-m", "pytest_megatron.layouts.run")
+_GIB = 1 << 30
 _GRACE_S = 5.0
 _POLL_S = 3600.0
 _TAIL = 3  # lines of the log of a rank that left nothing else
@@ -80,6 +82,12 @@ def run_layout(
     if not records:
         raise LaunchError(str(log), f"no rank could be run: {_tail(log)}")
     return judge(records, others=others, memory_bytes=memory_bytes)
+
+
+def memory_of(platform: str) -> int | None:
+    """Return the bytes that a GPU of a platform has; None for cpu and unknown ones."""
+    model = gpu_model_of(platform)
+    return None if model is None else model.memory_gib * _GIB
 
 
 def _read(directory: Path) -> dict[int, RankRecord]:

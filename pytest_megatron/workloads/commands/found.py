@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pytest_megatron.errors import MegatronError
+from pytest_megatron.workloads.commands.golden_show import sparkline
 from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files
 from pytest_megatron.workloads.golden.formats.rows import (
     Curves,
@@ -34,7 +35,6 @@ _LOSSES = (
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))
 _GLOBS: Mapping[MetricFormat, str] = {**PATHS, MetricFormat.CSV: "**/*.csv"}
-_BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
 _ENOUGH = 0.5  # of the steps of the source that has most
 
@@ -169,24 +169,14 @@ def disagreement(best: Found, places: Sequence[Found]) -> str | None:
     return None
 
 
-def curve(series: Series) -> str:
-    """Return a series as a line of bars, from its lowest value to its highest."""
-    values = list(series.finite().values())
-    if not values:
-        return ""
-    stride = max(1, math.ceil(len(values) / _CURVE_WIDTH))
-    low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values[::stride])
-
-
 def description(name: str, series: Series) -> str:
     """Return the steps of a metric, its first and last value, and its curve."""
     gaps = {b - a for a, b in pairwise(series.steps)}
     by = f" by {min(gaps)}" if len(gaps) == 1 else ""
     steps = f"{len(series)} steps, {series.steps[0]} to {series.steps[-1]}{by}"
     first, last = series.values[0], series.values[-1]
-    return f"{name}: {steps}, {first:.6g} -> {last:.6g}  {curve(series)}"
+    curve = sparkline(series.values, width=_CURVE_WIDTH)
+    return f"{name}: {steps}, {first:.6g} -> {last:.6g}  {curve}"
 
 
 _LENGTH = re.compile(

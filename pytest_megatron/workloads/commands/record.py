@@ -38,14 +38,13 @@ from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
 from pytest_megatron.workloads.golden.store import golden_text, read_metrics
 from pytest_megatron.workloads.recipe.model import RowError, Vocabulary
-from pytest_megatron.workloads.recipe.short_rows import read_command
+from pytest_megatron.workloads.recipe.short_rows import is_python, read_command
 from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
 _LIMIT_S = 600.0
 _POLL_S = 0.2
 _LEAST_LIMIT_S, _TIMES_AS_LONG = 60, 5
-_INTERPRETER = re.compile(r"python(3(\.\d+)?)?").fullmatch
 _PLATFORMS = Vocabulary().platforms
 _SHOWN = 12  # metrics
 _ANY = ("main", "run", "train")  # names that say nothing
@@ -139,7 +138,7 @@ def _in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
             words[0], "is no command that can be found, expected a program; nothing was run"
         )
     is_ours = Path(found).parent == Path(sys.executable).parent
-    if _INTERPRETER(words[0]) is None or is_ours or _prefix_of(found) == sys.prefix:
+    if is_python(words[0]) is None or is_ours or _prefix_of(found) == sys.prefix:
         return words
     click.echo(f"{words[0]} is {found}, and pytest runs in {sys.prefix}: the row names it in full")
     return (found, *words[1:])

@@ -12,11 +12,10 @@ from typing import Annotated, NotRequired
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.schema import About, Text, closed
-from pytest_megatron.base.text import one_of
+from pytest_megatron.base.text import one_of, without_colours
 
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+|inf(?:inity)?|nan)(?:e[-+]?\d+)?"
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _BARRED = rf"\|\s*(?P<name>[^|:]+?):\s*(?P<value>{NUMBER}[KMBGT]?)\s*(?=\||$)"
 
 
@@ -66,7 +65,7 @@ class LinePattern:
 
     def read(self, line: str) -> tuple[int | None, dict[str, float]]:
         """Return step and values of a line; no values where it has none."""
-        line = _COLOUR.sub("", line)
+        line = without_colours(line)
         number = None
         if self.step is not None:
             found = _compiled(self.step).search(line)

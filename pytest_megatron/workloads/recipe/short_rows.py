@@ -302,7 +302,7 @@ class _ShortReader:
 
 _OF_SHELL = re.compile(r"&&?|\|\|?|;|\d?>{1,2}|<|\d?>&\d|[^$]*;|`.*").fullmatch
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL).fullmatch
-_PYTHON = re.compile(r"python(3(\.\d+)?)?").fullmatch
+is_python = re.compile(r"python(3(\.\d+)?)?").fullmatch
 _TORCHRUN = ("torch.distributed.run",)
 # Options of torchrun without a value; all others have one.
 # Source: torch/distributed/run.py, get_args_parser(), v2.11.
@@ -354,7 +354,7 @@ def _after_torchrun(words: Sequence[str]) -> list[str] | None:
     """Return the words behind torchrun, None of another command."""
     if PurePath(words[0]).name == "torchrun":
         return list(words[1:])
-    is_module = _PYTHON(words[0]) and tuple(words[1:2]) == ("-m",)
+    is_module = is_python(words[0]) and tuple(words[1:2]) == ("-m",)
     return list(words[3:]) if is_module and tuple(words[2:3]) == _TORCHRUN else None
 
 
@@ -386,7 +386,7 @@ def _number(options: Mapping[str, str], name: str, key: str) -> int | None:
 
 def _without_python(words: Sequence[str]) -> tuple[str, ...]:
     """Return a command without the interpreter that is ours anyway."""
-    if not _PYTHON(words[0]):
+    if not is_python(words[0]):
         return tuple(words)
     rest = [word for word in words[1:2] if word != "-u"] + list(words[2:])
     is_ours = bool(rest) and (rest[0].endswith(".py") or (rest[0] == "-m" and len(rest) > 1))

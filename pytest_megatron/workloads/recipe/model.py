@@ -9,13 +9,15 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.base.text import counted
-from pytest_megatron.base.yaml import YamlDocument
 from pytest_megatron.errors import RecipeError
+
+if TYPE_CHECKING:  # PyYAML is loaded where a file is read
+    from pytest_megatron.base.yaml import YamlDocument
 
 # Scope as written -> the tier that CI asks for, and the cadence that the tier implies.
 # Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, d98e8a64dd

@@ -64,8 +64,8 @@ class Repository:
             "-p",
             "megatron",
             "--record-changed",
-            "--changed-file",
-            name,
+            "-o",
+            f"megatron_changed_file={name}",
         ]
         done = subprocess.run(
             command, cwd=self.root, env=env, capture_output=True, text=True, check=False

@@ -283,7 +283,7 @@ def test_an_audit_is_in_the_summary_and_in_the_record(
 
 
 def test_a_row_that_cannot_be_audited_says_why(tmp_path: Path) -> None:
-    trained = audited(SAME_BITS, tmp_path, "MODE: inference\n")
+    trained = audited(SAME_BITS, tmp_path, "MODE: inference\nMETRICS: [logprobs]\n")
     unaudited = (replace(trained.attempts[0], audit=None),)
     record = item_record(replace(trained, attempts=unaudited), None)
     assert record.audit == RecordedAudit(

@@ -538,7 +538,9 @@ def test_the_flight_recorder_dumps_into_the_phase_and_at_no_exit(tmp_path: Path)
 
 
 def test_the_page_names_every_variable_that_is_set(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reference" / "environment-variables.md").read_text()
+    reference = ROOT / "docs" / "reference"
+    pages = ("environment-variables.md", "distributed-tests.md")
+    page = "".join((reference / name).read_text() for name in pages)
     row = workload(platforms="dgx_h100", data_path="/data")
     leased = replace(SETTING, devices=("GPU-0",), is_lightweight=True)
     (phase,) = plan(tmp_path, REGULAR, row, leased).phases

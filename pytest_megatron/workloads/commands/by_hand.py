@@ -1,0 +1,121 @@
+"""One run of a command by hand: how it ends, what it prints, where it leaves metrics."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from pytest_megatron.base.text import printable
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
+from pytest_megatron.workloads.commands.found import Found, MetricSearch
+from pytest_megatron.workloads.recipe.short_rows import is_python
+from pytest_megatron.workloads.training.run.last_words import tail
+from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunByHand:
+    """One run of the command as it is.
+
+    Attributes:
+        places: Where it left metrics, the best first.
+    """
+
+    end: CommandEnd
+    places: tuple[Found, ...]
+
+
+def in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command whose interpreter is named in full where it is not the one of pytest.
+
+    Rows start `python` as the interpreter that pytest runs in.
+    """
+    found = shutil.which(words[0])
+    if found is None:
+        raise LaunchError(
+            words[0], "is no command that can be found, expected a program; nothing was run"
+        )
+    is_ours = Path(found).parent == Path(sys.executable).parent
+    if is_python(words[0]) is None or is_ours or _prefix_of(found) == sys.prefix:
+        return words
+    click.echo(f"{words[0]} is {found}, and pytest runs in {sys.prefix}: the row names it in full")
+    return (found, *words[1:])
+
+
+def _prefix_of(python: str) -> str:
+    shown = subprocess.run(
+        [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=False
+    )
+    return shown.stdout.strip()
+
+
+def run_by_hand(
+    words: Sequence[str], root: Path, log: Path, limit_s: float, more: Mapping[str, str]
+) -> RunByHand:
+    """Run a command, with more variables, and copy its output.
+
+    Raises:
+        LaunchError: It did not end, or not well.
+    """
+    others = [Path(word.rpartition("=")[2]) for word in words]
+    search = MetricSearch(
+        root,
+        tuple(
+            {
+                p
+                for p in others
+                if p.is_absolute()
+                and not p.is_file()
+                and not p.is_relative_to(root)
+                and p.parent.is_dir()
+            }
+        ),
+    )
+    search.mark()
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **more}
+    followed, deadline = FollowedFile(log), time.monotonic() + limit_s
+    with GuardedProcess(words, env=env, cwd=root, output=log, grace_s=STOP_GRACE_S) as process:
+        while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
+            _copy(followed)
+        if end is None:
+            process.stop()
+            process.wait()
+    _copy(followed)
+    places = tuple(search.found(log))
+    if end is None:
+        raise LaunchError(
+            shlex.join(words),
+            f"did not end within {limit_s:g} s, {_how_far(places)}; give it an end, such as "
+            f"--max_steps 20, or --time-limit; nothing was written",
+        )
+    if end.returncode:
+        said = "; ".join(tail(log)[-2:])
+        raise LaunchError(
+            shlex.join(words),
+            f"ended with exit code {end.returncode}, {_how_far(places)}: {said}; mend it, then "
+            f"record it; nothing was written",
+        )
+    return RunByHand(end=end, places=places)
+
+
+def _copy(followed: FollowedFile) -> None:
+    for line in followed.new_lines():
+        click.echo(f"    {printable(line)}")
+
+
+def _how_far(places: Sequence[Found]) -> str:
+    if not places:
+        return "before it wrote any metric"
+    return f"after step {places[0].last_step} ({places[0].names[0]})"

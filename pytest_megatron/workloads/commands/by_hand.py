@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ import click
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
+from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.found import Found, MetricSearch
-from pytest_megatron.workloads.recipe.short_rows import is_python
+from pytest_megatron.workloads.recipe.short_rows import is_python, with_logs_of_ranks
 from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
@@ -31,10 +32,12 @@ class RunByHand:
 
     Attributes:
         places: Where it left metrics, the best first.
+        passed_over: Places with metrics that cannot be read, and why, a line each.
     """
 
     end: CommandEnd
     places: tuple[Found, ...]
+    passed_over: tuple[str, ...] = ()
 
 
 def in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -62,52 +65,65 @@ def _prefix_of(python: str) -> str:
 
 
 def run_by_hand(
-    words: Sequence[str], root: Path, log: Path, limit_s: float, more: Mapping[str, str]
+    words: Sequence[str],
+    root: Path,
+    dirs: PhaseDirs,
+    limit_s: float,
+    more: Mapping[str, str],
+    *,
+    is_joint: bool,
 ) -> RunByHand:
     """Run a command, with more variables, and copy its output.
+
+    Args:
+        words: The command.
+        root: Where it runs.
+        dirs: For its logs; torchrun is told to leave those of its ranks there.
+        limit_s: When to end it, in seconds.
+        more: Variables.
+        is_joint: Whether it starts ranks which all print into one log.
 
     Raises:
         LaunchError: It did not end, or not well.
     """
-    others = [Path(word.rpartition("=")[2]) for word in words]
-    search = MetricSearch(
-        root,
-        tuple(
-            {
-                p
-                for p in others
-                if p.is_absolute()
-                and not p.is_file()
-                and not p.is_relative_to(root)
-                and p.parent.is_dir()
-            }
-        ),
-    )
+    dirs.logs.mkdir(parents=True)
+    search = MetricSearch(root, tuple(dict.fromkeys(_directories_in(words, root))))
     search.mark()
     env = {**os.environ, "PYTHONUNBUFFERED": "1", **more}
-    followed, deadline = FollowedFile(log), time.monotonic() + limit_s
-    with GuardedProcess(words, env=env, cwd=root, output=log, grace_s=STOP_GRACE_S) as process:
+    followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
+    command = with_logs_of_ranks(words, dirs.logs)
+    with GuardedProcess(
+        command, env=env, cwd=root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
+    ) as process:
         while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
             _copy(followed)
         if end is None:
             process.stop()
             process.wait()
     _copy(followed)
-    places = tuple(search.found(log))
+    search.look(dirs, is_joint=is_joint)
     if end is None:
         raise LaunchError(
             shlex.join(words),
-            f"did not end within {limit_s:g} s, {_how_far(places)}; give it an end, such as "
+            f"did not end within {limit_s:g} s, {_how_far(search.places)}; give it an end, such as "
             f"--max_steps 20, or --time-limit; nothing was written",
         )
     if end.returncode:
-        said = "; ".join(tail(log)[-2:])
+        said = "; ".join(tail(dirs.launcher_log)[-2:])
         raise LaunchError(
             shlex.join(words),
-            f"ended with exit code {end.returncode}, {_how_far(places)}: {said}; mend it, then "
-            f"record it; nothing was written",
+            f"ended with exit code {end.returncode}, {_how_far(search.places)}: {said}; mend it, "
+            f"then record it; nothing was written",
         )
-    return RunByHand(end=end, places=places)
+    return RunByHand(end=end, places=tuple(search.places), passed_over=tuple(search.passed_over))
+
+
+def _directories_in(words: Sequence[str], root: Path) -> Iterator[Path]:
+    """Yield the directories outside of the project that a command names."""
+    for path in (Path(word.rpartition("=")[2]) for word in words):
+        is_outside = path.is_absolute() and not path.is_relative_to(root)
+        if is_outside and not path.is_file() and path.parent.is_dir():
+            yield path
 
 
 def _copy(followed: FollowedFile) -> None:

@@ -46,6 +46,14 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
         LaunchError: There is none, or its metrics end before the training should.
     """
     line = shlex.join(words)
+    for text in ran.passed_over:
+        click.echo(f"no metrics are read by step from {text}")
+    if not ran.places and ran.passed_over:
+        raise LaunchError(
+            line,
+            f"ended with exit code 0, and its metrics cannot be told apart: {ran.passed_over[0]}; "
+            f"nothing was written",
+        )
     if not ran.places:
         raise LaunchError(
             line,

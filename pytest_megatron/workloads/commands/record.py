@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pytest_megatron.base.files import JsonValue, write_text_atomically
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MegatronError, RecipeError
 from pytest_megatron.runs.find import kept_runs
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
+from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs, make_own_dir
 from pytest_megatron.workloads.commands.by_hand import in_this_environment, run_by_hand
 from pytest_megatron.workloads.commands.found import (
     Found,
@@ -80,16 +81,23 @@ def command(  # noqa: PLR0913 - the options
             make_own_dir(root)
             directory = root / OWN_DIR / "record" / time.strftime("%Y%m%d-%H%M%S")
             directory.mkdir(parents=True)
+        run = functools.partial(
+            run_by_hand,
+            program,
+            root,
+            limit_s=limit_s,
+            more=started.env,
+            is_joint=started.is_alone and started.ranks > 1,
+        )
         click.echo(f"running once as it is: {shlex.join(words)}")
-        ran = run_by_hand(program, root, directory / "first.log", limit_s, started.env)
+        ran = run(PhaseDirs(root=directory / "first"))
         best = choose(ran, metrics, words)
         if sys.stdin.isatty() and sys.stdout.isatty():
             row_name = name or click.prompt("name of the row", default=row_name)
             best = best if metrics else ask(best)
         row = row_of(row_name, words, best, ranks, ran.end.duration_s)
         if dry_run:
-            again = run_by_hand(program, root, directory / "second.log", limit_s, started.env)
-            other = choose(again, metrics, words)
+            other = choose(run(PhaseDirs(root=directory / "second")), metrics, words)
             click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
             is_equal = _compare_runs([best.metrics, other.metrics], best.names)
             click.echo(_golden(best, other))

@@ -200,22 +200,18 @@ class Collector:
             curves = read_files(self._files, source.form, source.step)
         curves.require(source.names)
         if not len(curves):
-            where = ", ".join(map(str, self._files.changed())) if self._files else ""
+            if self._files is None:
+                problem = "no printed line matches metrics.pattern; look at the logs there"
+                raise MetricsError(str(self._dirs.root), f"no metrics: {problem}")
+            where = ", ".join(map(str, self._files.changed()))
             raise MetricsError(where, "no metrics: no row of it has a number")
         return curves.metrics
 
 
 def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:
-    """Return the metrics that the first rank which prints any printed.
-
-    Raises:
-        MetricsError: None printed any.
-    """
-    for logs in _logs_of_ranks(dirs):
-        if len(found := read_printed(logs, pattern)):
-            return found
-    problem = "no metrics: no printed line matches metrics.pattern; look at the logs there"
-    raise MetricsError(str(dirs.root), problem)
+    """Return the metrics of the first rank that printed any; empty ones if none did."""
+    found = (read_printed(logs, pattern) for logs in _logs_of_ranks(dirs))
+    return next((curves for curves in found if len(curves)), Curves())
 
 
 def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Curves:

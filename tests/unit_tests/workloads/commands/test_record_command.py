@@ -29,6 +29,16 @@ if mode == "two":
         for step in range(1, last):
             print(f"step {step} loss {1 / step:.5f}")
             print(f"{step},{1 / step + (0.1 if step > 5 else 0)}", file=table)
+if mode == "ranks":
+    for step in range(last):
+        print(f"step {step} loss {(2.0 + int(os.environ['RANK'])) / (1 + step):.5f}", flush=True)
+if mode == "joint":
+    for step in range(last):
+        for rank in (0, 1):
+            print(f"step {step} loss {(2.0 + rank) / (1 + step):.5f}")
+if mode == "again":
+    for number, step in enumerate([*range(last), *range(last)]):
+        print(f"step {step} loss {3.0 - 0.1 * number:.5f}")
 if mode == "epochs":
     for step in range(last):
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
@@ -91,6 +101,30 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
     assert row.count("- Loss") == 1
     assert "- loss" not in row
+
+
+def test_the_metrics_of_ranks_are_those_of_the_first(project: Path) -> None:
+    launch = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = record(project, "--dry-run", "--", *launch, "loop.py", "ranks", "--max_steps=12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss: 12 steps, 0 to 11 by 1, 2 -> 0.16667" in done.stdout
+    assert "  ranks: 2\n  last_step: 11\n" in done.stdout
+
+
+def test_ranks_that_print_into_one_log_are_not_counted_as_one(project: Path) -> None:
+    launch = project / "accelerate"
+    launch.write_text('#!/bin/sh\nshift 3\nexec python "$@"\n')
+    launch.chmod(0o755)
+    words = [str(launch), "launch", "--num_processes", "2", "loop.py", "joint", "--max_steps=12"]
+    done = record(project, "--", *words)
+    assert done.returncode == 2
+    assert "cannot be told apart: printed lines: step 0 has 'loss' again, 3.0" in done.stderr
+
+
+def test_a_step_that_starts_again_is_told_before_values_are_counted(project: Path) -> None:
+    done = record(project, "--dry-run", "--", "python", "loop.py", "again")
+    told = "no metrics are read by step from printed lines: step 0 has 'loss' again after step 11"
+    assert (told in done.stdout, "printed, counted from 1" in done.stdout) == (True, True)
 
 
 def test_places_that_differ_at_a_later_step_are_named(project: Path) -> None:

@@ -168,8 +168,8 @@ class GoldenWriter:
             raise GoldenError(job.node_id, "; ".join(lines))
 
     def _refuse_uncommitted(self, facts: SessionFacts) -> None:
-        is_committed = facts.commit is not None and not facts.is_dirty
-        if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
+        is_writing = self._options.is_writing_goldens
+        if not is_writing or not facts.is_uncommitted or self._options.is_dirty_allowed:
             return
         state = "has no git commit" if facts.commit is None else "has uncommitted changes"
         if facts.commit is None and (mend := ask_git_for_owner(self._root)) is not None:

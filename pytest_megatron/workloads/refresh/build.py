@@ -76,7 +76,7 @@ def make_prospect(
     job = checked.job
     provenance = Provenance(
         commit=facts.commit,
-        is_dirty=facts.is_dirty,
+        is_dirty=facts.is_dirty and facts.is_uncommitted,
         gpu=_gpu(job, facts) if is_here else None,
         config_hash=_config_hash(job),
         world_size=checked.plan.phases[0].world_size,
@@ -114,7 +114,7 @@ def _provenance(
         is_equal = all(repeat == metrics for repeat in repeats)
     return Provenance(
         commit=facts.commit,
-        is_dirty=facts.is_dirty,
+        is_dirty=facts.is_dirty and facts.is_uncommitted,
         image=facts.image,
         gpu=gpu,
         driver=None if gpu is None else facts.host.driver,

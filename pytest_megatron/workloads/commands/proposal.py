@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path, PurePath
@@ -15,6 +15,8 @@ import click
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import CPU_PLATFORM, this_host
+from pytest_megatron.runs.environment import kept_variables
+from pytest_megatron.runs.redact import is_secret_name
 from pytest_megatron.workloads.commands.by_hand import RunByHand
 from pytest_megatron.workloads.commands.found import Found, description, disagreement, length_of
 from pytest_megatron.workloads.recipe.model import Vocabulary
@@ -115,14 +117,64 @@ def _gap(found: Found, name: str) -> int:
     return max((b - a for a, b in pairwise(steps)), default=1)
 
 
+# Of the families below, what a shell or an image sets on every machine.
+_EVERYWHERE = re.compile(
+    r"PATH|LD_.*|VIRTUAL_ENV.*|CUDA_(HOME|PATH)|.*_(VERSION|ARCH_LIST|SHA256)"
+    r"|PYTHON(UNBUFFERED|DONTWRITEBYTECODE|FAULTHANDLER)"
+).fullmatch
+_FAMILIES = (
+    *("ACCELERATE_*", "DS_*", "KMP_*", "TOKENIZERS_*", "TRANSFORMERS_*", "XLA_*"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+)
+
+
+def kept_of(names: Sequence[str], env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a row is to hold, after others that a training may read are told.
+
+    Args:
+        names: Those asked for.
+        env: Those of the shell.
+        own: Those that stand before the command.
+
+    Raises:
+        LaunchError: One is not set, or is a secret.
+    """
+    for name in names:
+        if name not in env:
+            raise LaunchError(f"--env {name}", "is not set here, expected a variable that is")
+        if is_secret_name(name):
+            raise LaunchError(
+                f"--env {name}", "is a secret, which no file may hold; leave it in the shell"
+            )
+    others = {
+        name: value
+        for name, value in sorted(kept_variables(env, names=_FAMILIES).items())
+        if name not in names and name not in own and not _EVERYWHERE(name)
+    }
+    if others:
+        said = [n if is_secret_name(n) else f"{n}={shlex.quote(v)}" for n, v in others.items()]
+        click.echo(
+            f"set in this shell, and not in the row: {' '.join(said)}; --env NAME keeps one there"
+        )
+    return {name: env[name] for name in names}
+
+
 def row_of(
-    name: str, words: Sequence[str], found: Found, ranks: int | None, duration_s: float
+    name: str,
+    words: Sequence[str],
+    found: Found,
+    *,
+    ranks: int | None,
+    env: Mapping[str, str],
+    duration_s: float,
 ) -> dict[str, JsonValue]:
     """Return the row; every guess is a key of its own."""
     limit_s = max(_LEAST_LIMIT_S, math.ceil(duration_s * _TIMES_AS_LONG / 60) * 60)
     row: dict[str, JsonValue] = {"name": name, "command": shlex.join(words)}
     if ranks is not None:
         row["ranks"] = ranks
+    if env:
+        row["env"] = dict(env)
     row["last_step"] = found.last_step
     if (length := length_of(words)) is not None:
         flag, _ = length

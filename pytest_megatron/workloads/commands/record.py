@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pytest_megatron.workloads.commands.by_hand import in_this_environment, run_
 from pytest_megatron.workloads.commands.found import (
     Found,
 )
-from pytest_megatron.workloads.commands.proposal import ask, choose, name_of, row_of
+from pytest_megatron.workloads.commands.proposal import ask, choose, kept_of, name_of, row_of
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
 from pytest_megatron.workloads.golden.store import golden_text, read_metrics
@@ -38,7 +39,10 @@ _LIMIT_S = 600.0
 @root_option
 @click.option("--name", help="Name of the row.  [default: that of the program]")
 @click.option("--metric", "metrics", multiple=True, help="Metric to compare; may be repeated.")
-@click.option("--reason", help="Why the golden may be odd, such as a loss that does not fall.")
+@click.option("--env", "kept", multiple=True, metavar="NAME", help="Variable that the row holds.")
+@click.option(
+    *("--golden-reason", "reason"), help="Why the golden may be odd: its loss does not fall."
+)
 @click.option("--dry-run", is_flag=True, help="Run it twice, show row and golden, write nothing.")
 @click.option(
     *("--time-limit", "limit_s"),
@@ -53,6 +57,7 @@ def command(  # noqa: PLR0913 - the options
     root: Path,
     name: str | None,
     metrics: tuple[str, ...],
+    kept: tuple[str, ...],
     reason: str | None,
     dry_run: bool,
     limit_s: float,
@@ -74,7 +79,8 @@ def command(  # noqa: PLR0913 - the options
     program = in_this_environment(words[len(assigned) :])
     words = (*assigned, *program)
     row_name = name or name_of(program, root)
-    ranks = None if started.is_alone else started.ranks
+    _refuse_known(root, row_name)
+    env = kept_of(kept, os.environ, started.env)
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-record-") as scratch:
         directory = Path(scratch)
         if not dry_run:
@@ -94,8 +100,16 @@ def command(  # noqa: PLR0913 - the options
         best = choose(ran, metrics, words)
         if sys.stdin.isatty() and sys.stdout.isatty():
             row_name = name or click.prompt("name of the row", default=row_name)
+            _refuse_known(root, row_name)
             best = best if metrics else ask(best)
-        row = row_of(row_name, words, best, ranks, ran.end.duration_s)
+        row = row_of(
+            row_name,
+            words,
+            best,
+            ranks=None if started.is_alone else started.ranks,
+            env=env,
+            duration_s=ran.end.duration_s,
+        )
         if dry_run:
             other = choose(run(PhaseDirs(root=directory / "second")), metrics, words)
             click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
@@ -103,6 +117,16 @@ def command(  # noqa: PLR0913 - the options
             click.echo(_golden(best, other))
             sys.exit(0 if is_equal else EXIT_FAILED)
     sys.exit(_write(root, row, best, name=row_name, reason=reason))
+
+
+def _refuse_known(root: Path, name: str) -> None:
+    """Refuse a name that has a row.
+
+    Raises:
+        RecipeError: It has.
+    """
+    if (file := root / "recipes" / f"{name}.yaml").exists():
+        raise RecipeError(str(file), "is there already; give another --name, or remove it")
 
 
 def _text(recipe: Mapping[str, JsonValue]) -> str:
@@ -158,10 +182,6 @@ def _write(
     """Write the row, have pytest record its golden, and return the exit code."""
     text = _text(recipe)
     file = root / "recipes" / f"{name}.yaml"
-    if file.exists() and file.read_text(encoding="utf-8") != text:
-        raise RecipeError(
-            str(file), "is there already, with other content; give another --name, or remove it"
-        )
     file.parent.mkdir(exist_ok=True)
     write_text_atomically(file, text)
     shown = file.relative_to(root)

@@ -17,7 +17,9 @@ mode = sys.argv[1]
 noise = random.SystemRandom().random() if mode == "noisy" else 0.0
 for step in range(last if mode != "early" else 5):
     loss = 3.0 / (1 + 0.111 * step) + noise
-    if mode == "print" or mode == "noisy" or mode == "early":
+    if mode == "rising":
+        loss = 3.0 + step
+    if mode == "rising" or mode == "print" or mode == "noisy" or mode == "early":
         print(f"step {step} | loss {loss:.5f} | 3 ms", flush=True)
     if mode == "jsonl":
         os.makedirs("out/run_1", exist_ok=True)
@@ -61,12 +63,16 @@ def project(tmp_path: Path) -> Path:
 
 
 def record(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return command(project, "record", *words)
+
+
+def command(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     main = "from pytest_megatron.cli import main; main()"
-    command = [sys.executable, "-c", main, "record", *words]
+    own = [sys.executable, "-c", main, *words]
     return subprocess.run(
-        command, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
+        own, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
     )
 
 
@@ -177,8 +183,45 @@ def test_a_command_that_does_not_end_is_ended(project: Path) -> None:
     assert "did not end within 2 s, before it wrote any metric; give it an end" in done.stderr
 
 
-def test_another_row_is_never_overwritten(project: Path) -> None:
+def test_a_name_that_has_a_row_is_refused_before_anything_runs(project: Path) -> None:
     (project / "recipes").mkdir()
     (project / "recipes" / "loop.yaml").write_text("rows: []\n")
     done = record(project, "--", "python", "loop.py", "print")
-    assert (done.returncode, "is there already, with other content" in done.stderr) == (2, True)
+    assert (done.returncode, "is there already; give another --name" in done.stderr) == (2, True)
+    assert "running" not in done.stdout
+
+
+def test_variables_of_the_shell_are_told_and_kept_where_asked(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("ASKED", "me")
+    words = ["python", "loop.py", "epochs", "--max_steps=12"]
+    done = record(project, "--dry-run", "--env", "ASKED", "--", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = next(line for line in done.stdout.splitlines() if "not in the row" in line)
+    assert " HF_TOKEN " in told
+    assert " OMP_NUM_THREADS=1" in told
+    assert "  env:\n    ASKED: me\n" in done.stdout
+    assert "hf_abcdef" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "problem"), [("NO_SUCH", "is not set"), ("HF_TOKEN", "a secret")])
+def test_a_variable_that_no_row_can_hold_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    done = record(project, "--env", name, "--", "python", "loop.py", "print")
+    assert (done.returncode, problem in done.stderr, "running" in done.stdout) == (2, True, False)
+
+
+def test_a_refused_golden_is_accepted_by_its_reason_alone(project: Path) -> None:
+    commit = ["git", "-c", "user.name=u", "-c", "user.email=u@u", "commit", "-qm", "base"]
+    subprocess.run(["git", "add", "-A"], cwd=project, check=True)  # noqa: S607 - the user's
+    subprocess.run(commit, cwd=project, check=True)
+    done = record(project, "--", "python", "loop.py", "rising")
+    assert (done.returncode, "with --golden-reason TEXT" in done.stdout) == (1, True)
+    run = next((project / ".pytest_megatron" / "runs").iterdir())
+    accepted = command(project, "golden", "accept", str(run), "--reason", "it rises")
+    assert accepted.returncode == 0, accepted.stdout + accepted.stderr

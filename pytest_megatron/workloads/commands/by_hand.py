@@ -26,7 +26,7 @@ from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, Followed
 _POLL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunByHand:
     """One run of the command as it is.
 
@@ -37,7 +37,7 @@ class RunByHand:
 
     end: CommandEnd
     places: tuple[Found, ...]
-    passed_over: tuple[str, ...] = ()
+    passed_over: tuple[str, ...]
 
 
 def in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -64,58 +64,68 @@ def _prefix_of(python: str) -> str:
     return shown.stdout.strip()
 
 
-def run_by_hand(
-    words: Sequence[str],
-    root: Path,
-    dirs: PhaseDirs,
-    limit_s: float,
-    more: Mapping[str, str],
-    *,
-    is_joint: bool,
-) -> RunByHand:
-    """Run a command, with more variables, and copy its output.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByHand:
+    """A command that is run as it is.
 
-    Args:
+    Attributes:
         words: The command.
         root: Where it runs.
-        dirs: For its logs; torchrun is told to leave those of its ranks there.
+        directory: For its logs.
         limit_s: When to end it, in seconds.
-        more: Variables.
+        env: Variables beside those of the shell.
         is_joint: Whether it starts ranks which all print into one log.
-
-    Raises:
-        LaunchError: It did not end, or not well.
     """
-    dirs.logs.mkdir(parents=True)
-    search = MetricSearch(root, tuple(dict.fromkeys(_directories_in(words, root))))
-    search.mark()
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **more}
-    followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
-    command = with_logs_of_ranks(words, dirs.logs)
-    with GuardedProcess(
-        command, env=env, cwd=root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
-    ) as process:
-        while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
-            _copy(followed)
+
+    words: Sequence[str]
+    root: Path
+    directory: Path
+    limit_s: float
+    env: Mapping[str, str]
+    is_joint: bool
+
+    def run(self, name: str) -> RunByHand:
+        """Run it, copy its output, and look for its metrics.
+
+        Args:
+            name: Of the directory of its logs; torchrun is told to leave those of its ranks there.
+
+        Raises:
+            LaunchError: It did not end, or not well.
+        """
+        words, limit_s = self.words, self.limit_s
+        dirs = PhaseDirs(root=self.directory / name)
+        dirs.logs.mkdir(parents=True)
+        search = MetricSearch(self.root, tuple(dict.fromkeys(_directories_in(words, self.root))))
+        search.mark()
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
+        command = with_logs_of_ranks(words, dirs.logs)
+        with GuardedProcess(
+            command, env=env, cwd=self.root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
+        ) as process:
+            while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
+                _copy(followed)
+            if end is None:
+                process.stop()
+                process.wait()
+        _copy(followed)
+        search.look(dirs, is_joint=self.is_joint)
+        line, far = shlex.join(words), _how_far(search.places)
         if end is None:
-            process.stop()
-            process.wait()
-    _copy(followed)
-    search.look(dirs, is_joint=is_joint)
-    if end is None:
-        raise LaunchError(
-            shlex.join(words),
-            f"did not end within {limit_s:g} s, {_how_far(search.places)}; give it an end, such as "
-            f"--max_steps 20, or --time-limit; nothing was written",
-        )
-    if end.returncode:
-        said = "; ".join(tail(dirs.launcher_log)[-2:])
-        raise LaunchError(
-            shlex.join(words),
-            f"ended with exit code {end.returncode}, {_how_far(search.places)}: {said}; mend it, "
-            f"then record it; nothing was written",
-        )
-    return RunByHand(end=end, places=tuple(search.places), passed_over=tuple(search.passed_over))
+            raise LaunchError(
+                line,
+                f"did not end within {limit_s:g} s, {far}; give it an end, such as --max_steps 20, "
+                f"or --time-limit; nothing was written",
+            )
+        if end.returncode:
+            said = "; ".join(tail(dirs.launcher_log)[-2:])
+            raise LaunchError(
+                line,
+                f"ended with exit code {end.returncode}, {far}: {said}; mend it, then record it; "
+                f"nothing was written",
+            )
+        return RunByHand(end, tuple(search.places), tuple(search.passed_over))
 
 
 def _directories_in(words: Sequence[str], root: Path) -> Iterator[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 import subprocess
@@ -16,19 +15,19 @@ import click
 import yaml
 
 from pytest_megatron.base.command import EXIT_FAILED, root_option
-from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MegatronError, RecipeError
 from pytest_megatron.runs.find import kept_runs
-from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs, make_own_dir
-from pytest_megatron.workloads.commands.by_hand import in_this_environment, run_by_hand
+from pytest_megatron.runs.layout import BY_HAND, OWN_DIR, make_own_dir
+from pytest_megatron.workloads.commands.by_hand import ByHand, in_this_environment
 from pytest_megatron.workloads.commands.found import (
     Found,
 )
 from pytest_megatron.workloads.commands.proposal import ask, choose, kept_of, name_of, row_of
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
-from pytest_megatron.workloads.golden.store import golden_text, read_metrics
+from pytest_megatron.workloads.golden.store import golden_text, metrics_to_json, read_metrics
 from pytest_megatron.workloads.recipe.model import RowError
 from pytest_megatron.workloads.recipe.short_rows import read_command
 
@@ -65,8 +64,8 @@ def command(  # noqa: PLR0913 - the options
 ) -> None:
     """Run COMMAND as it is, find the metrics that it writes, and record a row and its golden.
 
-    The command runs once by hand; its row then runs twice with `--golden record`, which shows
-    whether it repeats. What was guessed is printed and stands in the row, to be changed. On a
+    The command runs once by hand and once as a row with `--golden record`, which shows whether it
+    repeats. What was guessed is printed and stands in the row, to be changed. On a
     terminal it asks for name and metrics. Exits with 0 if row and golden are written, with 1 if the
     runs differ or the golden is refused, with 2 if there is nothing to record.
     """
@@ -87,16 +86,16 @@ def command(  # noqa: PLR0913 - the options
             make_own_dir(root)
             directory = root / OWN_DIR / "record" / time.strftime("%Y%m%d-%H%M%S")
             directory.mkdir(parents=True)
-        run = functools.partial(
-            run_by_hand,
-            program,
-            root,
+        by_hand = ByHand(
+            words=program,
+            root=root,
+            directory=directory,
             limit_s=limit_s,
-            more=started.env,
+            env=started.env,
             is_joint=started.is_alone and started.ranks > 1,
         )
         click.echo(f"running once as it is: {shlex.join(words)}")
-        ran = run(PhaseDirs(root=directory / "first"))
+        ran = by_hand.run("first")
         best = choose(ran, metrics, words)
         if sys.stdin.isatty() and sys.stdout.isatty():
             row_name = name or click.prompt("name of the row", default=row_name)
@@ -111,12 +110,13 @@ def command(  # noqa: PLR0913 - the options
             duration_s=ran.end.duration_s,
         )
         if dry_run:
-            other = choose(run(PhaseDirs(root=directory / "second")), metrics, words)
+            other = choose(by_hand.run("second"), metrics, words)
             click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
             is_equal = _compare_runs([best.metrics, other.metrics], best.names)
+            click.echo("" if is_equal else _ADVICE)
             click.echo(_golden(best, other))
             sys.exit(0 if is_equal else EXIT_FAILED)
-    sys.exit(_write(root, row, best, name=row_name, reason=reason))
+        sys.exit(_write(by_hand, row, best, name=row_name, reason=reason))
 
 
 def _refuse_known(root: Path, name: str) -> None:
@@ -159,8 +159,6 @@ def _compare_runs(runs: Sequence[MetricMap], names: Sequence[str]) -> bool:
         else:
             num = counted(len(steps), "step")
             click.echo(f"{name} repeats: {num} equal in {counted(len(runs), 'run')}")
-    if not is_equal:
-        click.echo(_ADVICE)
     return is_equal
 
 
@@ -174,28 +172,41 @@ _ADVICE = (
     "its seed, and on GPUs deterministic algorithms; if it cannot repeat, add `deterministic: "
     "false` to the row, whose golden is then compared with the spread of its repeats"
 )
+_AS_A_ROW = (
+    "by hand it repeats, as a row it differs: there the project is the first of PYTHONPATH, our "
+    "launcher replaces torchrun, and `python` is that of pytest; see plan.json of the run"
+)
 
 
 def _write(
-    root: Path, recipe: dict[str, JsonValue], best: Found, *, name: str, reason: str | None
+    by_hand: ByHand, recipe: dict[str, JsonValue], best: Found, *, name: str, reason: str | None
 ) -> int:
     """Write the row, have pytest record its golden, and return the exit code."""
-    text = _text(recipe)
+    root, text = by_hand.root, _text(recipe)
     file = root / "recipes" / f"{name}.yaml"
     file.parent.mkdir(exist_ok=True)
     write_text_atomically(file, text)
     shown = file.relative_to(root)
-    click.echo(f"\n{shown}:\n\n{text}\nrunning the row twice:")
-    arguments = ["--golden", "record", "--n-repeat", "2", "--allow-dirty"]
+    click.echo(f"\n{shown}:\n\n{text}\nrunning the row, which has to repeat it:")
+    first = by_hand.directory / "by_hand.json"
+    write_json_atomically(first, metrics_to_json(best.metrics))
+    arguments = ["--golden", "record", "--allow-dirty"]
     arguments += [] if reason is None else ["--golden-reason", reason]
     session = [sys.executable, "-m", "pytest", "-p", "megatron", str(shown), *arguments]
-    code = subprocess.run(session, cwd=root, check=False).returncode
-    runs = _measured(root)
-    is_equal = not runs or _compare_runs([best.metrics, *runs], best.names)
+    env = {**os.environ, BY_HAND: str(first)}
+    code = subprocess.run(session, cwd=root, env=env, check=False).returncode
+    measured = _measured(root)
+    is_equal = not measured or _compare_runs([best.metrics, *measured], best.names)
     if code == 0 and is_equal:
         click.echo(f"wrote {shown} and its golden; from now on: pytest -p megatron {shown}")
         return 0
-    why = "the runs differ" if not is_equal else "the session says above why"
+    why = "the session says above why"
+    if not is_equal:
+        why = "the runs differ"
+        click.echo("running once more by hand, to see which of them it is:")
+        places = by_hand.run("third").places
+        again = next((place.metrics for place in places if place.keys == best.keys), {})
+        click.echo(_AS_A_ROW if _compare_runs([best.metrics, again], best.names) else _ADVICE)
     click.echo(f"{shown} is written, but has no golden that can be relied on: {why}")
     return EXIT_FAILED
 

@@ -19,7 +19,9 @@ for step in range(last if mode != "early" else 5):
     loss = 3.0 / (1 + 0.111 * step) + noise
     if mode == "rising":
         loss = 3.0 + step
-    if mode == "rising" or mode == "print" or mode == "noisy" or mode == "early":
+    if mode == "elsewhere":
+        loss += "PYTHONFAULTHANDLER" in os.environ
+    if mode in ("rising", "elsewhere") or mode == "print" or mode == "noisy" or mode == "early":
         print(f"step {step} | loss {loss:.5f} | 3 ms", flush=True)
     if mode == "jsonl":
         os.makedirs("out/run_1", exist_ok=True)
@@ -94,9 +96,11 @@ def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
         "  time_limit: 60\n"
     )
     golden = project / "golden_values/loop/loop/golden_values_dev_cpu.json"
-    assert len(json.loads(golden.read_text())["train/loss"]["values"]) == 12
+    written = json.loads(golden.read_text())
+    assert len(written["train/loss"]["values"]) == 12
+    assert (written["_provenance"]["repeats"], written["_provenance"]["deterministic"]) == (2, True)
     assert "train/loss: 12 steps, 0 to 11 by 1, 3 -> 1.35074  █" in done.stdout
-    assert "train/loss repeats: 12 steps equal in 3 runs" in done.stdout
+    assert "train/loss repeats: 12 steps equal in 2 runs" in done.stdout
 
 
 def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Path) -> None:
@@ -146,10 +150,19 @@ def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> Non
     assert sorted(path.name for path in project.iterdir()) == [".git", "loop.py"]
 
 
+def test_a_row_that_differs_from_a_command_that_repeats_is_told(project: Path) -> None:
+    done = record(project, "--", "python", "loop.py", "elsewhere")
+    assert done.returncode == 1
+    assert "loss differs in 12 of 12 steps" in done.stdout
+    assert "loss repeats: 12 steps equal in 2 runs" in done.stdout
+    assert "by hand it repeats, as a row it differs" in done.stdout
+
+
 def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
     done = record(project, "--", "python", "loop.py", "noisy")
     assert done.returncode == 1
     assert "loss differs in 12 of 12 steps, first at step 0: " in done.stdout
+    assert "running once more by hand" in done.stdout
     assert "give the command its seed" in done.stdout
     assert "deterministic" not in (project / "recipes" / "loop.yaml").read_text()
     assert not (project / "golden_values").exists()

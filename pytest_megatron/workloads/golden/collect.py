@@ -8,7 +8,9 @@ file of the phase; progress, judgement and pages read that file, or else what th
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ _PROBLEM = "_problem"
 _TAIL_BYTES = 1 << 12
 _PASSED_OVER = frozenset(("__pycache__", "node_modules", "site-packages", OWN_DIR.name, "venv"))
 _MAGIC = frozenset("*?[")
+_BAR = re.compile(r"\b(\d+)/(\d+) \[\d").findall
+_BAR_BYTES, _FURTHER = 1 << 16, 1.5
 
 
 def has_measured(dirs: PhaseDirs) -> bool:
@@ -246,6 +250,26 @@ def _logs_of_ranks(dirs: PhaseDirs) -> Iterator[list[Path]]:
             ranks.setdefault((node, int(path.parent.name)), []).append(path)
     yield from (logs for _, logs in sorted(ranks.items()))
     yield [dirs.launcher_log]
+
+
+def progress_bar(dirs: PhaseDirs, last: int) -> int | None:
+    """Return how far the training's progress bar, as tqdm prints it, is; None without one.
+
+    Args:
+        dirs: The logs.
+        last: The last step that is logged: a bar to that step, or a little further, is the one.
+    """
+    for log in itertools.chain.from_iterable(_logs_of_ranks(dirs)):
+        bars = _BAR(_end_of(log)) if log.is_file() else []
+        if found := [int(at) for at, end in bars if last <= int(end) < _FURTHER * last]:
+            return found[-1]
+    return None
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _BAR_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def newest(metrics: MetricMap, names: tuple[str, ...]) -> tuple[int, str, float | str] | None:

@@ -20,7 +20,11 @@ from pytest_megatron.base.files import read_json, write_json_atomically
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs
 from pytest_megatron.workloads.golden.formats.rows import (
+    LINES,
     Curves,
+    Place,
+    PrintedReader,
+    RowReader,
     find_disagreement,
     read_printed,
     read_rows,
@@ -169,6 +173,8 @@ class Collector:
         self._source = source
         self._dirs = dirs
         self._files: WatchedFiles | None = None
+        self._growing: dict[Path, _GrowingFile] = {}
+        self._printed: dict[tuple[Path, ...], PrintedReader] = {}
         if source.path is not None:
             self._files = WatchedFiles(root, source.path)
             self._files.mark()
@@ -177,10 +183,13 @@ class Collector:
         """Read what is there, and write it to `PhaseDirs.collected`.
 
         Args:
-            is_ended: Whether nothing more is going to be written: then a problem counts.
+            is_ended: Whether nothing more is going to be written: then a problem counts, and all is
+                read once more from its start, also what was written anew.
         """
+        if is_ended:
+            self._growing, self._printed = {}, {}
         try:
-            metrics = self._read()
+            metrics = self._read(is_ended=is_ended)
         except (GoldenError, MetricsError, UnicodeDecodeError) as error:
             if is_ended:
                 where = getattr(error, "where", str(self._source.path))
@@ -189,7 +198,7 @@ class Collector:
             return
         write_json_atomically(self._dirs.collected, metrics_to_json(metrics))
 
-    def _read(self) -> MetricMap:
+    def _read(self, *, is_ended: bool) -> MetricMap:
         """Return the metrics.
 
         Raises:
@@ -197,11 +206,15 @@ class Collector:
         """
         source = self._source
         if self._files is None:
-            assert source.lines is not None
-            curves = read_logs(self._dirs, source.lines)
+            curves = self._read_on_logs()
         else:
             assert source.form is not None
-            curves = read_files(self._files, source.form, source.step)
+            is_whole = is_ended or source.form not in LINES
+            curves = (
+                read_files(self._files, source.form, source.step)
+                if is_whole
+                else self._read_on(self._files, source.form)
+            )
         curves.require(source.names)
         if not len(curves):
             if self._files is None:
@@ -210,6 +223,39 @@ class Collector:
             where = ", ".join(map(str, self._files.changed()))
             raise MetricsError(where, "no metrics: no row of it has a number")
         return curves.metrics
+
+    def _read_on_logs(self) -> Curves:
+        assert self._source.lines is not None
+        for logs in map(tuple, _logs_of_ranks(self._dirs)):
+            reader = self._printed.setdefault(logs, PrintedReader(self._source.lines))
+            if len(curves := reader.read(logs)):
+                return curves
+        return Curves()
+
+    def _read_on(self, files: WatchedFiles, form: MetricFormat) -> Curves:
+        """Return the metrics of files of lines, of which only what is new is read."""
+        curves = Curves()
+        for path, start in files.changed().items():
+            known = self._growing.get(path)
+            if known is None or known.tail != _tail_before(path, known.place.at):
+                known = _GrowingFile(Place(at=start), RowReader(self._source.step))
+                self._growing[path] = known
+            curves.merge(known.rows.read(rows_of(path, form, place=known.place)), str(path))
+            known.tail = _tail_before(path, known.place.at)
+        return curves
+
+
+@dataclass(slots=True)
+class _GrowingFile:
+    """A file of lines that is read while it grows.
+
+    Attributes:
+        tail: Digest of what stands before `place`; another one if the file was written anew.
+    """
+
+    place: Place
+    rows: RowReader
+    tail: int = 0
 
 
 def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:

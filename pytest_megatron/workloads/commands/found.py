@@ -197,7 +197,8 @@ def description(name: str, series: Series) -> str:
 
 
 _LENGTH = re.compile(
-    r"[-+]*(?:\w+\.)*(?:max|num|train|total)[-_](?:train[-_])?(?:steps?|iters?|iterations)"
+    r"[-+]*(?:\w+\.)*(?:(?:max|num|train|total)[-_](?:train[-_])?|train(?:ing)?\.)"
+    r"(?:steps?|iters?|iterations)"
 )
 
 

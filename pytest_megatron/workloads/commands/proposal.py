@@ -21,7 +21,7 @@ from pytest_megatron.workloads.commands.by_hand import RunByHand
 from pytest_megatron.workloads.commands.found import Found, description, disagreement, length_of
 from pytest_megatron.workloads.recipe.model import Vocabulary
 
-_LEAST_LIMIT_S, _TIMES_AS_LONG = 60, 5
+_LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 60, 3, 30
 _PLATFORMS = Vocabulary().platforms
 _SHOWN = 12  # metrics
 _ANY = ("main", "run", "train")  # names that say nothing
@@ -169,7 +169,7 @@ def row_of(
     duration_s: float,
 ) -> dict[str, JsonValue]:
     """Return the row; every guess is a key of its own."""
-    limit_s = max(_LEAST_LIMIT_S, math.ceil(duration_s * _TIMES_AS_LONG / 60) * 60)
+    limit_s = max(_LEAST_LIMIT_S, math.ceil(duration_s * _TIMES_AS_LONG / _WHOLE_S) * _WHOLE_S)
     row: dict[str, JsonValue] = {"name": name, "command": shlex.join(words)}
     if ranks is not None:
         row["ranks"] = ranks

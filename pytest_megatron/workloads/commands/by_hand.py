@@ -119,7 +119,10 @@ class ByHand:
                 f"or --time-limit; nothing was written",
             )
         if end.returncode:
-            said = "; ".join(tail(dirs.launcher_log)[-2:])
+            logs = (*sorted(dirs.logs.rglob("stderr.log")), dirs.launcher_log)
+            ends = [tail(log) for log in logs]  # of a rank its traceback says more than torchrun's
+            traces = (lines for lines in ends if lines and lines[0].startswith("Traceback"))
+            said = "; ".join(next(traces, ends[-1])[-2:])
             raise LaunchError(
                 line,
                 f"ended with exit code {end.returncode}, {far}: {said}; mend it, then record it; "

@@ -148,7 +148,7 @@ class MetricSearch:
 def _oddities(where: str, curves: Curves) -> list[str]:
     """Return a line where metrics to compare have two values at a step."""
     odd = [text for name, (_, text) in curves.disagreements.items() if _COMPARED.search(name)]
-    return [f"{where}: {text}" for text in odd[:1]]
+    return [f"{where}: {text.partition(';')[0]}" for text in odd[:1]]
 
 
 def _sound(curves: Curves) -> MetricMap:

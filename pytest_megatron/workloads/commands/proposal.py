@@ -54,7 +54,7 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
         raise LaunchError(
             line,
             f"ended with exit code 0, and its metrics cannot be told apart: {ran.passed_over[0]}; "
-            f"nothing was written",
+            f"have one rank write them, by a step that goes on; nothing was written",
         )
     if not ran.places:
         raise LaunchError(

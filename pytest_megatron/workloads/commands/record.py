@@ -130,7 +130,9 @@ def _refuse_known(root: Path, name: str) -> None:
 
 
 def _text(recipe: Mapping[str, JsonValue]) -> str:
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.safe_dump(
+        recipe, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None
+    )
 
 
 def _golden(best: Found, other: Found) -> str:

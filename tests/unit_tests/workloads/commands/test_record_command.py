@@ -90,8 +90,7 @@ def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
         "  metrics:\n"
         "    source: jsonl\n"
         "    path: out/**/log.jsonl\n"
-        "    names:\n"
-        "    - train/loss\n"
+        "    names: [train/loss]\n"
         "  platforms: cpu\n"
         "  time_limit: 60\n"
     )
@@ -109,8 +108,7 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     assert "left out: loss ends at step 2, others go on to 12; --metric compares" in done.stdout
     row = (project / "recipes" / "loop.yaml").read_text()
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
-    assert row.count("- Loss") == 1
-    assert "- loss" not in row
+    assert "names: [Loss]\n" in row
 
 
 def test_the_metrics_of_ranks_are_those_of_the_first(project: Path) -> None:
@@ -174,6 +172,10 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
         (["python", "loop.py", "nothing"], "wrote no metric, expected a loss in files of"),
         (["python", "loop.py", "crash"], "ended with exit code 1, after step 0 (loss): "),
         (
+            ["python", "-m", "torch.distributed.run", "loop.py", "crash"],
+            "ValueError: the data ran out; mend it, then record it",
+        ),
+        (
             ["python", "loop.py", "early", "--max_steps=12"],
             "ended with exit code 0 at step 4 of its loss, and --max_steps is 12; nothing was",
         ),
@@ -216,7 +218,7 @@ def test_variables_of_the_shell_are_told_and_kept_where_asked(
     told = next(line for line in done.stdout.splitlines() if "not in the row" in line)
     assert " HF_TOKEN " in told
     assert " OMP_NUM_THREADS=1" in told
-    assert "  env:\n    ASKED: me\n" in done.stdout
+    assert "  env: {ASKED: me}\n" in done.stdout
     assert "hf_abcdef" not in done.stdout
 
 

@@ -60,10 +60,12 @@ def _troubles() -> Iterator[str]:
 
 def _drivers() -> Iterator[str]:
     yield "\n## Drivers\n"
-    yield "| CUDA | driver of its release | least driver of the major version |"
+    yield "| CUDA | least driver | release: driver that it came with |"
     yield "|---|---|---|"
-    for cuda, driver in compat().release_driver.items():
-        yield f"| {cuda} | {driver} | {compat().least_driver[cuda.partition('.')[0]]} |"
+    for major, least in compat().least_driver.items():
+        found = compat().release_driver.items()
+        shown = (f"{cuda}: {driver}" for cuda, driver in found if cuda.split(".")[0] == major)
+        yield f"| {major} | {least} | {', '.join(shown)} |"
 
 
 def _packages() -> Iterator[str]:

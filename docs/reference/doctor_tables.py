@@ -35,11 +35,11 @@ def check_tables() -> str:
 
 
 def _rules(shown: Mapping[str, CheckRule]) -> Iterator[str]:
-    yield "\n## Rules"
+    yield "\n## Rules\n"
+    yield "| id | severity | what is checked | why it matters | what to do | source |"
+    yield "|---|---|---|---|---|---|"
     for group, members in itertools.groupby(shown.values(), key=lambda rule: rule.group):
-        yield f"\n### {group}\n"
-        yield "| id | severity | what is checked | why it matters | what to do | source |"
-        yield "|---|---|---|---|---|---|"
+        yield f"| **{group}** | | | | | |"
         for rule in members:
             cells = (rule.checks, rule.wrong, rule.mend, rule.source)
             words = (cell.replace("|", "\\|").replace("*", "\\*") for cell in cells)

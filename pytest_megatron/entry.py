@@ -64,6 +64,7 @@ def _load(manager: pytest.PytestPluginManager) -> None:
 
 
 def _asks(config: pytest.Config) -> bool:
+    """Return whether the session asks for the plugin."""
     given = getattr(config, "known_args_namespace", None)
     is_early = given is None  # before pytest reads its ini file it loads plugins by name alone
     words = _plugins_of(config.invocation_params.args) if given is None else given.plugins

@@ -81,6 +81,7 @@ def matches(pattern: str, expected: str = "") -> Checked:
     """Return the limit that a text must match all of a pattern, which `expected` has in words."""
 
     def check(text: str) -> str:
+        """Return the text if the whole of it fits the pattern."""
         if re.fullmatch(pattern, text) is None:
             raise ExpectedError(expected or f"a match of {pattern}")
         return text
@@ -338,6 +339,7 @@ def adapter(kind: type[_T]) -> TypeAdapter[_T]:
 
 @functools.cache
 def _adapter(kind: type) -> TypeAdapter[object]:
+    """Return pydantic's validator of a class; pydantic is imported late."""
     from pydantic import TypeAdapter  # noqa: PLC0415  slow to import
 
     return TypeAdapter(kind)

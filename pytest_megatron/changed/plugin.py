@@ -247,6 +247,7 @@ class Selector:
             return open_failures(read_drawn(self._drawn_path))
 
     def _prepare(self) -> ProjectState:
+        """Return the state of the project, read and computed on the first call."""
         if self._state is None:
             with usage_errors():
                 self._record = read_record(self._path)
@@ -424,6 +425,7 @@ class Selector:
         shutil.rmtree(recorder.directory, ignore_errors=True)
 
     def _finished(self, node_id: str, notes: WindowNotes) -> FinishedTest:
+        """Return what the record keeps of a test that ended."""
         problem = self._failed.get(node_id, "")
         is_training_noted = notes.num_processes > 1  # besides the controller
         is_workload = notes.mode.startswith(_WORKLOAD)

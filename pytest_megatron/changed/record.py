@@ -156,6 +156,7 @@ def merge_records(records: Iterable[TestRecord]) -> TestRecord:
 
 
 def _number(states: list[ProjectState], state: ProjectState) -> int:
+    """Return the place of a state in the list, at whose end it is put if it is new."""
     if state not in states:
         states.append(state)
     return states.index(state)

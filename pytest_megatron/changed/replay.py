@@ -173,6 +173,7 @@ class _CommitTree:
                 self._files[path], self._modes[path] = name, mode
 
     def _real(self, path: str) -> str:
+        """Return a path with its links followed."""
         for _ in range(_MOST_LINKS):
             if path not in self._links:
                 break
@@ -190,6 +191,7 @@ class _CommitTree:
 
     @functools.cached_property
     def _directories(self) -> Mapping[str, set[str]]:
+        """Return the names in each directory of the commit."""
         found: dict[str, set[str]] = defaultdict(set)
         for path in (*self._files, *self._links):
             parent, name = posixpath.split(path)
@@ -245,6 +247,7 @@ def _snapshot(
     subject: str,
     records: Sequence[TestRecord],
 ) -> _Snapshot:
+    """Return the files of a commit, and what of the records fits it."""
     root, start = place
     listing = read_git(root, "ls-tree", "-r", "-z", commit)
     if listing is None:
@@ -371,6 +374,7 @@ class _SkipJudge:
                 self._judge(node_id, now.commit, outcomes)
 
     def _judge(self, node_id: str, commit: str, outcomes: Sequence[bool]) -> None:
+        """Count the skips of an item as right or false, by its next outcomes."""
         skipping = self.waiting.pop(node_id)
         is_good = all(outcomes)
         for one in skipping:
@@ -433,6 +437,7 @@ def replay(
     }
 
     def follow(commits: Sequence[ReplayedCommit], assuming: ReplayReport | None) -> ReplayReport:
+        """Return the report of some commits, each judged by later outcomes."""
         judge = _SkipJudge(outcomes)
         judge.note_runs(tests, steps[0].commit)
         for one in commits:

@@ -189,6 +189,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def _difference(old: ProjectState, new: ProjectState) -> str:
+    """Describe how the environment differs: the first difference, and how many more."""
     names = old.environment.keys() | new.environment.keys()
     found = [
         f"{name} {new.environment.get(name, 'is gone')}, was {old.environment.get(name, 'absent')}"

@@ -156,6 +156,7 @@ class _Stores(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _store(self, target: ast.expr, value: ast.expr) -> None:
+        """Note that a name, or each one of a tuple, gets a value here."""
         if isinstance(target, ast.Tuple | ast.List):
             for part in target.elts:
                 self._store(part, value)
@@ -229,6 +230,7 @@ def _names_of_functions(source: bytes) -> Mapping[str, frozenset[str]]:
 def _functions(
     node: ast.AST, within: str
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the functions below a node with their qualified names."""
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -297,6 +299,7 @@ _IMPORTING = {ast.Import, ast.ImportFrom, ast.Constant}
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that a node imports, by a statement or by a name in a text."""
     match node:
         case ast.Import():
             yield from (alias.name for alias in node.names)
@@ -408,6 +411,7 @@ class ParsedFiles:
 
     @functools.cached_property
     def _kept(self) -> dict[str, ParsedFile]:
+        """Return the files that an earlier session parsed, as far as they can be read."""
         try:
             value = json.loads(decompressed(self._path, _MOST_BYTES))
             if value["version"] == self._version:

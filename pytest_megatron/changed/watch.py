@@ -102,11 +102,13 @@ class _Monitoring:
         finder, local = _free_tools(2)
 
         def find(code: CodeType, _: int) -> object:
+            """Note code of the project that is seen for the first time."""
             if is_own(code.co_filename):
                 note(code)
             return never
 
         def enter(code: CodeType, _: int) -> None:
+            """Note a function that is entered, once until it is switched on again."""
             # Off before it is noted: another thread may take what is noted and switch it on again.
             switch(local, code, 0)
             note(code)
@@ -120,6 +122,7 @@ class _Monitoring:
         self._events = start | resume
 
     def take(self) -> set[tuple[str, str]]:
+        """Return the functions that ran since the last call, and watch them again."""
         names = set()
         while self._seen:
             code = self._seen.pop()
@@ -141,6 +144,7 @@ class _Profiling:
         self._add()
 
     def _add(self) -> None:
+        """Start a profiler in this thread."""
         profiler = self._make(subcalls=False, builtins=False)
         self._profilers.append(profiler)
         profiler.enable()
@@ -152,6 +156,7 @@ class _Profiling:
         self._profilers[0].enable()
 
     def take(self) -> set[tuple[str, str]]:
+        """Return the functions that ran since the last call, of all threads."""
         seen = {
             _name_of(entry.code)
             for profiler in self._profilers
@@ -261,6 +266,7 @@ class Watch:
             self._close(window, facts)
 
     def _open(self, key: str) -> _Window:
+        """Begin a window, in which what runs counts for one test or fixture."""
         window = _Window(key)
         window.counts = [cache.cache_info()[:2] for cache in self._caches]
         self._windows.append(window)
@@ -466,6 +472,7 @@ class Watch:
 
         @functools.wraps(real)
         def asked(*args: object, **options: object) -> object:
+            """Call the real function, and note which file was asked for."""
             is_there = False
             try:
                 found = real(*args, **options)
@@ -505,6 +512,7 @@ class Watch:
 
         @functools.wraps(real)
         def opened(*args: object, **options: object) -> object:
+            """Open a file, and note one that is named relative to a descriptor."""
             if options.get("dir_fd") is not None and not (self._is_busy or self._is_stopped):
                 self._is_busy = True
                 try:
@@ -518,6 +526,7 @@ class Watch:
         _replace("open", real, opened)
 
     def _add(self, kind: str, name: str) -> None:
+        """Note a file in the innermost window; without one it counts for all tests."""
         if self._has_windows:
             getattr(self._windows[-1], kind).add(name)
         else:
@@ -643,6 +652,7 @@ class Watch:
             self._write_line({"key": key, **_rank(), **line})
 
     def _write(self, window: _Window, facts: Mapping[str, object]) -> None:
+        """Write what a window noted, as a line of the process's file."""
         code: dict[str, list[str]] = {}
         for path, name in window.code:
             code.setdefault(path, []).append(name)
@@ -685,6 +695,7 @@ class _Immediate:
         (tool,) = _free_tools(1)
 
         def start(code: CodeType, _: int) -> object:
+            """Note code of the project that starts, once."""
             if is_own(code.co_filename):
                 note(code)
             return monitoring.DISABLE

@@ -173,6 +173,7 @@ def post_comment(place: CommentPlace, text: str) -> str:
 
 
 def _problem(error: OSError) -> str:
+    """Describe why the server did not take a comment, and what to set."""
     if not isinstance(error, urllib.error.HTTPError):
         return f"cannot be reached: {getattr(error, 'reason', error)}"
     if error.code in _REFUSED:
@@ -185,6 +186,7 @@ def _problem(error: OSError) -> str:
 
 
 def _post(place: CommentPlace, body: str) -> str:
+    """Update the workflow's comment, or write a new one; return what was done."""
     for number, there in _comments_of_workflow(place):
         if (int(there["run"]), int(there["attempt"])) > (place.run, place.attempt):
             return f"the comment of run {there['run']}, a later one, is left"
@@ -214,6 +216,7 @@ def _comments_of_workflow(place: CommentPlace) -> Iterator[tuple[int, re.Match[s
 
 
 def _ask(place: CommentPlace, method: str, url: str, body: str | None = None) -> JsonValue:
+    """Send a request to the server, and return the JSON that it answers."""
     data = None if body is None else json.dumps({"body": body}).encode()
     headers = {**place.headers, "Content-Type": "application/json"}
     request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310 - https, or this host

@@ -29,6 +29,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _translated(pattern: str) -> str:
+    """Return the regular expression of a pattern for paths."""
     text = ""
     for part in _PART.findall(pattern):
         match part:
@@ -136,6 +137,7 @@ def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
 
 
 def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
+    """Describe which changed path decided on the label."""
     if not classes:
         return "nothing changed"
     if deciding is None:
@@ -179,6 +181,7 @@ def changes_since(root: Path, revision: str) -> tuple[PathChange, ...]:
 
 
 def _git(root: Path, where: str, *arguments: str) -> str:
+    """Return what git prints; it has to know the revision."""
     found = ask_git(root, *arguments)
     if found is None:
         raise SelectionError(

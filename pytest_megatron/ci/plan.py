@@ -111,6 +111,7 @@ def _read_settings(root: Path) -> tuple[Path | None, Mapping[str, JsonValue]]:
 
 
 def _table(path: Path, keys: tuple[str, ...]) -> Mapping[str, JsonValue] | None:
+    """Return a table of a TOML or ini file, None where the file has none."""
     try:
         text = read_text(path)
         data = tomllib.loads(text) if path.suffix == ".toml" else _parse_ini(text)
@@ -495,6 +496,7 @@ def _unit_jobs(
 
 
 def _row(workload: Workload) -> dict[str, JsonValue]:
+    """Return a workload as the plan's JSON has it."""
     return {
         "id": _node_id(workload),
         "file": workload.file.as_posix(),

@@ -226,6 +226,7 @@ def command(**given: Unpack[_PlanOptions]) -> None:
 
 
 def _request(given: _PlanOptions) -> PlanRequest:
+    """Return what is asked for by the options of the command."""
     if given["changed_paths"] is not None and given["diff"] is not None:
         raise SelectionError("--diff", "--changed-paths is given as well; give one of them")
     if given["gpus"] and given["ranks"]:
@@ -274,6 +275,7 @@ def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _changes(root: Path, path: str | None, revision: str | None) -> tuple[PathChange, ...] | None:
+    """Return the changed paths of `--diff` or `--changed-paths`, None without either."""
     if revision is not None:
         return changes_since(root, revision)
     if path is None:
@@ -524,6 +526,7 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
 
 
 def _header(plan: CiPlan) -> Iterator[str]:
+    """Yield the first lines of a plan: the decision and its reason."""
     decision = plan.decision
     kind = "lightweight" if decision.is_lightweight else "full"
     yield (

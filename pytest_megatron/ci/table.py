@@ -265,6 +265,7 @@ def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
 
 
 def _known(key: str, words: Sequence[str | None], choices: Collection[str]) -> None:
+    """Refuse a word of the table that is none of the choices."""
     for word in words:
         if word is not None and word not in choices:
             raise ConfigError(key, f"unknown word {word!r}, expected {one_of(word, choices)}")

@@ -195,6 +195,7 @@ def _runner(workflow: Workflow) -> str:
 
 
 def _container(workflow: Workflow) -> str:
+    """Return the YAML of the container that jobs run in, empty without images."""
     if not workflow.images:
         return ""
     images = _json(dict(workflow.images))

@@ -188,6 +188,7 @@ def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Ag
 
 
 def _setup(root: Path) -> str:
+    """Return the line that prepares a worktree, from the project's settings."""
     config = load_config(root)
     try:
         return validate(CulpritTable, config.tables.get("culprit", {})).setup

@@ -80,6 +80,7 @@ def _found(finding: CheckFinding) -> str:
 
 
 def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
+    """Wrap a text to lines with an indent."""
     return textwrap.wrap(
         text,
         _WIDTH,

@@ -144,6 +144,7 @@ _FORMATS = {"text": _as_text, "json": _as_json, "markdown": _as_markdown}
 
 
 def _cells(record: HistoryRecord) -> tuple[str, ...]:
+    """Return the cells of an item's row."""
     causes = [f"{name} {count}" for name, count in record.causes]
     if record.is_contradictory:
         causes.append("passed and failed at one commit")
@@ -205,6 +206,7 @@ def _proposal(
     last_day: str,
     owner: str | None,
 ) -> _Proposal:
+    """Return which items go into quarantine, leave it or stay, by the history."""
     project = load_config(Path())
     file = project.file or Path("pyproject.toml")
     root = file.parent
@@ -280,6 +282,7 @@ def _obstacle(case: FlakinessCase, root: Path) -> str:
 
 
 def _entering(case: FlakinessCase, last_day: str, owner: str) -> _Entering:
+    """Return the quarantine that is proposed for an item."""
     owner = " ".join(owner.split())
     reason = f"flaky: failed in {case.num_bad} of {case.num_runs} runs at revisions that passed"
     given = {"reason": f"{reason}; owner {owner}" if owner else reason, "until": last_day}
@@ -309,6 +312,7 @@ def _write_change(proposal: _Proposal) -> None:
 
 
 def _rate(case: FlakinessCase) -> str:
+    """Describe the share of failed runs, with its interval."""
     number = case.num_runs
     low, high = wilson_interval(case.num_bad, number) if number else (0.0, 1.0)
     rate = case.num_bad / number if number else 0.0

@@ -230,6 +230,7 @@ class Lifecycle:
         return self._send() if self.state is GangState.IDLE else []
 
     def _begin(self, run: Run, limit_s: float, now: float) -> None:
+        """Begin a test: forget what ranks did before, start the clock."""
         self.queue.begin(run, limit_s)
         for rank in self._ranks:
             rank.reset()
@@ -424,6 +425,7 @@ class Lifecycle:
         return 0 < run == self.queue.number and self.state is not GangState.KILLING
 
     def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
+        """Note the first phase of a rank that did not pass."""
         if outcome != "passed" and not rank.failed_phase:
             rank.failed_phase, rank.outcome = when, outcome
             self._record_failure(rank, now)
@@ -480,6 +482,7 @@ class Lifecycle:
                 return []
 
     def _send(self) -> list[Action]:
+        """Have the current test sent, or end it where a rank lacks it."""
         assert self.queue.current is not None
         self.state = GangState.RUNNING
         node_id = self.queue.current.node_id
@@ -528,11 +531,13 @@ class Lifecycle:
         return [AskForStacks(ranks=late)]
 
     def _finish(self, now: float) -> list[Action]:
+        """End the test for the reason for which the gang was stopped."""
         assert self._stop is not None
         reason, limit_s = self._stop
         return self._end(reason, limit_s, now, is_kept=False)
 
     def _end(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> list[Action]:
+        """End the current test; the gang is kept for the next one, or killed."""
         is_kept = is_kept and not self._is_isolated and all(r.death is None for r in self._ranks)
         actions: list[Action] = []
         if is_kept:
@@ -546,6 +551,7 @@ class Lifecycle:
         return actions
 
     def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:
+        """Return the action that reports the end of the current test."""
         return Finish(
             end=RunEnd(
                 run=self.queue.number,

@@ -194,6 +194,7 @@ def is_consequence(rank: RankResult) -> bool:
 
 
 def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
+    """Describe in a few words what a rank did in a phase."""
     if failure is not None:
         consequence = CONSEQUENCE.search(failure.text)
         text = f"failed: {failure.message if consequence is None else consequence[0]}"
@@ -548,6 +549,7 @@ def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
 def _merged(
     when: str, outcome: Outcome, found: Sequence[PhaseReport], base: JsonObject | None
 ) -> Merged:
+    """Return the report of a phase with sections and properties of several ranks."""
     return Merged(
         when=when,
         outcome=outcome,
@@ -610,6 +612,7 @@ def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
     """Return the rank that caused the failure; None where no single rank did."""
 
     def order(rank: RankResult) -> tuple[bool, float, int]:
+        """Sort ranks by the time at which they failed, consequences last."""
         phase = failed.get(rank.rank)
         is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
         return is_consequence, *_when_failed(rank)

@@ -187,6 +187,7 @@ class Health:
         return tuple(found)
 
     def _pairs(self) -> Iterator[tuple[GpuState, GpuState]]:
+        """Yield the state of each GPU before and after."""
         earlier = {state.uuid: state for state in self.before}
         for state in self.after:
             if state.uuid in earlier:

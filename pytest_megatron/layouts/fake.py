@@ -108,6 +108,7 @@ class FakeGroup(dist.ProcessGroup):
         fill: Callable[[], object] = lambda: None,
         **more: Any,
     ) -> FakeWork:
+        """Record a call, and give its results values of the right shape."""
         waited = self._recorder.call(self.name_of_group, kind, _flat(given), **more)
         with plain():
             is_known = bool(fill())  # it is what the other rank has sent
@@ -143,6 +144,7 @@ class FakeGroup(dist.ProcessGroup):
         mail, keys = self._recorder.mail, (f"all_reduce {self.name_of_group}",)
 
         def fill() -> None:
+            """Join a flag with the one that rank 0 set; other sums stay as they are."""
             for tensor in _flat(tensors):
                 theirs = tensor.clone()
                 if kind in _EXTREMES and mail.fetch(keys, theirs):  # a flag that rank 0 has set
@@ -169,6 +171,7 @@ class FakeGroup(dist.ProcessGroup):
         keys = (f"broadcast {self.name_of_group}", f"broadcast {where}")
 
         def fill() -> bool:
+            """Copy what the sender sent if it ran here, else fill with values."""
             is_known = True
             for tensor in _flat(tensors):
                 if opts.rootRank == self._own:
@@ -183,6 +186,7 @@ class FakeGroup(dist.ProcessGroup):
     @override
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         def fill() -> None:
+            """Copy this rank's tensor into the part of each rank."""
             for parts, tensor in zip(outputs, inputs, strict=True):
                 for part in parts:
                     _copy(part, tensor)
@@ -193,6 +197,7 @@ class FakeGroup(dist.ProcessGroup):
         """Gather each tensor into the list of each rank."""
 
         def fill() -> None:
+            """Copy this rank's tensors into the parts of each rank."""
             for parts in outputs:
                 for part, tensor in zip(parts, inputs, strict=False):
                     _copy(part, tensor)
@@ -207,6 +212,7 @@ class FakeGroup(dist.ProcessGroup):
         """Gather each tensor into one."""
 
         def fill() -> None:
+            """Copy this rank's tensors into the chunks of each rank."""
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = output.view(-1)
                 for part in flat.chunk(self.size()) if flat.numel() else ():
@@ -232,6 +238,7 @@ class FakeGroup(dist.ProcessGroup):
         """Reduce each tensor, and keep one part of each."""
 
         def fill() -> None:
+            """Copy this rank's chunk of each tensor."""
             for output, tensor in zip(outputs, inputs, strict=True):
                 if output.numel():
                     _copy(output, tensor.reshape(-1).chunk(self.size())[self._own])
@@ -248,6 +255,7 @@ class FakeGroup(dist.ProcessGroup):
         splits = {k: [int(n) * row for n in part] for k, part in parts.items() if has_parts}
 
         def fill() -> None:
+            """Copy this rank's chunk into the part of each rank."""
             _fill(output)
             if not splits and tensor.numel() == output.numel():
                 own = tensor.reshape(-1).chunk(self.size())[self._own] if tensor.numel() else tensor
@@ -279,6 +287,7 @@ class FakeGroup(dist.ProcessGroup):
     @override
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         def fill() -> None:
+            """Copy this rank's part if it is here, else fill with values."""
             if inputs:
                 _copy(_flat(outputs)[0], inputs[0][self._own])
             else:
@@ -306,6 +315,7 @@ class FakeGroup(dist.ProcessGroup):
         keys = (f"send {self.name_of_group} {peer} {own} {tag}", f"like {self._shape(tensors)}")
 
         def fill() -> bool:
+            """Copy what the sender sent if it ran here, else fill with values."""
             is_known = self._recorder.mail.fetch(keys, tensors[0])
             if not is_known:
                 _fill(tensors[0])

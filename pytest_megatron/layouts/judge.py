@@ -107,6 +107,7 @@ def _sizes_of_data(pairs: Iterable[tuple[RankRecord, RankRecord]]) -> Iterator[s
 
 
 def _row(record: RankRecord) -> RecordedFakeRank:
+    """Return what run.json says of a rank."""
     sizes = {group.name: len(group.ranks) for group in record.groups}
     sent: dict[str, int] = defaultdict(int)
     for call in record.calls:
@@ -147,6 +148,7 @@ def _memory(records: Mapping[int, RankRecord], memory_bytes: int | None) -> Iter
 
 
 def _failures(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
+    """Yield ranks that failed, each cause once."""
     seen: dict[tuple[str, str], int] = {}
     for rank, record in records.items():
         if record.end in _BROKEN:
@@ -375,6 +377,7 @@ def _first_lost(
 def _cycle(
     records: Mapping[int, RankRecord], names: Mapping[str, tuple[int, ...]]
 ) -> Iterator[RecordedFault]:
+    """Yield the ranks that wait for one another, found by running their calls."""
     alive = {rank: record for rank, record in records.items() if record.end not in _BROKEN}
     chain = Simulation(alive, names).run() if alive else []
     if chain:
@@ -388,6 +391,7 @@ def _cycle(
 
 
 def _waits(blocked: Blocked) -> str:
+    """Describe for which rank a rank waits, and in which call."""
     call = blocked.call
     where = f"{call.kind} {call.index} of group {call.group}"
     peer = f" with rank {call.peer}" if call.peer is not None else ""

@@ -53,6 +53,7 @@ class Mail:
         self._counts: dict[str, int] = {}
 
     def _path(self, key: str) -> Path:
+        """Return the file of the next value under a key."""
         number = self._counts[key] = self._counts.get(key, -1) + 1
         digest = hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:24]
         return self._directory / digest

@@ -92,6 +92,7 @@ def _run_all(
 
 
 def _fork(settings: Settings, rank: int, argv: list[str], *, is_other: bool) -> int:
+    """Fork a rank of the program; return its process id in the parent."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:

@@ -109,6 +109,7 @@ def report(
 
 
 def _end(damaged: Sequence[RunError]) -> NoReturn:
+    """Name runs that could not be read, and exit."""
     for error in damaged:
         echo_error(f"{error}; all other runs are shown")
     sys.exit(EXIT_UNUSABLE if damaged else 0)

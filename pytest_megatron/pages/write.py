@@ -202,6 +202,7 @@ def write_pictures(
 
 
 def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> Iterator[Chart]:
+    """Yield the charts of which pictures are asked for."""
     for chart in item.charts:
         is_drawn = any(len(curve.series) for curve in chart.curves)
         is_wanted = not metrics or chart.metric in metrics

@@ -327,6 +327,7 @@ def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
     number = 0
 
     def trial(before: Sequence[str]) -> bool:
+        """Run the item after some tests; return whether it fails in the same way."""
         nonlocal number
         number += 1
         name = f"trial_{number}"

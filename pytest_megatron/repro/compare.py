@@ -92,6 +92,7 @@ def _gpu_lines(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[s
 
 
 def _count(names: list[str]) -> str:
+    """Describe GPUs by kind and number."""
     if not names:
         return "none"
     kinds = dict.fromkeys(names)

@@ -125,6 +125,7 @@ def _unpack(
     packed: zipfile.ZipFile | tarfile.TarFile,
     is_wanted: Callable[[PurePath], bool],
 ) -> None:
+    """Unpack the wanted files, within the limits."""
     _refuse(path, members)
     wanted = [m for m in members if m.is_file and is_wanted(PurePosixPath(m.name))]
     _refuse_bomb(path, wanted, target)
@@ -137,6 +138,7 @@ def _unpack(
 
 
 def _open(packed: zipfile.ZipFile | tarfile.TarFile, member: _Member) -> IO[bytes]:
+    """Open a file of an archive."""
     if isinstance(packed, zipfile.ZipFile):
         assert isinstance(member.source, zipfile.ZipInfo)
         return packed.open(member.source)

@@ -174,6 +174,7 @@ def _worst(
 
 
 def _named(runs: Mapping[Path, RecordedRun], wanted: str) -> tuple[Path, str]:
+    """Return the one item with this node id, name or part of a name."""
     items = _items(runs)
     exact = [pair for pair in items if pair[1] == wanted]
     end = f"::{wanted}"
@@ -195,6 +196,7 @@ def _named(runs: Mapping[Path, RecordedRun], wanted: str) -> tuple[Path, str]:
 def _execution(
     item: RecordedItem, node_id: str, attempt: int | None, repeat: int | None
 ) -> RecordedAttempt | RecordedExecution | None:
+    """Return the attempt that the options choose, by default the last."""
     found: Sequence[RecordedAttempt | RecordedExecution]
     if isinstance(item, RecordedTest):
         if repeat is not None:
@@ -231,6 +233,7 @@ def _before(run: RecordedRun, found: RecordedExecution) -> tuple[str, ...]:
 
 
 def _list(found: Sequence[tuple[Path, str]]) -> str:
+    """Return node ids as lines, and how many more there are."""
     lines = [f"\n  {node_id}" for _, node_id in found[:_MOST_LISTED]]
     left = len(found) - _MOST_LISTED
     return "".join(lines) + (f"\n  and {left} more" if left > 0 else "")

@@ -174,6 +174,7 @@ class _RetryCounts:
             self._count(row)
 
     def _count(self, row: dict[str, JsonValue]) -> None:
+        """Count a line of the ledger."""
         node_id = str(row.get("node_id"))
         match row.get("event"):
             case "retry":

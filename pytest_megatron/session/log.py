@@ -52,6 +52,7 @@ class SessionLog(logging.Filter):
         return logging.getLogger().isEnabledFor(record.levelno)
 
     def _write(self) -> None:
+        """Append what is kept to the log of the run."""
         if not self._kept or not self._run_dir.is_dir():
             return
         # Opened for each record: ranks are forks of this process. Others report a full disk.

@@ -222,6 +222,7 @@ def has_workers(config: pytest.Config) -> bool:
 
 
 def _flag(where: str, value: object) -> bool:
+    """Parse a value of an option that is on or off."""
     found = str(value).lower()
     if found in ("true", "1", "yes"):
         return True
@@ -233,6 +234,7 @@ def _flag(where: str, value: object) -> bool:
 
 
 def _count(where: str, value: object, also: str = "") -> int:
+    """Parse a number from 1 on."""
     if not str(value).isdecimal() or int(str(value)) < 1:
         raise pytest.UsageError(
             f"{where}: {value!r} is not a count, expected a number from 1 on{also}"
@@ -241,12 +243,14 @@ def _count(where: str, value: object, also: str = "") -> int:
 
 
 def _index(where: str, value: object) -> int:
+    """Parse a number from 0 on."""
     if not str(value).isdecimal():
         raise pytest.UsageError(f"{where}: {value!r} is not a number, expected one from 0 on")
     return int(str(value))
 
 
 def _seed(where: str, value: object) -> str:
+    """Parse a seed, or `off`."""
     if str(value) not in ("", "off") and not str(value).isdecimal():
         raise pytest.UsageError(f"{where}: {value!r} is no seed, expected a number or off")
     return str(value)
@@ -274,6 +278,7 @@ def seconds_of(value: object, where: str, more: str = "") -> float:
 
 
 def _minutes(where: str, value: object) -> float:
+    """Parse a number of minutes, or true for the default."""
     found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
     try:
         minutes = float(found)
@@ -288,6 +293,7 @@ def _minutes(where: str, value: object) -> float:
 
 
 def _words(where: str, value: object) -> tuple[str, ...]:
+    """Parse words with commas."""
     lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     found = [word.strip() for line in lists for word in str(line).split(",")]
     if not all(found):
@@ -296,6 +302,7 @@ def _words(where: str, value: object) -> tuple[str, ...]:
 
 
 def _ranks(where: str, value: object) -> tuple[int, ...] | None:
+    """Parse numbers of ranks; None for all, none for `none`."""
     found = str(value)
     if found in ("all", "none"):
         return None if found == "all" else ()
@@ -321,6 +328,7 @@ def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]
     """Return the kind of a value that is one of `choices`."""
 
     def parse(where: str, value: object) -> ChoiceT:
+        """Return the choice that a value names."""
         for choice in choices:
             if choice == value:
                 return choice

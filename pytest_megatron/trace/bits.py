@@ -235,6 +235,7 @@ def _lines(path: Path, last_step: int | None) -> Iterator[bytes]:
 
 
 def _parsed(line: bytes, path: Path) -> TraceRecord:
+    """Parse a line of a trace."""
     try:
         return parse(TraceRecord, line)
     except SchemaError as error:

@@ -204,6 +204,7 @@ def differences_beside(reference: FoundTrace, candidate: FoundTrace) -> list[str
 def _rows(
     prefix: str, old: Mapping[str, str], new: Mapping[str, str]
 ) -> list[tuple[str, object, object]]:
+    """Return the values of each name in both runs."""
     names = dict.fromkeys((*old, *new))
     return [(f"{prefix}{name}", old.get(name), new.get(name)) for name in names]
 
@@ -223,6 +224,7 @@ def _arguments(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
 
 
 def _variables(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+    """Return the variables of a phase, without paths of the run."""
     return {
         name: _without_run(value, of)
         for name, value in phase.env.items()
@@ -237,6 +239,7 @@ def _without_run(text: str, of: FoundTrace) -> str:
 
 
 def _shown(value: object) -> str:
+    """Return a value as the table of differences shows it."""
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     return "none" if value is None else str(value) or "given"
@@ -308,6 +311,7 @@ def diff(*, run_a: Path, run_b: Path, item: str | None, form: str) -> None:
 
 
 def _compare(reference: FoundTrace, candidate: FoundTrace) -> _Compared:
+    """Compare two traces bit by bit; why that cannot be is kept."""
     comparison, problem = None, ""
     try:
         comparison = compare_bits(reference.directory, candidate.directory)
@@ -387,6 +391,7 @@ def show(
 
 
 def _cells(record: TraceRecord) -> tuple[str, ...]:
+    """Return the cells of a tensor's row."""
     shape = "x".join(map(str, record.shape)) or "1"
     norm = "not finite" if record.norm is None else f"{record.norm:.6g}"
     place = (str(record.step), record.phase, record.module or "the model", record.tensor)

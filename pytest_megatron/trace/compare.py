@@ -565,6 +565,7 @@ class Comparer:
 
 
 def _divergence(piece: Piece, *, kind: DivergenceKind, **values: object) -> TensorDivergence:
+    """Return a difference at a piece of a tensor."""
     record = piece.record
     return TensorDivergence(
         **{

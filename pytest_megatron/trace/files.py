@@ -326,6 +326,7 @@ def _read(path: Path, number: int, line: str) -> dict[str, object] | None:
 
 
 def _record(line: dict[str, object]) -> TraceRecord:
+    """Return a tensor's record from a line of JSON."""
     values = {key: _tuples(value) for key, value in line.items()}
     shard = None
     if "key" in values:

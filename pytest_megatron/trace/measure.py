@@ -128,6 +128,7 @@ def measure_on_device(values: torch.Tensor) -> Pending:
 def _measurement(
     num_values: int, squares: float, total: float, not_finite: int, digest: str
 ) -> TensorMeasurement:
+    """Return norm, mean and hash from sums over the values."""
     is_finite = math.isfinite(squares) and not not_finite
     return TensorMeasurement(
         norm=math.sqrt(squares) if is_finite else None,

@@ -297,6 +297,7 @@ class Merge:
     def _parameter(
         self, reference: Sequence[Piece], candidate: Sequence[Piece]
     ) -> Iterator[HeldPart]:
+        """Yield parts of a parameter with the reference's values for them."""
         whole, order = self._whole_parameter(reference)
         for piece in candidate:
             chunks = self._parameter_chunks(piece)
@@ -372,6 +373,7 @@ class Merge:
     def _activation(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
     ) -> Iterator[HeldPart]:
+        """Yield parts of an activation with the reference's values for them."""
         if self._samples is None:
             raise NotMergedError("the model has no input whose samples could be matched")
         reading = self._reading(name, reference, candidate)
@@ -699,6 +701,7 @@ class _Wholes:
         split: tuple[bool, ...],
         coordinate: int | None,
     ) -> _Whole:
+        """Put the pieces of the reference's ranks together."""
         first = pieces[0]
         cp, tp = first.layout.cp[1], first.layout.tp[1]
         is_shared = axes.has_sequence and axes.sequence_parts > cp

@@ -84,6 +84,7 @@ class Noise:
         return (tensor * self._factors(name, tensor)).to(tensor.dtype)
 
     def _factors(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return random factors around 1 for a tensor, the same for its name."""
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator(tensor.device)
         generator.manual_seed(int.from_bytes(digest[:7], "big"))
@@ -236,6 +237,7 @@ class Recorder:
             self._end_step()
 
     def _problem(self) -> str | None:
+        """Return why the trace cannot be compared, None if it can."""
         if not self._models:
             return "the program called no torch.nn.Module with gradients"
         if not self._num_steps:
@@ -243,6 +245,7 @@ class Recorder:
         return None
 
     def _open(self, model: torch.nn.Module | None, device: torch.device) -> TraceWriter:
+        """Open the files of this rank's trace, and write the header."""
         values = self._settings.values
         header = layout.header(model, device, values, batch_first=self._settings.batch_first)
         writer = TraceWriter(self._settings.directory, header.rank, has_values=values == "full")
@@ -430,6 +433,7 @@ class Recorder:
             self._watch(place, tensor, microbatch)
 
     def _watch(self, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
+        """Have the gradient of a tensor recorded when it is there."""
         place = _Place(place.module, place.kind, f"grad_{place.tensor}")
         known = self._watched.get(id(tensor))
         if known and known.tensor() is tensor and known.version == tensor._version:
@@ -469,8 +473,11 @@ class Recorder:
                 self._undo.callback(setattr, kind, "step", step)
 
     def _traced(self, step: _OptimizerStep) -> _OptimizerStep:
+        """Return an optimizer's step that records parameters before and after."""
+
         @functools.wraps(step)
         def traced(optimizer: object, *args: object, **kwargs: object) -> object:
+            """Make the step, and record parameters before and after."""
             result = None
             self.before_optimizer(optimizer)
             try:
@@ -563,6 +570,7 @@ class Recorder:
             self._append(phase, place, values, measured, at, shard=shard, shape=shape, step=step)
 
     def _record(self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
+        """Measure a tensor, and append its record."""
         values = local_values(tensor)
         measured, at = self._measure(values)
         self._append(phase, place, values, measured, at, microbatch=microbatch)
@@ -582,6 +590,7 @@ class Recorder:
         return self._measured[key]
 
     def _store(self, bits: Array) -> At:
+        """Write a tensor's values, and return where, if values are stored."""
         if self._settings.values != "full":
             return None
         assert self._writer is not None
@@ -600,6 +609,7 @@ class Recorder:
         shape: tuple[int, ...] | None = None,
         step: int | None = None,
     ) -> None:
+        """Append the record of a tensor."""
         make = partial(
             TraceRecord,
             order=self._order,
@@ -645,6 +655,7 @@ def _tensors(name: str, value: object) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    """Yield a class and all below it."""
     yield kind
     below: list[type] = kind.__subclasses__()
     for one in below:

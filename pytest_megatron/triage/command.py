@@ -75,6 +75,7 @@ def _also(group: FailureGroup) -> str:
 
 
 def _notes(found: Triage) -> list[str]:
+    """Return notes, and how many launches are not shown."""
     notes = [f"note: {note}" for note in found.notes]
     if len(found.unclear) > _MOST_LISTED:
         rest = len(found.unclear) - _MOST_LISTED

@@ -177,6 +177,7 @@ def _paragraph(headline: str, rank_log: RankLog, root: Root, facts: Mapping[str,
 
 
 def _who(rank_log: RankLog, root: Root) -> str:
+    """Name who failed: ranks, the launcher or the program."""
     if root.who is not None:
         return root.who
     if not root.ranks:
@@ -188,6 +189,7 @@ def _who(rank_log: RankLog, root: Root) -> str:
 
 
 def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
+    """Describe how far the training was."""
     if iteration is not None:
         last = "" if iteration[1] is None else f" of {iteration[1]}"
         return f"after iteration {iteration[0]}{last}"
@@ -206,6 +208,7 @@ def _say_memory(facts: Mapping[str, str]) -> str:
 
 
 def _failed(rank_log: RankLog) -> Sequence[int]:
+    """Return the ranks that failed by an exception or an exit code."""
     return [
         rank
         for rank, told in rank_log.ranks.items()

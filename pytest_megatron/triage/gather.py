@@ -371,6 +371,7 @@ def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
 def _story(
     rank: int | None, logs: _LogCollector, end: ProcessExit | None, fatal: Fatal | None, unit: Unit
 ) -> RankStory:
+    """Return what is known of one rank."""
     return RankStory(
         rank=rank,
         exit=end,

@@ -346,6 +346,7 @@ def _lone_root(rank_log: RankLog) -> Root | None:
 
 
 def _lone(rank: RankStory) -> _CauseCandidate | None:
+    """Return the exception of a rank that no other explains, None without one."""
     fatal = rank.fatal
     if fatal is None or not fatal.is_lone:
         return None
@@ -383,6 +384,7 @@ def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | N
     tied = tied or list(candidates)
 
     def order(candidate: _CauseCandidate) -> tuple[int, bool, bool, int]:
+        """Sort candidates for the cause."""
         rank = candidate.story.rank
         return (
             candidate.kind,
@@ -426,6 +428,7 @@ def _times(candidate: _CauseCandidate) -> tuple[float | None, float | None, floa
 
 
 def _of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+    """Return the root cause from a candidate."""
     fatal = candidate.fatal
     rank = candidate.story
     return Root(
@@ -493,6 +496,7 @@ def _line(rank_log: RankLog) -> Root | None:
 
 
 def _wrote(event: Event) -> Root:
+    """Return the root cause that a line of a log is."""
     return Root(
         signature=event.signature,
         ranks=() if event.rank is None else (event.rank,),

@@ -330,6 +330,7 @@ def _results(
 
 
 def _interest(group: Sequence[JobItem]) -> tuple[bool, bool, int, str]:
+    """Sort failures of one cause: of the code first, then those of many items."""
     first = group[0]
     is_transient = first.cause is not None and first.cause.is_transient
     return first.verdict == "broken", is_transient, -len(group), first.node_id

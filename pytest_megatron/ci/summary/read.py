@@ -102,6 +102,7 @@ def cause_of_case(case: JUnitCase) -> ItemCause | None:
 
 
 def _triage(record: RecordedWorkload, run_dir: Path) -> RecordedTriage:
+    """Return the diagnosis that a workload left in its run."""
     file = run_dir / Path(record.directory or "").name / TRIAGE_FILE
     found = read_if_whole(file, RecordedTriage) if is_within(file, run_dir) else None
     return found or RecordedTriage()
@@ -275,6 +276,7 @@ def _junit_files(directory: Path) -> list[Path]:
 
 
 def _show(collector: _JobCollector, path: Path) -> str:
+    """Return a path as the summary shows it, below the artifact's name."""
     where = path.relative_to(collector.root).as_posix()
     if where == ".":
         return collector.shown
@@ -333,6 +335,7 @@ def _item(
     place: tuple[Path, str],
     job: str,
 ) -> JobItem:
+    """Return an item of a job from its record and its JUnit case."""
     if isinstance(record, RecordedTest):
         cause = cause_of_test(record, case, *place)
     else:
@@ -500,6 +503,7 @@ def read_jobs(
 
 
 def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
+    """Yield the jobs in a path: an artifact, a job's directory, or a folder of them."""
     if path.is_symlink() or (path / SUMMARY_FILE).is_file():
         return  # a link may lead anywhere; a summary's own artifact is no job's
     if path.is_file():
@@ -541,6 +545,7 @@ def _is_wanted(path: PurePath) -> bool:
 
 
 def _damaged(path: Path, shown: str, problem: str) -> JobRun:
+    """Return a job of which nothing could be read but why."""
     return JobRun(
         name=path.stem if path.is_file() else path.name, artifact=shown, problems=(problem,)
     )

@@ -201,6 +201,7 @@ def _bytes(text: str) -> int:
 
 
 def _sections(summary: CiSummary, link: str | None) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield headings of the Markdown summary, each with its text."""
     yield "", _markdown_head(summary)
     yield "### What failed", _failures(summary, link)
     yield "### Flaky", _blocks("flaky", summary.flaky, _BLOCK_ROWS)
@@ -211,6 +212,7 @@ def _sections(summary: CiSummary, link: str | None) -> Iterator[tuple[str, Itera
 
 
 def _failures(summary: CiSummary, link: str | None) -> Iterator[str]:
+    """Yield a block for each cause of failures, with pictures of the first ones."""
     files = curve_files(summary)
     num_charts = 0
     for group in summary.groups:
@@ -260,12 +262,14 @@ def _blocks(macro: str, rows: Sequence[object], size: int) -> Iterator[str]:
 
 
 def _started(rank: int | None, place: str) -> str:
+    """Name the rank and the line at which a failure began."""
     if rank is None:
         return f"see {place}"
     return f"started on rank {rank}" + (f", {place}" if place else "")
 
 
 def _also(group: Sequence[JobItem]) -> str:
+    """Name the other items that failed for the same cause."""
     others = [f"{item.node_id} ({item.job})" for item in group[1:]]
     more = f" and {len(others) - _MOST_ALSO} more" if len(others) > _MOST_ALSO else ""
     shown = ", ".join(name[:_MOST_NAME] for name in others[:_MOST_ALSO])
@@ -323,6 +327,7 @@ def write_outputs(
 
 
 def _suites(summary: CiSummary, curves: Mapping[tuple[str, str], Path]) -> Iterator[Suite]:
+    """Yield the JUnit suite of each job, and one for problems of all."""
     for job in summary.jobs:
         yield Suite(
             name=job.name,
@@ -336,6 +341,7 @@ def _suites(summary: CiSummary, curves: Mapping[tuple[str, str], Path]) -> Itera
 
 
 def _details(item: JobItem, curves: Mapping[tuple[str, str], Path]) -> CaseDetails:
+    """Return what the JUnit case of an item gets besides: file, line to type, picture."""
     curve = curves.get((item.job, item.node_id))
     return CaseDetails(
         file=item.node_id.partition("::")[0],

@@ -194,6 +194,7 @@ def _host_problem() -> str | None:
     name = socket.gethostname()
 
     def resolve() -> str:
+        """Return why the host's own name cannot be looked up, "" if it can."""
         try:
             socket.getaddrinfo(name, None)
         except OSError as error:
@@ -276,6 +277,7 @@ def _nvcc_version(places: SystemView, nvcc: Path) -> str | None:
 
 
 def _reaches(address: tuple[str, int]) -> bool:
+    """Return whether a TCP connection can be opened."""
     try:
         socket.create_connection(address, timeout=_CONNECT_LIMIT_S).close()
     except OSError:

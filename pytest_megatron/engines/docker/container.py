@@ -397,6 +397,7 @@ class Events:
         return action == "destroy"
 
     def _gone(self, container: WatchedContainer) -> Gone:
+        """Return how the container ended."""
         return Gone(
             exit_code=self._exit_code,
             was_oom=self._was_oom,
@@ -414,6 +415,7 @@ class Events:
         return True
 
     def _listen(self) -> None:
+        """Pass on the daemon's events, in a thread, until the stream ends."""
         try:
             for event in self._stream:
                 attributes = event.get("Actor", {}).get("Attributes", {})

@@ -221,6 +221,7 @@ class Driver:
         steps: queue.SimpleQueue[str | Image | Exception] = queue.SimpleQueue()
 
         def find() -> None:
+            """Find or fetch the image, in a thread, and pass on progress and result."""
             try:
                 steps.put(find_image(self._client, settings.image, settings.pull, steps.put))
             except Exception as error:  # noqa: BLE001 - raised again below

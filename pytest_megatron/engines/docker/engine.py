@@ -244,6 +244,7 @@ class DockerEngine(LeasingEngine):
             self._context.engine_dir.rmdir()
 
     def _driver(self) -> DriverLink:
+        """Return the process that starts containers, which is started once."""
         if self._link is None:
             self._link = DriverLink(self._directory, self._context.env)
         return self._link
@@ -308,6 +309,7 @@ class DockerEngine(LeasingEngine):
     def _request(
         self, submission: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
     ) -> RunContainer:
+        """Return the request to run one attempt in a container."""
         config = self._config
         self._num_run += 1
         uid, gid = os.getuid(), os.getgid()

@@ -125,6 +125,7 @@ class Peers:
         self.lost.setdefault(task, trouble)
 
     def _forget(self, task: int) -> None:
+        """Close the connection to a task."""
         channel = self._channels.pop(task, None)
         if channel is not None:
             self._selector.unregister(channel.fileno())
@@ -208,6 +209,7 @@ def format_table(program: str, exits: Sequence[RankExit]) -> list[str]:
 
 
 def _row(number: int, found: RankExit) -> list[str]:
+    """Return the lines of one rank in the table of failures."""
     when = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(found.time_s))
     return [
         f"[{number}]:",
@@ -221,6 +223,7 @@ def _row(number: int, found: RankExit) -> list[str]:
 
 
 def _traceback(found: RankExit) -> str:
+    """Describe the end of a rank as torch's table of failures does."""
     if found.returncode >= 0:
         return "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
     try:
@@ -352,6 +355,7 @@ class TeamProcess(RunningCommand):
             self._hear(self._team.place.task, message)
 
     def _hear(self, task: int, message: Message) -> None:
+        """Take a message of a task: its output, or the end of its command."""
         begin = self._begins.get(task)
         match message:
             case Lines() if begin is not None and message.number == begin.number:
@@ -399,6 +403,7 @@ class TeamProcess(RunningCommand):
         self._fail(1)
 
     def _fail(self, code: int) -> None:
+        """Note the first exit code that is none of success; others may end by themselves."""
         if self._first_code is None:
             self._first_code = code
             self._has_failed_untold = not self._is_told
@@ -425,6 +430,7 @@ class TeamProcess(RunningCommand):
                 self._team.lose(task, "did not end although it was told to")
 
     def _end(self) -> None:
+        """End the phase: print the table of failures, and note the exit code."""
         if self._exits and self._has_failed_untold:
             program = next(iter(self._begins.values())).argv
             for line in format_table(_shown(program), self._exits):

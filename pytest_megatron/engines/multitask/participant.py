@@ -169,6 +169,7 @@ class Participant:
             self._channel.close()
 
     def _obey(self, message: Message | None) -> None:
+        """Do what task 0 asks for: begin a command, or pass a request to it."""
         match message:
             case Begin():
                 self._work = TaskCommand(message, self._env)

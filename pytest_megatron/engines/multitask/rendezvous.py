@@ -75,6 +75,7 @@ class Door:
         return found
 
     def _prove(self, number: int) -> None:
+        """Go on with proving that a new connection knows the job's key."""
         try:
             channel = self.listener.prove(self._knocking[number])
         except PermissionError as error:

@@ -96,6 +96,7 @@ class SlurmChecks:
     def _hits(
         self, workload: Workload, setting: Setting, needed: Resources, place: SlurmConfig
     ) -> Iterator[RuleMatch]:
+        """Yield what of a job its partition or the paths of the cluster refuse."""
         where = f"{self._context.config_file or '--executor-config'}: slurm"
         cluster = self._cluster
         gpus = _gpus_per_node(needed, place)
@@ -181,6 +182,7 @@ def ask_slurm(env: Mapping[str, str]) -> Cluster:
 
 
 def _said(words: list[str], env: Mapping[str, str]) -> str:
+    """Return what a command of Slurm prints, "" if it fails."""
     try:
         done = subprocess.run(
             words,
@@ -199,6 +201,7 @@ def _said(words: list[str], env: Mapping[str, str]) -> str:
 
 
 def _read(root: Path, path: str) -> str:
+    """Return the text of a file of the system, "" if it cannot be read."""
     try:
         return (root / path.lstrip("/")).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -131,6 +131,7 @@ class BadNodes:
 
     @property
     def _entries(self) -> dict[str, _BadNode]:
+        """Return the nodes that failed lately, by host."""
         if self._known is None:
             now, found = self._now(), self._read() if self._lasts_s else ()
             newest = {entry.host: entry for entry in found}
@@ -256,6 +257,7 @@ class SlurmEngine:
             raise
 
     def _take(self, submission: Submission) -> None:
+        """Take a submission: it has ended, runs already, or is to be submitted."""
         ended = self._journal.ends.get(submission.key)
         queued = self._journal.places.get(submission.key)
         if ended is not None:

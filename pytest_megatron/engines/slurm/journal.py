@@ -198,6 +198,7 @@ class Journal:
         self._write(line)
 
     def _take(self, line: _Line) -> None:
+        """Apply a line of the journal to what is known."""
         match line:
             case _JournalRun():
                 pass

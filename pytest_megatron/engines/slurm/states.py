@@ -270,6 +270,7 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
 
 
 def _requeued(job: SlurmJob) -> str:
+    """Describe that Slurm put a job into the queue again."""
     times = "once" if job.num_restarts == 1 else f"{job.num_restarts} times"
     why = f" ({job.reason})" if job.reason else ""
     return f"job {job.label} was put into the queue again {times} after it had started{why}"
@@ -320,6 +321,7 @@ def _number(text: str) -> int:
 
 
 def _time(text: str) -> datetime | None:
+    """Return a time as Slurm prints it, None if it is none."""
     try:
         return datetime.fromisoformat(text)
     except ValueError:

@@ -113,6 +113,7 @@ class Console:
         return self._last_failure == (run, request.rank)
 
     def _enter(self, request: _DebuggerRequest) -> None:
+        """Give a rank's debugger the terminal."""
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -124,6 +125,7 @@ class Console:
         request.channel.send(DebuggerAnswer(may_enter=True))
 
     def _leave(self) -> None:
+        """Take the terminal back from a rank's debugger."""
         self._active = None
         if self._prompt:
             self._show(f"{self._prompt}\n")
@@ -208,6 +210,7 @@ class Tee:
         self._tails.pop(gang.number, None)
 
     def _copy(self, tails: list[Tail], *, is_ended: bool) -> None:
+        """Write new lines of logs to the terminal."""
         if not tails:
             return
         writer = self._config.get_terminal_writer()

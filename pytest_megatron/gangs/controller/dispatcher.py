@@ -382,6 +382,7 @@ class Dispatcher:
             supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
+        """Send a test to a gang, and the one after it if that can be."""
         run = self._prepare(gang, index, next_index)
         self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]].phase_s)
         self._take_ends(gang)
@@ -412,6 +413,7 @@ class Dispatcher:
         )
 
     def _sweep(self) -> None:
+        """Take ends of tests of all gangs, and forget gangs that are gone."""
         for gang in list(self._pool.gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
@@ -470,6 +472,7 @@ class Dispatcher:
             self._late.append((item, merge_late(late, log_dirs)))
 
     def _forget(self, gang: Gang) -> None:
+        """Drop a gang that is gone; tests that it has not run go back to the schedule."""
         self._pool.forget(gang)
         item = self._last.pop(gang.number, None)
         self._schedule.forget(gang.number)

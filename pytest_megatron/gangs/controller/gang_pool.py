@@ -141,6 +141,7 @@ class GangPool:
         self.plan(())
 
     def _listen(self) -> None:
+        """Open the socket to which ranks connect, and the supervisor of it."""
         self._listener = listen_locally()
         self._supervisor: Supervisor | None = Supervisor(
             self._listener, on_debugger=self._console.handle
@@ -370,6 +371,7 @@ class GangPool:
             self._session.shouldstop = problem
 
     def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
+        """Make a gang, with directories and configurations of its ranks."""
         self._num_gangs += 1
         number = self._num_gangs
         rank_configs = self.rank_configs.write(number, spec, lease)

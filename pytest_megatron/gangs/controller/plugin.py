@@ -328,6 +328,7 @@ class GangPlugin(RecordCarrier):
     def _protocol(
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
     ) -> None:
+        """Run pytest's protocol for an item, and end the session where it has to."""
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         end_if_forked(self._pid, SystemExit(bool(session.testsfailed)))
         dispatcher = self._open_dispatcher

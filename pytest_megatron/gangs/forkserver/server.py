@@ -72,6 +72,7 @@ class _Child:
         return read_note(os.pread(self.notes, NOTE_BYTES, 0))
 
     def close(self, exit_code: int) -> None:
+        """Note how the rank ended, and close its descriptors."""
         self.is_alive, self.exit_code = False, exit_code
         os.close(self.trigger)
         os.close(self.notes)
@@ -148,6 +149,7 @@ class ForkServer:
             kill_descendants()
 
     def _take(self) -> None:
+        """Take all messages of the controller that have arrived."""
         while True:
             message, descriptors = self._channel.receive_with_descriptors()
             if message is not None:
@@ -158,6 +160,7 @@ class ForkServer:
                 return
 
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
+        """Do what a message of the controller asks for."""
         match message:
             case Fork(configs=configs):
                 self._start_gang(configs, descriptors)
@@ -187,6 +190,7 @@ class ForkServer:
     def _start(
         self, config: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
+        """Start a rank, and keep the descriptors that reach it."""
         trigger_read, trigger = os.pipe()
         notes = os.memfd_create("notes")
         os.ftruncate(notes, NOTE_BYTES)
@@ -334,6 +338,7 @@ def fork_rank(
     def start(
         config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
+        """Fork a rank; return its process id in the parent."""
         del inherited  # a fork has them all
         fork_server = os.getpid()
         with warnings.catch_warnings():
@@ -359,6 +364,7 @@ def fork_rank(
 
 
 def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:
+    """Return the texts of a file of each rank that has any, by rank."""
     texts = {}
     for rank, directory in directories.items():
         try:

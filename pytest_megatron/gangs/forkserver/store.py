@@ -117,6 +117,7 @@ class StoreKeeper:
             self._replace()
 
     def _replace(self) -> None:
+        """Start the process of stores anew, with all ports that listen."""
         if self._connection is not None:
             self._connection.close()
         self.pid = self._connection = None
@@ -124,6 +125,7 @@ class StoreKeeper:
             self._send(port, [listening.fileno()])
 
     def _send(self, port: int, descriptors: list[int]) -> None:
+        """Hand a listening socket over to the process of stores."""
         if self._connection is None:
             self._connection = self._fork()
         socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
@@ -136,6 +138,7 @@ class StoreKeeper:
             listening.close()
 
     def _fork(self) -> socket.socket:
+        """Fork the process of stores; return the connection to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fork_server = os.getpid()
         pid = os.fork()

@@ -384,6 +384,7 @@ def connect_unless_ended(address: str, key: bytes, registration: Register) -> Ch
 
 
 def _reach(address: str) -> socket.socket:
+    """Connect to an address, a path of a Unix socket or host and port."""
     scheme, _, rest = address.partition(":")
     if scheme != "unix":
         host, _, port = rest.rpartition(":")
@@ -398,6 +399,7 @@ def _reach(address: str) -> socket.socket:
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    """Read exactly so many bytes."""
     content = b""
     while len(content) < num_bytes:
         chunk = connection.recv(num_bytes - len(content))

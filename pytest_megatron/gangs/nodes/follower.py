@@ -188,6 +188,7 @@ class FollowerPlugin:
     def _follow(
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> None:
+        """Offer ranks to node 0, with GPUs that are leased, until the session ends."""
         lease: Lease | None = None
         if welcome.num_gpus:
             lease = lease_gpus(

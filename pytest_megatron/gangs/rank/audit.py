@@ -543,6 +543,7 @@ def _mib(size: int) -> str:
 
 
 def _groups(rows: Sequence[_Row]) -> list[str]:
+    """Describe process groups that were left."""
     sizes = Counter(cast("int", value) for _, value, _ in rows)
     ranks = ", ".join(
         counted(size, "rank") if len(sizes) == 1 else f"{number} of {counted(size, 'rank')}"
@@ -552,6 +553,7 @@ def _groups(rows: Sequence[_Row]) -> list[str]:
 
 
 def _threads(rows: Sequence[_Row]) -> list[str]:
+    """Describe threads that were left, but for those of libraries."""
     names = []
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident, value, _ in rows:
@@ -622,6 +624,7 @@ def _num_waiting(pipe: int) -> int:
 
 
 def _processes(rows: Sequence[_Row]) -> list[str]:
+    """Describe child processes that were left, but for those of libraries."""
     names = []
     for pid, _, _ in rows:
         try:
@@ -645,12 +648,14 @@ def _variables(rows: Sequence[_Row]) -> list[str]:
 
 
 def _handlers(rows: Sequence[_Row]) -> list[str]:
+    """Describe signal handlers that were changed."""
     return [
         f"handler of {name}: {_handler(value)}, was {_handler(was)}" for name, value, was in rows
     ]
 
 
 def _handler(value: object) -> str:
+    """Name a signal handler."""
     if value is None:
         return "the default"
     if isinstance(value, int):
@@ -659,6 +664,7 @@ def _handler(value: object) -> str:
 
 
 def _settings(rows: Sequence[_Row]) -> list[str]:
+    """Describe settings that were changed, with their values if these are short."""
     return [
         f"{name} {value}, was {was}"
         if _is_short(value) and _is_short(was)

@@ -210,6 +210,7 @@ class StateKeeper:
             return []
 
     def _search(self, audit: LeakAudit) -> list[Leak]:
+        """Return what the test left, after garbage had time to go."""
         held = audit.look()
         sizes = audit.sizes()
         suspects = [] if held is self._held else self._new(held)
@@ -360,6 +361,7 @@ def _shown(value: object) -> str:
 
 
 def _exists(path: Path) -> bool:
+    """Return whether a path is there, by functions that tests have not patched."""
     try:
         os.stat(path)
     except OSError:

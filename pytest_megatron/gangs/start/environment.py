@@ -108,6 +108,7 @@ class EnvWatch:
             self.loaded = frozenset(sys.modules)
 
     def _note(self, name: str, place: str) -> None:
+        """Note a place that reads the rank or the world size."""
         readers = self.rank_readers if name in RANK_VARIABLES else self.size_readers
         text = f"{name} in {place}"
         if text in readers:
@@ -318,6 +319,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
     from pytest_megatron.process.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
 
     def preload() -> None:
+        """Start the process that imports ahead of collection."""
         modules = start_env.learnt.modules if start_env.learnt else ()
         start_env.preloaded = start_preloaded("fork", start_env.env, start_env.path, modules)
         early_config.add_cleanup(start_env.stop_preloaded)

@@ -105,6 +105,7 @@ class SessionTemplate:
         return replace(self, loads=()).fork()
 
     def _serve(self) -> None:
+        """Import what ranks need, then fork ranks until the controller is gone."""
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
@@ -139,6 +140,7 @@ class SessionTemplate:
             measurement.save()
 
     def _load(self) -> None:
+        """Import the modules that every rank would import."""
         with warnings.catch_warnings(), large_imports():
             warnings.simplefilter("ignore")
             for name in self.loads:

@@ -444,6 +444,7 @@ def _follow(program: ForkedProgram) -> SessionExited | None:
     pid = program.pid
 
     def suspend(_: int, __: FrameType | None) -> None:
+        """Stop the session and this process together, and let both go on together."""
         os.killpg(pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         os.killpg(pid, signal.SIGCONT)
@@ -494,6 +495,7 @@ def _place() -> dict[str, str]:
 
 
 def _content(path: Path) -> str:
+    """Return the text of a file, "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -176,6 +176,7 @@ class _KeptServer:
     def _fork(
         self, channel: Channel, request: StartSession, descriptors: list[int]
     ) -> _Request | None:
+        """Fork the process of a session, and return it with its pipes."""
         control, control_write = os.pipe()
         kept = os.getpid()
         pid = os.fork()
@@ -345,6 +346,7 @@ def _take_streams(request: StartSession, descriptors: list[int]) -> None:
 
 
 def _move(descriptors: Sequence[int], least: int) -> list[int]:
+    """Move descriptors to numbers that no session uses."""
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least) for number in descriptors]
     for number in descriptors:
         os.close(number)

@@ -317,6 +317,7 @@ class LoadingRanks:
         def start(
             config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
         ) -> int:
+            """Hand a rank to the process that waits for it, or fork one."""
             if not self._fits(info, config):
                 for _, channel in self._ranks.values():
                     channel.close()

@@ -145,6 +145,7 @@ class RankCollectors:
         self._collectors.clear()
 
     def _fork(self, number: int, port: int) -> None:
+        """Have the fork servers of the nodes start the processes that collect."""
         configs = with_store(self._configs[number][0], port)
         for node_rank in {config.node_rank for config in configs}:
             node = self._fork_servers.find(node_rank)

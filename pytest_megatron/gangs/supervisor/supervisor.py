@@ -316,6 +316,7 @@ class Supervisor:
         return time.monotonic() - self._stopped_s
 
     def _deadlines(self) -> Iterator[float]:
+        """Yield the times at which something has to be looked at."""
         for gang in self._gangs.values():
             deadline = gang.lifecycle.deadline
             if deadline is not None:
@@ -393,6 +394,7 @@ class Supervisor:
         self.fork_servers.add(registration, source)
 
         def take(messages: Sequence[Message]) -> None:
+            """Take messages of a fork server, and its loss."""
             for message in messages:
                 if isinstance(message, Collected):
                     self._has_news = True
@@ -470,6 +472,7 @@ class Supervisor:
             self._handle(gang, 0, Killed(gang=gang.number))
 
     def _fork(self, gang: Gang, port: int, problem: str) -> None:
+        """Have a gang's ranks forked, now that its store has a port."""
         if gang.lifecycle.state is not GangState.STARTING:
             return
         if problem:
@@ -521,6 +524,7 @@ class Supervisor:
             self._handle(gang, rank, gang.inboxes[rank].popleft())
 
     def _handle(self, gang: Gang, rank: int, message: Message) -> None:
+        """Pass a message of a rank to the gang's state machine, and do what that asks."""
         if isinstance(message, Ready) and rank in gang.missing:
             message = replace(message, missing={**gang.missing[rank], **message.missing})
         self._carry_out(gang, gang.lifecycle.handle(rank, message, self._now()))
@@ -549,6 +553,7 @@ class Supervisor:
                     assert_never(action)
 
     def _kill(self, gang: Gang) -> None:
+        """Have all processes of a gang killed."""
         gang.killed_at = self._now()
         for fork_server in gang.holders():
             fork_server.send(Kill(gang=gang.number))
@@ -556,6 +561,7 @@ class Supervisor:
             self._handle(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:
+        """Close the connections of a gang that is gone."""
         for channel in gang.channels.values():
             self._calls.drop(channel)
         gang.channels.clear()

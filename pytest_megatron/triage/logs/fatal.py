@@ -357,6 +357,7 @@ def read_error_file(path: Path | None, table: Table) -> Fatal | None:
 
 
 def _seconds(value: JsonValue) -> float | None:
+    """Return a time in seconds, None if it is none."""
     try:
         seconds = float(str(value))
     except ValueError:

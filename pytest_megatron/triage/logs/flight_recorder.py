@@ -192,6 +192,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _load(data: bytes, path: Path) -> _Plain:
+    """Read a dump, JSON or a pickle of plain values."""
     try:
         if data.lstrip()[:1] == b"{":
             return json.loads(data)
@@ -210,6 +211,7 @@ def _no_dump(path: Path, reason: str) -> TriageError:
 
 
 def _entry(raw: dict[str, _Plain]) -> FlightEntry:
+    """Return a collective from an entry of a dump."""
     group, group_name = _group(raw.get("process_group"))
     called = str(raw["profiling_name"])
     return FlightEntry(
@@ -231,6 +233,7 @@ def _entry(raw: dict[str, _Plain]) -> FlightEntry:
 
 
 def _group(raw: _Plain) -> tuple[str, str]:
+    """Return name and description of a process group."""
     if not isinstance(raw, list | tuple) or len(raw) != len(("name", "description")):
         raise TypeError(f"process_group {raw!r}")
     return str(raw[0]), str(raw[1])

@@ -194,6 +194,7 @@ def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> No
 
 
 def _versions(words: Sequence[str]) -> dict[str, str]:
+    """Parse the values of `--version`."""
     found = {}
     for word in words:
         name, _, version = word.partition("=")

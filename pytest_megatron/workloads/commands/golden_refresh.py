@@ -214,6 +214,7 @@ def _report(
 
 
 def _refuse(outcome: AcceptOutcome) -> None:
+    """Name what was refused, and exit."""
     for line in refusals_text(outcome.refused):
         click.echo(f"refused: {line}", err=True)
     soft = all(refusal.rule.is_soft for _, refusal in outcome.refused)
@@ -313,6 +314,7 @@ def _print_trained_once(offers: Sequence[Offer]) -> None:
 
 
 def _list(offers: Sequence[Offer]) -> None:
+    """Print the candidates that wait for a decision."""
     if not offers:
         click.echo("nothing waits for a decision")
     for offer in offers:

@@ -137,6 +137,7 @@ def compare_sides(
 
 
 def _parse(text: Text | None) -> tuple[Golden | None, str]:
+    """Return the golden of a text, or why there is none."""
     if text is None:
         return None, ""
     try:
@@ -169,6 +170,7 @@ def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
 
 
 def _git(root: Path, *arguments: str, given: str = "") -> bytes:
+    """Return what git prints."""
     try:
         done = run_git(root, *arguments, given=given.encode())
     except OSError as error:
@@ -261,6 +263,7 @@ def _mean(values: Sequence[Value]) -> float | None:
 
 
 def _steps(steps: Sequence[int]) -> str:
+    """Describe steps as first, last and distance."""
     if not steps:
         return "-"
     if len(steps) == 1:
@@ -379,6 +382,7 @@ def _row(name: str, values: Sequence[float | str]) -> MetricSummary:
 
 
 def _cells(metric: MetricSummary) -> tuple[str, ...]:
+    """Return the cells of a metric's row."""
     num_holes = metric.num_values - metric.num_finite
     is_text = isinstance(metric.first, str) and not metric.num_finite
     values = f"{metric.num_values}" + (

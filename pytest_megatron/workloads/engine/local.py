@@ -185,6 +185,7 @@ class LocalEngine(LeasingEngine):
         _LOG.info("%s: ranks are %s (megatron_workload_start=%s)", submission.key, how, mode)
 
         def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
+            """Start a phase, by a fork where that gives the same."""
             # Forks of one process share a seed of `hash()` and addresses, so an audit of two forks
             # would not see what depends on them.
             if phase.is_script or phase.role is PhaseRole.AUDIT or not forks:
@@ -473,6 +474,7 @@ def _own_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules that a file imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

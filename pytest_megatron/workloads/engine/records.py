@@ -284,6 +284,7 @@ class RunningJobs:
 
     @staticmethod
     def _judge(submission: Submission, find_failure: FindFailure, outcome: Path) -> None:
+        """Ask a running job to stop if it can only fail."""
         with contextlib.suppress(OSError, SchemaError):  # it has just begun, or a full disk
             running = parse(RunningRecord, read_bytes(_running_file(outcome)))
             ends = _with_plans(running.ends, submission.planned(None).plan)

@@ -138,6 +138,7 @@ def main(descriptor: int, controller: int, names: Sequence[str]) -> None:
 
 
 def _serve(connection: socket.socket, names: Sequence[str]) -> None:
+    """Import modules, then fork guards of trainings until the session ends."""
     imported = dict(os.environ)
     gc.disable()  # searches for garbage take an eighth of the imports, and find none
     problem = _import(names) or find_obstacle("torch was imported")
@@ -163,6 +164,7 @@ def _serve(connection: socket.socket, names: Sequence[str]) -> None:
 
 
 def _import(names: Sequence[str]) -> str:
+    """Import modules; return why one cannot be imported, "" if all are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -209,6 +211,7 @@ def _guard(order: ForkOrder, imports: Imports, descriptors: Sequence[int]) -> No
     free = frozenset(order.free)
 
     def start(command: Sequence[str]) -> int:
+        """Fork the launcher of a training."""
         pid = _fork()
         if pid == 0:
             for number in kept:
@@ -289,6 +292,7 @@ class _RankForker:
             self._end(message)
 
     def _obstacle(self, args: Sequence[str], env: Mapping[str, str]) -> str:
+        """Return why a rank cannot be a fork, "" if it can."""
         script = script_in(args) if list(args[:2]) == [sys.executable, "-u"] else ""
         if not (script.endswith(".py") and Path(script).is_file()):
             return "it is no Python script"
@@ -434,6 +438,7 @@ def _train(message: Message) -> None:
     sys.modules["__main__"] = module
 
     def run() -> None:
+        """Run the training program as `__main__`."""
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec")
         exec(code, vars(module))  # noqa: S102 - a program is run
@@ -506,6 +511,7 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 
 
 def _fork() -> int:
+    """Fork, without the output that is still in buffers."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():

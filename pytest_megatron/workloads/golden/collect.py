@@ -118,6 +118,7 @@ class WatchedFiles:
         return dict(self._changed())
 
     def _changed(self) -> Iterator[tuple[Path, int]]:
+        """Yield files that are new or changed, and where the new part begins."""
         for path in sorted(self._matching()):
             mark = self._before.get(path)
             try:
@@ -132,6 +133,7 @@ class WatchedFiles:
                 continue
 
     def _matching(self) -> Iterator[Path]:
+        """Yield the files that fit the glob."""
         whole = str(self.root / self.glob)
         globs = (whole, whole.replace("**/", ""))
         top = Path(*_fixed_parts(Path(whole)))

@@ -193,6 +193,7 @@ def _check_provenance(golden: GoldenFile) -> Iterator[Finding]:
 
 
 def _doubts(provenance: Provenance) -> Iterator[str]:
+    """Yield what is doubtful about the origin of a golden."""
     if provenance.commit is None:
         yield "names no commit"
     if provenance.is_dirty:
@@ -486,6 +487,7 @@ class _Linter:
         self.findings.append(_finding(path, None, rule, message))
 
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
+        """Return rule and message for a golden where nothing looks, None else."""
         root = self._project.root.absolute()
         if not path.absolute().is_relative_to(root):
             return None  # of no project: nothing is known about where it belongs
@@ -520,6 +522,7 @@ class _Linter:
         return None
 
     def _read(self, path: Path) -> GoldenFile | None:
+        """Read a golden, and note why it cannot be read."""
         tree = tree_of(path, self._project.root)
         is_known = tree is not None and bool(self._project.recipes)
         is_read = path.absolute() in self.readers or not is_known
@@ -575,4 +578,5 @@ def _finding(
     message: str,
     severity: Severity = Severity.WARNING,
 ) -> Finding:
+    """Return a finding, by default a warning."""
     return Finding(file=file, line=line, rule=rule, message=message, severity=severity)

@@ -211,6 +211,7 @@ def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
+    """Return a list of numbers."""
     numbers = _list_of(value, (int, float), "number", where)
     try:
         return tuple(map(float, numbers))
@@ -544,6 +545,7 @@ def _texts_by_name(value: JsonValue, name: str, where: str) -> dict[str, str]:
 
 
 def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
+    """Return the spread of each metric over the repeats."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -569,6 +571,7 @@ def _spread_of(value: JsonValue, metric: str, where: str) -> Spread:
 
 
 def _deviation(value: JsonValue) -> float | None:
+    """Return a deviation, None if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < float("inf") else None

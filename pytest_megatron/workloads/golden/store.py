@@ -373,6 +373,7 @@ def _shown(value: JsonValue) -> str:
 
 
 def _load(text: str, where: str, notes: list[str]) -> JsonValue:
+    """Parse the JSON of a golden, and note what is unusual."""
     if not text.strip():
         size = len(text.encode())
         raise EmptyGoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
@@ -601,6 +602,7 @@ def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]
 
 
 def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> int:
+    """Return a whole number that a list of values needs."""
     value = block.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < (key == "step_interval"):
         raise GoldenError(
@@ -610,6 +612,7 @@ def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> 
 
 
 def _step(key: str, name: str, where: str) -> int:
+    """Parse a step."""
     if not _IS_STEP(key):
         raise GoldenError(
             where, f"{name}: step {key!r}, expected a decimal number of at most 18 digits"
@@ -618,6 +621,7 @@ def _step(key: str, name: str, where: str) -> int:
 
 
 def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
+    """Return the value of a step, a number or a text."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):

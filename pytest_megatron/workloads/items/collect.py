@@ -202,6 +202,7 @@ class _Marks:
         return marks
 
     def _named(self, kind: str, name: str) -> tuple[pytest.Mark, ...]:
+        """Return the marks for a word of a row, made once."""
         if (kind, name) not in self._made:
             self._declare(f"{kind}(name): workloads by their {kind}")
             made = [getattr(pytest.mark, kind)(name=name).mark]

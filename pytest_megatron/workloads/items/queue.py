@@ -61,6 +61,7 @@ class QueueTerminal:
 
     @property
     def _reporter(self) -> pytest.TerminalReporter | None:
+        """Return pytest's terminal reporter."""
         reporter: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin(
             "terminalreporter"
         )

@@ -239,6 +239,7 @@ def progress_text(name: str, phase: str, progress: Progress) -> str:
 
 
 def _rounded(loss: str) -> str:
+    """Return a loss with four digits."""
     try:
         return f"{float(loss):.4g}"
     except ValueError:
@@ -455,6 +456,7 @@ def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]
 
 
 def _loss(metrics: MetricMap, names: Sequence[str]) -> Sequence[str]:
+    """Describe the first and the last loss, if the metrics have one."""
     name = next((name for name in ("lm loss", *names) if is_loss(name) and name in metrics), "")
     series = metrics.get(name)
     if series is None or not len(series):
@@ -466,6 +468,7 @@ def _loss(metrics: MetricMap, names: Sequence[str]) -> Sequence[str]:
 
 
 def _retried(attempt: Attempt) -> str:
+    """Describe why an attempt failed."""
     assert attempt.cause is not None
     known = attempt.cause.signature.id if attempt.cause.signature is not None else "unknown"
     return f"attempt {attempt.number} failed: {known}"

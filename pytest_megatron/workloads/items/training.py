@@ -461,6 +461,7 @@ class TrainingPlugin(RecordCarrier):
         return not any(finding.is_error for finding in checked.findings)
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
+        """Keep the record of a workload, also as properties of its item."""
         workload = item.workload
         item.record = replace(
             record,

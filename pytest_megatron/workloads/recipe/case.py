@@ -554,6 +554,7 @@ class WorkloadCase:
         return self._count(self.variant(1), "--exit-interval")
 
     def _count(self, variant: Variant, name: str) -> int | None:
+        """Return the number of iterations that an argument gives, None without it."""
         found = next((a for a in reversed(variant.arguments) if a.name == name), None)
         if found is None:
             return None
@@ -683,6 +684,7 @@ class _CaseReader:
         self._document = document
 
     def variants(self) -> tuple[Variant, ...]:
+        """Return the argument sets of the case, one for each MODEL_ARGS key."""
         keys = [key for key in self._document.value if MODEL_ARGS(key)]
         return tuple(
             Variant(
@@ -717,6 +719,7 @@ class _CaseReader:
         return found
 
     def _argument(self, key: str, name: str) -> Argument:
+        """Return an argument with its words and its line."""
         value = self._mapping(key)[name]
         line = self._document.line_of((key, name))
         where = f"{self._document.file}:{line}"
@@ -806,6 +809,7 @@ def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
 
 
 def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Path]:
+    """Yield the paths at which a golden may lie."""
     for name in names:
         below = Path(workload.model, workload.test_case, golden_name(workload.environment, name))
         yield root / GOLDENS / below

@@ -177,6 +177,7 @@ def expand_rows(
 
 
 def _expanded(reader: _ShortReader, line: int) -> Iterator[Row]:
+    """Yield the rows of a short row, one for each combination of its lists."""
     row, case = reader.row, reader.case()
     axes: dict[str, JsonValue] = {}
     for key, default in _DEFAULTS.items():
@@ -283,6 +284,7 @@ class _ShortReader:
         return "ckpt-resume" if has_resume else "regular"
 
     def _words(self) -> tuple[str, ...]:
+        """Return the words of the command."""
         value = self.row["command"]
         if isinstance(value, list):
             places = ((*self._path, "command", number) for number in range(len(value)))

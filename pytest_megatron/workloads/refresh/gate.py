@@ -264,6 +264,7 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
 
 
 def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
+    """Return a metric at some steps alone."""
     series = metrics[name]
     kept = {step: value for step, value in series.items() if step in steps}
     return {name: series_of(kept, is_full_precision=series.is_full_precision)}

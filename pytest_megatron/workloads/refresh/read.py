@@ -249,6 +249,7 @@ def _disagreements(directory: Path) -> Iterator[str]:
 
 
 def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
+    """Return an attempt with the steps that it has in several files."""
     ran = Ran(record=attempt)
     if attempt.cause is not None:
         return ran

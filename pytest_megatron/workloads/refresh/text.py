@@ -100,6 +100,7 @@ def outcome_text(outcome: AcceptOutcome, form: str, *, reason: str | None = None
 
 
 def _state(difference: FileDifference) -> str:
+    """Describe how a golden changed."""
     if difference.state is FileChange.CHANGED:
         return "changed, outside the band" if difference.is_outside else "changed"
     return f"{difference.state.value}, {counted(difference.num_metrics, 'metric')}"

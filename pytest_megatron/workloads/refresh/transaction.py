@@ -185,6 +185,7 @@ def _replace(root: Path, journal: _TransactionJournal) -> None:
 
 
 def _undo(root: Path, journal: _TransactionJournal) -> None:
+    """Put the old goldens back."""
     for entry in journal.entries:
         if (root / entry.old).exists():
             (root / entry.old).replace(root / entry.target)
@@ -230,6 +231,7 @@ def _recover(root: Path) -> None:
 
 
 def _read(path: Path) -> _TransactionJournal:
+    """Read the journal of a refresh that was cut off."""
     try:
         journal = read_record(path, _TransactionJournal)
     except RunError as error:
@@ -250,6 +252,7 @@ def _missing_above(root: Path, target: PurePosixPath) -> Iterator[PurePosixPath]
 
 
 def _write(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

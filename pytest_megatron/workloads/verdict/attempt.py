@@ -145,6 +145,7 @@ def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _rows(path: Path) -> list[JsonValue]:
+    """Return the attempts in a launcher's error file, none if it is damaged."""
     with contextlib.suppress(OSError, ValueError):  # missing, or damaged: a full disk
         found = read_json(path)
         rows = found.get("attempts") if isinstance(found, dict) else None
@@ -605,18 +606,21 @@ def _full_disk(directory: Path) -> str:
 
 
 def _when(end: PhaseEnd) -> str:
+    """Describe how far a phase was."""
     if end.progress is None:
         return "before the first iteration"
     return f"after iteration {end.progress.text}"
 
 
 def _phase(end: PhaseEnd) -> str:
+    """Name a phase, "" for the first one."""
     if end.plan.role is not PhaseRole.TRAINING:
         return f"in phase {end.plan.name}"
     return f"in {end.plan.name}" if end.plan.number > 1 else ""
 
 
 def _program(end: PhaseEnd) -> str:
+    """Name what was started: the program, the script or the launcher."""
     if end.plan.start is not None and end.plan.start.ranks.starter is Launcher.NONE:
         return "the program"
     return "the script" if end.plan.is_script else "the launcher"

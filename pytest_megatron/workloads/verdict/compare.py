@@ -387,6 +387,7 @@ def _with_first_phase(
 
 
 def _case(training: Training) -> tuple[WorkloadCase, Sequence[str]]:
+    """Return the case of a training, and its metrics."""
     job = training.job
     assert job.case is not None
     assert job.metric_names is not None

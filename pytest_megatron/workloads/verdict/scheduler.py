@@ -246,6 +246,7 @@ class WorkloadScheduler:
         return ended + self._submit(submissions)
 
     def _keep(self, found: _Open, index: int, submission: Submission) -> None:
+        """Keep a submission until its outcome is there."""
         assert submission.key not in self._open, submission.key
         found.keys[submission.key] = index
         self._open[submission.key] = found

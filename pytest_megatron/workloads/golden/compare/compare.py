@@ -176,6 +176,7 @@ def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
 
 
 def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Comparison:
+    """Compare one metric under `strict`."""
     golden = case.golden.metrics.get(metric)
     answer = Comparison(
         metric=metric, passed=False, rule=ComparisonRule.NO_GOLDEN, golden_path=case.golden.path
@@ -261,6 +262,7 @@ def _limits(case: _StrictCase, metric: str, golden: Series, known: Knowledge) ->
 
 
 def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
+    """Return what is known of a metric's noise."""
     return knowledge_of(
         case.golden,
         metric,

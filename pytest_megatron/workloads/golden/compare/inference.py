@@ -96,6 +96,7 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
 
 
 def _compare(pair: Pair, metric: str) -> Comparison | None:
+    """Compare one metric of an inference program, None if it is not asked for."""
     if metric in REQUEST_METRICS:
         return _compare_of_requests(pair, metric)
     answer = _answer(pair, metric)
@@ -262,6 +263,7 @@ def _median_comparison(
 
 
 def _answer(pair: Pair, metric: str) -> Comparison:
+    """Return the answer that the golden lacks a metric."""
     return Comparison(
         metric=metric,
         passed=False,
@@ -277,6 +279,7 @@ def _steady(values: Sequence[float]) -> float:
 
 
 def _values(request: PromptAnswer, metric: str) -> tuple[float, ...]:
+    """Return the numbers of a request that a metric compares."""
     if metric == TOKENS:
         return tuple(float(token) for token in request.tokens or ())
     return request.logprobs[metric]

@@ -229,6 +229,7 @@ def tail_length(num_steps: int) -> int:
 
 
 def _describe(repeats: int, known: Knowledge) -> str:
+    """Describe what is known of the golden's noise."""
     if known.is_elsewhere:
         return "golden from another platform, where fewer digits are the same"
     if known.is_deterministic:
@@ -410,6 +411,7 @@ def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
 
 
 def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
+    """Judge whether the curve stands still where the golden moves."""
     least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
     frozen = find_frozen(golden, observed, least_steps=least)
     first, last = frozen or (0, -1)
@@ -519,6 +521,7 @@ def _size(amount: float, point: Point) -> str:
 
 
 def _outside(point: Point, allowed: float) -> StepDifference:
+    """Return the difference at a step that is outside of its tolerance."""
     tolerance = allowed / abs(point.golden) if point.golden else math.inf
     return StepDifference(
         step=point.step, observed=point.observed, golden=point.golden, tolerance=tolerance
@@ -526,6 +529,7 @@ def _outside(point: Point, allowed: float) -> StepDifference:
 
 
 def _means(points: Sequence[Point]) -> tuple[float, float]:
+    """Return the means of what was observed and of the golden."""
     observed = math.fsum(p.observed for p in points) / len(points)
     golden = math.fsum(p.golden for p in points) / len(points)
     return observed, golden

@@ -353,6 +353,7 @@ def relative(observed: float, golden: float) -> float:
 
 
 def _headline(comparison: Comparison) -> str:
+    """Return the first part of a comparison's line: metric, step, values."""
     metric, rule = comparison.metric, comparison.rule
     if comparison.passed:
         word = "passed" if comparison.is_judged else rule.value
@@ -464,6 +465,7 @@ def continued_like(golden: MetricMap, observed: MetricMap) -> MetricMap:
 
 
 def _continued(golden: Series, observed: Series | None) -> Series:
+    """Return what was observed so far, with the golden's values ahead."""
     measured = {} if observed is None else dict(observed.items())
     ahead = {
         step: value

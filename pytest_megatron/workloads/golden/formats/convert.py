@@ -103,6 +103,7 @@ def _metrics(
     wish: ConvertOptions,
     losses: list[str],
 ) -> dict[str, JsonValue]:
+    """Return the metrics in another form, and note what is lost."""
     new: dict[str, JsonValue] = {}
     for name, series in sorted(document.metrics.items()):
         block = value[name]
@@ -180,6 +181,7 @@ class _Block:
             del self._values[step]
 
     def _round(self, losses: list[str]) -> None:
+        """Round values to five decimals, and note how much is lost."""
         largest, num_rounded = 0.0, 0
         for step, value in self._values.items():
             if isinstance(value, float) and round(value, _DECIMALS) != value:
@@ -194,12 +196,14 @@ class _Block:
 
 
 def _generation(generation: Generation, where: str) -> dict[str, JsonValue]:
+    """Return the output of an inference program as JSON."""
     if problem := find_not_finite(generation):
         raise GoldenError(where, f"{problem}, which JSON cannot say; record it again")
     return generation_to_json(generation)
 
 
 def _provenance(value: JsonValue, *, is_block: bool) -> JsonValue:
+    """Return the provenance, with or without the keys of a metric's block."""
     if not isinstance(value, dict):
         return value
     own = {key: kept for key, kept in sorted(value.items()) if key not in AS_BLOCK}

@@ -247,6 +247,7 @@ def _trainer_state(path: Path, _: int) -> Iterator[Row]:
 
 
 def _csv(path: Path, start: int) -> Iterator[Row]:
+    """Yield the rows of a CSV file, from an offset."""
     whole = (line.text for line in lines_of(path) if line.is_whole)
     names = next(csv.reader(whole), [])
     if start:
@@ -280,6 +281,7 @@ _HISTORY_STEP, _STEP_NUMBER = 2, 1
 
 
 def _wandb(path: Path, _: int) -> Iterator[Row]:
+    """Yield the rows of an offline run of wandb."""
     for at, record in _wandb_records(path):
         where = f"{path}: byte {at}"
         try:
@@ -291,6 +293,7 @@ def _wandb(path: Path, _: int) -> Iterator[Row]:
 
 
 def _history(content: bytes) -> Iterator[tuple[str, float]]:
+    """Yield names and values of one step in wandb's format."""
     for entry in fields_of(content):
         if entry.number == _HISTORY_STEP:
             steps = [f.integer for f in fields_of(entry.content) if f.number == _STEP_NUMBER]

@@ -130,6 +130,7 @@ def fields_of(data: bytes) -> Iterator[ProtoField]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Read a number of variable length; return it and where it ends."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -193,6 +194,7 @@ def _ends_with_value(payload: bytes, after_step: int) -> bool:
 
 
 def _float(content: bytes) -> float:
+    """Read a float of four bytes."""
     (number,) = struct.unpack("<f", content)
     assert isinstance(number, float)
     return number

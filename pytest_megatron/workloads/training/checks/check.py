@@ -154,6 +154,7 @@ def _wrong_limits(workload: Workload) -> Finding | None:
 
 
 def _read(root: Path, workload: Workload) -> WorkloadCase | None:
+    """Return the case of a workload, None if it cannot be read."""
     try:
         return case_of(root, workload) if case_path(root, workload).is_file() else None
     except CaseError:

@@ -127,6 +127,7 @@ def check_partition(cluster: Cluster, wanted: Wanted) -> Iterator[RuleMatch]:
 
 
 def _refusals(partition: Partition, wanted: Wanted) -> Iterator[RuleMatch]:
+    """Yield limits of a partition that a job exceeds."""
     name, where = partition.name, wanted.where
     if partition.state != "UP":
         yield RuleMatch("partition-down", where, partition=name, state=partition.state)
@@ -179,6 +180,7 @@ def _merged(gpus: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
 
 
 def _partition(fields: Mapping[str, str], gpus: tuple[tuple[int, int], ...]) -> Partition:
+    """Return a partition from what `scontrol` prints."""
     return Partition(
         name=fields["PartitionName"],
         is_default=fields.get("Default") == "YES",

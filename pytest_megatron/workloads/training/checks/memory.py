@@ -136,6 +136,7 @@ def _pattern(text: str) -> list[int] | None:
 
 
 def _value(node: ast.expr) -> list[int] | int:
+    """Compute a list or a number that an argument writes as an expression."""
     match node:
         case ast.Constant(value=int() as number):
             return int(number)
@@ -235,6 +236,7 @@ def gib(number: float) -> str:
 
 
 def _part(number: float, what: str, each: Bytes) -> str:
+    """Describe the memory of some parameters, with its sum."""
     names = {"weights": each.weight, "gradients": each.gradient, "optimizer": each.optimizer}
     split = " + ".join(f"{size:g} {name}" for name, size in names.items() if size)
     times = f"{each.total:.3g} bytes ({split})"

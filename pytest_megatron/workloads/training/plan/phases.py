@@ -478,6 +478,7 @@ class _Maker:
         weights, num_steps = self._dirs.initial_weights, equivalence.num_steps
 
         def start(number: int, name: str, trace: TraceSettings) -> PhaseStart:
+            """Return the start of a phase that compares layouts."""
             is_own = name == _CANDIDATE
             arguments = (a for a in (own if is_own else reference.arguments) if not _saves(a))
             return PhaseStart(
@@ -540,6 +541,7 @@ class _Maker:
         return self._load
 
     def _second(self, *, load: str, save: Path, origin: Rewind | Frozen | Saved) -> PhaseStart:
+        """Return the start of a phase that resumes."""
         variant = self._case.variant(2)
         arguments, last = self._arguments(variant)
         if self._is_lightweight and last is not None and isinstance(origin, Frozen):
@@ -907,6 +909,7 @@ def _values(argument: Argument, env: Mapping[str, str], where: str) -> list[str]
 
 
 def _words(argument: Argument, values: list[str] | None) -> list[str]:
+    """Return the words of an argument on the command line."""
     if values == [""]:
         return []  # the harness that we stay compatible with drops such an entry
     if values == ["true"] and not argument.is_text:

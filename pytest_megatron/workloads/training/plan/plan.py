@@ -867,6 +867,7 @@ class Replay:
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
+    """Return a number that a variable gives, None if it is not set."""
     text = env.get(name)
     if not text:
         return None

@@ -221,6 +221,7 @@ class LogWatch:
                 self._ranks.setdefault(path, FollowedFile(path))
 
     def _take(self, line: str, *, rank: int) -> None:
+        """Take a line of a rank: progress, or what NCCL's watchdog says."""
         self._note_watchdog(line, rank)
         if not self.reads_lines:
             return
@@ -716,6 +717,7 @@ class _Measured:
         self._pace.pause(time.monotonic() - began)
 
     def _progress(self) -> Progress | None:
+        """Return how far the training is, by the metrics that it wrote."""
         assert self.phase.source is not None
         try:
             found = newest(read_measured(self.phase.dirs).metrics, self.phase.source.names)
@@ -765,6 +767,7 @@ def _tell(
     *,
     is_ended: bool = False,
 ) -> None:
+    """Tell the listener new lines and progress."""
     before = watch.progress
     if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)

@@ -98,6 +98,7 @@ def _listed(names: object) -> Iterable[object]:
 
 
 def _refuse_options(early_config: pytest.Config, arguments: list[str]) -> None:
+    """Refuse our options in a session that does not ask for the plugin."""
     missing = object()
     words = [str(argument) for argument in arguments]
     typed = [word.partition("=")[0] for word in words[: (*words, "--").index("--")]]

@@ -91,6 +91,7 @@ def findings_text(findings: Sequence[Finding], form: str) -> str:
 
 
 def _as_text(findings: Sequence[Finding]) -> str:
+    """Return findings as lines for people."""
     lines = [
         f"{found.where}: {found.severity.value}: {found.message} [{found.rule}]"
         for found in findings
@@ -103,6 +104,7 @@ def _as_text(findings: Sequence[Finding]) -> str:
 
 
 def _as_json(findings: Sequence[Finding]) -> str:
+    """Return findings as JSON."""
     rows: list[JsonValue] = [
         {
             "file": str(found.file),
@@ -117,6 +119,7 @@ def _as_json(findings: Sequence[Finding]) -> str:
 
 
 def _as_github(findings: Sequence[Finding]) -> str:
+    """Return findings as annotations of GitHub."""
     lines = []
     for found in findings:
         places = {"file": str(found.file), "line": found.line, "title": found.rule}

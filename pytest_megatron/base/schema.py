@@ -90,18 +90,21 @@ def matches(pattern: str, expected: str = "") -> Checked:
 
 
 def _check_version(number: int) -> int:
+    """Refuse any other version than 1."""
     if number != 1:
         raise ExpectedError("1")
     return number
 
 
 def _check_finite(number: float) -> float:
+    """Refuse nan and infinity."""
     if not math.isfinite(number):
         raise ExpectedError("a finite number")
     return number
 
 
 def _check_pattern(text: str) -> str:
+    """Refuse a text that is no regular expression."""
     try:
         re.compile(text)
     except re.error as error:
@@ -479,6 +482,7 @@ def _built(kind: object, value: object) -> object:
 def _fields_of(
     hints: Mapping[str, tuple[str, object]], value: Mapping[str, object]
 ) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a class from a mapping, with nested ones built."""
     for key, one in value.items():
         name, hint = hints[key]
         yield name, _built(hint, one)

@@ -499,6 +499,7 @@ class Joiner:
         return frozenset((p, name) for full, name in code if (p := self._sources.shorten(full)))
 
     def _find_block(self, path: str, name: str) -> int:
+        """Return the number of the block of code with a name."""
         found = self._sources.blocks(path)
         kept = block_named(path, name, found)
         if kept not in found:  # it was to be opened, and is not there

@@ -149,6 +149,7 @@ class _Objects:
 
 @contextmanager
 def _open_objects(root: Path) -> Iterator[_Objects]:
+    """Start git's reader of objects, and end it behind the block."""
     command = ["git", "-C", str(root), "cat-file", "--batch"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

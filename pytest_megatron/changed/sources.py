@@ -485,6 +485,7 @@ class Sources:
         return self._blocks[path]
 
     def _read_blocks(self, path: str) -> Mapping[str, str]:
+        """Return the digests of the blocks of a file, or of a folder's names."""
         exists = {EXISTS: self._tree.kind(path)}
         names = self._tree.names(path)
         if names is not None:
@@ -552,6 +553,7 @@ class Sources:
         return name in self._names_in(directory) and self._tree.is_file(path)
 
     def _names_in(self, directory: str) -> frozenset[str]:
+        """Return the names in a folder, read once."""
         if directory not in self._listings:
             names = self._tree.names(posixpath.normpath(directory or "."))
             self._listings[directory] = frozenset(names or ())

@@ -239,6 +239,7 @@ class Watch:
         return len(self._windows) == 1 and (self._has_windows or is_new_worker)
 
     def _is_own(self, name: str) -> bool:
+        """Return whether a file is one of the project."""
         if "/.." in name:  # as of a path of modules
             name = os.path.abspath(name)
         return (
@@ -367,6 +368,7 @@ class Watch:
         execute = loader.exec_module
 
         def exec_module(own: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:
+            """Load a module of the project, and note it for those that import it."""
             if not self._is_own(own.path):
                 return execute(own, module)
             self._windows[-1].loaded.add(own.path)
@@ -381,6 +383,7 @@ class Watch:
 
         @functools.wraps(real)
         def import_module(name: str, package: str | None = None) -> ModuleType:
+            """Import a module by name, and note it for the test."""
             module = real(name, package)
             path = str(getattr(module, "__file__", None) or "")
             if self._is_own(path):  # it may have been loaded before
@@ -430,6 +433,7 @@ class Watch:
         self._note_opened(self._name(path), mode, flags)
 
     def _note_opened(self, name: str | None, mode: object, flags: object) -> None:
+        """Note a file that was opened, and whether it was written."""
         is_code = name is not None and name.endswith(".py")
         if name is None or (is_code and self._is_in_session):  # imports are recorded elsewhere
             return
@@ -460,6 +464,7 @@ class Watch:
             self._add_for_all(name)
 
     def _on_database(self, args: tuple[object, ...]) -> None:
+        """Note a database of SQLite that was opened."""
         path = args[0]
         if isinstance(path, str) and path.startswith("file:"):
             path = path.removeprefix("file:").partition("?")[0]
@@ -489,6 +494,7 @@ class Watch:
     def _note_question(
         self, path: object, options: Mapping[str, object], *, is_there: bool
     ) -> None:
+        """Note a path that was asked for, there or not."""
         self._is_busy = True
         try:
             name = self._name(path, options.get("dir_fd"))
@@ -533,6 +539,7 @@ class Watch:
             self._append({kind: [name]})
 
     def _on_list(self, args: tuple[object, ...]) -> None:
+        """Note a folder that was listed."""
         place = "." if args[0] is None else args[0]
         name = self._name("", place) if isinstance(place, int) else self._name(place)
         if name is None or _is_importing():
@@ -544,6 +551,7 @@ class Watch:
             self._note_importer(name, "listed")
 
     def _on_exec(self, args: tuple[object, ...]) -> None:
+        """Note code of a file that is executed, such as a script."""
         code = args[0]
         if self._has_windows or not isinstance(code, CodeType) or code.co_filename == "<string>":
             return
@@ -552,6 +560,7 @@ class Watch:
             self._append({"loaded" if _HAS_MONITORING else "whole": [name]})
 
     def _on_start(self, args: tuple[object, ...]) -> None:
+        """Note a process that a test starts, and have it recorded if it can be."""
         if self._is_in_session and not self._is_of_project():
             return
         program, arguments, place, env = args
@@ -593,6 +602,7 @@ class Watch:
             self.spoil(f"it starts {start}, and nobody knows which files that reads")
 
     def _on_replace(self, args: tuple[object, ...]) -> None:
+        """Note a program that replaces this process."""
         env = next((one for one in args if isinstance(one, Mapping)), None)
         words = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
         self._on_start((args[0], words, None, env))
@@ -661,6 +671,7 @@ class Watch:
         self._write_line({**line, **facts})
 
     def _write_line(self, line: Mapping[str, object]) -> None:
+        """Append a line to the file of this process."""
         was_busy, self._is_busy = self._is_busy, True
         try:
             file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -343,6 +343,7 @@ def _cost_by(
     table: CiTable,
     histories: Histories,
 ) -> _ScopeCost:
+    """Return what a scope is expected to cost by a rule."""
     decision = decision_by(rule, "", Trigger(event=table.events[0]), table)
     filters = {
         "scope": (scope,),

@@ -85,6 +85,7 @@ def comment_place(env: Mapping[str, str]) -> CommentPlace | str:
 
 
 def _on_github(env: Mapping[str, str]) -> CommentPlace | str:
+    """Return where to comment on GitHub, or why not."""
     number = _pull_request(env)
     if number is None:
         return f"a run for {env.get('GITHUB_EVENT_NAME') or 'an event'} has no pull request"
@@ -110,6 +111,7 @@ def _on_github(env: Mapping[str, str]) -> CommentPlace | str:
 
 
 def _pull_request(env: Mapping[str, str]) -> int | None:
+    """Return the number of the pull request that this run is for."""
     found = re.fullmatch(r"refs/pull/(\d+)/(?:merge|head)", env.get("GITHUB_REF", ""))
     if found is not None:
         return int(found[1])
@@ -124,6 +126,7 @@ def _pull_request(env: Mapping[str, str]) -> int | None:
 
 
 def _on_gitlab(env: Mapping[str, str]) -> CommentPlace | str:
+    """Return where to comment on GitLab, or why not."""
     number = env.get("CI_MERGE_REQUEST_IID")
     if not number:
         return "a pipeline that is not of a merge request has none to comment on"

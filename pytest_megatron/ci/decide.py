@@ -129,6 +129,7 @@ def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
 
 
 def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
+    """Return the class of a changed path, None without one."""
     for one in table.paths:
         is_status = not one.status or change.status in one.status
         if is_status and matches_any(change.path, one.match):

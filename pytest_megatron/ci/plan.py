@@ -127,6 +127,7 @@ def _table(path: Path, keys: tuple[str, ...]) -> Mapping[str, JsonValue] | None:
 
 
 def _parse_ini(text: str) -> dict[str, dict[str, str]]:
+    """Return the sections of an ini file."""
     parser = configparser.RawConfigParser(strict=False, default_section="")
     parser.optionxform = str  # type: ignore[method-assign,assignment] # names keep their case
     parser.read_string(text)
@@ -314,6 +315,7 @@ def _node_id(row: Workload) -> str:
 
 
 def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Suggestion | None]:
+    """Return the trigger, with the suggested label if that is to be applied."""
     trigger = request.trigger
     if request.changes is None:
         return trigger, None

@@ -131,6 +131,7 @@ class Worktrees:
         return run_git(self.root, "-c", f"core.hooksPath={os.devnull}", *words)
 
     def _set_up(self, path: Path, state: CulpritState) -> str:
+        """Run the set-up line in a worktree; return why it failed, "" if it did not."""
         log = self.place / f"setup_{path.name}.log"
         command = ("sh", "-c", state.setup)
         end = _run(command, path / state.prefix, environment_with({}), log, state.time_limit_s)

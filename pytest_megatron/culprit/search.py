@@ -332,6 +332,7 @@ def next_position(state: CulpritState) -> int | None:
 
 
 def _no_change(state: CulpritState, end: int) -> CulpritError:
+    """Return the error that one end of the search is not as it has to be."""
     found = f"{state.item} {state.counts(end)} there"
     if end == 0:
         return CulpritError(

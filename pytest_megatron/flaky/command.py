@@ -110,6 +110,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
 
 
 def _as_text(records: Sequence[HistoryRecord]) -> str:
+    """Return flaky items as a table."""
     if not records:
         return "no item was flaky\n"
     head = ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
@@ -122,6 +123,7 @@ def _as_markdown(records: Sequence[HistoryRecord]) -> str:
 
 
 def _as_json(records: Sequence[HistoryRecord]) -> str:
+    """Return flaky items as JSON."""
     rows: list[JsonValue] = [
         {
             "node_id": record.node_id,
@@ -304,6 +306,7 @@ def _owner(node_id: str, root: Path) -> str:
 
 
 def _write_change(proposal: _Proposal) -> None:
+    """Write the proposed change into pyproject.toml."""
     try:
         write_text_atomically(proposal.file, proposal.changed)
     except OSError as error:
@@ -337,6 +340,7 @@ def _reproduce(case: FlakinessCase) -> str:
 
 
 def _proposal_markdown(proposal: _Proposal) -> str:
+    """Return a proposal as the text of a pull request."""
     return render(
         "flaky_proposal.md",
         proposal=proposal,
@@ -348,6 +352,7 @@ def _proposal_markdown(proposal: _Proposal) -> str:
 
 
 def _proposal_json(proposal: _Proposal) -> str:
+    """Return a proposal as JSON."""
     found: Mapping[str, JsonValue] = {
         "enter": [
             {
@@ -372,6 +377,7 @@ def _proposal_json(proposal: _Proposal) -> str:
 
 
 def _case_json(case: FlakinessCase) -> dict[str, JsonValue]:
+    """Return the evidence on an item as JSON."""
     low, high = wilson_interval(case.num_bad, case.num_runs) if case.num_runs else (0.0, 1.0)
     return {
         "node_id": case.node_id,

@@ -218,6 +218,7 @@ def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
 
 
 def _quarantine_by_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
+    """Return the quarantine that a mark of a test gives, None without one."""
     mark = item.get_closest_marker(QUARANTINE)
     if mark is None or not (has_roles or is_quarantined_by_us(item)):
         return None

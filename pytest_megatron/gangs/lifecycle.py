@@ -353,6 +353,7 @@ class Lifecycle:
                 return self._on_message(self._ranks[rank], message, now)
 
     def _on_message(self, rank: RankState, message: Message, now: float) -> list[Action]:
+        """Take a message of a rank; return what to do."""
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
@@ -382,6 +383,7 @@ class Lifecycle:
         return []
 
     def _on_closed(self, rank: RankState, message: Closed) -> None:
+        """Note that a rank has torn down everything."""
         rank.is_closed = True
         self.outputs[rank.rank] = message.workeroutput
         if message.late is not None:
@@ -390,6 +392,7 @@ class Lifecycle:
             self.problems.append(f"rank {rank.rank} in the last teardown: {message.problem}")
 
     def _on_ready(self, now: float) -> list[Action]:
+        """Begin with tests once every rank is ready."""
         if self.state is not GangState.STARTING or not all(r.is_ready for r in self._ranks):
             return []
         self.state = GangState.IDLE
@@ -431,11 +434,13 @@ class Lifecycle:
             self._record_failure(rank, now)
 
     def _record_failure(self, rank: RankState, now: float) -> None:
+        """Note when a rank failed first, which begins the grace."""
         if rank.at is None:
             rank.at = now
         self._timers.record_failure(now)
 
     def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
+        """Take the death of a rank; return what to do."""
         if rank.exit_code is not None or rank.death is not None:
             return []
         rank.is_lost = False

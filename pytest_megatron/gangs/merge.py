@@ -207,6 +207,7 @@ def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None)
 
 
 def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
+    """Describe what a rank did that ended the test."""
     for phase in (p for name in PHASES if (p := reported(rank, name)) is not None):
         if phase.outcome != "passed":
             return _phase_word(phase)
@@ -403,6 +404,7 @@ def _is_plain(end: RunEnd) -> bool:
 
 
 def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
+    """Merge a test that passed on all ranks, in the short form of reports."""
     columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
     merged = []
     for when, column in zip(PHASES, columns, strict=True):
@@ -426,6 +428,7 @@ def _has_failed(rank: RankResult, when: str) -> bool:
 
 
 def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> Merged | None:
+    """Merge the reports of one phase, None if no rank has one."""
     found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
     struck = [
         "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
@@ -483,6 +486,7 @@ def _with_lost_peers_in_call(end: RunEnd) -> RunEnd:
 
 
 def _with_setup_in_call(rank: RankResult) -> RankResult:
+    """Return a rank's result with what failed in setup as a part of the call."""
     reports = rank.early if rank.done is None else rank.done.reports
     moved: list[JsonValue] = []
     for report in reports:

@@ -431,6 +431,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
     def make_group(
         size: int, own: int, ranks: Any, backend: Any, store: Any, name: Any, **_: Any
     ) -> Any:
+        """Make a fake process group, and record it."""
         members = list(ranks) or list(range(world_size))
         asked[str(name)] = named(backend)
         recorder.group(str(name), members, asked[str(name)])
@@ -439,6 +440,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
 
     @functools.wraps(start)
     def init_process_group(backend: Any = None, *args: Any, **more: Any) -> None:
+        """Set the fake default group up."""
         recorder.asked_backend = named(backend)
         timeout = more.get("timeout") or (args[1] if len(args) > 1 else None)
         start(
@@ -457,6 +459,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
     numbers = itertools.count()
 
     def batch_isend_irecv(operations: Any) -> Any:
+        """Run sends and receives as one batch."""
         recorder.batch = next(numbers)
         try:
             return batch(operations)

@@ -178,6 +178,7 @@ def _groups(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
 
 
 def _first_other_group(one: RankRecord, other: RankRecord) -> RecordedFault | None:
+    """Return the first group that two ranks made of different ranks."""
     theirs = {group.name: group for group in other.groups}
     for position, group in enumerate(one.groups):
         found = theirs.get(group.name)
@@ -250,6 +251,7 @@ def _first_difference(
     pair: tuple[int, int],
     programs: Sequence[Sequence[Call]],
 ) -> RecordedFault | None:
+    """Return the first call that two ranks of a group make differently."""
     one, other = programs
     for index, (here, there) in enumerate(zip(one, other, strict=False)):
         found.num_compared += 1
@@ -344,6 +346,7 @@ def _messages(found: _RankComparison) -> Iterator[RecordedFault]:
 def _first_lost(
     found: _RankComparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
 ) -> RecordedFault | None:
+    """Return the first send that its receiver takes with another size."""
     source, target = pair
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):
         found.num_compared += 1

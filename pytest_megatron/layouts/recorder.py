@@ -180,6 +180,7 @@ class RankRecorder:
         register_optimizer_step_post_hook(self._after_step)
 
     def _before_module(self, module: torch.nn.Module, _: object) -> None:
+        """Count a forward pass of a model."""
         if id(module) not in self._known:
             self._known.update(id(part) for part in module.modules())
             if next(module.parameters(), None) is None:
@@ -200,6 +201,7 @@ class RankRecorder:
         counts[-1] += 1
 
     def _after_step(self, _: Optimizer, *__: object) -> None:
+        """Count a step, and end the rank after the last one."""
         if self._has_run:
             self._has_run = False
             self._record.steps += 1

@@ -211,6 +211,7 @@ def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> 
 
 
 def _write_chart(path: Path, chart: Chart, title: str, to_png: _ToPng | None) -> Iterator[Path]:
+    """Write the picture of a chart; yield the files."""
     svg = chart_svg(chart, title)
     picture = path.with_name(f"{path.name}.svg")
     write_text_atomically(picture, svg)
@@ -222,6 +223,7 @@ def _write_chart(path: Path, chart: Chart, title: str, to_png: _ToPng | None) ->
 
 
 def _load_png() -> _ToPng:
+    """Return the library's function that makes PNG of SVG."""
     try:
         library = importlib.import_module("resvg_py")
     except ImportError:

@@ -89,6 +89,7 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
 
 
 def _zip_member(info: zipfile.ZipInfo) -> _Member:
+    """Return a member of a zip."""
     kind = (info.external_attr >> 16) & 0o170000
     is_directory = info.is_dir()
     return _Member(
@@ -199,6 +200,7 @@ def _refuse_bomb(path: Path, wanted: Sequence[_Member], target: Path) -> None:
 
 
 def _refuse_size(path: Path, num_files: int, num_bytes: int) -> None:
+    """Refuse an archive that holds too much."""
     raise TriageError(
         str(path),
         f"holds {num_files} files of {num_bytes} bytes or more, expected at most {MOST_FILES} of "

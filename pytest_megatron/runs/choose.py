@@ -149,6 +149,7 @@ def choose(
 
 
 def _only_failure(runs: Mapping[Path, RecordedRun], where: str) -> tuple[Path, str]:
+    """Return the only item that failed; several are an error that names them."""
     items = _items(runs)
     found, what = _worst(runs, items)
     if what is None:

@@ -315,6 +315,7 @@ def _ranks(where: str, value: object) -> tuple[int, ...] | None:
 
 
 def _fake_ranks(where: str, value: object) -> str:
+    """Parse a value of `--fake-ranks`."""
     words = str(value).split(",")
     is_sound = value == "all" or all(word.strip().isdecimal() for word in words)
     if not is_sound or (len(words) == 1 and value == "0"):
@@ -1028,6 +1029,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
 
 
 def _refuse_contradictions(options: Options) -> None:
+    """Refuse options that exclude one another."""
     if options.num_gpus is not None and options.num_ranks is not None:
         raise pytest.UsageError("--gpus: --ranks is given as well; give one of them")
     if options.num_gpus is not None and options.device == "cpu":

@@ -139,6 +139,7 @@ def _layouts(files: dict[int, Path]) -> dict[int, TraceLayout]:
 def _require_layouts(
     candidate: Path, ours: dict[int, TraceLayout], theirs: dict[int, TraceLayout]
 ) -> None:
+    """Refuse traces of different layouts."""
     if ours == theirs:
         return
     raise TraceError(

@@ -122,6 +122,7 @@ def _is_wanted(name: PurePath) -> bool:
 
 
 def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
+    """Yield the traces of a run."""
     record: RecordedRun = read_run(run.directory)
     for node_id, item in record.items.items():
         if isinstance(item, RecordedWorkload):
@@ -129,6 +130,7 @@ def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
 
 
 def _traces_in(directory: Path, node_id: str) -> Iterator[FoundTrace]:
+    """Yield the traces of the last attempt of the first repeat of an item."""
     attempts = {path.parents[1] for path in directory.glob(f"repeat_*/attempt_*/*/{TRACE_DIR}")}
     if not attempts:
         return
@@ -323,6 +325,7 @@ def _compare(reference: FoundTrace, candidate: FoundTrace) -> _Compared:
 
 
 def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterator[str]:
+    """Yield the text of comparisons."""
     yield from beside
     for one in compared:
         yield one.line
@@ -334,6 +337,7 @@ def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterato
 
 
 def _to_json(one: _Compared) -> JsonValue:
+    """Return a comparison as JSON."""
     return {
         "item": one.reference.node_id or None,
         "phase": one.reference.number or None,

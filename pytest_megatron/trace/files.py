@@ -300,6 +300,7 @@ def read_end(path: Path) -> TraceEnd | None:
 
 
 def _lines_after_header(path: Path) -> Iterator[tuple[int, Line]]:
+    """Yield the lines of a trace with their numbers."""
     with path.open(encoding="utf-8") as lines:
         lines.readline()
         for number, line in enumerate(lines, start=2):

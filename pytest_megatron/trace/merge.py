@@ -402,6 +402,7 @@ class Merge:
             raise NotMergedError("it is of a micro-batch, and these have other numbers of samples")
 
     def _find_orders(self, reference: TracedStep, candidate: TracedStep) -> None:
+        """Find the order of batch and sequence in each activation."""
         for name, pieces in reference.tensors.items():
             others = candidate.tensors.get(name)
             if others is None or pieces[0].record.parameter is not None:

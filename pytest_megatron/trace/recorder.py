@@ -270,6 +270,7 @@ class Recorder:
         self._writer.flush()
 
     def _end_step(self) -> None:
+        """Write the records of a step."""
         self._flush()
         self._num_steps = self._step
         self._watched.clear()
@@ -362,6 +363,7 @@ class Recorder:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> None:
+        """Record the inputs of a module."""
         is_model = module is model.module
         if is_model and torch.is_grad_enabled() and not _is_in_backward():
             if self._updated:
@@ -390,6 +392,7 @@ class Recorder:
     def _after_module(
         self, name: str, module: torch.nn.Module, args: object, kwargs: object, output: object
     ) -> object:
+        """Record the outputs of a module."""
         del args, kwargs
         if self._is_idle():
             return output
@@ -449,6 +452,7 @@ class Recorder:
     def _on_gradient(
         self, places: Sequence[_Place], microbatch: int, gradient: torch.Tensor | None
     ) -> None:
+        """Record the gradient of an activation."""
         if self._is_over:
             return
         self._backward_microbatch = microbatch
@@ -463,6 +467,7 @@ class Recorder:
     # Optimizers
 
     def _wrap_megatron_optimizers(self) -> None:
+        """Have the steps of megatron-core's optimizers recorded."""
         found = sys.modules.get("megatron.core.optimizer.optimizer")
         if found is None:
             return
@@ -564,6 +569,7 @@ class Recorder:
         step: int | None = None,
         state: str = "",
     ) -> None:
+        """Record a parameter, its gradient or a state of it."""
         place = _Place(one.module, one.kind, f"{one.name}.{state}" if state else one.name)
         for shard, shape, values in one.parts(tensor, flat, state):
             measured, at = self._measure(values)

@@ -251,6 +251,7 @@ def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
 
 
 def _tensor_of_factory(factory: ShardedTensorFactory) -> LocalTensor:
+    """Return the parameter that a checkpoint holds as several tensors."""
     from megatron.core.dist_checkpointing import dict_utils
 
     def build(values: torch.Tensor) -> object:

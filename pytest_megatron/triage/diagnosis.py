@@ -197,6 +197,7 @@ def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
 
 
 def _say_memory(facts: Mapping[str, str]) -> str:
+    """Describe the sizes of memory that a message tells."""
     parts = {
         "tried_to_allocate": "It tried to allocate {}",
         "free": ", {} were free",

@@ -313,6 +313,7 @@ def _units_of_loose_files(files: Sequence[Path], name: _Name) -> list[Unit]:
 
 
 def _is_text(path: Path) -> bool:
+    """Return whether a file looks like text."""
     try:
         return _looks_like_text(path)
     except OSError:

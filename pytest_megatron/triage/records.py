@@ -129,6 +129,7 @@ def known_of(unit: Unit) -> Known:
 
 
 def _phase_number(directory: Path, attempt: Path) -> int:
+    """Return the number of the phase that a directory is of."""
     parts = directory.resolve().relative_to(attempt.resolve()).parts
     name = parts[0] if parts else ""
     number = name.removeprefix("phase_")

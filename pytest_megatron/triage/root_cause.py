@@ -94,6 +94,7 @@ def _by_flights(rank_log: RankLog, table: Table, hurt: dict[int, RankStory]) -> 
 
 
 def _what_it_did_there(kind: Desync) -> str:
+    """Describe what a rank did in place of the others' collective."""
     match kind:
         case Desync.OP | Desync.SIZE | Desync.DTYPE:
             return f"called a collective with {kind.value} than the others"
@@ -111,6 +112,7 @@ def _what_it_did(
     *,
     is_timeout: bool,
 ) -> str:
+    """Describe what the ranks that failed did."""
     if not ranks:
         what = "waited for a collective that did not finish"
         return what if is_timeout else f"lost another rank: {worst.headline}"
@@ -404,6 +406,7 @@ def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | N
 
 
 def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
+    """Return whether two ranks failed in the same way."""
     if one.signature.id != other.signature.id or one.kind is not other.kind:
         return False
     if one.fatal is None or other.fatal is None:
@@ -472,6 +475,7 @@ def _events(rank_log: RankLog) -> Iterable[Event]:
 
 
 def _time_limit(rank_log: RankLog, table: Table) -> Root:
+    """Return the root cause of a time limit: where each rank was."""
     frames = {r: rank.stack_frame for r, rank in rank_log.ranks.items() if rank.stack_frame}
     counts = Counter(frames.values())
     odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))

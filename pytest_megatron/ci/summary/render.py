@@ -148,6 +148,7 @@ def _text_head(summary: CiSummary) -> Iterator[str]:
 
 
 def _text_group(group: Sequence[JobItem]) -> Iterator[str]:
+    """Yield the lines of failures with one cause."""
     item, cause = group[0], group[0].cause
     yield f"{item.verdict} {item.node_id} ({item.job})"
     if cause is not None:
@@ -239,6 +240,7 @@ def curve_files(summary: CiSummary) -> dict[tuple[str, str], str]:
 
 
 def _markdown_head(summary: CiSummary) -> Iterator[str]:
+    """Yield the first blocks of the Markdown summary."""
     yield _block("title", headline(summary), summary)
     if summary.headline:
         yield _block("planned", summary)

@@ -248,6 +248,7 @@ def _requirement(package: Package, text: str, facts: EnvironmentFacts) -> Iterat
 
 
 def _marker_environment(facts: EnvironmentFacts) -> dict[str, str]:
+    """Return the values of markers for the Python that is examined."""
     version = facts.python.version
     return {
         "extra": "",

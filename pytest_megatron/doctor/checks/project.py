@@ -80,6 +80,7 @@ def _rows(value: JsonValue, lock: Path) -> list[_Table]:
 
 
 def _made_by_uv(prefix: Path) -> bool:
+    """Return whether uv made an environment."""
     try:
         lines = (prefix / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
     except OSError:

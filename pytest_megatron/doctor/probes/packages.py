@@ -251,6 +251,7 @@ def _find_module(directories: Iterable[Path], name: str) -> Path | None:
 
 
 def _module_in(directory: Path, name: str) -> Path | None:
+    """Return the file or folder of a module in a directory, None without one."""
     if (directory / name / "__init__.py").is_file():
         return directory / name
     files = (*sorted(directory.glob(f"{name}.*so")), directory / f"{name}.py")

@@ -108,6 +108,7 @@ def _line(name: str, step: Mapping[str, object]) -> str:
 
 
 def _not_fetched(why: object) -> str:
+    """Describe that an image cannot be fetched, and what to do."""
     return (
         f"is not on this machine and cannot be fetched ({why}); see that `docker pull` works, or "
         f"name one of `docker images`"
@@ -406,6 +407,7 @@ class Events:
         )
 
     def _is_there(self, container: WatchedContainer) -> bool:
+        """Return whether the daemon still has the container."""
         try:
             self._client.containers.get(container.id)
         except docker.errors.NotFound:

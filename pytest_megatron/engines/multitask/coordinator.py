@@ -338,6 +338,7 @@ class TeamProcess(RunningCommand):
         self._tell_all("stacks")
 
     def _tell_all(self, order: OrderWord) -> None:
+        """Pass a request to all tasks that run a command."""
         for task in self._running():
             self._team.send(task, Tell(order=order))
             if task == self._team.place.task and self._work is not None:

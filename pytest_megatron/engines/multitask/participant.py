@@ -203,6 +203,7 @@ class Participant:
         self._channel.send_frame(encode(message))
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a signal to this task, and stop its command."""
         self._told = signal.Signals(number).name
         if self._work is not None:
             self._work.tell("stop")

@@ -202,6 +202,7 @@ def _listen(ports: Sequence[int], key: bytes) -> Listener:
 
 
 def _all_taken(ports: Sequence[int]) -> LaunchError:
+    """Return the error that no port is free."""
     return LaunchError(
         f"{socket.gethostname()}, ports {ports[0]}-{ports[-1]}",
         "all are taken; give other `ports` in the executor's configuration",

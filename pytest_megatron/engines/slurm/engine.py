@@ -357,6 +357,7 @@ class SlurmEngine:
         return scancel_labels(self._journal.batches, chosen, num_live)
 
     def _submit_ready(self) -> None:
+        """Submit what there is room for."""
         num_live = sum(tracked.queued is not None for tracked in self._tracked.values())
         for done in self._intake.submit(num_live):
             tracked = self._tracked[done.submission.key]

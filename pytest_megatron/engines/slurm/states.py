@@ -155,6 +155,7 @@ def parse_squeue(text: str) -> tuple[SlurmJob, ...]:
 
 
 def _squeue_line(line: str) -> SlurmJob | None:
+    """Return a job from a line of squeue, None if it is none."""
     fields: dict[str, str] = {}
     rest = line
     for name, width in _WIDTHS.items():

@@ -101,6 +101,7 @@ class Console:
                 self._enter(request)
 
     def _may_stop(self, request: _DebuggerRequest) -> bool:
+        """Return whether a rank may stop in the debugger."""
         if self.is_refusing or request.is_gone:
             return False
         if self.pdb_rank is not None:

@@ -91,6 +91,7 @@ class Execution:
         return [line for rank in dead for line in found.get(rank, [])[-_NUM_LAST_LINES:]]
 
     def _lines_by_rank(self) -> dict[int, list[str]]:
+        """Return what each rank wrote to stderr during the test."""
         found: dict[int, list[str]] = {}
         for rank, start in zip(self.ended.ranks, self.log_starts, strict=True):
             path = Path(rank.log_dir, "stderr.log")
@@ -296,6 +297,7 @@ class Dispatcher:
             threading.Thread(target=self._watch_for_others, daemon=True).start()
 
     def _watch_for_others(self) -> None:
+        """Give idle GPUs back while another session waits, in a thread."""
         while not self._has_closed.wait(_LEASE_POLL_S):
             is_held = bool(self._pool.leases.of_gangs)
             if is_held and is_awaited() and self.lock.acquire(blocking=False):
@@ -305,6 +307,7 @@ class Dispatcher:
                     self.lock.release()
 
     def _let_go(self) -> None:
+        """Close idle gangs that hold GPUs."""
         pool = self._pool
         if pool.is_closed:
             return
@@ -420,6 +423,7 @@ class Dispatcher:
                 self._forget(gang)
 
     def _take_ends(self, gang: Gang) -> None:
+        """Take the ends of tests of a gang."""
         if gang.ends:
             self._pool.tee.catch_up(gang)
         for end in [replace(e, ranks=tuple(map(_with_crash, e.ranks))) for e in gang.ends]:

@@ -528,6 +528,7 @@ class GangPlugin(RecordCarrier):
 
     @functools.cached_property
     def _make_report(self) -> pluggy.HookCaller:
+        """Return the hooks that make reports of items on gangs."""
         manager = self._config.pluginmanager
         conftests = manager._conftest_plugins  # not distinguishable otherwise
         others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]

@@ -180,6 +180,7 @@ class ForkServer:
                 raise AssertionError(f"not for a fork server: {message!r}")
 
     def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
+        """Start ranks of a gang."""
         is_whole = len(configs) == configs[0].world_size
         lockstep = Lockstep(len(configs)) if is_whole else None
         for config in configs:
@@ -268,6 +269,7 @@ class ForkServer:
         )
 
     def _open_store(self, gang: int, host: str) -> StoreOpened:
+        """Open the store of a gang; return its port, or why there is none."""
         try:
             self._stores[gang] = self._keeper.open_store(host)
         except LaunchError as error:
@@ -275,6 +277,7 @@ class ForkServer:
         return StoreOpened(gang=gang, port=self._stores[gang])
 
     def _finish_dying(self) -> None:
+        """Report gangs of which nothing is left, and kill again what is."""
         for gang, until in list(self._dying.items()):
             left = self._below(gang) or self._below(gang, is_exact=True)
             if left and time.monotonic() < until:
@@ -287,6 +290,7 @@ class ForkServer:
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
+        """Have ranks write their stacks."""
         files: dict[int, Path] = {}
         phases: dict[str, str] = {}
         flights: dict[int, Path] = {}
@@ -306,6 +310,7 @@ class ForkServer:
         )
 
     def _finish_stacks(self) -> None:
+        """Send stacks that are complete, or late."""
         for asked in list(self._stack_requests):
             sizes = {r: file_size(d / STACKS_FILE) for r, d in asked.files.items()}
             has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())

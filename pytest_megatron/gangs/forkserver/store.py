@@ -46,6 +46,7 @@ def local_host() -> str:
 
 
 def _is_reachable(host: str) -> bool:
+    """Return whether this host can connect to an address of its own."""
     try:
         with _listen(host) as listening, socket.socket(listening.family) as caller:
             caller.settimeout(_REACH_S)
@@ -182,6 +183,7 @@ def keep_stores(requests: socket.socket) -> None:
 
 
 def _serve_store(descriptor: int, port: int) -> object:
+    """Serve a store on a socket that listens already."""
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

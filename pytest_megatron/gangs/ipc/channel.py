@@ -191,6 +191,7 @@ class Channel:
                 self.drain()
 
     def _frame_end(self) -> int | None:
+        """Return where the first frame in the buffer ends, None if it is not whole."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -204,6 +205,7 @@ class Channel:
         return None if frame is None else decode(frame)
 
     def _next_frame(self) -> bytes | None:
+        """Return the next whole frame, None without one."""
         end = self._frame_end()
         if end is None:
             return None

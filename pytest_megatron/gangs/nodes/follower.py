@@ -289,6 +289,7 @@ class FollowerPlugin:
                 session.shouldfail = session.shouldstop = False
 
     def _is_gone(self) -> BaseException:
+        """Return the exit for a session whose node 0 is gone."""
         where = self._options.rdzv_endpoint
         return pytest.exit.Exception(
             f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN

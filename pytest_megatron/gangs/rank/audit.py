@@ -343,6 +343,7 @@ class LeakAudit:
         return count != last or bool(cuda_memory())
 
     def _look_at_variables(self) -> Held:
+        """Return the variables of the environment."""
         if self._environ != self._last_environ:
             self._last_environ = dict(self._environ)
             self._variables = {
@@ -405,6 +406,7 @@ class LeakAudit:
             self._versions = [version_of(patched.attributes) for patched in self._patched.values()]
 
     def _look_at_cuda(self) -> Held:
+        """Return settings and memory of CUDA."""
         device = cuda_device()
         held: Held = {("torch", name): value for name, value in cuda_settings().items()}
         self._has_used_own_gpu = self._has_used_own_gpu or device == self.own_gpu
@@ -476,6 +478,7 @@ def _variable(module: str, name: str) -> object:
 
 
 def _handlers_of_signals() -> Held:
+    """Return the handlers of signals."""
     found = [(name, _get_handler(number)) for number, name in _SIGNALS]
     return {
         ("signals", name): handler
@@ -577,6 +580,7 @@ def _is_of_inductor(thread: object) -> bool:
 
 
 def _open_files(rows: Sequence[_Row]) -> list[str]:
+    """Describe files, sockets and pipes that were left open."""
     files: list[str] = []
     others: Counter[str] = Counter()
     found: dict[int, str] = {}

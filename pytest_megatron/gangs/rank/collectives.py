@@ -151,6 +151,7 @@ class _Counter:
         return library
 
     def _wrap_methods(self, cls: type) -> None:
+        """Have the methods of a class of groups counted."""
         # pybind11 detects by the name of a function that an override calls its base.
         original = SimpleNamespace(**{name: getattr(cls, name) for name in _COUNTED})
 
@@ -167,11 +168,13 @@ class _Counter:
             return work
 
         def recv_anysource(self: object, *args: object, **settings: object) -> object:
+            """Receive from any rank, and count it."""
             work = original.recv_anysource(self, *args, **settings)
             counter._take(self, args, settings, sent=-1)
             return work
 
         def monitored_barrier(self: object, *args: object, **settings: object) -> object:
+            """Run the barrier, and do not count it."""
             gloo = counter._gloo_of(self)
             before = 0 if gloo is None else gloo._get_sequence_number_for_group()
             try:
@@ -248,6 +251,7 @@ class _Counter:
         return default
 
     def _find_gloo(self, group: _Group) -> _Group | None:
+        """Return the gloo backend of a group, None without one."""
         try:
             backend = group._get_backend(self._torch.device("cpu"))
             return backend if backend.name() == _GLOO else None
@@ -394,6 +398,8 @@ class Delays:
                 setattr(group, name, self._after_delay(original))
 
     def _after_delay(self, original: Callable[_Arguments, _Work]) -> Callable[_Arguments, _Work]:
+        """Return a collective that begins after a delay."""
+
         @functools.wraps(original)
         def delayed(*args: _Arguments.args, **settings: _Arguments.kwargs) -> _Work:
             self._sleep(_COLLECTIVE_S)

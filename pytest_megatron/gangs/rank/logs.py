@@ -201,6 +201,7 @@ class Tail:
 
 
 def _text_stream(descriptor: int) -> TextIO:
+    """Return a stream of text that writes at once."""
     raw = cast("BinaryIO", _Lossy(descriptor, "w", closefd=False))
     return io.TextIOWrapper(  # unbuffered: text before a kill must be kept
         raw, encoding="utf-8", errors="backslashreplace", write_through=True

@@ -271,6 +271,7 @@ class StateKeeper:
                 return f"it closed or replaced {name}, which was opened anew"
 
     def _judge_group(self, state: State, expected: State) -> str:
+        """Return why the default group fits no later test, "" if it does."""
         group = cast("DefaultGroup | None", state[_GROUP])
         wanted = cast("DefaultGroup | None", expected[_GROUP])
         if group is None or group == wanted or (wanted is None and group.size == self.world_size):
@@ -323,6 +324,7 @@ def _update(state: State, changes: State) -> None:
 
 
 def _set_variable(name: str, value: object) -> None:
+    """Set a variable back, or remove it."""
     if value is None:
         _environ.pop(name, None)
     else:
@@ -331,6 +333,7 @@ def _set_variable(name: str, value: object) -> None:
 
 
 def _go_back(directory: object, wanted: object) -> str:
+    """Change to the wanted directory; return what the test had left."""
     left = f"it left the working directory {directory}"
     if directory is None:
         left = "it removed the working directory"

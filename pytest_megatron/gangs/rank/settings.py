@@ -249,6 +249,7 @@ def _num_modes(variables: Mapping[str, object], bindings: Mapping[str, object]) 
 
 
 def _read_python() -> dict[str, object]:
+    """Return settings of Python, logging and numpy."""
     root = logging.root
     umask = os.umask(0o077)
     os.umask(umask)

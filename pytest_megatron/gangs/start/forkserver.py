@@ -212,6 +212,7 @@ class TemplateProcess:
                 os.waitpid(self._pid, 0)
 
     def _has_ended(self) -> bool:
+        """Return whether the template process has ended."""
         if self._pid is None:
             return True
         try:

@@ -155,6 +155,7 @@ class _KeptServer:
         channel.send(Ready())
 
     def _on_request(self, channel: Channel) -> None:
+        """Take a request for a session."""
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, StartSession):
             self.calls.read(channel, lambda: self._on_news(channel))
@@ -194,6 +195,7 @@ class _KeptServer:
         return None
 
     def _on_end(self, one: _Running) -> None:
+        """Report the end of a session to its client."""
         _, status = os.waitpid(one.pid, 0)
         os.set_blocking(one.control, False)  # a daemon of the session may have the other end
         doubt = b""
@@ -260,6 +262,7 @@ def main() -> None:
     gc.freeze()  # keep present objects shared with the sessions
 
     def stop_listening() -> None:
+        """Remove the record, so that no session finds this process."""
         with contextlib.suppress(OSError):
             if record.stat().st_ino == os.fstat(lock).st_ino:
                 record.unlink()
@@ -354,6 +357,7 @@ def _move(descriptors: Sequence[int], least: int) -> list[int]:
 
 
 def _take_process_state(request: StartSession, path: Sequence[str]) -> None:
+    """Take what a new process inherits, from the request."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {
         signal.SIGKILL,
@@ -421,6 +425,7 @@ def _is_removed(file: str) -> bool:
 
 
 def _version_of(file: str) -> tuple[int, ...]:
+    """Return time, size and number of a file, empty if it is gone."""
     try:
         found = os.stat(file)  # noqa: PTH116 - of 2,000 files at each start of a session
     except OSError:

@@ -113,11 +113,13 @@ class Calls:
             listener.forget()
 
     def _on_call(self, source: object) -> None:
+        """Accept a connection."""
         assert isinstance(source, Listener)
         on_proof = functools.partial(self._on_proof, source)
         self._selector.register(source.accept(), selectors.EVENT_READ, on_proof)
 
     def _on_proof(self, listener: Listener, source: object) -> None:
+        """Go on with the proof that a connection knows the key."""
         assert isinstance(source, socket.socket)
         descriptor = source.fileno()
         try:
@@ -132,6 +134,7 @@ class Calls:
             self._selector.register(channel, selectors.EVENT_READ, self._on_first_message)
 
     def _on_first_message(self, source: object) -> None:
+        """Take the message that says who has connected."""
         assert isinstance(source, Channel)
         messages = source.drain()
         if messages and isinstance(messages[0], Register):

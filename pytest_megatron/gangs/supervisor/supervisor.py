@@ -326,6 +326,7 @@ class Supervisor:
                 yield gang.killed_at + FORK_SERVER_LIMIT_S
 
     def _look_at_clock(self) -> None:
+        """Do what gangs have to do at this time."""
         now = self._now()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
@@ -357,6 +358,7 @@ class Supervisor:
     def _on_register(
         self, source: Channel, registration: Register, rest: Sequence[Message]
     ) -> None:
+        """Take a new connection: a node, a fork server or a rank."""
         if registration.role == "node" and self._followers is not None:
             self._calls.read(source, lambda: self._on_follower(source))
             self._followers.accept(registration.node_rank, source)
@@ -376,11 +378,13 @@ class Supervisor:
         self._deliver(gang)
 
     def _on_wrong_key(self) -> None:
+        """Count a connection with another key."""
         assert self._followers is not None
         self._followers.num_wrong_keys += 1
         self._has_news = True
 
     def _on_follower(self, source: Channel) -> None:
+        """Take messages of another node's session."""
         assert self._followers is not None
         self._followers.read(source)
         self._has_news = True
@@ -390,6 +394,7 @@ class Supervisor:
     def _on_fork_server(
         self, source: Channel, registration: Register, messages: Sequence[Message]
     ) -> None:
+        """Take the connection of a fork server."""
         self._has_news = True
         self.fork_servers.add(registration, source)
 
@@ -437,6 +442,7 @@ class Supervisor:
             self._handle(gang, config.rank, Broken(problem=problem))
 
     def _on_fork_server_message(self, source: Channel, message: Message) -> None:
+        """Pass a message of a fork server to its gang."""
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
         if self.collectors.has(message.gang):
             self._has_news = self.collectors.take(message) or self._has_news
@@ -467,6 +473,7 @@ class Supervisor:
         self._deliver(gang)
 
     def _on_killed(self, gang: Gang, fork_server: int) -> None:
+        """Note that a fork server has nothing left of a gang."""
         gang.fork_servers.discard(fork_server)
         if not gang.fork_servers:
             self._handle(gang, 0, Killed(gang=gang.number))
@@ -536,6 +543,7 @@ class Supervisor:
             self._on_debugger(gang, rank, channel, message)
 
     def _carry_out(self, gang: Gang, actions: Sequence[Action]) -> None:
+        """Do what a gang's state machine asks for."""
         for action in actions:
             match action:
                 case SendRuns(runs=runs):

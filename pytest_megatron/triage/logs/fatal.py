@@ -272,6 +272,7 @@ def _read_fatal(
 def _fatal_of(
     raised: RaisedException, signature: Signature, log: LogFile, offsets: Sequence[int]
 ) -> Fatal:
+    """Return the end of a rank by an exception."""
     return Fatal(
         signature=signature,
         message=raised.message,

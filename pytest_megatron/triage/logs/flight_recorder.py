@@ -204,6 +204,7 @@ def _load(data: bytes, path: Path) -> _Plain:
 
 
 def _no_dump(path: Path, reason: str) -> TriageError:
+    """Return the error that a file is no dump."""
     return TriageError(
         str(path),
         f"is no flight recorder's dump: {reason}; expected torch's pickle or JSON with entries",

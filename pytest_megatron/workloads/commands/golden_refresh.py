@@ -224,6 +224,7 @@ def _refuse(outcome: AcceptOutcome) -> None:
 
 
 def _print_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_error: bool) -> None:
+    """Print what was written, and the pages for the pull request."""
     click.echo(f"{len(outcome.differences)} written", err=is_error)
     try:
         if pages.name == OWN_DIR.name:
@@ -440,6 +441,7 @@ def _weight(metric: MetricDifference) -> tuple[bool, bool, float]:
 
 
 def _put_away(rejected: Sequence[Candidate]) -> None:
+    """Keep rejected candidates under another name."""
     for candidate in rejected:
         path = candidate.directory / CANDIDATE
         path.replace(path.with_name(REJECTED))

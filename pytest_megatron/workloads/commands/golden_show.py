@@ -153,6 +153,7 @@ def _goldens_below(directory: Path) -> Iterator[Path]:
 
 
 def _is_golden(name: str) -> bool:
+    """Return whether a name is that of a golden."""
     path = PurePosixPath(name)
     is_named = path.name.startswith(GOLDEN_PREFIX) and path.suffix == ".json"
     return is_named and "\n" not in name
@@ -311,6 +312,7 @@ def show(*, paths: tuple[Path, ...]) -> None:
 
 
 def _look_at(path: Path) -> _Shown:
+    """Return what is shown of a file."""
     value, notes = load_object(read_text(path), str(path))
     if is_baseline(value):
         metrics = tuple(_baseline_rows(value))
@@ -393,6 +395,7 @@ def _cells(metric: MetricSummary) -> tuple[str, ...]:
 
 
 def _as_text(page: _Shown, *, is_named: bool) -> Iterator[str]:
+    """Yield the lines of a file."""
     if is_named:
         yield f"{page.path}: {page.kind}"
     elif not page.kind.startswith("series"):

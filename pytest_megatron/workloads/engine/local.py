@@ -179,6 +179,7 @@ class LocalEngine(LeasingEngine):
     def _run_plan(
         self, submission: Submission, planned: Planned, lease: Lease
     ) -> SubmissionOutcome:
+        """Run a plan on the leased GPUs."""
         mode = self._context.workload_start
         forks = mode == "fork" or (mode == "auto" and submission.resources.platform == CPU_PLATFORM)
         how = "forked from a warm process" if forks else "fresh interpreters"

@@ -223,6 +223,7 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
 
 
 def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd, ...]:
+    """Return the ends of phases with their plans."""
     phases = {phase.number: phase for phase in plan.phases}
     return tuple(
         PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})

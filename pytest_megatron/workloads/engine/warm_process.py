@@ -104,6 +104,7 @@ class Imports:
 
 
 def _order_of(message: Message) -> ForkOrder:
+    """Return the request to fork a training, from a message."""
     words, free = (cast("list[str]", message[name]) for name in ("words", "free"))
     env, cwd = cast("dict[str, str]", message["env"]), str(message["cwd"])
     return ForkOrder(words=words, env=env, free=free, cwd=cwd)
@@ -529,6 +530,7 @@ def _reset_signals() -> None:
 
 
 def _collect_ended() -> None:
+    """Collect exit codes of children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue

@@ -83,6 +83,7 @@ class _Mark:
 
 
 def _tail_before(path: Path, end: int) -> int:
+    """Return a checksum of what a file has before an offset."""
     with path.open("rb") as file:
         file.seek(max(0, end - _TAIL_BYTES))
         return zlib.crc32(file.read(min(end, _TAIL_BYTES)))
@@ -146,6 +147,7 @@ class WatchedFiles:
 
 
 def _fixed_parts(path: Path) -> Iterator[str]:
+    """Yield the parts of a glob up to the first with a pattern."""
     for part in path.parts:
         if _MAGIC & set(part):
             return

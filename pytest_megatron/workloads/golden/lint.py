@@ -172,12 +172,14 @@ def check_against_case(golden: GoldenFile, case: CaseDocument) -> Iterator[Findi
 
 
 def _has_metric(document: GoldenDocument, name: str) -> bool:
+    """Return whether a golden has a metric, under either of its names."""
     if document.generation is not None:
         return document.generation.has(name)
     return name in document.metrics or name.replace("-", " ") in document.metrics
 
 
 def _check_provenance(golden: GoldenFile) -> Iterator[Finding]:
+    """Yield what is wrong with the origin of a golden."""
     line = golden.line_of("_provenance")
     try:
         provenance = golden.provenance
@@ -203,6 +205,7 @@ def _doubts(provenance: Provenance) -> Iterator[str]:
 
 
 def _check_finite(golden: GoldenFile, name: str, series: Series) -> Iterator[Finding]:
+    """Yield the values of a metric that are no finite numbers."""
     numbers = [value for value in series.values if not isinstance(value, str)]
     if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
         return
@@ -222,6 +225,7 @@ def _check_finite(golden: GoldenFile, name: str, series: Series) -> Iterator[Fin
 
 
 def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
+    """Note holes in the steps of a metric."""
     first, last = series.steps[0], series.steps[-1]
     interval = step_interval(series.steps)
     spaced = [step for step in series.steps if step != 1] or [first]
@@ -241,6 +245,7 @@ def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
 
 
 def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
+    """Note values that were rounded."""
     if not series.is_full_precision:
         if together.golden.document.provenance is not None:
             together.add("golden-precision", name, "five decimals; record it again for all of them")
@@ -553,6 +558,7 @@ class _Linter:
         return next(own, None) or self._case_at(_config_of(self._project.root, place))
 
     def _case_at(self, path: Path) -> CaseDocument | None:
+        """Return a case, read once; None if it is not there."""
         if path not in self._cases:
             try:
                 self._cases[path] = read_document(path) if path.is_file() else None
@@ -566,6 +572,7 @@ def _config_of(root: Path, place: GoldenOwner) -> Path:
 
 
 def _broken_recipe(errors: Sequence[Finding]) -> Finding:
+    """Return the finding that a recipe has errors."""
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
     message += "`pytest-megatron lint`"
     return _finding(errors[0].file, errors[0].line, "golden-recipes", message)

@@ -384,6 +384,7 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
         return float(literal)
 
     def refuse_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+        """Refuse an object that has a key twice."""
         found = dict(pairs)
         if len(found) != len(pairs):
             keys = [key for key, _ in pairs]
@@ -406,6 +407,7 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
 
 
 def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
+    """Return the error of a file that is no JSON, with its place."""
     if not isinstance(error, json.JSONDecodeError):  # a whole number of thousands of digits
         return GoldenError(where, f"not JSON of numbers: {error}")
     num_lines = _count_json_lines(text)
@@ -548,6 +550,7 @@ def is_baseline(value: Mapping[str, JsonValue]) -> bool:
 
 
 def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: list[str]) -> Series:
+    """Return the series of a metric's block."""
     raw = block["values"]
     for key in ("start_step", "end_step", "step_interval"):
         if key in block and (isinstance(block[key], bool) or not isinstance(block[key], int)):
@@ -590,6 +593,7 @@ def _parse_map(raw: Mapping[str, JsonValue], name: str, where: str) -> dict[int,
 
 
 def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]:
+    """Return the values that are not finite."""
     if not isinstance(raw, dict):
         raise GoldenError(where, f"{name}: 'non_finite' is {_shown(raw)}, expected an object")
     values: dict[int, Value] = {}
@@ -633,6 +637,7 @@ def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
 
 
 def _block_to_json(series: Series) -> dict[str, JsonValue]:
+    """Return a series as the block of a metric."""
     block: dict[str, JsonValue] = {
         "start_step": series.steps[0] if series.steps else 0,
         "end_step": series.steps[-1] if series.steps else 0,

@@ -172,6 +172,7 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
 
 
 def _looks_like_one(path: Path) -> bool:
+    """Return whether a file has the `type` of a recipe."""
     try:
         return _HAS_TYPE.search(path.read_bytes()) is not None
     except OSError:

@@ -217,6 +217,7 @@ class WorkersProgress:
 
 
 def _text_of(note: Path) -> str:
+    """Return the text of a file, "" if it is gone."""
     try:
         return note.read_text(encoding="utf-8")
     except OSError:  # the training has ended
@@ -360,6 +361,7 @@ def not_deterministic(training: Training) -> str | None:
 
 
 def _audit_record(training: Training) -> RecordedAudit | None:
+    """Return the audit of a training for run.json."""
     if (reason := training.job.why_not_audited) is not None:
         return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
     return None if training.audit is None else training.audit.record
@@ -428,6 +430,7 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
 
 
 def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    """Return what `--plan` prints of a phase."""
     lines: list[str] = []
     match phase.origin:
         case Rewind() | Saved():
@@ -450,6 +453,7 @@ def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
 
 
 def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]:
+    """Return the lines of a script under a heading."""
     if script is None:
         return []
     return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
@@ -532,6 +536,7 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
 
 
 def _attempt_record(attempt: Attempt) -> RecordedAttempt:
+    """Return an attempt for run.json."""
     cause, health = attempt.cause, attempt.health
     signature = None if cause is None else cause.signature
     faults = () if health is None else tuple(fault.text for fault in health.faults)
@@ -554,6 +559,7 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
 
 
 def _stop_record(stopped: StoppedEarly) -> RecordedStop:
+    """Return an early stop for run.json."""
     saved_s = stopped.saved_s
     return RecordedStop(
         iteration=stopped.iteration,

@@ -209,6 +209,7 @@ NO_STOP = "none"
 
 
 def _check_line(line: str) -> str:
+    """Refuse a line that no shell could split."""
     try:
         shlex.split(line)
     except ValueError as error:
@@ -442,6 +443,7 @@ def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
 
 
 def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
+    """Yield variables that look like one of the harness."""
     env = document.value.get("ENV_VARS")
     for name in env if isinstance(env, dict) else ():
         close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
@@ -697,6 +699,7 @@ class _CaseReader:
         )
 
     def _variant_env(self, key: str) -> dict[str, str]:
+        """Return the variables of one argument set."""
         found = self.texts("MODEL_ENV_VARS", key)
         num_ranks = found.get("GPUS_PER_NODE", "1")
         if not num_ranks.isdecimal() or not int(num_ranks):
@@ -802,6 +805,7 @@ def golden_paths(
 
 
 def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of a platform in files of goldens."""
     yield platform
     for name, meant in other_names.items():
         if meant == platform and name != platform:

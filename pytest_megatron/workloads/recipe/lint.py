@@ -192,6 +192,7 @@ def _check_checkpoint(workload: Workload, root: Path) -> Iterator[Finding]:
 def _row_finding(
     workload: Workload, rule: str, message: str, severity: Severity = Severity.ERROR
 ) -> Finding:
+    """Return a finding on a row."""
     return Finding(
         file=workload.file, line=workload.line, rule=rule, message=message, severity=severity
     )

@@ -271,6 +271,7 @@ class _ShortReader:
         return self._document.rearranged(value, {"": places, "ENV_VARS": lines})
 
     def _test_type(self) -> str:
+        """Return the test type of the row, which `resume` decides."""
         named, has_resume = self.row.get("test_type"), "resume" in self.row
         if named == "regular" and has_resume:
             raise _KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")

@@ -190,6 +190,7 @@ def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
 
 
 def _check_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Yield a refusal if the output of an inference program differs."""
     outside = [m for m in differ("", old, new).metrics if m.is_outside]
     if outside:
         more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
@@ -215,6 +216,7 @@ def _check_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
 
 
 def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
+    """Yield what wants a reason about a loss that changes."""
     first = points[0]
     off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
     if first.step == 1 and abs(off) > STEP_1:
@@ -271,6 +273,7 @@ def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
 
 
 def _check_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Yield what wants a reason about memory and time."""
     peaks = [_numbers(golden, _MEMORY_METRIC) for golden in (old, new)]
     if all(peaks):
         grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
@@ -491,6 +494,7 @@ def _check_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterat
 
 
 def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
+    """Yield metrics that have other steps in another repeat."""
     for number, repeat in enumerate(repeats[1:], start=2):
         for name in sorted(repeats[0].keys() & repeat.keys()):
             different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
@@ -503,6 +507,7 @@ def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
 
 
 def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
+    """Yield what wants a reason against the old golden."""
     if (new.generation is None) != (old.generation is None):
         yield Refusal(
             GateRule.OTHER_KIND,

@@ -91,6 +91,7 @@ def _what_is(differences: Sequence[FileDifference]) -> str:
 
 
 def _loss_lines(losses: Sequence[MetricDifference]) -> Iterable[str]:
+    """Yield sentences on how losses change."""
     if not losses:
         return
     if starts := sum(

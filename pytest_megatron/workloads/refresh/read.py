@@ -221,6 +221,7 @@ def _falsified(
 
 
 def _is_near(a: float | str, b: float | str) -> bool:
+    """Return whether two values are equal but for rounding."""
     if isinstance(a, str) or isinstance(b, str):
         return a == b
     return a == b or abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
@@ -272,6 +273,7 @@ def _repeated_steps(directory: Path) -> Iterator[str]:
 
 
 def _repeated_lines(path: Path) -> Iterator[str]:
+    """Yield metrics and steps that a file has twice."""
     seen: set[tuple[str, int]] = set()
     # The reader of metrics has its own word on a line that is no JSON.
     for value in json_objects(path.read_text(encoding="utf-8", errors="replace")):

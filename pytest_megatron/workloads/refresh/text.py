@@ -107,6 +107,7 @@ def _state(difference: FileDifference) -> str:
 
 
 def _file_json(difference: FileDifference) -> JsonValue:
+    """Return the difference of a golden as JSON."""
     trend = difference.trend
     return {
         "path": difference.path,
@@ -119,6 +120,7 @@ def _file_json(difference: FileDifference) -> JsonValue:
 
 
 def _metric_json(metric: MetricDifference) -> JsonValue:
+    """Return the difference of a metric as JSON."""
     histogram = metric.histogram()
     return {
         "metric": metric.metric,

@@ -111,6 +111,7 @@ def recover(root: Path) -> None:
 
 
 def _is_there(path: Path) -> bool:
+    """Return whether a path is there."""
     try:
         return path.exists()
     except PermissionError:  # the directory of somebody else, above the project
@@ -246,6 +247,7 @@ def _read(path: Path) -> _TransactionJournal:
 
 
 def _missing_above(root: Path, target: PurePosixPath) -> Iterator[PurePosixPath]:
+    """Yield the directories that a target needs."""
     for directory in target.parents:
         if directory.parts and not (root / directory).exists():
             yield directory

@@ -145,7 +145,7 @@ def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def _rows(path: Path) -> list[JsonValue]:
-    """Return the attempts in a launcher's error file, none if it is damaged."""
+    """Return the attempts that triage.json has, none if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):  # missing, or damaged: a full disk
         found = read_json(path)
         rows = found.get("attempts") if isinstance(found, dict) else None

@@ -254,6 +254,7 @@ def _submission(
 
 
 def _health_file(health: Health) -> RecordedHealthFile:
+    """Return the health of GPUs for its file."""
     return RecordedHealthFile(
         faults=health.faults,
         notes=health.notes,

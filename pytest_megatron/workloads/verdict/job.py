@@ -148,6 +148,7 @@ class WorkloadJob:
 
     @property
     def _is_judged(self) -> bool:
+        """Return whether the metrics of the workload are judged."""
         case = self.case
         if case is None or case.is_never_compared or self.replay.phase is not None:
             return False

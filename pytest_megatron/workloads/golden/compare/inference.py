@@ -197,6 +197,7 @@ def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> StepDiffer
 
 
 def _first_in_routing(golden: PromptAnswer, observed: PromptAnswer) -> StepDifference | None:
+    """Return the first position whose experts differ."""
     assert golden.routing is not None
     assert observed.routing is not None
     for position, experts in golden.routing.items():
@@ -212,6 +213,7 @@ def _first_in_routing(golden: PromptAnswer, observed: PromptAnswer) -> StepDiffe
 
 
 def _compare_count(pair: Pair, metric: str) -> Comparison:
+    """Compare a count of an inference program."""
     golden, observed = pair.golden.counts[metric], pair.observed.counts[metric]
     first = None
     if golden != observed:
@@ -251,6 +253,7 @@ def _compare_memory(pair: Pair) -> Comparison:
 def _median_comparison(
     pair: Pair, metric: str, summary: SeriesSummary, *, passed: bool, notes: tuple[str, ...]
 ) -> Comparison:
+    """Return the comparison of two medians."""
     return replace(
         _answer(pair, metric),
         passed=passed,

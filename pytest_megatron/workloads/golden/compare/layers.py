@@ -499,6 +499,7 @@ def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: s
 def _deviation_layer(
     rule: ComparisonRule, point: Point, allowed: float, *, passed: bool, place: str | None
 ) -> Layer:
+    """Return the layer that limits a relative deviation."""
     return Layer(
         rule=rule,
         passed=passed,
@@ -603,6 +604,7 @@ def statistic_layer(
 
 
 def _median_of(spread: Spread | None, steps: AbstractSet[int]) -> float:
+    """Return the median of a spread over some steps."""
     if not isinstance(spread, Series):
         return spread or 0.0
     known = [v for step, v in spread.items() if step in steps and isinstance(v, float)]

@@ -173,6 +173,7 @@ def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifferen
 
 
 def _judge_time(answer: Comparison, golden: Series, observed: Series, rtol: float) -> Comparison:
+    """Judge the median time of an iteration as Megatron-LM does."""
     finite = list(golden.finite())
     if not finite:
         notes = ("it has no finite value",)

@@ -171,6 +171,7 @@ class _Block:
         return {start + i * interval: value for i, value in enumerate(raw)}
 
     def _drop_text(self, losses: list[str]) -> None:
+        """Remove values that are text, and note how many."""
         texts = {step: text for step, text in self._values.items() if isinstance(text, str)}
         if texts:
             some = ", ".join(sorted({repr(text) for text in texts.values()})[:3])

@@ -221,6 +221,7 @@ def lines_of(path: Path, start: int = 0) -> Iterator[FileLine]:
 
 
 def _json_lines(path: Path, start: int) -> Iterator[Row]:
+    """Yield the rows of a file of JSON lines."""
     for line in lines_of(path, start):
         where = f"{path}:{line.number}"
         if not line.text.strip():
@@ -235,6 +236,7 @@ def _json_lines(path: Path, start: int) -> Iterator[Row]:
 
 
 def _trainer_state(path: Path, _: int) -> Iterator[Row]:
+    """Yield the rows of Hugging Face's trainer_state.json."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -308,6 +310,7 @@ def _history(content: bytes) -> Iterator[tuple[str, float]]:
 
 
 def _wandb_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the records of wandb's file with their offsets."""
     with open_regular(path) as file:
         if not file.read(len(_WANDB_HEADER) + 3).startswith(_WANDB_HEADER):
             raise MetricsError(str(path), "is no file of wandb, expected one of an offline run")

@@ -285,6 +285,7 @@ def _merge(merged: _SCALARS, scalars: Mapping[str, dict[int, float]], path: str)
 
 
 def _read_file(path: Path) -> tuple[_SCALARS, MetricsFile]:
+    """Read the scalars of an event file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -350,6 +351,7 @@ def _rest_of_varint(data: bytes, value: int, at: int) -> tuple[int, int]:
 
 
 def _checked_length(header: bytes, where: str) -> int:
+    """Return the length of a record; a wrong checksum is an error."""
     length, crc = _HEADER.unpack(header)
     assert isinstance(length, int)
     if masked_crc32c(header[:8]) != crc:

@@ -162,6 +162,7 @@ def _read(root: Path, workload: Workload) -> WorkloadCase | None:
 
 
 def _for_lint(finding: CheckFinding, path: Path) -> Finding:
+    """Return a check's finding as one of lint."""
     file, _, line = (finding.where or "").rpartition(":")
     return Finding(
         file=Path(file) if line.isdecimal() else path,

@@ -105,6 +105,7 @@ def _attention(given: ModelArgs, hidden: int, heads: int) -> float:
 
 
 def _latent_attention(given: ModelArgs, hidden: int, heads: int) -> float:
+    """Return the parameters of multi-latent attention in a layer."""
     key = given.number("--qk-head-dim") or 128
     position = given.number("--qk-pos-emb-head-dim") or 64
     value = given.number("--v-head-dim") or 128

@@ -283,6 +283,7 @@ def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | Non
 
 
 def _find_command(workload: Workload) -> str | None:
+    """Return why a row has no Python program, None if it has one."""
     program = shlex.split(workload.training_script_path or "")
     if program and not program[0].endswith(".py"):
         kind = "command" if program[0] != "-m" else "module"
@@ -422,6 +423,7 @@ class _Maker:
         )
 
     def _resumed_by(self, resume: Resume) -> PhaseStart:
+        """Return the start that resumes as the row's `resume` says."""
         saved = self._dirs.checkpoints
         drop = None if resume.drop is None else resume.drop.replace("{at}", str(resume.at))
         second = self._second(
@@ -834,6 +836,7 @@ def substitute(text: str, env: Mapping[str, str], *, where: str) -> str:
     """
 
     def value_of(match: re.Match[str]) -> str:
+        """Return the value of a variable in a text."""
         name = match["braced"] or match["bare"]
         value = env.get(name)
         if match["default"] is not None:

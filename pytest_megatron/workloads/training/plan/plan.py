@@ -280,6 +280,7 @@ def _log_dir(ranks: Ranks) -> Path:
 
 
 def _tee_words(ranks: Ranks) -> list[str]:
+    """Return the launcher's words for ranks that are copied to the terminal."""
     size = ranks.per_node
     chosen = range(size) if ranks.tee_ranks is None else [r for r in ranks.tee_ranks if r < size]
     words = ",".join(f"{rank}:3" for rank in chosen)

@@ -676,6 +676,7 @@ def _is_idle(before: Activity, now: Activity, took_s: float) -> bool:
 
 
 def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
+    """Return the watch of a phase's logs."""
     scripts = plan.dirs.assets if phase.is_script else None
     return LogWatch(
         phase.dirs,
@@ -817,6 +818,7 @@ def _stop(process: RunningCommand) -> CommandEnd:
 
 
 def _cannot_write(error: OSError, directory: Path) -> LaunchError:
+    """Return the error that the run directory cannot be written."""
     where = str(error.filename or directory)
     return LaunchError(
         where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"

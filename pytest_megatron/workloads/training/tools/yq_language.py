@@ -193,6 +193,7 @@ class _Parser:
         return lambda place: iter([Assignable([found.value for found in inner(place)])])
 
     def _after_dot(self, *, is_first: bool = False) -> Expression:
+        """Parse a key behind a dot."""
         kind, word = self._tokens[self._at] if self._peek() is not None else ("", "")
         if kind in ("name", "text"):
             self._at += 1
@@ -268,6 +269,7 @@ def _indexed(base: Expression, index: Expression) -> Expression:
     """Return the expression that looks up an element."""
 
     def look_up(place: Assignable) -> Iterator[Assignable]:
+        """Yield the elements under each index."""
         for outer in base(place):
             for found in index(place):
                 key, value = found.value, outer.value
@@ -347,6 +349,7 @@ _BINARY = {
 
 
 def _to_entries(place: Assignable) -> Iterator[Assignable]:
+    """Yield the keys and values of a mapping as a list."""
     if place.value is not None and not isinstance(place.value, dict):
         raise YqError(f"to_entries: {spell(place.value)!r} is no mapping")
     items = (place.value or {}).items()

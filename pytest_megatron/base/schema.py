@@ -349,7 +349,7 @@ def _adapter(kind: type) -> TypeAdapter[object]:
 
 
 def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
-    """Put one of pydantic's errors into words."""
+    """Return one of pydantic's errors in our words."""
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
     is_unknown = kind in _UNKNOWN
     if loc[-1:] == ("[key]",) and not is_unknown:

@@ -121,7 +121,7 @@ class ChangedRecorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Record a test."""
+        """Record what a test uses while it runs."""
         with self.watch.window(item.nodeid) as add:
             try:
                 return (yield)
@@ -375,7 +375,7 @@ class Selector:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a test ended."""
+        """Note how a test ended, for its entry in the record."""
         self._durations[report.nodeid] += int(report.duration * 1000)
         if report.outcome == "failed":
             self._bad.add(report.nodeid)

@@ -238,7 +238,7 @@ class WindowNotes:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, JsonValue]) -> None:
-        """Join a line."""
+        """Add what one process noted, a line of its file."""
         self.num_processes += 1
         self.problem = self.problem or str(line.get("problem", ""))
         code = cast("dict[str, list[str]]", line.get("code", {}))
@@ -290,7 +290,7 @@ class Joiner:
         started: float,
         described: float,
     ) -> None:
-        """Read nothing yet.
+        """Begin without any file read.
 
         Args:
             notes: By key.

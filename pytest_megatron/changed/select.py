@@ -57,7 +57,7 @@ class Changes:
         base_blocks: Mapping[str, Mapping[str, str]] | None = None,
         before: Sources | None = None,
     ) -> None:
-        """Compare.
+        """Compare the project as it is now with the states of a record.
 
         Args:
             record: Record of earlier runs.

@@ -457,7 +457,7 @@ class Sources:
         tree: Tree | None = None,
         parse: Callable[[bytes], ParsedFile] | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Begin without any file read.
 
         Args:
             root: Root of the project.

@@ -193,7 +193,7 @@ class Watch:
     """Recorder of this process."""
 
     def __init__(self, root: str, directory: str, key: str = "", *, has_windows: bool) -> None:
-        """Start recording.
+        """Start recording what this process uses.
 
         Args:
             root: The checkout.
@@ -352,7 +352,7 @@ class Watch:
                 profiling.resume()
 
     def end(self) -> None:
-        """Write the outermost window."""
+        """Stop recording, and write the outermost window."""
         self._settle()
         self._write(self._windows[0], {})
 

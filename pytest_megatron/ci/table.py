@@ -223,7 +223,7 @@ def _built_in_keys() -> dict[str, JsonValue]:
 
 
 def _without_aliases(table: CiTable) -> CiTable:
-    """Return the table with scopes under their own names."""
+    """Return the table with scopes in today's words: `mr-github` is `L1`."""
     rules = (
         replace(rule, scope=tuple(SCOPE_ALIASES.get(word, word) for word in rule.scope))
         for rule in table.rules

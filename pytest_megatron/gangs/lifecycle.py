@@ -178,7 +178,7 @@ class RunQueue:
         return self._ahead.popleft()
 
     def drop(self) -> None:
-        """Remove all tests."""
+        """Forget the current test and those that were sent ahead."""
         self.current = None
         if self._ahead:
             self.most_ahead = 1

@@ -486,7 +486,7 @@ def _with_lost_peers_in_call(end: RunEnd) -> RunEnd:
 
 
 def _with_setup_in_call(rank: RankResult) -> RankResult:
-    """Return a rank's result with what failed in setup as a part of the call."""
+    """Return a rank's result with its report of the setup as one of the call."""
     reports = rank.early if rank.done is None else rank.done.reports
     moved: list[JsonValue] = []
     for report in reports:

@@ -409,8 +409,8 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
 
     Args:
         recorder: Gets each call and each group.
-        rank: Of this process.
-        world_size: Of the whole training.
+        rank: Number of this process.
+        world_size: Ranks of the whole training.
     """
     asked: dict[str, str] = {}  # group -> backend as the program named it
     make = c10d._new_process_group_helper

@@ -30,10 +30,10 @@ def judge(
     others: Iterable[RankRecord] = (),
     memory_bytes: int | None = None,
 ) -> RecordedLayout:
-    """Compare ranks.
+    """Compare the records of ranks; return what they disagree on.
 
     Args:
-        records: Of the ranks that were run.
+        records: Records of the ranks that were run.
         others: Ranks of the same that ran once more, with other data from all others.
         memory_bytes: Memory of the GPU of a rank; None compares none.
     """
@@ -178,7 +178,7 @@ def _groups(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
 
 
 def _first_other_group(one: RankRecord, other: RankRecord) -> RecordedFault | None:
-    """Return the first group that two ranks made of different ranks."""
+    """Return the first group that two ranks made of different ranks, None without one."""
     theirs = {group.name: group for group in other.groups}
     for position, group in enumerate(one.groups):
         found = theirs.get(group.name)
@@ -251,7 +251,7 @@ def _first_difference(
     pair: tuple[int, int],
     programs: Sequence[Sequence[Call]],
 ) -> RecordedFault | None:
-    """Return the first call that two ranks of a group make differently."""
+    """Return the first call that two ranks of a group make differently, None without one."""
     one, other = programs
     for index, (here, there) in enumerate(zip(one, other, strict=False)):
         found.num_compared += 1
@@ -346,7 +346,7 @@ def _messages(found: _RankComparison) -> Iterator[RecordedFault]:
 def _first_lost(
     found: _RankComparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
 ) -> RecordedFault | None:
-    """Return the first send that its receiver takes with another size."""
+    """Return the first message that is not received as it was sent, None without one."""
     source, target = pair
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):
         found.num_compared += 1

@@ -31,7 +31,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, place: Callable[[], str], read: Callable[[], None]) -> None:
-        """Begin.
+        """Begin to track the memory of tensors.
 
         Args:
             place: Returns the line of the program that runs.

@@ -172,7 +172,7 @@ class RankRecorder:
         return self._clock
 
     def start(self) -> None:
-        """Count micro-batches and steps."""
+        """Begin to count micro-batches and steps of this rank."""
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -210,7 +210,7 @@ class RankRecorder:
         self._record.last_step_call = len(self._record.calls)
 
     def finish(self, end: str, problem: str = "", line: str = "") -> None:
-        """Write the record."""
+        """Write the record of this rank."""
         self._record.end, self._record.problem, self._record.problem_line = end, problem, line
         self._record.memory = self.memory.result()
         modules = self._directory / "modules.json"

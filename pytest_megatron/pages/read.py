@@ -86,7 +86,7 @@ class RunReader:
     """
 
     def __init__(self, directory: Path, name: str | None = None) -> None:
-        """Read its `run.json`.
+        """Read the `run.json` of a run.
 
         Raises:
             RunError: There is none, or it is damaged.

@@ -34,7 +34,7 @@ class RunLedger:
         max_retries: int = DEFAULT_MAX_RETRIES,
         is_attached: bool = False,
     ) -> None:
-        """Read nothing yet.
+        """Begin without reading the ledger.
 
         Args:
             run_dir: Is there before the first call.

@@ -42,7 +42,7 @@ class CancelledPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        """Run the tests.
+        """Have signals end the session while tests run.
 
         Raises:
             KeyboardInterrupt: The session is to end; further signals are ignored meanwhile.
@@ -67,7 +67,7 @@ class CancelledPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Give signals back to whom they were."""
+        """Restore the handlers that signals had."""
         for number in self._ours:
             signal.signal(number, signal.SIG_DFL)
         self._ours.clear()

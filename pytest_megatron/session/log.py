@@ -32,13 +32,13 @@ class SessionLog(logging.Filter):
         self._kept: list[str] = []
 
     def begin(self) -> None:
-        """Take the records of all rooms."""
+        """Keep the log records of all rooms from here on."""
         for logger in _LOGGERS:
             logger.setLevel(logging.INFO)
             logger.addFilter(self)
 
     def end(self) -> None:
-        """Take no more records."""
+        """Keep no more log records."""
         self._write()
         for logger in _LOGGERS:
             logger.setLevel(logging.NOTSET)

@@ -124,7 +124,7 @@ class OptionRow:
         return f"{self.default:g}" if is_float else str(self.default).lower()
 
     def read(self, config: pytest.Config) -> object:
-        """Return the parsed value."""
+        """Return the parsed value of the option, or of its ini option."""
         value = given(config, self.name)
         return self.default if value is None else self.kind.parse(self.typed_name, value)
 
@@ -261,7 +261,7 @@ def _seconds(where: str, value: object) -> float:
 
 
 def seconds_of(value: object, where: str, more: str = "") -> float:
-    """Return a time.
+    """Parse a number of seconds.
 
     Raises:
         pytest.UsageError: It is none.

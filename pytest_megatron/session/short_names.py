@@ -42,7 +42,7 @@ class ShortNames:
         )
 
     def declare(self, name: str, dest: str, text: str, settings: Mapping[str, str]) -> None:
-        """Declare an option."""
+        """Declare an option by its long name, and by its short one if nobody has that."""
         add, same = self._group.addoption, {"dest": dest, "default": None, **settings}
         add(f"--{PREFIX}{name}", help=argparse.SUPPRESS, **same)
         self._long[name] = self._group.options[-1], text

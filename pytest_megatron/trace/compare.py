@@ -126,7 +126,7 @@ class _Sums:
     num_values: int = 0
 
     def add(self, expected: Values, actual: Values, scale: float) -> None:
-        """Add a block."""
+        """Add a block of differences to the sums."""
         rows = max(1, _CHUNK_VALUES // max(1, math.prod(expected.shape[1:])))
         for start in range(0, len(expected) if expected.ndim else 1, rows):
             part = ... if not expected.ndim else slice(start, start + rows)
@@ -174,7 +174,7 @@ class Comparer:
         self.largest: dict[str, float] = {}  # error by limit, of each phase; for experiments
 
     def compare(self) -> TraceComparison:
-        """Return the result.
+        """Compare all steps; return the result.
 
         Raises:
             TraceError: The traces cannot be compared.

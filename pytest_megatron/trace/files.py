@@ -161,7 +161,7 @@ class TraceWriter:
         self._write({"format_version": FORMAT_VERSION, **dataclasses.asdict(header)})
 
     def write_record(self, record: TraceRecord) -> None:
-        """Write one tensor."""
+        """Write the line of one tensor."""
         line: dict[str, object] = dict(zip(_RECORD_FIELDS, _values_of(record), strict=True))
         if record.parameter is not None:
             for name in _PARAMETER_FIELDS:

@@ -85,7 +85,7 @@ class NamedParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """What it holds now."""
+        """The values that this rank holds now."""
         if self.owner is None:
             return self.parameter
         module, name = self.owner

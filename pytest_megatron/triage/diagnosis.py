@@ -100,7 +100,7 @@ class Diagnosis:
 
 
 def diagnose(rank_log: RankLog, root: Root) -> Diagnosis:
-    """Put a root cause into words.
+    """Describe a root cause: who failed, how, where, when, and what to do.
 
     Reads the logs up to the lines that are shown, to count them.
     """

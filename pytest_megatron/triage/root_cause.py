@@ -268,7 +268,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         candidates = [c for c in candidates if _is_own(c)]
     root = _first(candidates, rank_log)
     if root is not None and (odd := odd_by_fingerprint(rank_log)):
-        guilty = next((_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
+        guilty = next((_root_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
         root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
     explained = _explained(rank_log, root)
     if explained is not None:
@@ -279,7 +279,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         return _time_limit(rank_log, table)
     launcher = _candidate(rank_log.launcher, table)
     if launcher is not None and rank_log.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
-        return _of(launcher, ())
+        return _root_of(launcher, ())
     waiting = _lone_root(rank_log) or find_absent(rank_log, table)
     if waiting is not None:
         return waiting
@@ -348,7 +348,7 @@ def _lone_root(rank_log: RankLog) -> Root | None:
 
 
 def _lone(rank: RankStory) -> _CauseCandidate | None:
-    """Return the exception of a rank that no other explains, None without one."""
+    """Return the exception that a child or a pipe of the rank itself caused, None without one."""
     fatal = rank.fatal
     if fatal is None or not fatal.is_lone:
         return None
@@ -402,7 +402,7 @@ def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | N
     if not is_all and root.story.rank is not None:
         ranks.remove(root.story.rank)
         ranks.insert(0, root.story.rank)
-    return _of(root, tuple(ranks), is_all=is_all)
+    return _root_of(root, tuple(ranks), is_all=is_all)
 
 
 def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
@@ -430,7 +430,7 @@ def _times(candidate: _CauseCandidate) -> tuple[float | None, float | None, floa
     return epoch_s, time_s, None if end is None else end.time_s
 
 
-def _of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+def _root_of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
     """Return the root cause from a candidate."""
     fatal = candidate.fatal
     rank = candidate.story

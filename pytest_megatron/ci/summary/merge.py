@@ -122,7 +122,7 @@ class CiSummary:
         return sum(item.verdict in verdicts for item in self.items)
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`."""
+        """Return the summary for `summary.json`."""
         counts = {v: self.count(v) for v in ("passed", "failed", "flaky", "broken", "skipped")}
         return {
             "schema": 1,
@@ -153,7 +153,7 @@ def merge(
     expected: PlanFile | None = None,
     results: Mapping[str, str] | None = None,
 ) -> CiSummary:
-    """Make one verdict.
+    """Make one verdict of all jobs.
 
     Args:
         runs: Results of jobs, in any order.

@@ -49,7 +49,7 @@ class ItemCause:
         return f"{node_id.partition('[')[0]}: {text}" if _ASSERTION.match(self.text) else text
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`."""
+        """Return the cause for `summary.json`."""
         return {
             "text": self.text,
             "root_rank": self.rank,
@@ -121,7 +121,7 @@ class JobItem:
         return f"passed at attempt {max(self.num_attempts, 2)}{causes}"
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`."""
+        """Return the item for `summary.json`."""
         return {
             "node_id": self.node_id,
             "job": self.job,

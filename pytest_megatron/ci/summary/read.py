@@ -431,7 +431,7 @@ def _running(run: RecordedRun, run_dir: Path) -> str | None:
 
 
 def _add_cases(collector: _JobCollector, job: str) -> None:
-    """Take the tests that ran on no gang, which only JUnit XML has."""
+    """Add tests that only JUnit XML has, and errors that came after a record was made."""
     known = {address(node_id): node_id for node_id in collector.items}
     for key, case in _by_address(collector.junits).items():
         node_id = known.get(key)

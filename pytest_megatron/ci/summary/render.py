@@ -279,7 +279,7 @@ def _also(group: Sequence[JobItem]) -> str:
 
 
 def as_html(summary: CiSummary, pages: str | None = None) -> str:
-    """Return the page.
+    """Return the page of the summary.
 
     Args:
         summary: The summary.

@@ -173,7 +173,7 @@ def _locale(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMat
 
 
 def check_slurm(slurm: Slurm) -> Iterator[RuleMatch]:
-    """Check Slurm's client."""
+    """Check Slurm's client programs, their versions and the controller."""
     if not slurm.programs:
         return
     if missing := [name for name in _SLURM_NEEDED if name not in slurm.programs]:

@@ -40,7 +40,7 @@ class SharedObject:
 
 
 def read_shared_object(path: Path, prefix: str = "") -> SharedObject:
-    """Read a file.
+    """Read libraries and symbols of a shared object.
 
     Args:
         path: The file.

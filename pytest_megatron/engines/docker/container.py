@@ -141,7 +141,7 @@ def is_dead(label: str) -> bool:
 
 
 def _machine() -> tuple[str, str]:
-    """Return names of this start of the machine and of its processes as this one sees them."""
+    """Return what tells this machine and its PID namespace from others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
 
@@ -337,7 +337,7 @@ class Events:
     """
 
     def __init__(self) -> None:
-        """Ask for them.
+        """Begin to read the daemon's events of a container.
 
         Raises:
             docker.errors.DockerException: The daemon cannot be reached.

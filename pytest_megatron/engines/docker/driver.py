@@ -139,7 +139,7 @@ class Driver:
         self._client = client
 
     def serve(self) -> None:
-        """Take requests.
+        """Run containers as the engine requests, until it is gone.
 
         Raises:
             EndError: The controller is gone, or this process is to end; its container is gone.

@@ -89,7 +89,7 @@ class DriverLink:
     ready: DriverReady
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
-        """Start it.
+        """Start the process that runs containers.
 
         Args:
             directory: For its log, and for what nemo-run keeps.
@@ -204,7 +204,7 @@ class DockerEngine(LeasingEngine):
     name = "docker"
 
     def __init__(self, context: EngineContext) -> None:
-        """Read the settings.
+        """Read the settings; nothing is started yet.
 
         Raises:
             ConfigError: There are none, or they are wrong.

@@ -79,7 +79,7 @@ class Peers:
         return found[0][0] if found else "127.0.0.1"
 
     def add(self, channel: Channel, member: Join) -> None:
-        """Take a task in."""
+        """Add the connection of a task."""
         self.members[member.task] = replace(member, seen_at=channel.own_host)
         self._channels[member.task] = channel
         self._selector.register(channel.fileno(), selectors.EVENT_READ, member.task)
@@ -250,7 +250,7 @@ class TeamProcess(RunningCommand):
         *,
         per_node: int,
     ) -> None:
-        """Start the commands.
+        """Start the commands of one phase on all tasks.
 
         Args:
             team: The tasks.
@@ -413,7 +413,7 @@ class TeamProcess(RunningCommand):
             self._stop_at = time.monotonic() + grace_s
 
     def _act(self, now_s: float) -> None:
-        """Do what is due."""
+        """End the phase, note lost tasks, or stop commands whose time is over."""
         for task in self._team.lost.keys() & self._begins.keys() - self._noted:
             self._noted.add(task)
             self._say(self._team.lost[task].text)

@@ -41,7 +41,7 @@ class TaskCommand:
     """
 
     def __init__(self, begin: Begin, env: Mapping[str, str]) -> None:
-        """Start a command.
+        """Start the command of this task.
 
         Args:
             begin: What task 0 wants.
@@ -105,7 +105,7 @@ class TaskCommand:
             )
 
     def tell(self, order: OrderWord) -> None:
-        """Carry out an order."""
+        """Stop, kill or dump the stacks of the command, as task 0 asks."""
         process = self._process
         if process is None:
             return

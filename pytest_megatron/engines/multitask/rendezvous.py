@@ -181,7 +181,7 @@ def find_addresses(host: str) -> Iterator[str]:
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """Return a free port.
+    """Return a port that no program listens on.
 
     Raises:
         LaunchError: There is none.

@@ -65,7 +65,7 @@ class SlurmChecks:
     def __init__(
         self, config: SlurmConfig, context: EngineContext, around: Around, ask: Ask
     ) -> None:
-        """Take where to look.
+        """Keep where the cluster is looked at; nothing is asked yet.
 
         Args:
             config: The settings.

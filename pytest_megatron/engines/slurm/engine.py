@@ -92,7 +92,7 @@ class BadNodes:
     """Reads the file once, for one run, and adds to it."""
 
     def __init__(self, root: Path, *, lasts_s: float, now: Callable[[], float] = time.time) -> None:
-        """Read nothing yet.
+        """Begin without reading the file of bad nodes.
 
         Args:
             root: The project.
@@ -199,7 +199,7 @@ class SlurmEngine:
         journal: Journal,
         clock: _Clock = (time.monotonic, time.sleep),
     ) -> None:
-        """Go on where the journal ends.
+        """Open the run's journal, and go on where it ends.
 
         Args:
             context: Context of the run.

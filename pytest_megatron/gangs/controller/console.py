@@ -184,7 +184,7 @@ class Tee:
         return min(most_s, _COPY_EVERY_S) if self.is_on else most_s
 
     def follow(self, gang: Gang) -> None:
-        """Follow a new gang."""
+        """Copy the logs of a new gang, too."""
         chosen = self._options.tee_ranks
         if self.is_on:
             self._tails[gang.number] = [

@@ -52,7 +52,7 @@ class Leases:
     """
 
     def __init__(self, write_line: Callable[[str], None]) -> None:
-        """Create it without leases.
+        """Begin without leases of GPUs.
 
         Args:
             write_line: Writes a line to the terminal, when waiting begins.
@@ -89,7 +89,7 @@ class Leases:
             lease.close()
 
     def close(self) -> None:
-        """Release all leases."""
+        """Release all leases of GPUs."""
         for lease in (*self.of_gangs.values(), *self.prepared.values()):
             lease.close()
         self.of_gangs.clear()
@@ -115,7 +115,7 @@ class GangPool:
     """
 
     def __init__(self, config: pytest.Config, run: RunSession, default_size: int) -> None:
-        """Start listening.
+        """Start listening for fork servers and ranks.
 
         Args:
             config: Configuration of the session.

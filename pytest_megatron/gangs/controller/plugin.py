@@ -80,7 +80,7 @@ class PhaseHooks:
         return self._hooks.pytest_runtest_setup(item=item)
 
     def pytest_runtest_call(self, *, item: pytest.Item) -> object:
-        """Call on the gang."""
+        """Raise what the gang reported of the call."""
         if self._gangs.is_ours(item):
             self._gangs.call(item)
             return None

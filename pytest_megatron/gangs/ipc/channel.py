@@ -92,7 +92,7 @@ class Channel:
         self.send_frames([frame])
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
-        """Send several at once."""
+        """Send several messages at once."""
         if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))

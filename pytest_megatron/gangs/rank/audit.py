@@ -217,7 +217,7 @@ class LeakAudit:
     """
 
     def __init__(self, restored: Iterable[str] = ()) -> None:
-        """Look for the first time.
+        """Look at this process for the first time, before any test.
 
         Args:
             restored: Variables that are put back after each test.

@@ -183,7 +183,7 @@ class TemplateProcess:
     """The template process of this node, restarted once if it dies before it registers."""
 
     def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
-        """Fork it."""
+        """Fork the template process from the session."""
         self._make = template
         self._supervisor = supervisor
         self._pid: int | None = template.fork()

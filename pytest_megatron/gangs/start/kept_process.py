@@ -277,7 +277,7 @@ def main() -> None:
 
 
 def _load() -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Load modules.
+    """Import the modules that every session needs.
 
     Returns:
         The reason why no session can be forked from here, or "", and versions of loaded files.

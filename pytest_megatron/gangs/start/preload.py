@@ -270,7 +270,7 @@ class LoadingRanks:
     def __init__(
         self, info: SessionInfo, rank_configs: Sequence[RankConfig], keeper: StoreKeeper
     ) -> None:
-        """Fork them.
+        """Fork a process for each rank, which loads plugins and conftest files.
 
         Raises:
             LaunchError: There is no port for their store.

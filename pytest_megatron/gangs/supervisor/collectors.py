@@ -49,7 +49,7 @@ class RankCollectors:
     """All rank collectors of one controller; those started together share a number below 0."""
 
     def __init__(self, fork_servers: ForkServers) -> None:
-        """Create an empty set.
+        """Begin without processes that collect.
 
         Args:
             fork_servers: Fork servers of nodes, which start collectors.
@@ -139,7 +139,7 @@ class RankCollectors:
             del self._collectors[place]
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close the connection to every process that collects."""
         for collector in self._collectors.values():
             collector.channel.close()
         self._collectors.clear()

@@ -38,7 +38,7 @@ class Calls:
     """
 
     def __init__(self, listener: Listener, on_register: OnRegister) -> None:
-        """Start listening.
+        """Start listening for connections.
 
         Args:
             listener: The first listening socket.
@@ -98,7 +98,7 @@ class Calls:
         channel.close()
 
     def stop(self) -> None:
-        """Stop listening."""
+        """Stop listening for connections."""
         self._selector.close()
         for listener in self._listeners:
             listener.close()
@@ -194,7 +194,7 @@ class ForkServers:
             del self._channels[place]
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close the connection to every fork server."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -213,7 +213,7 @@ class Followers:
     """
 
     def __init__(self, welcome: Welcome) -> None:
-        """Create it without connections.
+        """Begin without connections of other nodes.
 
         Args:
             welcome: First message to each session.

@@ -223,7 +223,7 @@ class Supervisor:
     """
 
     def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
-        """Start listening.
+        """Start listening for fork servers and ranks.
 
         Args:
             listener: Socket to which fork servers and ranks connect.

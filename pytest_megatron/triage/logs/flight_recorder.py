@@ -125,7 +125,7 @@ def is_flight_name(name: str) -> bool:
 
 
 def read_flight(path: Path) -> FlightDump:
-    """Read one rank's dump.
+    """Read the dump of one rank's flight recorder.
 
     Raises:
         TriageError: It cannot be read, is too large, or is no dump.

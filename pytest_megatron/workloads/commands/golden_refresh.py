@@ -176,7 +176,7 @@ def _candidates(runs: Sequence[Path], given: _RefreshOptions) -> tuple[Candidate
 def _write(
     candidates: Sequence[Candidate], root: Path, terms: Terms, *, is_dry: bool = False
 ) -> AcceptOutcome:
-    """Accept candidates.
+    """Write accepted candidates, or name what was refused.
 
     Raises:
         GoldenError: They cannot be written; every golden is as it was.

@@ -99,7 +99,7 @@ class LeasingEngine:
     interval_s = 0.0
 
     def __init__(self, host: Host, carry_out: CarryOut) -> None:
-        """Have nothing to run yet.
+        """Begin without submissions.
 
         Args:
             host: Whose GPUs are leased.
@@ -261,7 +261,7 @@ class _ForkedGuard:
     end: int
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the guard."""
         select.select([self.end], [], [])
         os.close(self.end)
 
@@ -273,7 +273,7 @@ class WarmProcesses:
         self._processes: dict[str, _Process | str] = {}
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes that have torch imported."""
         for process in self._processes.values():
             if isinstance(process, _Process):
                 process.close()

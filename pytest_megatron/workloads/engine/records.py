@@ -138,7 +138,7 @@ def write_spec(path: Path, spec: JobSpec) -> None:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Read a spec.
+    """Read the spec of a job.
 
     Raises:
         LaunchError: It is missing, or no spec.

@@ -348,7 +348,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the rank.
 
         Raises:
             subprocess.TimeoutExpired: It runs on.
@@ -480,7 +480,7 @@ def hidden_modules(script: Path) -> str:
 
 
 def set_environment(env: Mapping[str, str]) -> None:
-    """Have exactly these variables."""
+    """Replace all variables of this process."""
     for name in set(os.environ) - set(env):
         del os.environ[name]
     os.environ.update(env)
@@ -521,7 +521,7 @@ def _fork() -> int:
 
 
 def _reset_signals() -> None:
-    """Have the signals of a fresh interpreter."""
+    """Set signals to what a fresh interpreter has."""
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

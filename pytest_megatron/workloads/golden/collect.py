@@ -190,7 +190,7 @@ class Collector:
         write_json_atomically(self._dirs.collected, metrics_to_json(metrics))
 
     def _read(self) -> MetricMap:
-        """Return the metrics.
+        """Return the metrics that changed files hold.
 
         Raises:
             MetricsError: There are none, a step has two values, or a file cannot be read.

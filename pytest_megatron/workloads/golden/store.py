@@ -9,7 +9,7 @@ recognised and named. A block of ours has two more keys: `value_precision: full`
 writes it too) and, in the metrics of a run only, `non_finite`, which keeps nan and inf apart from
 missing and from text; readers that do not know it see those steps as missing.
 
-Source: FORMATS of Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
+Source: Megatron-LM, tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class RecipeFile(pytest.File):
 
     @override
     def collect(self) -> Iterable[WorkloadItem]:
-        """Expand the file.
+        """Expand the recipe to pytest items.
 
         Raises:
             CollectError: The file is no sound recipe; the others are still collected.

@@ -76,7 +76,7 @@ class LiveTerminal:
     """
 
     def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
-        """Begin to show.
+        """Begin to show a training's progress.
 
         Args:
             config: Configuration of this process.
@@ -100,7 +100,7 @@ class LiveTerminal:
             self._write([], f"{self._name}: starting")
 
     def close(self) -> None:
-        """Take the progress line away."""
+        """Remove the progress line from the terminal."""
         self._write([], "")
         self._unfold()
         if self._note is not None:
@@ -636,7 +636,7 @@ class ItemRetries:
         return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
-        """Print why, and when."""
+        """Print why a workload is tried again, and when."""
         assert attempt.cause is not None
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"

@@ -42,7 +42,7 @@ class ProjectLint(Protocol):
         root: Path,
         history: Callable[[], Sequence[HistoryEntry]],
     ) -> RowCheck:
-        """Return the check.
+        """Return a check of rows by what the whole project says, such as its budgets.
 
         Args:
             config: Settings of the project.

@@ -132,7 +132,7 @@ def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) 
 def _with_values(
     found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
 ) -> Candidate:
-    """Add the measured values."""
+    """Return a candidate with the metrics that its repeats measured."""
     clean = [attempt for attempt in found.attempts if attempt.record.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():

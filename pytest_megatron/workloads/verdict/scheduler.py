@@ -169,7 +169,7 @@ class WorkloadScheduler:
 
     @property
     def standing(self) -> QueueProgress:
-        """Progress of the queue."""
+        """How many submissions ended, run and wait."""
         phases = Counter(phase for phase, _ in self._phases.values())
         details = {phase: text for phase, text in reversed(self._phases.values()) if text}
         return QueueProgress(

@@ -51,7 +51,7 @@ class Checkpoint:
         self._entries = metadata.state_dict_metadata
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one gradient."""
+        """Return one gradient of the checkpoint."""
         key = self.keys[name]
         entry = self._entries[key]
         assert isinstance(entry, TensorStorageMetadata)

@@ -96,7 +96,7 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
 
 
 def _compare(pair: Pair, metric: str) -> Comparison | None:
-    """Compare one metric of an inference program, None if it is not asked for."""
+    """Compare one metric of an inference program; None if it may be absent, and is."""
     if metric in REQUEST_METRICS:
         return _compare_of_requests(pair, metric)
     answer = _answer(pair, metric)

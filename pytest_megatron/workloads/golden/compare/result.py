@@ -293,7 +293,7 @@ def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
-    """Return one comparison, flat.
+    """Return one comparison as a flat object for JSON.
 
     `observed`, `golden` and `tolerance` are those of the summary that decided, else of
     `first_step`; an observed value that the run does not have is null.

@@ -131,7 +131,7 @@ class _Block:
     _non_finite: dict[int, str] = field(default_factory=dict)
 
     def convert(self, losses: list[str]) -> JsonValue:
-        """Return the new block."""
+        """Return the metric's block in its new form."""
         originals = self._originals()
         for step, value in self.series.items():
             if isinstance(value, float) and not math.isfinite(value):

@@ -137,7 +137,7 @@ class Curves:
 
     @property
     def notes(self) -> list[str]:
-        """What was left out."""
+        """Notes on rows that were left out."""
         long = [(n, c.stride) for n, c in sorted(self._curves.items()) if c.stride > 1]
         if not long:
             return []
@@ -183,7 +183,7 @@ def rows_of(path: Path, form: MetricFormat, start: int = 0) -> Iterator[Row]:
 
     Args:
         path: The file.
-        form: Its format.
+        form: Format of the files.
         start: Where to begin in a file that a program appends to.
 
     Raises:
@@ -346,7 +346,7 @@ def read_printed(logs: Sequence[Path], pattern: LinePattern) -> Curves:
     """Return the metrics that one rank printed.
 
     Args:
-        logs: Its logs; one that is not there is left out.
+        logs: Logs of the program; one that is not there is left out.
         pattern: How its lines are read.
     """
     curves = Curves()

@@ -85,7 +85,7 @@ class Wanted:
 
 
 def parse_cluster(partitions: str, nodes: str) -> Cluster:
-    """Return a cluster.
+    """Parse what `scontrol` and `sinfo` print of partitions.
 
     Args:
         partitions: What `scontrol show partition --oneliner` prints.

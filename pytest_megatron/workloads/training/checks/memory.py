@@ -210,13 +210,13 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The whole estimate, in bytes."""
         held = self.parameters
         return held.dense * self.dense.total + held.experts * self.expert.total + self.rest
 
     @property
     def text(self) -> str:
-        """The arithmetic."""
+        """The arithmetic of the estimate, as a sum."""
         held = self.parameters
         parts = [_part(held.dense, "parameters", self.dense)]
         if held.experts:

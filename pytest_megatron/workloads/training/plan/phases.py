@@ -395,7 +395,7 @@ class _Maker:
         self._load = None if path is None else workload.render(path)
 
     def plain(self, *, load: str | None = None) -> PhaseStart:
-        """Return a first start."""
+        """Return the start of a first, or only, phase."""
         arguments, last = self._arguments(self._case.variant(1))
         resume = self._resume()
         save = () if resume is None else resume.words(resume.save, self._dirs.checkpoints)

@@ -824,7 +824,7 @@ class Replay:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Replay:
-        """Read the variables.
+        """Read what is to be replayed from the variables of `repro`.
 
         Raises:
             LaunchError: A value is no number from 1 on.

@@ -55,7 +55,7 @@ class Assignable:
     key: str | int | None = None
 
     def set(self, value: Yaml) -> None:
-        """Put another value here."""
+        """Replace the value at its place in the document."""
         if not isinstance(self.parent, dict) or not isinstance(self.key, str):
             raise YqError("only a key of a mapping can be assigned to")
         self.parent[self.key] = value

@@ -138,6 +138,7 @@ class HintingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of a word; an unknown one is an error with the nearest."""
         is_word = not args[0].startswith("-") and not ctx.resilient_parsing
         if is_word and self.get_command(ctx, args[0]) is None:
             hint = nearest(args[0], self.list_commands(ctx))

@@ -375,7 +375,7 @@ class _SkipJudge:
                 self._judge(node_id, now.commit, outcomes)
 
     def _judge(self, node_id: str, commit: str, outcomes: Sequence[bool]) -> None:
-        """Count the skips of an item as right or false, by its next outcomes."""
+        """Judge earlier skips of an item by how it ended at a later commit: a failure makes them false."""
         skipping = self.waiting.pop(node_id)
         is_good = all(outcomes)
         for one in skipping:

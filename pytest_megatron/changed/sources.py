@@ -131,6 +131,7 @@ class _Stores(ast.NodeVisitor):
 
     @override
     def visit(self, node: ast.AST) -> None:
+        """Note what a statement stores or tests, and visit what is below it."""
         match node:
             case ast.expr():
                 return

@@ -688,7 +688,7 @@ class Watch:
         return os.path.join(self._directory, f"{os.getpid()}-{os.urandom(4).hex()}")
 
     def _after_fork(self) -> None:
-        """Write to a file of its own; a rank opens windows, another child writes at once."""
+        """Begin a file for the child; what it does counts for the test that forked it."""
         self._file = self._new_file()
         self._noted.clear()
         self._is_busy = False

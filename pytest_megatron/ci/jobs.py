@@ -114,7 +114,7 @@ class PlanBudget:
 
     @property
     def nowhere(self) -> dict[str, dict[str, int]]:
-        """The items that it leaves out, as a run has the tests that it deselected."""
+        """The items that the budget left out, in the form of tests that ran nowhere."""
         items = (item for one in self.dropped for item in one.items)
         return {f"not run: budget {self.limit}": {i: int("::" in i) for i in items}}
 

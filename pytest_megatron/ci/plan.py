@@ -208,7 +208,7 @@ class CiPlan:
     budget: PlanBudget | None = None
 
     def as_json(self, *, is_explained: bool = False) -> dict[str, JsonValue]:
-        """Return it for `plan --format json`; words of a list are joined with commas."""
+        """Return the plan for `plan --format json`; words of a list are joined with commas."""
         decision = self.decision
         found: dict[str, JsonValue] = {
             "schema": 1,

@@ -73,7 +73,7 @@ class RankState(RankResult):
         self.early = ()
 
     def undo(self) -> None:
-        """Undo its end of the test: it was lost before the others ended it."""
+        """Undo the rank's end of the test: it was lost before the others ended it."""
         if self.done is not None:
             self.early = tuple(
                 report
@@ -84,7 +84,7 @@ class RankState(RankResult):
 
     @property
     def is_settled(self) -> bool:
-        """True if it sends no more messages about this test."""
+        """True if the rank sends no more messages about this test."""
         is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
         return is_ended and not self.is_lost
 

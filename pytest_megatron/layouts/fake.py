@@ -140,6 +140,7 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def allreduce(self, tensors: Any, opts: Any = None) -> FakeWork:
+        """Record an all-reduce; of its tensors only flags are combined."""
         kind = _reduction(opts)
         mail, keys = self._recorder.mail, (f"all_reduce {self.name_of_group}",)
 
@@ -160,12 +161,14 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def reduce(self, tensors: Any, opts: Any = None) -> FakeWork:
+        """Record a reduce; tensors stay as they are."""
         return self._call(
             "reduce", tensors, tensors, root=self.ranks[opts.rootRank], reduction=_reduction(opts)
         )
 
     @override
     def broadcast(self, tensors: Any, opts: Any = None) -> FakeWork:
+        """Record a broadcast, and fill the tensors."""
         root = self.ranks[opts.rootRank]
         mail, where = self._recorder.mail, self._recorder.place()
         keys = (f"broadcast {self.name_of_group}", f"broadcast {where}")
@@ -185,6 +188,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record an all-gather, and fill the parts of all ranks."""
+
         def fill() -> None:
             """Copy this rank's tensor into the part of each rank."""
             for parts, tensor in zip(outputs, inputs, strict=True):
@@ -222,6 +227,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record a reduce-scatter, and fill this rank's part."""
+
         def fill() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
                 _copy(output, parts[self._own])
@@ -266,6 +273,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record an all-to-all, and fill what this rank receives."""
+
         def fill() -> None:
             for output in outputs:
                 _copy(output, inputs[self._own])
@@ -278,6 +287,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record a gather, and fill the parts of all ranks."""
+
         def fill() -> None:
             for part in _flat(outputs):
                 _copy(part, _flat(inputs)[0])
@@ -286,6 +297,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record a scatter, and fill this rank's part."""
+
         def fill() -> None:
             """Copy this rank's part if it is here, else fill with values."""
             if inputs:
@@ -303,6 +316,7 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def send(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
+        """Record a send, and keep its tensors for a receiver that runs here."""
         own, peer = self.ranks[self._own], self.ranks[rank]
         keys = (f"send {self.name_of_group} {own} {peer} {tag}", f"like {self._shape(tensors)}")
         for tensor in tensors:
@@ -311,6 +325,7 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
+        """Record a receive, and fill its tensors."""
         own, peer = self.ranks[self._own], self.ranks[rank]
         keys = (f"send {self.name_of_group} {peer} {own} {tag}", f"like {self._shape(tensors)}")
 

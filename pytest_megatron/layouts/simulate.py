@@ -90,7 +90,7 @@ class Simulation:
         return len(queue) < begin
 
     def _heads(self, key: tuple[int, Key]) -> list[tuple[Call, Key, int]]:
-        """Return the calls of a communicator that no other has to end before."""
+        """Return the calls of a communicator that wait for no earlier one."""
         queue = self._queues[key]
         if not queue or key[1][0] == "free":
             return list(queue)

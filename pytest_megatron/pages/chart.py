@@ -40,7 +40,7 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, about: int) -> list[tuple[float, str]]:
-        """Return round numbers within it, and how to write them."""
+        """Return round numbers within the scale, and how to write them."""
         gap = _round_gap((self.high - self.low) / about)
         first = math.ceil(self.low / gap - 1e-9)
         last = math.floor(self.high / gap + 1e-9)

@@ -223,7 +223,7 @@ def _print_header(prepared: _Prepared, again: Again) -> None:
 
 
 def _lines(prepared: _Prepared, again: Again) -> list[str]:
-    """Return the lines that do it by hand."""
+    """Return the lines that run the item by hand."""
     root, image = prepared.stage.root, prepared.chosen.run.image
     lines = [f"cd {shlex.quote(str(root))}", again.line]
     if image is not None:

@@ -105,7 +105,7 @@ class HistoryEntry(RecordedFile):
 
     @property
     def is_counted(self) -> bool:
-        """True if its outcome is one of a revision: it ran to an end of its own in a clean tree.
+        """True if the outcome is one of a revision: it ran to an end of its own in a clean tree.
 
         A test with causes failed once more after failures that are known as transient.
         """

@@ -109,7 +109,7 @@ class OptionRow:
 
     @property
     def help(self) -> str:
-        """The text for `--help`."""
+        """The option's text for `--help`."""
         has_default = self.shown_default not in ("false", "no filter", "none")
         return f"{self.text} (default: {self.shown_default})" if has_default else self.text
 
@@ -755,7 +755,7 @@ class Options:
 
     @property
     def settled_workload_start(self) -> WorkloadStart:
-        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`.
+        """How ranks of workloads start: fresh where goldens are written, or training is recorded.
 
         What a training imports is recorded while it does.
         """

@@ -106,7 +106,7 @@ class Piece:
         return math.prod(self.record.shape)
 
     def values(self) -> Values:
-        """Return its values in its shape; what a rank owns of a parameter is flat.
+        """Return the piece's values in its shape; what a rank owns of a parameter is flat.
 
         Raises:
             TraceError: The file of values is cut off, or the trace has none.

@@ -212,7 +212,7 @@ class Recorder:
     def attach(
         self, model: torch.nn.Module, optimizer: object, *, batch_first: bool | None = None
     ) -> None:
-        """Adopt a model before its first call, and an optimizer of a kind that is not known."""
+        """Record a model from before its first call, and an optimizer of any kind."""
         if batch_first is not None:
             self._settings = replace(self._settings, batch_first=batch_first)
         if not self._is_over and id(model) not in self._known:
@@ -285,7 +285,7 @@ class Recorder:
     # Modules
 
     def _before_any_module(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
-        """Adopt a model at its first call."""
+        """Record a model from its first call on."""
         if (
             id(module) in self._known
             or self._microbatch is not None

@@ -66,7 +66,7 @@ class Unclear:
         )
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it as `triage --format json` prints it."""
+        """Return the launch as `triage --format json` prints it."""
         return {
             "unit": self.unit,
             "text": self.text,

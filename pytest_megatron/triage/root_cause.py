@@ -423,7 +423,7 @@ def _is_before(one: _CauseCandidate, other: _CauseCandidate) -> bool:
 
 
 def _times(candidate: _CauseCandidate) -> tuple[float | None, float | None, float | None]:
-    """Return when it failed by torch's error file, by the lines of its log and by the launcher."""
+    """Return when a rank failed by torch's error file, by its log and by the launcher."""
     fatal, end = candidate.fatal, candidate.story.exit
     epoch_s = None if fatal is None else fatal.epoch_s
     time_s = None if fatal is None else fatal.time_s
@@ -544,7 +544,7 @@ def _known_end(table: Table, how: str | None) -> Signature | None:
 
 
 def _hint(rank_log: RankLog) -> Root | None:
-    """Return what a log warns of last that shows neither a failure nor a good end."""
+    """Return the last warning of a log that shows neither a failure nor a good end."""
     if rank_log.is_presumed_clean or rank_log.success is not None:
         return None
     roles = (LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION)

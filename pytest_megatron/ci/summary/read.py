@@ -116,7 +116,7 @@ def is_within(path: Path, directory: Path) -> bool:
 def _place(
     evidence: RecordedEvidence | None, record: RecordedWorkload, run_dir: Path, shown: str
 ) -> str | None:
-    """Name the line as it can be found in the artifact: the run was somewhere else."""
+    """Return the path of a line within the artifact: the run was somewhere else."""
     if not record.directory:
         return None
     item = Path(record.directory).name
@@ -256,6 +256,7 @@ def read_run(root: Path, shown: str) -> JobRun:
 
 
 def _job_record(collector: _JobCollector) -> CiJobRecord | None:
+    """Return the `job.json` of an artifact, None if it has none that can be read."""
     file = collector.root / FILE_NAME
     if not is_within(file, collector.root):
         return None
@@ -525,6 +526,7 @@ def _child(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobR
 
 
 def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
+    """Yield the jobs in an archive, which is unpacked below the workspace."""
     root = workspace / str(sum(1 for _ in workspace.iterdir()))
     root.mkdir()
     try:

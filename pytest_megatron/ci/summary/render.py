@@ -129,6 +129,7 @@ def as_text(summary: CiSummary) -> str:
 
 
 def _text_head(summary: CiSummary) -> Iterator[str]:
+    """Yield the first lines of the summary: verdict, plan and cost."""
     yield headline(summary)
     if summary.headline:
         yield f"planned: {summary.headline}"
@@ -300,7 +301,7 @@ _OUTCOMES = {"flaky": "passed"}
 def write_outputs(
     summary: CiSummary, directory: Path, pages: str | None = None, link: str | None = None
 ) -> None:
-    """Write all of them or none.
+    """Write all files of the summary, or none.
 
     Args:
         summary: The summary.

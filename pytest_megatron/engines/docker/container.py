@@ -203,7 +203,7 @@ class Container:
             self._lifeline = None
 
     def remove(self) -> None:
-        """Kill and remove it, if it is still there."""
+        """Kill and remove the container, if it is still there."""
         self.let_go()
         with contextlib.suppress(docker.errors.APIError, requests.exceptions.RequestException):
             self._client.api.remove_container(self.id, force=True)

@@ -172,7 +172,7 @@ class Driver:
         self._tell(answer)
 
     def _contain(self, request: RunContainer, events: Events) -> Gone:
-        """Run a container to its end; whatever happens, it does not stay."""
+        """Run a container to its end, and remove it whatever happens."""
         image = self._image(request)
         with start(self._client, request, image) as container:
             try:

@@ -390,7 +390,7 @@ class DockerEngine(LeasingEngine):
                 stop_at = float("inf")
 
     def _lost(self, error: DriverGoneError) -> EngineError:
-        """Return what it means that the child process was killed; nothing of it is left."""
+        """Return the outcome of an attempt whose child process on the host was killed."""
         self._link = None
         # The container ends by itself. Another child process removes it, should it not.
         self._driver()

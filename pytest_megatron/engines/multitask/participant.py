@@ -74,7 +74,7 @@ class TaskCommand:
             self._process = None
 
     def poll(self) -> list[Lines | Finished]:
-        """Return what is new; its end comes last, and once."""
+        """Return new output of the command; its end comes last, and once."""
         if self._is_over:
             return []
         if self._process is not None:

@@ -217,7 +217,7 @@ def _gpus_per_node(needed: Resources, place: SlurmConfig) -> int:
 
 
 def _jobs_on_a_node(cluster: Cluster, gpus: int, place: SlurmConfig) -> int:
-    """Return how many such jobs a node may have at a time."""
+    """Return how many jobs of this size a node may have at a time."""
     if not gpus or place.exclusive:
         return 1
     named = place.partition.split(",") if place.partition else []

@@ -171,7 +171,7 @@ class _SlurmItem:
 
     @property
     def paths(self) -> ShapePaths:
-        """Paths that its script uses."""
+        """Paths that the script of the job uses."""
         return ShapePaths(
             root=self.checked.job.setting.root,
             run_dir=self.run_dir,

@@ -110,7 +110,7 @@ class BadNodes:
         return frozenset(self._entries)
 
     def text(self) -> str | None:
-        """Return a text about them, or None if there are none."""
+        """Return a text about nodes that jobs keep away from, or None if there are none."""
         found = [
             f"{host} ({entry.why}, {(self._now() - entry.at) / _HOUR_S:.1f} h ago)"
             for host, entry in sorted(self._entries.items())

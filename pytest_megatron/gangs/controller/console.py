@@ -47,7 +47,7 @@ class _DebuggerRequest:
 
     @property
     def is_gone(self) -> bool:
-        """True if it can no longer be debugged."""
+        """True if the rank that asks can no longer be debugged."""
         state = self.gang.lifecycle.state
         return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
 
@@ -195,7 +195,7 @@ class Tee:
             ]
 
     def poll(self) -> None:
-        """Copy new output, if it is time to."""
+        """Copy new output of ranks, if it is time to."""
         if self._tails and time.monotonic() >= self._next_at:
             for tails in self._tails.values():
                 self._copy(tails, is_ended=False)

@@ -69,7 +69,7 @@ class Execution:
 
     @property
     def may_end_session(self) -> bool:
-        """True if it has to be reported before another test starts."""
+        """True if the test has to be reported before another one starts."""
         stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
         return any(stops) or any(m.outcome == "failed" for m in self.merged)
 

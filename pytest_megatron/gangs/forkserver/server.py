@@ -260,7 +260,7 @@ class ForkServer:
         return list(found)
 
     def _is_stray(self, process: Descendant) -> bool:
-        """Return whether it is an orphan that cannot be attributed to a rank."""
+        """Return whether a process is an orphan that cannot be attributed to a rank."""
         return (
             process.parent == os.getpid()
             and process.pid not in self._children

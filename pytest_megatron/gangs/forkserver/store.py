@@ -110,7 +110,7 @@ class StoreKeeper:
             self._send(port, [])
 
     def replace_if_ended(self, pid: int) -> None:
-        """Replace the process if it is the one that ended; ports stay, keys of stores are lost.
+        """Replace the process of stores if it ended; ports stay, keys of stores are lost.
 
         Requests that it had not read are sent again.
         """

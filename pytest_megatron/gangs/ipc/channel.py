@@ -174,12 +174,12 @@ class Channel:
         self._buffer.clear()
 
     def close(self) -> None:
-        """Close it; may be called again."""
+        """Close the connection; may be called again."""
         self.is_closed = True
         self._socket.close()
 
     def leave(self) -> None:
-        """Detach it, so that the kernel closes it when this process exits."""
+        """Detach the connection, so that the kernel closes it when this process exits."""
         self.is_closed = True
         self._socket.detach()
 

@@ -111,7 +111,7 @@ class Lockstep:
             time.sleep(wait_ms / 1000)
 
     def close(self) -> None:
-        """Close it in the process that forked the ranks."""
+        """Close the shared memory in the process that forked the ranks."""
         self._words.release()
         self._is_asleep.release()
         self._memory.close()

@@ -132,7 +132,7 @@ class StateKeeper:
             self._sizes[kind] = self._sizes.get(kind, size - grown) + grown
 
     def release(self, fixture: Hashable) -> None:
-        """Expect the state before such a fixture again, as it is torn down."""
+        """Expect the state before a fixture again, as it is torn down."""
         replaced = self._replaced.pop(fixture, None)
         if replaced:
             self._held = None

@@ -250,7 +250,7 @@ class StartEnvironment:
     lease: Lease | None = None
 
     def stop_preloaded(self) -> None:
-        """End the process, unless it was taken."""
+        """End the process that imported ahead, unless it was taken."""
         if self.preloaded is not None:
             self.preloaded.stop(has_ranks=False)
             self.preloaded = None
@@ -293,7 +293,7 @@ class StartEnvironmentPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self) -> Generator[None, object, object]:
-        """Set them again for hooks of a project that reads them, and destroy no group of ranks."""
+        """Set the variables of rank 0 again for hooks of a project."""
         self._no_groups.let_destroy_nothing()
         if self._watch.rank_readers:
             self._watch.start(is_noting=False)

@@ -189,7 +189,7 @@ class TemplateProcess:
         self._pid: int | None = template.fork()
 
     def wait(self) -> None:
-        """Wait until it has registered; one that was killed is restarted once.
+        """Wait until the template has registered; one that was killed is restarted once.
 
         The second one preloads nothing, as that may have killed the first.
 
@@ -206,7 +206,7 @@ class TemplateProcess:
         wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
 
     def close(self) -> None:
-        """Wait until it has ended, once the supervisor was stopped."""
+        """Wait until the template has ended, once the supervisor was stopped."""
         if self._pid is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)

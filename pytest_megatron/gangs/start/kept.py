@@ -109,14 +109,14 @@ class KeptProcess:
         return (_stat_fields(self.pid) or [""])[0] in ("T", "t")
 
     def num_sessions(self) -> int:
-        """Return the number of sessions that run in it."""
+        """Return the number of sessions that run in the kept process."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         with contextlib.suppress(OSError):
             return len(children.read_text().split())
         return 0
 
     def stop(self) -> None:
-        """End it, once its sessions have ended; nothing if the number is of another process."""
+        """End the kept process, once its sessions have ended."""
         if started_at(self.pid) == self.began:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)

@@ -244,7 +244,7 @@ class _Process:
     process: subprocess.Popen[bytes]
 
     def close(self) -> None:
-        """End it; what it has forked goes on."""
+        """End the process; what it has forked goes on."""
         self.connection.close()
         try:
             self.process.wait(_END_S)

@@ -363,7 +363,7 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal to the rank, if it runs."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 

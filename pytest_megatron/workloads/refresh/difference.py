@@ -166,7 +166,7 @@ class FileDifference:
 
     @property
     def trend(self) -> Trend | None:
-        """The direction of its loss; None without a loss that changes."""
+        """The direction of the golden's loss; None without a loss that changes."""
         found = [m for m in self.metrics if is_loss(m.metric) and m.num_old and m.num_new]
         return max(found, key=lambda m: abs(m.mean_signed)).trend if found else None
 

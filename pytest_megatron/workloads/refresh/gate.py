@@ -546,7 +546,7 @@ def _constant(series: Series, before: Series | None = None) -> tuple[int, int] |
 def _check_origin(
     candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool
 ) -> Iterator[Refusal]:
-    """Check where it was measured."""
+    """Check where a candidate was measured: platform, GPU, number of ranks."""
     assert candidate.golden is not None
     origin = candidate.golden.provenance
     if origin is None or (origin.commit is None and not is_dirty_allowed):

@@ -139,7 +139,7 @@ def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCaus
 
 
 def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the keys of the file beside the attempts, some of them of the last that failed."""
+    """Return the keys that triage.json has beside the attempts, with those of the last failure."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "headline", "text")
     return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
 
@@ -193,7 +193,7 @@ class FailureCause:
 
     @property
     def record(self) -> RecordedDiagnosis:
-        """What `triage.json` has of it."""
+        """The cause as `triage.json` has it."""
         row, found = self.signature, self.diagnosis
         if found is not None:
             return replace(found.record, headline=self.text)
@@ -230,7 +230,7 @@ class StoppedEarly:
 
     @property
     def text(self) -> str:
-        """The time that it saved, for a person."""
+        """The time that stopping early saved, for a person."""
         if self.saved_s is None:
             return "stopped early"
         saved = rough_time(self.saved_s * (self.num_gpus or 1))

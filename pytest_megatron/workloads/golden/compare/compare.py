@@ -216,7 +216,7 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
 def _find_hole(
     answer: Comparison, golden: Series, observed: Series, points: list[Point]
 ) -> Comparison:
-    """Return the answer after the layer of presence, which a golden that is too short fails."""
+    """Judge missing steps, and a golden that ends before the run."""
     answer = find_hole(answer, golden, observed, points)
     uncovered = describe_uncovered(golden, observed)
     if not answer.passed or answer.metric == _TIME or uncovered is None:

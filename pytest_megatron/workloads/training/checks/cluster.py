@@ -259,7 +259,7 @@ class MountEntry:
 
     @property
     def reach(self) -> Reach:
-        """Machines that see it, as far as the type shows."""
+        """Machines that see the file system, as far as its type shows."""
         if self.kind in _SHARED:
             return Reach.SHARED
         if self.kind in _LOCAL or _LOCAL_FUSE.fullmatch(self.kind):

@@ -353,7 +353,7 @@ class PhaseEnd(PhaseResult):
 
     @property
     def is_clean(self) -> bool:
-        """True if it exited with 0 and nothing was wrong, or its case lets it not exit."""
+        """True if the phase exited with 0 and nothing was wrong, or its case lets it not exit."""
         if self.end is End.NOT_EXITED:
             return self.plan.exit_policy is ExitPolicy.PASS
         return self.end is End.EXITED and self.returncode == 0
@@ -659,7 +659,7 @@ class _ExitWatch:
         return bool(self.waiting)
 
     def _has_done_its_work(self) -> bool:
-        """Return true if it has logged or measured its last iteration, or written its requests."""
+        """Return true if the program has logged its last iteration, or written its requests."""
         if self.log.is_exiting:
             return True
         if (progress := self.log.progress) is not None:

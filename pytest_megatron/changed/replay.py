@@ -207,7 +207,7 @@ class _CommitTree:
         return self._directories.get(self._real(path))
 
     def kind(self, path: str) -> str:
-        """Return what there is, in a word."""
+        """Return the kind of a path: file, folder or nothing."""
         link = f"{LINK}{self._links[path]} " if path in self._links else ""
         real = self._real(path)
         what = (
@@ -375,7 +375,7 @@ class _SkipJudge:
                 self._judge(node_id, now.commit, outcomes)
 
     def _judge(self, node_id: str, commit: str, outcomes: Sequence[bool]) -> None:
-        """Judge earlier skips of an item by how it ended at a later commit: a failure makes them false."""
+        """Judge earlier skips of an item by how it ended at a later commit."""
         skipping = self.waiting.pop(node_id)
         is_good = all(outcomes)
         for one in skipping:

@@ -396,7 +396,7 @@ class Merge:
                 yield from self._blocks(wholes, piece, axes, view, (unit, runs))
 
     def _require_equal_sizes(self, own: Sequence[tuple[str, int]]) -> None:
-        """Refuse a gradient that is a mean over a micro-batch of another size than the reference's."""
+        """Refuse a gradient that is a mean over micro-batches of another size."""
         assert self._samples is not None
         if any(len(rows) != len(own) for rows in self._samples[0].rows.values()):
             raise NotMergedError("it is of a micro-batch, and these have other numbers of samples")

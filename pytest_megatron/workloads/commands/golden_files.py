@@ -260,7 +260,7 @@ def _total(
 )
 @findings_option
 def lint(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form: str) -> None:
-    """Report errors in goldens: `golden lint`.
+    """Report errors in goldens.
 
     PATH is a golden or a directory of goldens; by default all of the project. Exits with 1 if a
     finding is an error, with 0 if there are none or only warnings, with 2 if a path does not

@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[2]
 sys.path += [
     str(ROOT / "tests/unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
 ]
-from tiny_project import stand_in  # noqa: E402 - of tests of items
+from tiny_project import stand_in  # noqa: E402 - of the folders above
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^(?P=indent)```$|<!-- (?P<note>.*?) -->",

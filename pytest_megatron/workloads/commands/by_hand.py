@@ -58,6 +58,7 @@ def in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _prefix_of(python: str) -> str:
+    """Return the environment that a Python belongs to."""
     shown = subprocess.run(
         [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=False
     )
@@ -140,11 +141,13 @@ def _directories_in(words: Sequence[str], root: Path) -> Iterator[Path]:
 
 
 def _copy(followed: FollowedFile) -> None:
+    """Print the lines that a log has got since."""
     for line in followed.new_lines():
         click.echo(f"    {printable(line)}")
 
 
 def _how_far(places: Sequence[Found]) -> str:
+    """Describe how far a command was when it ended."""
     if not places:
         return "before it wrote any metric"
     return f"after step {places[0].last_step} ({places[0].names[0]})"

@@ -116,6 +116,7 @@ class MetricSearch:
         self.places = sorted(found, key=lambda one: one.num_steps < most * _ENOUGH)
 
     def _files(self) -> Iterator[Found]:
+        """Yield metrics that were found in files, by format and place."""
         for form, watched in self._watched:
             for glob in dict.fromkeys(_glob_of(path, self.root) for path in watched.changed()):
                 part = watched.narrowed(self.root, glob)
@@ -128,6 +129,7 @@ class MetricSearch:
                 yield Found(keys=keys, where=f"{form.value}, {glob}", metrics=_sound(curves))
 
     def _printed(self, dirs: PhaseDirs, *, is_joint: bool) -> Iterator[Found]:
+        """Yield metrics that were found in printed lines."""
         for name, pattern in READY.items():
             metrics = _sound(read_logs(dirs, pattern))
             if any(map(_COMPARED.search, metrics)):

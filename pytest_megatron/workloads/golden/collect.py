@@ -22,7 +22,7 @@ from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs
 from pytest_megatron.workloads.golden.formats.rows import (
     LINES,
     Curves,
-    Place,
+    FilePlace,
     PrintedReader,
     RowReader,
     find_disagreement,
@@ -91,6 +91,7 @@ class _Mark:
 
 
 def _tail_before(path: Path, end: int) -> int:
+    """Return a checksum of what a file has before an offset."""
     with path.open("rb") as file:
         file.seek(max(0, end - _TAIL_BYTES))
         return zlib.crc32(file.read(min(end, _TAIL_BYTES)))
@@ -126,6 +127,7 @@ class WatchedFiles:
         return dict(self._changed())
 
     def _changed(self) -> Iterator[tuple[Path, int]]:
+        """Yield files that are new or changed, and where the new part begins."""
         for path in sorted(self._matching()):
             mark = self._before.get(path)
             try:
@@ -140,6 +142,7 @@ class WatchedFiles:
                 continue
 
     def _matching(self) -> Iterator[Path]:
+        """Yield the files that fit the glob."""
         whole = str(self.root / self.glob)
         globs = (whole, whole.replace("**/", ""))
         top = Path(*_fixed_parts(Path(whole)))
@@ -152,6 +155,7 @@ class WatchedFiles:
 
 
 def _fixed_parts(path: Path) -> Iterator[str]:
+    """Yield the parts of a glob up to the first with a pattern."""
     for part in path.parts:
         if _MAGIC & set(part):
             return
@@ -225,6 +229,7 @@ class Collector:
         return curves.metrics
 
     def _read_on_logs(self) -> Curves:
+        """Return the metrics that the first rank which prints any has printed so far."""
         assert self._source.lines is not None
         for logs in map(tuple, _logs_of_ranks(self._dirs)):
             reader = self._printed.setdefault(logs, PrintedReader(self._source.lines))
@@ -238,7 +243,7 @@ class Collector:
         for path, start in files.changed().items():
             known = self._growing.get(path)
             if known is None or known.tail != _tail_before(path, known.place.at):
-                known = _GrowingFile(Place(at=start), RowReader(self._source.step))
+                known = _GrowingFile(FilePlace(at=start), RowReader(self._source.step))
                 self._growing[path] = known
             curves.merge(known.rows.read(rows_of(path, form, place=known.place)), str(path))
             known.tail = _tail_before(path, known.place.at)
@@ -253,7 +258,7 @@ class _GrowingFile:
         tail: Digest of what stands before `place`; another one if the file was written anew.
     """
 
-    place: Place
+    place: FilePlace
     rows: RowReader
     tail: int = 0
 
@@ -313,6 +318,7 @@ def progress_bar(dirs: PhaseDirs, last: int) -> int | None:
 
 
 def _end_of(log: Path) -> str:
+    """Return the last lines of a log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _BAR_BYTES))
         return file.read().decode(errors="replace")

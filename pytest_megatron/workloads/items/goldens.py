@@ -270,6 +270,7 @@ class GoldenWriter:
         return True
 
     def _write(self, candidates: Sequence[Candidate]) -> bool:
+        """Write goldens that pass the gate; return whether all were written."""
         outcome = accept(candidates, self._root, self._terms)
         if outcome.refused:
             self.lines += [

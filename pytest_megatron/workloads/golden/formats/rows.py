@@ -137,7 +137,7 @@ class Curves:
 
     @property
     def notes(self) -> list[str]:
-        """What was left out."""
+        """Notes on rows that were left out."""
         long = [(n, c.stride) for n, c in sorted(self._curves.items()) if c.stride > 1]
         if not long:
             return []
@@ -170,6 +170,7 @@ class RowReader:
         return self._found.get(next(named, None), Curves())
 
     def _add(self, where: str, row: Mapping[str, float]) -> None:
+        """Add one row, by the step that it names or by its place."""
         step, found = self.step, self._found
         key = next((k for k in ((step,) if step else _STEPS) if k in row), None)
         number = None if key is None else row[key]
@@ -195,7 +196,7 @@ def read_rows(rows: Iterable[Row], step: str | None) -> Curves:
 
 
 @dataclass(slots=True)
-class Place:
+class FilePlace:
     """Where the reading of a file that grows goes on.
 
     Attributes:
@@ -208,13 +209,13 @@ class Place:
 
 
 def rows_of(
-    path: Path, form: MetricFormat, start: int = 0, place: Place | None = None
+    path: Path, form: MetricFormat, start: int = 0, place: FilePlace | None = None
 ) -> Iterator[Row]:
     """Yield the rows of a file; the last one is left out where it was not written to its end.
 
     Args:
         path: The file.
-        form: Its format.
+        form: Format of the files.
         start: Where to begin in a file that a program appends to.
         place: Where to go on in a file of lines; it moves behind the rows.
 
@@ -240,7 +241,7 @@ class FileLine:
     is_whole: bool
 
 
-def lines_of(path: Path, start: int = 0, place: Place | None = None) -> Iterator[FileLine]:
+def lines_of(path: Path, start: int = 0, place: FilePlace | None = None) -> Iterator[FileLine]:
     """Yield the lines of a file from a byte on; of a very long one only its beginning.
 
     Args:
@@ -266,6 +267,7 @@ def lines_of(path: Path, start: int = 0, place: Place | None = None) -> Iterator
 
 
 def _json_lines(path: Path, lines: Iterable[FileLine], _: int) -> Iterator[Row]:
+    """Yield the rows of a file of JSON lines."""
     for line in lines:
         where = f"{path}:{line.number}"
         if not line.text.strip():
@@ -280,6 +282,7 @@ def _json_lines(path: Path, lines: Iterable[FileLine], _: int) -> Iterator[Row]:
 
 
 def _csv(path: Path, lines: Iterable[FileLine], start: int) -> Iterator[Row]:
+    """Yield the rows of a CSV file, from an offset."""
     number = 1
 
     def texts(lines: Iterable[FileLine]) -> Iterator[str]:
@@ -297,6 +300,7 @@ def _csv(path: Path, lines: Iterable[FileLine], start: int) -> Iterator[Row]:
 
 
 def _trainer_state(path: Path) -> Iterator[Row]:
+    """Yield the rows of Hugging Face's trainer_state.json."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -332,6 +336,7 @@ _HISTORY_STEP, _STEP_NUMBER = 2, 1
 
 
 def _wandb(path: Path) -> Iterator[Row]:
+    """Yield the rows of an offline run of wandb."""
     for at, record in _wandb_records(path):
         where = f"{path}: byte {at}"
         try:
@@ -343,6 +348,7 @@ def _wandb(path: Path) -> Iterator[Row]:
 
 
 def _history(content: bytes) -> Iterator[tuple[str, float]]:
+    """Yield names and values of one step in wandb's format."""
     for entry in fields_of(content):
         if entry.number == _HISTORY_STEP:
             steps = [f.integer for f in fields_of(entry.content) if f.number == _STEP_NUMBER]
@@ -357,6 +363,7 @@ def _history(content: bytes) -> Iterator[tuple[str, float]]:
 
 
 def _wandb_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the records of wandb's file with their offsets."""
     with open_regular(path) as file:
         if not file.read(len(_WANDB_HEADER) + 3).startswith(_WANDB_HEADER):
             raise MetricsError(str(path), "is no file of wandb, expected one of an offline run")
@@ -400,12 +407,12 @@ class PrintedReader:
 
     pattern: LinePattern
     curves: Curves = field(default_factory=Curves)
-    _places: dict[Path, Place] = field(default_factory=dict)
+    _places: dict[Path, FilePlace] = field(default_factory=dict)
 
     def read(self, logs: Sequence[Path]) -> Curves:
         """Add the lines that logs have by now, if they are there; return all metrics."""
         for log in filter(Path.is_file, logs):
-            for line in lines_of(log, place=self._places.setdefault(log, Place())):
+            for line in lines_of(log, place=self._places.setdefault(log, FilePlace())):
                 text = line.text.rpartition("\r")[2]  # before it is what a progress bar replaced
                 step, values = self.pattern.read(text)
                 for name, value in values.items():
@@ -420,7 +427,7 @@ def read_printed(logs: Sequence[Path], pattern: LinePattern) -> Curves:
     """Return the metrics that one rank printed.
 
     Args:
-        logs: Its logs; one that is not there is left out.
+        logs: Logs of the program; one that is not there is left out.
         pattern: How its lines are read.
     """
     return PrintedReader(pattern).read(logs)

@@ -19,7 +19,7 @@ from pytest_megatron.workloads.golden.collect import (
     read_measured,
 )
 from pytest_megatron.workloads.golden.formats import rows
-from pytest_megatron.workloads.golden.formats.rows import FileLine, Place, lines_of
+from pytest_megatron.workloads.golden.formats.rows import FileLine, FilePlace, lines_of
 from pytest_megatron.workloads.golden.model import series_of
 from pytest_megatron.workloads.recipe.metrics import MetricSource, parse_source
 
@@ -122,7 +122,7 @@ def test_a_file_that_grows_is_read_on_where_reading_ended(
     collected, dirs = collector(source, tmp_path)
     starts: list[int] = []
 
-    def noted(path: Path, start: int = 0, place: Place | None = None) -> Iterator[FileLine]:
+    def noted(path: Path, start: int = 0, place: FilePlace | None = None) -> Iterator[FileLine]:
         starts.append(start if place is None else place.at)
         return lines_of(path, start, place)
 

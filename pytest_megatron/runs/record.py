@@ -30,7 +30,7 @@ from pytest_megatron.base.schema import (
     validate,
 )
 from pytest_megatron.errors import RunError
-from pytest_megatron.gpu.health import Fault, GpuState, Xid
+from pytest_megatron.gpu.health import Fault
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import RecordedFacts
 from pytest_megatron.runs.layout import RUN_FILE
@@ -569,14 +569,10 @@ class RecordedTriage(RecordedDiagnosis, RecordedFile):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedHealthFile(RecordedFile):
-    """`health.json`."""
+    """`health.json`, beside the fields of `Health`."""
 
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
-    xids: tuple[Xid, ...] = ()
-    before: tuple[GpuState, ...] = ()
-    after: tuple[GpuState, ...] = ()
-    problem: str | None = None
 
 
 def finite(value: float | str | None) -> float | None:
@@ -632,8 +628,8 @@ def read_if_whole(path: Path, model: type[_Record]) -> _Record | None:
         return None
 
 
-def to_json(record: RecordedFile) -> dict[str, JsonValue]:
-    """Return the content of a file."""
+def to_json(record: DataclassInstance) -> dict[str, JsonValue]:
+    """Return the content of a file, or of a part of one."""
     found = _dumped(record)
     items = found.get("items")
     if isinstance(record, RecordedRun) and isinstance(items, dict):

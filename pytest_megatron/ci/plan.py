@@ -22,7 +22,6 @@ from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, s
 from pytest_megatron.ci.jobs import (
     CiJob,
     PlanBudget,
-    UnitRow,
     integration_matrix,
     unit_matrix,
     workload_jobs,
@@ -464,7 +463,8 @@ def _unit_jobs(
         files = find_test_files(request.root, table.unit_tests)
         history = request.root / HISTORY
         paths = request.durations or ((history,) if history.exists() else ())
-        row = UnitRow(
+        row = CiJob(
+            id="shard",
             environment=decision.environment,
             tag=tag,
             platform=request.platforms[0] if len(request.platforms) == 1 else "",

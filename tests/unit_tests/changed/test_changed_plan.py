@@ -11,7 +11,7 @@ from pytest_megatron.changed.record import (
     read_record,
     write_record,
 )
-from pytest_megatron.ci.jobs import UnitRow
+from pytest_megatron.ci.jobs import CiJob
 from pytest_megatron.ci.table import built_in_table
 from pytest_megatron.ci.test_jobs import UNCHANGED, shard_jobs
 from pytest_megatron.cli import group
@@ -23,7 +23,7 @@ def test_shards_are_of_the_files_for_which_something_changed(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     for name in ("test_a.py", "test_b.py"):
         (folder / name).touch()
-    row = UnitRow(environment="dev")
+    row = CiJob(id="shard", environment="dev", platform="")
     same = f"{table.unit_tests[0]}/test_a.py"
     some = shard_jobs(tmp_path, 2, {}, row, table, frozenset((same,)))
     assert [job.num_files for job in some.jobs] == [1]

@@ -25,7 +25,7 @@ from pytest_megatron.gangs.ipc.messages import Register
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.process.tree import large_imports, run_guarded
+from pytest_megatron.process.tree import fork, large_imports, run_guarded
 
 _FORK_SERVER_S = 120.0  # to load torch and register
 _CALL_S = 0.02  # between checks whether it has registered
@@ -63,9 +63,7 @@ class SessionTemplate:
         """Fork the template; return the process that ends after all of its descendants."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do no harm
-            pid = os.fork()
+        pid = fork()
         if pid:
             return pid
         try:

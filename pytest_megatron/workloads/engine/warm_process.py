@@ -34,7 +34,7 @@ from typing import NoReturn, Protocol, TypeAlias, cast
 
 from pytest_megatron.process import guard
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
-from pytest_megatron.process.tree import die_with
+from pytest_megatron.process.tree import die_with, fork
 
 # Starts the ranks of torch.distributed.run; see `replace_popen`.
 _STARTS_RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -508,9 +508,7 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 def _fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `fork_safety`
-        return os.fork()
+    return fork()
 
 
 def _reset_signals() -> None:

@@ -32,7 +32,6 @@ class CiJob:
         kind: `workload` or `unit`.
         name: For people: a node id, a bucket, a shard.
         test_case: Test case of a workload, or the bucket's pattern.
-        tag: The row's, "" where it has none.
         build: The row's container build, "" where it has none.
         gpus: On each node; 0 on the platform cpu.
         ranks: On each node.
@@ -50,7 +49,6 @@ class CiJob:
     model: str = ""
     test_case: str = ""
     environment: str = ""
-    tag: str = ""
     platform: str = CPU_PLATFORM
     build: str = ""
     nodes: Count = 1
@@ -203,7 +201,6 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
         model=workload.model,
         test_case=workload.test_case,
         environment=workload.environment,
-        tag=workload.tag or "",
         platform=workload.platform,
         build=str(workload.spec.get("build") or ""),
         nodes=workload.nodes,
@@ -222,7 +219,6 @@ def unit_settings(row: Workload) -> CiJob:
     return CiJob(
         id=row.test_case,
         environment=row.environment,
-        tag=row.tag or "",
         platform=row.platform,
         build=str(row.spec.get("build") or ""),
         gpus=0 if row.platform == CPU_PLATFORM else row.gpus,
@@ -231,24 +227,25 @@ def unit_settings(row: Workload) -> CiJob:
     )
 
 
-def unit_job(bucket: Bucket, row: CiJob, table: CiTable, *, experimental: str) -> CiJob:
+def unit_job(bucket: Bucket, row: CiJob, tag: str, table: CiTable, *, experimental: str) -> CiJob:
     """Return the job of a bucket or a shard.
 
     Args:
         bucket: The bucket, with its test files.
         row: What it shares with others; no `platform` is any, no `gpus` and no `ranks` run tests
             in pytest's own process.
+        tag: Of the tests; "" where none is asked for.
         table: For the time limit.
         experimental: `exclude`, or `only`, of tests with the mark `experimental`.
     """
     limit_s = row.time_limit_s or table.default_time_limit_s
     argv = [*PYTEST, *_gang_options(row), "--megatron-environment", row.environment]
-    argv += ["--megatron-tag", row.tag] if row.tag else []
+    argv += ["--megatron-tag", tag] if tag else []
     argv += ["--megatron-platform", row.platform] if row.platform else []
     argv += ["--megatron-experimental-tests", "only"] if experimental == "only" else []
     argv += ["--megatron-bucket", ",".join(bucket.words)]
     kind = "-experimental" if experimental == "only" else ""
-    where = f"{row.environment}-{row.platform or 'any'}-{row.tag or 'any'}{kind}"
+    where = f"{row.environment}-{row.platform or 'any'}-{tag or 'any'}{kind}"
     return replace(
         row,
         id=item_dirs(Path(), f"unit-{bucket.pattern}-{where}").root.name,

@@ -173,7 +173,6 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "model": "gpt",
         "test_case": "two_nodes",
         "environment": "dev",
-        "tag": "",
         "platform": "dgx_h100",
         "build": "image-dev",
         "nodes": 2,

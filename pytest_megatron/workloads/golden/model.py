@@ -336,7 +336,7 @@ class MetricsFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredValues:
     """The metrics of a run or a golden.
 
     Attributes:
@@ -350,7 +350,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed(Measured):
+class Observed(MeasuredValues):
     """The values of one attempt, and the files they are from.
 
     Attributes:
@@ -455,7 +455,7 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden(Measured):
+class Golden(MeasuredValues):
     """The committed series of one workload.
 
     Attributes:

@@ -37,7 +37,7 @@ from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboar
 from pytest_megatron.workloads.golden.model import (
     AS_BLOCK,
     Golden,
-    Measured,
+    MeasuredValues,
     MetricMap,
     MetricsFile,
     Observed,
@@ -434,7 +434,7 @@ _VALUE_TYPES = {float, str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenDocument(Measured):
+class GoldenDocument(MeasuredValues):
     """The content of a metric-map file.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib.util
 import io
 import os
 import posix
@@ -173,6 +174,14 @@ def large_imports(without: Collection[str] = ()) -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def import_installed(names: Iterable[str]) -> None:
+    """Import those of some modules that are installed."""
+    with large_imports():
+        for name in names:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
 
 
 def python_command(code: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from pytest_megatron.gangs.ipc.messages import Register
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.process.tree import fork, large_imports, run_guarded
+from pytest_megatron.process.tree import fork, import_installed, run_guarded
 
 _FORK_SERVER_S = 120.0  # to load torch and register
 _CALL_S = 0.02  # between checks whether it has registered
@@ -122,11 +121,9 @@ class SessionTemplate:
             measurement.save()
 
     def _load(self) -> None:
-        with warnings.catch_warnings(), large_imports():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in self.loads:
-                if importlib.util.find_spec(name) is not None:
-                    importlib.import_module(name)
+            import_installed(self.loads)
 
 
 def wait_for_fork_server(

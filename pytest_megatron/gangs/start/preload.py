@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
+import importlib
 import json
 import os
 import socket
@@ -41,6 +41,7 @@ from pytest_megatron.process.tree import (
     end_process,
     fork,
     fork_child,
+    import_installed,
     large_imports,
     python_command,
     run_guarded,
@@ -211,10 +212,7 @@ def _import_in_child(modules: Sequence[str]) -> None:
 
 def _load(modules: Sequence[str]) -> None:
     """Import torch, and then modules in a fork that goes on instead of this process."""
-    with large_imports():
-        for name in _PRELOADED:
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
+    import_installed(_PRELOADED)
     if modules:
         _import_in_child(modules)
 

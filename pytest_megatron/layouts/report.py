@@ -54,6 +54,7 @@ def table(layout: RecordedLayout) -> str:
 
 
 def _notes(layout: RecordedLayout) -> Iterator[str]:
+    """Yield what was not shown or not compared."""
     if len(layout.ranks) > _MOST_SHOWN:
         yield f"and {len(layout.ranks) - _MOST_SHOWN} more ranks"
     yield f"{counted(layout.num_compared, 'call')} compared with those of another rank"

@@ -100,6 +100,7 @@ def _give_up(*_: object) -> None:
 
 
 def _run(control: int, result: int, grace_s: float, start: Callable[[Sequence[str]], int]) -> None:
+    """Start the command, wait for its end, and report it with what was left."""
     try:
         child = start(sys.argv[4:])
     except OSError as error:

@@ -94,6 +94,7 @@ class SessionTemplate:
         return replace(self, loads=()).fork()
 
     def _serve(self) -> None:
+        """Import what ranks need, then fork ranks until the controller is gone."""
         context = self.context
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
@@ -121,6 +122,7 @@ class SessionTemplate:
             measurement.save()
 
     def _load(self) -> None:
+        """Import the modules that every rank would import."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_installed(self.loads)
@@ -161,13 +163,13 @@ class TemplateProcess:
     """The template process of this node, restarted once if it dies before it registers."""
 
     def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
-        """Fork it."""
+        """Fork the template process from the session."""
         self._make = template
         self._supervisor = supervisor
         self._pid: int | None = template.fork()
 
     def wait(self) -> None:
-        """Wait until it has registered; one that was killed is restarted once.
+        """Wait until the template has registered; one that was killed is restarted once.
 
         The second one preloads nothing, as that may have killed the first.
 
@@ -184,12 +186,13 @@ class TemplateProcess:
         wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
 
     def close(self) -> None:
-        """Wait until it has ended, once the supervisor was stopped."""
+        """Wait until the template has ended, once the supervisor was stopped."""
         if self._pid is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
 
     def _has_ended(self) -> bool:
+        """Return whether the template process has ended."""
         if self._pid is None:
             return True
         try:

@@ -227,6 +227,7 @@ def _submission(
     redactor = job.redactor(plan)
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
+        """Return the plan of an attempt on these devices."""
         chosen = (
             plan
             if devices is None

@@ -267,7 +267,7 @@ def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[
 
 
 def recorded(comparison: Comparison) -> RecordedMetric:
-    """Return one comparison, flat.
+    """Return one comparison as `comparison.json` has it, flat.
 
     `observed`, `golden` and `tolerance` are those of the summary that decided, else of
     `first_step`; an observed value that the run does not have is None.
@@ -300,6 +300,7 @@ def recorded(comparison: Comparison) -> RecordedMetric:
 
 
 def _recorded_layer(layer: Layer) -> RecordedLayer:
+    """Return a layer by the name of its rule."""
     values = {name: value for name, value in vars(layer).items() if name != "rule"}
     return RecordedLayer(layer=layer.rule.value, **values)
 
@@ -314,6 +315,7 @@ def relative(observed: float, golden: float) -> float:
 
 
 def _headline(comparison: Comparison) -> str:
+    """Return the first part of a comparison's line: metric, step, values."""
     metric, rule = comparison.metric, comparison.rule
     if comparison.passed:
         word = "passed" if comparison.is_judged else rule.value
@@ -330,6 +332,7 @@ def _headline(comparison: Comparison) -> str:
 
 
 def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
+    """Describe what was observed and expected at a step."""
     observed, golden = first.observed, first.golden
     expected = f"golden {_number(golden)}"
     if rule is ComparisonRule.GOLDEN_UNUSABLE:
@@ -419,6 +422,7 @@ def continued_like(golden: MetricMap, observed: MetricMap) -> MetricMap:
 
 
 def _continued(golden: Series, observed: Series | None) -> Series:
+    """Return what was observed so far, with the golden's values ahead."""
     measured = {} if observed is None else dict(observed.items())
     ahead = {
         step: value
@@ -491,12 +495,14 @@ def _position(value: float) -> int:
 
 
 def _is_same(observed: Value | None, golden: Value) -> bool:
+    """Return whether two values are equal, nan included."""
     if observed is None or isinstance(observed, str) or isinstance(golden, str):
         return observed == golden
     return observed == golden or (math.isnan(observed) and math.isnan(golden))
 
 
 def _as_float32(series: Series) -> Series:
+    """Return a series rounded to float32."""
     values = tuple(
         to_float32(v) if isinstance(v, float) and is_finite(v) and not v.is_integer() else v
         for v in series.values
@@ -614,6 +620,7 @@ def find_frozen(
 
 
 def _rule_of(value: Value | None) -> ComparisonRule:
+    """Return the rule that a value breaks which is no finite number."""
     if value is None:
         return ComparisonRule.MISSING
     if isinstance(value, str):

@@ -175,8 +175,9 @@ _ADVICE = (
     "false` to the row, whose golden is then compared with the spread of its repeats"
 )
 _AS_A_ROW = (
-    "by hand it repeats, as a row it differs: there the project is the first of PYTHONPATH, our "
-    "launcher replaces torchrun, and `python` is that of pytest; see plan.json of the run"
+    "by hand it repeats, as a row it differs: it then sees one GPU a rank, or as many as `gpus` "
+    "says, the project is the first of PYTHONPATH, our launcher replaces torchrun, and "
+    "`python` is that of pytest; see plan.json of the run"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import click
 
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import Gpu, lease_gpus
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.found import Found, MetricSearch
@@ -76,6 +78,7 @@ class ByHand:
         limit_s: When to end it, in seconds.
         env: Variables beside those of the shell.
         is_joint: Whether it starts ranks which all print into one log.
+        gpus: Those that its row may have; it runs on `num_gpus` of them, and sees no others.
     """
 
     words: Sequence[str]
@@ -84,6 +87,8 @@ class ByHand:
     limit_s: float
     env: Mapping[str, str]
     is_joint: bool
+    gpus: Sequence[Gpu]
+    num_gpus: int
 
     def run(self, name: str) -> RunByHand:
         """Run it, copy its output, and look for its metrics.
@@ -100,11 +105,17 @@ class ByHand:
         search = MetricSearch(self.root, tuple(dict.fromkeys(_directories_in(words, self.root))))
         search.mark()
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
-        followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
         command = with_logs_of_ranks(words, dirs.logs)
-        with GuardedProcess(
-            command, env=env, cwd=self.root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
-        ) as process:
+        lease = lease_gpus(self.gpus, self.num_gpus, click.echo)
+        if lease.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
+        followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
+        with (
+            contextlib.closing(lease),
+            GuardedProcess(
+                command, env=env, cwd=self.root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
+            ) as process,
+        ):
             while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
                 _copy(followed)
             if end is None:

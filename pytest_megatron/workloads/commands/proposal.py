@@ -164,15 +164,22 @@ def row_of(
     words: Sequence[str],
     found: Found,
     *,
-    ranks: int | None,
+    sizes: Mapping[str, int],
     env: Mapping[str, str],
     duration_s: float,
 ) -> dict[str, JsonValue]:
-    """Return the row; every guess is a key of its own."""
+    """Return the row; every guess is a key of its own.
+
+    Args:
+        name: Of the row.
+        words: The command.
+        found: Its metrics.
+        sizes: `ranks`, or `gpus` of a program that is started alone, where it is not 1.
+        env: Variables that the row keeps.
+        duration_s: Of one run, in seconds.
+    """
     limit_s = max(_LEAST_LIMIT_S, math.ceil(duration_s * _TIMES_AS_LONG / _WHOLE_S) * _WHOLE_S)
-    row: dict[str, JsonValue] = {"name": name, "command": shlex.join(words)}
-    if ranks is not None:
-        row["ranks"] = ranks
+    row: dict[str, JsonValue] = {"name": name, "command": shlex.join(words), **sizes}
     if env:
         row["env"] = dict(env)
     row["last_step"] = found.last_step
@@ -181,12 +188,12 @@ def row_of(
         joint = "=" if any(word.startswith(f"{flag}=") for word in words) else " "
         row["stop"] = f"{flag}{joint}{{steps}}"
     row["metrics"] = {**found.keys, "names": list(found.names)}
-    row["platforms"] = _platform()
+    row["platforms"] = platform_here()
     row["time_limit"] = limit_s
     return {"rows": [row]}
 
 
-def _platform() -> str:
+def platform_here() -> str:
     """Return the platform of this machine's GPUs; cpu without any, or of an unknown kind."""
     host = this_host()
     return next(

@@ -18,13 +18,21 @@ from pytest_megatron.base.command import EXIT_FAILED, root_option
 from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MegatronError, RecipeError
+from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, this_host
 from pytest_megatron.runs.find import kept_runs
 from pytest_megatron.runs.layout import BY_HAND, OWN_DIR, make_own_dir
 from pytest_megatron.workloads.commands.by_hand import ByHand, in_this_environment
 from pytest_megatron.workloads.commands.found import (
     Found,
 )
-from pytest_megatron.workloads.commands.proposal import ask, choose, kept_of, name_of, row_of
+from pytest_megatron.workloads.commands.proposal import (
+    ask,
+    choose,
+    kept_of,
+    name_of,
+    platform_here,
+    row_of,
+)
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Series, to_float32
 from pytest_megatron.workloads.golden.store import golden_text, metrics_to_json, read_metrics
@@ -80,6 +88,10 @@ def command(  # noqa: PLR0913 - the options
     row_name = name or name_of(program, root)
     _refuse_known(root, row_name)
     env = kept_of(kept, os.environ, started.env)
+    gpus, num_gpus = _gpus_of(started.ranks, is_alone=started.is_alone)
+    sizes = {"ranks": started.ranks}
+    if started.is_alone:
+        sizes = {"gpus": num_gpus} if num_gpus > started.ranks else {}
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-record-") as scratch:
         directory = Path(scratch)
         if not dry_run:
@@ -93,6 +105,8 @@ def command(  # noqa: PLR0913 - the options
             limit_s=limit_s,
             env=started.env,
             is_joint=started.is_alone and started.ranks > 1,
+            gpus=gpus,
+            num_gpus=num_gpus,
         )
         click.echo(f"running once as it is: {shlex.join(words)}")
         ran = by_hand.run("first")
@@ -105,7 +119,7 @@ def command(  # noqa: PLR0913 - the options
             row_name,
             words,
             best,
-            ranks=None if started.is_alone else started.ranks,
+            sizes=sizes,
             env=env,
             duration_s=ran.end.duration_s,
         )
@@ -117,6 +131,22 @@ def command(  # noqa: PLR0913 - the options
             click.echo(_golden(best, other))
             sys.exit(0 if is_equal else EXIT_FAILED)
         sys.exit(_write(by_hand, row, best, name=row_name, reason=reason))
+
+
+def _gpus_of(ranks: int, *, is_alone: bool) -> tuple[tuple[Gpu, ...], int]:
+    """Return the GPUs that the row may have here, and how many of them; none on the CPU.
+
+    A program that is started alone has one, or all that CUDA_VISIBLE_DEVICES names.
+    """
+    platform = platform_here()
+    gpus = () if platform == CPU_PLATFORM else this_host().fitting(platform)
+    num_gpus = len(gpus) if is_alone and "CUDA_VISIBLE_DEVICES" in os.environ else ranks
+    if len(gpus) < num_gpus:
+        return (), 0
+    if len(gpus) > num_gpus:
+        more = "; set CUDA_VISIBLE_DEVICES to give it more" if is_alone else ""
+        click.echo(f"it sees {num_gpus} of {len(gpus)} GPUs, as its row will{more}")
+    return gpus, num_gpus
 
 
 def _refuse_known(root: Path, name: str) -> None:
@@ -175,9 +205,8 @@ _ADVICE = (
     "false` to the row, whose golden is then compared with the spread of its repeats"
 )
 _AS_A_ROW = (
-    "by hand it repeats, as a row it differs: it then sees one GPU a rank, or as many as `gpus` "
-    "says, the project is the first of PYTHONPATH, our launcher replaces torchrun, and "
-    "`python` is that of pytest; see plan.json of the run"
+    "by hand it repeats, as a row it differs: there the project is the first of PYTHONPATH, our "
+    "launcher replaces torchrun, and `python` is that of pytest; see plan.json of the run"
 )
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pretended_gpus import pretend_gpus
 
 LOOP = """
 import json, os, random, sys
@@ -48,6 +49,10 @@ if mode == "epochs":
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
         if step % 6 == 5:
             print(f"Test Average loss: {2.0 / step:.5f}, asked by {os.environ['ASKED']}")
+if mode == "gpus":
+    seen = os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-")
+    for step in range(last):
+        print(f"step {step} loss {3.0 / seen / (1 + 0.111 * step):.5f}, on {seen} GPUs")
 if mode == "hang":
     import time; time.sleep(600)
 if mode == "crash":
@@ -64,14 +69,17 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def record(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return command(project, "record", *words)
+def record(project: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return command(project, "record", *words, **env)
 
 
-def command(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def command(project: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env |= more
     main = "from pytest_megatron.cli import main; main()"
+    if "PRETEND_NVML" in more:
+        main = f"import conftest; {main}"
     own = [sys.executable, "-c", main, *words]
     return subprocess.run(
         own, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
@@ -109,6 +117,28 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     row = (project / "recipes" / "loop.yaml").read_text()
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
     assert "names: [Loss]\n" in row
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen", "said", "kept"),
+    [
+        (None, 1, "it sees 1 of 2 GPUs, as its row will; set CUDA_VISIBLE_DEVICES to", ""),
+        ("0,1", 2, "", "  gpus: 2\n"),
+    ],
+)
+def test_by_hand_a_command_has_the_gpus_of_its_row(
+    project: Path, visible: str | None, seen: int, said: str, kept: str
+) -> None:
+    env = pretend_gpus(project, 2)
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    done = record(project, "--", "python", "loop.py", "gpus", "--max_steps=12", **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"step 11 loss {3.0 / seen / 2.221:.5f}, on {seen} GPUs") == 2
+    assert said in done.stdout
+    row = (project / "recipes" / "loop.yaml").read_text()
+    assert f"command: python loop.py gpus --max_steps=12\n{kept}  last_step: 11\n" in row
+    assert "  platforms: dgx_h100\n" in row
 
 
 def test_the_metrics_of_ranks_are_those_of_the_first(project: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 BACKEND = "layout"
 _EXTREMES = {"max": torch.maximum, "min": torch.minimum}
-_FILLING = 0.01  # of what nobody has sent; 0 and 1 are special to many programs
+_FILLINGS = (0.01, 1.7)  # of what nobody has sent, in the first and in the second run of a rank
 
 
 class FakeWork(dist.Work):
@@ -175,7 +176,7 @@ class FakeGroup(dist.ProcessGroup):
                     mail.post(keys, tensor)
                 elif not mail.fetch(keys, tensor):
                     is_known = False
-                    _fill(tensor)
+                    self._fill(tensor)
             return is_known
 
         return self._call("broadcast", tensors, tensors, fill, root=root)
@@ -185,7 +186,7 @@ class FakeGroup(dist.ProcessGroup):
         def fill() -> None:
             for parts, tensor in zip(outputs, inputs, strict=True):
                 for part in parts:
-                    _copy(part, tensor)
+                    self._copy(part, tensor)
 
         return self._call("all_gather", inputs, outputs, fill)
 
@@ -195,7 +196,7 @@ class FakeGroup(dist.ProcessGroup):
         def fill() -> None:
             for parts in outputs:
                 for part, tensor in zip(parts, inputs, strict=False):
-                    _copy(part, tensor)
+                    self._copy(part, tensor)
 
         return self._call("all_gather", inputs, outputs, fill)
 
@@ -210,7 +211,7 @@ class FakeGroup(dist.ProcessGroup):
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = output.view(-1)
                 for part in flat.chunk(self.size()) if flat.numel() else ():
-                    _copy(part, tensor)
+                    self._copy(part, tensor)
 
         return self._call("all_gather", inputs, outputs, fill)
 
@@ -218,7 +219,7 @@ class FakeGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         def fill() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                _copy(output, parts[self._own])
+                self._copy(output, parts[self._own])
 
         return self._call("reduce_scatter", inputs, outputs, fill, reduction=_reduction(opts))
 
@@ -234,7 +235,7 @@ class FakeGroup(dist.ProcessGroup):
         def fill() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 if output.numel():
-                    _copy(output, tensor.reshape(-1).chunk(self.size())[self._own])
+                    self._copy(output, tensor.reshape(-1).chunk(self.size())[self._own])
 
         return self._call("reduce_scatter", inputs, outputs, fill, reduction=_reduction(opts))
 
@@ -242,17 +243,17 @@ class FakeGroup(dist.ProcessGroup):
         self, output: Any, tensor: Any, received: Any = None, sent: Any = None, opts: Any = None
     ) -> FakeWork:
         """Exchange parts of one tensor; without sizes they are equal."""
-        row = tensor[0].numel() if tensor.dim() and tensor.shape[0] else 0
+        row = math.prod(tensor.shape[1:])
         parts = {"sent": sent, "received": received}
         has_parts = all(part is not None and len(part) for part in parts.values())
         splits = {k: [int(n) * row for n in part] for k, part in parts.items() if has_parts}
 
         def fill() -> None:
-            _fill(output)
+            self._fill(output)
             if not splits and tensor.numel() == output.numel():
                 own = tensor.reshape(-1).chunk(self.size())[self._own] if tensor.numel() else tensor
                 for part in output.view(-1).chunk(self.size()) if output.numel() else ():
-                    _copy(part, own)
+                    self._copy(part, own)
 
         return self._call("all_to_all", tensor, output, fill, **splits)
 
@@ -260,7 +261,7 @@ class FakeGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         def fill() -> None:
             for output in outputs:
-                _copy(output, inputs[self._own])
+                self._copy(output, inputs[self._own])
 
         sizes = {
             "sent": [t.numel() for t in inputs],
@@ -272,7 +273,7 @@ class FakeGroup(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         def fill() -> None:
             for part in _flat(outputs):
-                _copy(part, _flat(inputs)[0])
+                self._copy(part, _flat(inputs)[0])
 
         return self._call("gather", inputs, outputs, fill, root=self.ranks[opts.rootRank])
 
@@ -280,9 +281,9 @@ class FakeGroup(dist.ProcessGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         def fill() -> None:
             if inputs:
-                _copy(_flat(outputs)[0], inputs[0][self._own])
+                self._copy(_flat(outputs)[0], inputs[0][self._own])
             else:
-                _fill(_flat(outputs)[0])
+                self._fill(_flat(outputs)[0])
 
         return self._call("scatter", outputs, outputs, fill, root=self.ranks[opts.rootRank])
 
@@ -308,14 +309,28 @@ class FakeGroup(dist.ProcessGroup):
         def fill() -> bool:
             is_known = self._recorder.mail.fetch(keys, tensors[0])
             if not is_known:
-                _fill(tensors[0])
+                self._fill(tensors[0])
             return is_known
 
         return self._call("recv", tensors, tensors, fill, peer=peer, tag=tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> FakeWork:
         """Receive from whoever sends."""
-        return self._call("recv", tensors, tensors, lambda: _fill(tensors[0]), tag=tag)
+        return self._call("recv", tensors, tensors, lambda: self._fill(tensors[0]), tag=tag)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Fill a tensor with another, as far as that goes."""
+        if target.data_ptr() == source.data_ptr() and target.numel() == source.numel():
+            return
+        if target.numel() == source.numel():
+            target.copy_(source.reshape(target.shape))
+        else:
+            self._fill(target)
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor that nobody has sent; 0 and 1 are special to many programs."""
+        filling = _FILLINGS[self._recorder.noise is not None]
+        tensor.fill_(filling) if tensor.is_floating_point() else tensor.zero_()
 
     @staticmethod
     def _shape(tensors: Sequence[torch.Tensor]) -> str:
@@ -377,21 +392,6 @@ def _reduction(opts: Any) -> str:
         if operation == getattr(dist.ReduceOp, name):
             return name.lower()
     return str(operation)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Fill a tensor with another, as far as that goes."""
-    if target.data_ptr() == source.data_ptr() and target.numel() == source.numel():
-        return
-    if target.numel() == source.numel():
-        target.copy_(source.reshape(target.shape))
-    else:
-        _fill(target)
-
-
-def _fill(tensor: torch.Tensor) -> None:
-    """Fill a tensor that nobody has sent."""
-    tensor.fill_(_FILLING) if tensor.is_floating_point() else tensor.zero_()
 
 
 def install(recorder: RankRecorder, rank: int, world_size: int) -> None:

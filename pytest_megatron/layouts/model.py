@@ -21,12 +21,14 @@ class MadeGroup:
         ranks: Global ranks, in the group's order.
         backend: As the program named it.
         line: Where it was made.
+        after: Number of calls that the rank had made before.
     """
 
     name: str
     ranks: list[int]
     backend: str
     line: str
+    after: int = 0
 
 
 @dataclass(slots=True)

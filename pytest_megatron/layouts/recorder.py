@@ -126,7 +126,8 @@ class RankRecorder:
 
     def group(self, name: str, ranks: list[int], backend: str) -> None:
         """Note that the program makes a group."""
-        self._record.groups.append(MadeGroup(name, ranks, backend, self.place()))
+        made = MadeGroup(name, ranks, backend, self.place(), after=len(self._record.calls))
+        self._record.groups.append(made)
 
     def call(
         self,

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 from pytest_megatron.layouts.model import read_record
-from pytest_megatron.layouts.representatives import choose, one_of_each
+from pytest_megatron.layouts.representatives import choose, kinds_of
 from pytest_megatron.layouts.settings import Settings
 
 _MODULES = "modules.json"
@@ -47,7 +47,8 @@ def main() -> None:
 def _run_others(settings: Settings, argv: list[str]) -> None:
     """Run a rank of each kind once more, with other data from all others."""
     records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
-    _run_all(settings, [record.rank for record in one_of_each(records)], argv, is_other=True)
+    firsts = [kind[0].rank for kind in kinds_of(records) if kind[0].calls]
+    _run_all(settings, firsts, argv, is_other=True)
 
 
 def _import_what_it_did(directory: Path) -> None:

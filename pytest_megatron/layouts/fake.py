@@ -112,7 +112,7 @@ class FakeGroup(dist.ProcessGroup):
         waited = self._recorder.call(self.name_of_group, kind, _flat(given), **more)
         with plain():
             is_known = bool(fill())  # it is what the other rank has sent
-            is_plain = self._recorder.noise is None or self._recorder.is_object
+            is_plain = self._recorder.noise is None or self._recorder.is_internal
             if not is_known and not is_plain:
                 self._disturb(kind, _flat(results), more)
         return FakeWork(waited, _flat(results))
@@ -279,11 +279,22 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
-        def fill() -> None:
-            if inputs:
-                self._copy(_flat(outputs)[0], inputs[0][self._own])
-            else:
-                self._fill(_flat(outputs)[0])
+        mail, where = self._recorder.mail, self._recorder.place()
+
+        def keys(index: int) -> tuple[str, str]:
+            return (f"scatter {self.name_of_group} {index}", f"scatter {where} {index}")
+
+        def fill() -> bool:
+            (output,) = _flat(outputs)
+            if not inputs:
+                is_known = mail.fetch(keys(self._own), output)
+                if not is_known:
+                    self._fill(output)
+                return is_known
+            for index, part in enumerate(inputs[0]):
+                mail.post(keys(index), part)
+            self._copy(output, inputs[0][self._own])
+            return True
 
         return self._call("scatter", outputs, outputs, fill, root=self.ranks[opts.rootRank])
 
@@ -296,15 +307,14 @@ class FakeGroup(dist.ProcessGroup):
     @override
     def send(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
         own, peer = self.ranks[self._own], self.ranks[rank]
-        keys = (f"send {self.name_of_group} {own} {peer} {tag}", f"like {self._shape(tensors)}")
         for tensor in tensors:
-            self._recorder.mail.post(keys, tensor)
+            self._recorder.mail.post(self._message(own, peer, tag), tensor, side="send ")
         return self._call("send", tensors, tensors, peer=peer, tag=tag)
 
     @override
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
         own, peer = self.ranks[self._own], self.ranks[rank]
-        keys = (f"send {self.name_of_group} {peer} {own} {tag}", f"like {self._shape(tensors)}")
+        keys = self._message(peer, own, tag)
 
         def fill() -> bool:
             is_known = self._recorder.mail.fetch(keys, tensors[0])
@@ -313,6 +323,11 @@ class FakeGroup(dist.ProcessGroup):
             return is_known
 
         return self._call("recv", tensors, tensors, fill, peer=peer, tag=tag)
+
+    def _message(self, source: int, target: int, tag: int) -> tuple[str, str]:
+        """Return the key of a message, and that of one between two others at equal distance."""
+        exact = f"send {self.name_of_group} {source} {target} {tag}"
+        return exact, f"send {target - source} {tag}"
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> FakeWork:
         """Receive from whoever sends."""
@@ -331,10 +346,6 @@ class FakeGroup(dist.ProcessGroup):
         """Fill a tensor that nobody has sent; 0 and 1 are special to many programs."""
         filling = _FILLINGS[self._recorder.noise is not None]
         tensor.fill_(filling) if tensor.is_floating_point() else tensor.zero_()
-
-    @staticmethod
-    def _shape(tensors: Sequence[torch.Tensor]) -> str:
-        return f"{tensors[0].dtype} {tuple(tensors[0].shape)}"
 
     # What torch asks of a backend.
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.layouts.report import size_text
@@ -55,6 +56,11 @@ def judge(
     faults += _micro_batches(decided)
     faults += _memory(ran, memory_bytes)
     left_out = [f"sizes at {line}, which follow the data" for line in sorted(found.of_data)]
+    left_out += [
+        f"rank {rank} with other data, on which it fails: {other.problem}"
+        for rank, other in again.items()
+        if other.end == "failed" != ran[rank].end
+    ]
     if found.num_left_out:
         left_out.append(f"{found.num_left_out} calls, since their other ranks were not run")
     return RecordedLayout(
@@ -280,12 +286,17 @@ def _collectives(
             ):
                 seen.add(key)
                 yield fault
-        for source, target in product(run, repeat=2):
-            pair = (source, calls[source][name]), (target, calls[target][name])
-            fault = _first_uneven(names[name], *pair, of_data=found.of_data)
-            if fault is not None and (key := tuple(line for _, line in fault.lines)) not in seen:
-                seen.add(key)
-                yield fault
+        parts = [
+            _first_uneven(
+                names[name],
+                (source, calls[source][name]),
+                (target, calls[target][name]),
+                of_data=found.of_data,
+            )
+            for source, target in product(run, repeat=2)
+        ]
+        if uneven := [part for part in parts if part is not None]:
+            yield min(uneven, key=itemgetter(0))[1]
 
 
 def _first_uneven(
@@ -294,10 +305,10 @@ def _first_uneven(
     target: tuple[int, Sequence[Call]],
     *,
     of_data: Collection[str],
-) -> RecordedFault | None:
+) -> tuple[int, RecordedFault] | None:
     """Return the first exchange in which one rank sends more or less than another expects of it."""
     here, there = ranks.index(source[0]), ranks.index(target[0])
-    for sent, received in zip(source[1], target[1], strict=False):
+    for index, (sent, received) in enumerate(zip(source[1], target[1], strict=False)):
         if sent.kind != received.kind:
             return None  # a fault of its own
         has_own = sent.has_own_size and not {sent.line, received.line} & set(of_data)
@@ -308,10 +319,10 @@ def _first_uneven(
             for call, part, index in ((sent, sent.sent, there), (received, received.received, here))
         ]
         if parts[0] != parts[1]:
-            return RecordedFault(
+            return index, RecordedFault(
                 kind="collective",
                 ranks=(source[0], target[0]),
-                text=f"collective {sent.index} of the group {members(ranks)}, in step {sent.step}, "
+                text=f"collective {index} of the group {members(ranks)}, in step {sent.step}, "
                 f"differs in size: rank {source[0]} {describe(sent)} sends {parts[0]:g} elements "
                 f"to rank {target[0]}, which expects {parts[1]:g}",
                 lines=((source[0], sent.line), (target[0], received.line)),

@@ -52,14 +52,20 @@ class Mail:
         self._directory = directory
         self._counts: dict[str, int] = {}
 
-    def _path(self, key: str) -> Path:
-        number = self._counts[key] = self._counts.get(key, -1) + 1
+    def _path(self, key: str, side: str = "") -> Path:
+        number = self._counts[side + key] = self._counts.get(side + key, -1) + 1
         digest = hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:24]
         return self._directory / digest
 
-    def post(self, keys: Sequence[str], tensor: torch.Tensor) -> None:
-        """Keep a message; of equal keys the first sender's stays."""
-        for path in map(self._path, keys):
+    def post(self, keys: Sequence[str], tensor: torch.Tensor, side: str = "") -> None:
+        """Keep a message; of equal keys the first sender's stays.
+
+        Args:
+            keys: By which it is fetched.
+            tensor: The message.
+            side: Tells what this rank sends from what it fetches, where these are counted apart.
+        """
+        for path in [self._path(key, side) for key in keys]:
             if not (tensor.is_floating_point() or path.exists()) and _is_small(tensor):
                 torch.save(tensor.detach().cpu(), path)
 
@@ -85,6 +91,9 @@ class RankRecorder:
         mail: Messages of ranks that ran before.
         batch: Number of the batch of point-to-point calls that is being issued.
         asked_backend: The backend of the default group as the program named it.
+        is_object: Whether a call is one part of sending an object.
+        is_internal: Whether a call only serves torch itself; this and `is_object` hold for the line
+            that `place` returned last.
         noise: Changes what others are taken to have sent; None changes nothing.
     """
 
@@ -103,12 +112,12 @@ class RankRecorder:
         self.asked_backend = ""
         self._last_read = ""
         self.noise = torch.Generator().manual_seed(1) if is_other else None
-        self.is_object = False
+        self.is_object = self.is_internal = False
 
     def place(self) -> str:
         """Return the innermost line that is neither torch's nor ours, and who calls its file."""
         frame: FrameType | None = sys._getframe(1)
-        self.is_object = False
+        self.is_object = self.is_internal = False
         found: list[FrameType] = []
         while frame is not None and len(found) < _NUM_FRAMES:
             name = frame.f_code.co_filename
@@ -116,7 +125,9 @@ class RankRecorder:
                 if not found or name != found[-1].f_code.co_filename:
                     found.append(frame)
             elif not found:
-                self.is_object |= "object" in frame.f_code.co_name  # `all_gather_object`, others
+                name = frame.f_code.co_name
+                self.is_object |= "object" in name  # `all_gather_object`, others
+                self.is_internal |= "object" in name or "verify" in name  # as DDP does
             frame = frame.f_back
         lines = [
             f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.layouts.model import read_record
@@ -41,7 +42,16 @@ def main() -> None:
         record = read_record(path) if path.exists() else None
         others = choose(settings.world_size, settings.count, record)[1:]
     _run_all(settings, others, argv)
+    _run_unknown(settings, argv)
     _run_others(settings, argv)
+
+
+def _run_unknown(settings: Settings, argv: list[str]) -> None:
+    """Run ranks that got no object again, the last first: others have sent theirs meanwhile."""
+    records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
+    if any(record.end == "unknown" for record in records):
+        ranks = sorted(r.rank for r in records if r.end in ("unknown", "failed"))
+        _run_all(replace(settings, jobs=1), ranks[::-1], argv)
 
 
 def _run_others(settings: Settings, argv: list[str]) -> None:

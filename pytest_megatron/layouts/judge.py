@@ -135,7 +135,7 @@ def _undecided(here: RankRecord, other: RankRecord | None, at: int) -> RecordedF
 
 
 def _what(call: Call) -> tuple[object, ...]:
-    return (call.kind, call.group, call.peer, call.root)
+    return (call.kind, call.group, call.peer, call.root, call.reduction, call.dtype, call.line)
 
 
 def _sizes_of_data(

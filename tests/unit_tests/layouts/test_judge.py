@@ -200,7 +200,7 @@ def test_what_ranks_of_its_kind_do_then_is_not_compared() -> None:
             add(record, line="train.py:21", read="train.py:19")
     again = deepcopy(records[1])
     assert [fault.kind for fault in judge(records, others=[again]).faults] == ["groups"]
-    again.calls[-1].kind = "barrier"
+    again.calls[-1].line = "train.py:22"  # the same call, of what comes next
     layout = judge(records, others=[again])
     (found,) = layout.undecided
     assert (layout.faults, found.lines[0]) == ((), (1, "train.py:19"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 
+from pytest_megatron.layouts.held_layers import judge_layers
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.layouts.report import size_text
 from pytest_megatron.layouts.representatives import kinds_of
@@ -54,13 +55,15 @@ def judge(
         communication = [*_collectives(found, names), *_messages(found)]
         faults += communication or _cycle(decided, names)
     faults += _micro_batches(decided)
-    faults += _memory(ran, memory_bytes)
+    of_layers, unknown = judge_layers(ran)
+    faults += [*of_layers, *_memory(ran, memory_bytes)]
     left_out = [f"sizes at {line}, which follow the data" for line in sorted(found.of_data)]
     left_out += [
         f"rank {rank} with other data, on which it fails: {other.problem}"
         for rank, other in again.items()
         if other.end == "failed" != ran[rank].end
     ]
+    left_out += unknown
     if found.num_left_out:
         left_out.append(f"{found.num_left_out} calls, since their other ranks were not run")
     return RecordedLayout(

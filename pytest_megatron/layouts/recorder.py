@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Unpack
@@ -31,6 +31,7 @@ _SKIPPED = (
 
 
 _NUM_FRAMES = 2
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")  # in DDP, a compiled module, FSDP
 _LARGEST_MESSAGE = 1 << 16  # bytes; larger ones carry data, not sizes or objects
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
@@ -196,6 +197,8 @@ class RankRecorder:
             if next(module.parameters(), None) is None:
                 return
             self._record.models.append(type(module).__name__)
+            for container, numbers in _layers(module, ""):
+                self._record.layers.setdefault(container, []).extend(numbers)
             self.memory.look()
             vars(module)["_layout_model"] = True
         if "_layout_model" not in vars(module) or not torch.is_grad_enabled():
@@ -231,6 +234,22 @@ class RankRecorder:
             ]
             modules.write_text(json.dumps(installed))
         write_record(self._file, self._record)
+
+
+def _layers(module: torch.nn.Module, name: str) -> Iterator[tuple[str, list[int]]]:
+    """Yield the outermost containers of layers, with the numbers of these."""
+    parts = dict(module.named_children())
+    if parts and all(word.isdecimal() for word in parts):
+        numbers = [getattr(part, "layer_number", None) for part in parts.values()]
+        known = [number for number in numbers if isinstance(number, int)]
+        yield (
+            name or type(module).__name__,
+            known if len(known) == len(parts) else list(map(int, parts)),
+        )
+        return
+    for word, part in parts.items():
+        is_wrapped = word in _WRAPPED
+        yield from _layers(part, name if is_wrapped else f"{name}.{word}".lstrip("."))
 
 
 def _short(path: str) -> str:

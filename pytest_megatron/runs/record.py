@@ -179,7 +179,8 @@ class RecordedFault:
     """Something on which ranks disagree that ran on fake process groups.
 
     Attributes:
-        kind: `failed`, `groups`, `collective`, `message`, `cycle`, `micro-batches`, `memory`.
+        kind: `failed`, `groups`, `collective`, `message`, `cycle`, `micro-batches`, `parameters`,
+            `memory`, `undecided`.
         ranks: Those that disagree.
         lines: (rank, line of code) of each side.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
 
+from pytest_megatron.base.text import name_ranks
 from pytest_megatron.layouts.held_layers import judge_layers
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.layouts.report import size_text
@@ -174,6 +175,7 @@ def _row(record: RankRecord) -> RecordedFakeRank:
         optimizer=memory.optimizer,
         activations=memory.activations,
         sent={size: number // max(record.steps, 1) for size, number in sorted(sent.items())},
+        layers=tuple(f"{name_ranks(of, 'layer')} of {name}" for name, of in record.layers.items()),
     )
 
 

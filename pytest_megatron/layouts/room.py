@@ -11,5 +11,6 @@ ROOM = Room(
     provides={
         "fake_training": "plugin:FakeTrainingPlugin",
         "fake_ranks": "settings:read_ranks",
+        "item_section": "section:section",
     },
 )

@@ -198,6 +198,7 @@ class RecordedFakeRank:
     Attributes:
         end: `whole`, `cut` after its steps, `failed`, or `lost` without a record.
         sent: Size of the group -> bytes that the rank gave to its calls, in a step.
+        layers: Layers that it holds, as `layers 3-4 of decoder.layers`.
     """
 
     rank: _Count
@@ -210,6 +211,7 @@ class RecordedFakeRank:
     optimizer: _Count = 0
     activations: _Count = 0
     sent: dict[str, _Count] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass, load_table
 from pytest_megatron.errors import SelectionError
 from pytest_megatron.session.decision import Considered, Decision
-from pytest_megatron.workloads.recipe.load import project_words
+from pytest_megatron.workloads.recipe.model import project_words
 
 _PART = re.compile(r"\*\*/|/\*\*$|\*\*|\*|\?|\{[^{}]*\}|[^*?{}/]+|.")
 

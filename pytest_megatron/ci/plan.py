@@ -45,8 +45,8 @@ from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.golden.policy import Base, ComparisonPolicy, policy_named
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, project_words, read_recipe
-from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload
+from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload, project_words
 from pytest_megatron.workloads.recipe.select import Filters, failing, select, values
 
 _INI_KEY = "megatron_golden_policy"

@@ -27,8 +27,7 @@ from pytest_megatron.ci.test_files import (
 from pytest_megatron.session.decision import Decision
 from pytest_megatron.session.deselected import REASON, note_ignored
 from pytest_megatron.session.options import LEFT_OUT, Options, usage_errors
-from pytest_megatron.workloads.recipe.load import project_words
-from pytest_megatron.workloads.recipe.model import Vocabulary
+from pytest_megatron.workloads.recipe.model import Vocabulary, project_words
 
 PLUGIN_NAME = "megatron-units"
 _COUNTS = "megatron_left_out"

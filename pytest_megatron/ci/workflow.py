@@ -21,8 +21,8 @@ from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, project_words, read_recipe
-from pytest_megatron.workloads.recipe.model import Vocabulary
+from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.model import Vocabulary, project_words
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
 GITLAB_FILE = Path(".gitlab/megatron.yml")

@@ -21,8 +21,8 @@ from pytest_megatron.errors import CaseError, EmptySelectionError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host
 from pytest_megatron.workloads.recipe.case import Launcher, WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe, project_words
-from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
+from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload, project_words
 from pytest_megatron.workloads.training.checks.check import hits_of
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
 from pytest_megatron.workloads.training.plan.plan import LAUNCHER_VARIABLE

@@ -40,8 +40,8 @@ from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
 from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.engine.records import JobSpec, write_spec
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe, project_words
-from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
+from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
 
 _WIDTH = 100

@@ -65,8 +65,7 @@ from pytest_megatron.workloads.engine.api import (
 )
 from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.engine.records import RunningJobs
-from pytest_megatron.workloads.recipe.load import project_words
-from pytest_megatron.workloads.recipe.model import Workload
+from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.checks.rules import CheckFinding
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import (

@@ -29,7 +29,7 @@ from pytest_megatron.workloads.golden.formats.layout import Form
 from pytest_megatron.workloads.golden.lint import Project, find_goldens, lint_goldens
 from pytest_megatron.workloads.golden.store import place_of, project_form, read_text
 from pytest_megatron.workloads.recipe.case import CASES, GOLDENS
-from pytest_megatron.workloads.recipe.load import project_words
+from pytest_megatron.workloads.recipe.model import project_words
 from pytest_megatron.workloads.refresh.transaction import locked, replace_together
 
 # The default directories of recipes: ours, then Megatron-LM's.

@@ -25,7 +25,8 @@ from pytest_megatron.base.project import load_config
 from pytest_megatron.runs.history_options import history_option, read_known_entries
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.lint import PROJECT_LINTS, lint_recipes
-from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, project_words, read_recipe
+from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.model import project_words
 
 
 @click.command(name="expand")

@@ -15,8 +15,8 @@ from pytest_megatron.session.deselected import REASON
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
 from pytest_megatron.session.state import RunSession, session_of
 from pytest_megatron.workloads.items.collect import WorkloadItem
-from pytest_megatron.workloads.recipe.load import load_recipe, project_words
-from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
+from pytest_megatron.workloads.recipe.expanded import rows_of
+from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, project_words
 from pytest_megatron.workloads.recipe.select import select
 
 
@@ -32,7 +32,8 @@ def register_roles(config: pytest.Config) -> None:
         _ = session.table  # one that cannot be read is refused before anything runs
     with usage_errors():
         vocabulary = project_words(session.root)
-    config.pluginmanager.register(SelectionPlugin(session, vocabulary), WORKLOADS_PLUGIN)
+    plugin = SelectionPlugin(session, vocabulary, _cache_of(config))
+    config.pluginmanager.register(plugin, WORKLOADS_PLUGIN)
     if not config.option.collectonly:
         from pytest_megatron.workloads.items.training import register_training  # noqa: PLC0415
 
@@ -43,14 +44,24 @@ def register_roles(config: pytest.Config) -> None:
     config.option.continue_on_collection_errors = True
 
 
+def _cache_of(config: pytest.Config) -> Path | None:
+    """Return where expanded recipes are kept; None without pytest's cache, or on a full disk."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    try:
+        return None if cache is None else cache.mkdir("megatron-recipes")
+    except OSError:
+        return None
+
+
 _USAGE_ERROR_KEY = "megatron_usage_error"
 
 
 class SelectionPlugin:
     """Reads recipes, selects workloads, and skips those that this host cannot run."""
 
-    def __init__(self, session: RunSession, vocabulary: Vocabulary) -> None:
+    def __init__(self, session: RunSession, vocabulary: Vocabulary, cache: Path | None) -> None:
         self._session = session
+        self._cache = cache
         self._vocabulary = vocabulary
         self._usage_error: str | None = None  # of a worker
 
@@ -60,7 +71,7 @@ class SelectionPlugin:
         Raises:
             RecipeError: It is no sound recipe, or a row names a signature that does not exist.
         """
-        workloads = load_recipe(path, vocabulary=self._vocabulary)
+        workloads = rows_of(path, self._vocabulary, self._cache)
         for workload in workloads:
             if workload.transient or workload.never_transient:
                 from pytest_megatron.workloads.verdict.retry import policy_of  # noqa: PLC0415 - in few rows

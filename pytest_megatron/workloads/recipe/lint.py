@@ -26,8 +26,8 @@ from pytest_megatron.workloads.recipe.case import (
     starts_frozen,
 )
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import BUILT_IN_WORDS, find_recipes, read_recipe
-from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
+from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS, Vocabulary, Workload
 
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
 

@@ -19,7 +19,6 @@ from typing_extensions import TypedDict
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Finding, Severity, as_error, finding_at
-from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
 from pytest_megatron.base.schema import (
     About,
     Count,
@@ -35,7 +34,7 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, YamlPath, read_document
-from pytest_megatron.errors import ConfigError, RecipeError
+from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.recipe.expand import (
     Expansion,
     Profile,
@@ -45,6 +44,7 @@ from pytest_megatron.workloads.recipe.expand import (
     variants_of,
 )
 from pytest_megatron.workloads.recipe.model import (
+    BUILT_IN_WORDS,
     Row,
     SharedFields,
     Vocabulary,
@@ -279,9 +279,6 @@ def json_schema() -> dict[str, JsonValue]:
     return schema.json_schema(kinds, "pytest-megatron recipe")
 
 
-BUILT_IN_WORDS = Vocabulary()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """The workloads and findings of one recipe file.
@@ -298,25 +295,6 @@ class Loaded:
     def errors(self) -> tuple[Finding, ...]:
         """The findings because of which the file should not be run as it is."""
         return tuple(finding for finding in self.findings if finding.is_error)
-
-
-def project_words(root: Path) -> Vocabulary:
-    """Return the vocabulary with the words of the project that `root` is in.
-
-    Raises:
-        ConfigError: The project's settings are wrong.
-    """
-    config = load_config(root)
-    words = BUILT_IN_WORDS.extended(
-        scopes=config.scopes, platforms=config.platforms, environments=config.environments
-    )
-    for name, platform in config.golden_platforms.items():
-        if platform not in words.platforms:
-            raise ConfigError(
-                f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
-                f"{name!r} is {platform!r}, expected {one_of(platform, words.platforms)}",
-            )
-    return words
 
 
 def find_recipes(paths: Iterable[Path]) -> list[Path]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import GOLDEN_PLATFORMS_KEY, load_config
 from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
-from pytest_megatron.base.text import counted
-from pytest_megatron.errors import RecipeError
+from pytest_megatron.base.text import counted, one_of
+from pytest_megatron.errors import ConfigError, RecipeError
 
 if TYPE_CHECKING:  # PyYAML is loaded where a file is read
     from pytest_megatron.base.yaml import YamlDocument
@@ -86,6 +87,28 @@ class Vocabulary:
         if known is None or word in known:
             return True
         return key == "scope" and enabled_scope(word) in self.scopes
+
+
+BUILT_IN_WORDS = Vocabulary()
+
+
+def project_words(root: Path) -> Vocabulary:
+    """Return the vocabulary with the words of the project that `root` is in.
+
+    Raises:
+        ConfigError: The project's settings are wrong.
+    """
+    config = load_config(root)
+    words = BUILT_IN_WORDS.extended(
+        scopes=config.scopes, platforms=config.platforms, environments=config.environments
+    )
+    for name, platform in config.golden_platforms.items():
+        if platform not in words.platforms:
+            raise ConfigError(
+                f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
+                f"{name!r} is {platform!r}, expected {one_of(platform, words.platforms)}",
+            )
+    return words
 
 
 def enabled_scope(scope: str) -> str:

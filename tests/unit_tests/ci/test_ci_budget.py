@@ -21,7 +21,8 @@ from pytest_megatron.ci.table import load_table
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.runs.history import HistoryEntry, append
 from pytest_megatron.workloads.commands.recipes import lint
-from pytest_megatron.workloads.recipe.load import load_recipe, project_words
+from pytest_megatron.workloads.recipe.load import load_recipe
+from pytest_megatron.workloads.recipe.model import project_words
 
 HOUR_S = 3600.0
 ENTRY = HistoryEntry(

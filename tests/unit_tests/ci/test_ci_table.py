@@ -18,7 +18,7 @@ from pytest_megatron.ci.table import (
     table_json_schema,
 )
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.workloads.recipe.load import project_words
+from pytest_megatron.workloads.recipe.model import project_words
 
 RULE = 'name = "a"\nscope = ["L0"]\nn_repeat = 2\nlightweight = false\n'
 

@@ -15,7 +15,8 @@ from pytest_megatron.base.yaml import read_document
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.lint import Project, lint_goldens
 from pytest_megatron.workloads.recipe.case import fingerprint
-from pytest_megatron.workloads.recipe.load import BUILT_IN_WORDS, load_recipe
+from pytest_megatron.workloads.recipe.load import load_recipe
+from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference"
 RECIPE = """\

@@ -8,12 +8,8 @@ import pytest
 from recipe_texts import HEAD
 
 from pytest_megatron.errors import ConfigError, RecipeError
-from pytest_megatron.workloads.recipe.load import (
-    find_recipes,
-    load_recipe,
-    project_words,
-    read_recipe,
-)
+from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe, read_recipe
+from pytest_megatron.workloads.recipe.model import project_words
 
 ROWS = "products: [{test_case: [a], products: [{environment: [dev], scope: [mr]}]}]\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from operator import itemgetter
 
 from pytest_megatron.base.text import name_ranks
@@ -52,7 +52,8 @@ def judge(
     groups = [*_groups(decided)]
     faults += groups
     if not groups:
-        names = {group.name: tuple(group.ranks) for r in decided.values() for group in r.groups}
+        made = [group for r in (*ran.values(), *decided.values()) for group in r.groups]
+        names = {group.name: tuple(group.ranks) for group in made}
         communication = [*_collectives(found, names), *_messages(found)]
         faults += communication or _cycle(decided, names)
     faults += _micro_batches(decided)
@@ -92,8 +93,9 @@ def _cut_at_data(
         if at is None:
             continue
         undecided.append(_undecided(first, other, at))
-        pairs = zip(first.groups, (other or first).groups, strict=False)
-        num_groups = sum(a.ranks == b.ranks and a.after <= at for a, b in pairs)
+        num_groups = sum(group.after <= at for group in first.groups)
+        if other is not None:
+            num_groups = min(num_groups, _num_alike(first, other))
         for record in kind:
             decided[record.rank] = replace(
                 record, calls=record.calls[:at], groups=record.groups[:num_groups], end="unknown"
@@ -113,13 +115,22 @@ def _hangs_at(here: RankRecord, other: RankRecord | None) -> int | None:
     if other is None:
         return None
     pairs = enumerate(zip(here.calls, other.calls, strict=False))
-    at = next((index for index, (a, b) in pairs if _what(a) != _what(b)), None)
-    if at is not None:
-        return at
+    found = [index for index, (a, b) in pairs if _what(a) != _what(b)][:1]
+    if other.end not in _BROKEN or here.end in _BROKEN:
+        num_groups = _num_alike(here, other)
+        found += [group.after for r in (here, other) for group in r.groups[num_groups:][:1]]
+    if found:
+        return min(found)
     has_failed_alike = (here.end, here.problem_line) == (other.end, other.problem_line)
     is_longer = len(here.calls) != len(other.calls) and other.end not in _BROKEN
     hangs = not has_failed_alike if here.end == "failed" else is_longer
     return min(len(here.calls), len(other.calls)) if hangs else None
+
+
+def _num_alike(here: RankRecord, other: RankRecord) -> int:
+    """Return the number of groups that both make alike before one that they do not."""
+    pairs = zip(here.groups, other.groups, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].ranks == pair[1].ranks, pairs))
 
 
 def _undecided(here: RankRecord, other: RankRecord | None, at: int) -> RecordedFault:
@@ -220,7 +231,8 @@ def _groups(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
     for rank in ranks[1:]:
         here = records[rank]
         for other in ranks[: ranks.index(rank)]:
-            fault = _first_other_group(records[other], here)
+            there = records[other]
+            fault = _first_other_group(there, here) or _first_other_group(here, there)
             if fault is not None:
                 yield fault
                 return
@@ -291,6 +303,8 @@ def _collectives(
             ):
                 seen.add(key)
                 yield fault
+        if not any(call.sent for rank in run for call in calls[rank][name]):
+            continue
         parts = [
             _first_uneven(
                 names[name],

@@ -207,6 +207,18 @@ def test_what_ranks_of_its_kind_do_then_is_not_compared() -> None:
     assert "hangs on what other ranks have sent, which line train.py:19 reads" in found.text
 
 
+def test_groups_that_hang_on_data_of_others_are_not_decided(records: Records) -> None:
+    records[3].groups.append(MadeGroup("2", [0, 3], "nccl", "train.py:20", after=2))
+    assert [fault.kind for fault in judge(records).faults] == ["groups"]
+    again = deepcopy(records[3])
+    again.groups.pop()
+    layout = judge(records, others=[again])
+    assert [fault.ranks for fault in layout.undecided] == [(3,)]
+    assert layout.faults == ()
+    again.end = "failed"  # on data that no rank sends: it tells nothing
+    assert [fault.kind for fault in judge(records, others=[again]).faults] == ["groups"]
+
+
 def test_a_failure_on_data_of_others_is_not_decided(records: Records) -> None:
     other = deepcopy(records[3])
     records[3].end, records[3].problem, records[3].problem_line = "failed", "IndexError", "m.py:3"

@@ -9,8 +9,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -36,9 +37,10 @@ _LARGEST_MESSAGE = 1 << 16  # bytes; larger ones carry data, not sizes or object
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
-def _is_skipped(code: CodeType | None, name: str) -> bool:
+@cache
+def _is_skipped(name: str, function: str) -> bool:
     """Return true for a line of torch or of ours, or of a mode that stands between."""
-    if code is not None and code.co_name in ("__torch_function__", "__torch_dispatch__"):
+    if function in ("__torch_function__", "__torch_dispatch__"):
         return True
     if name.endswith("typing_extensions.py"):  # its wrapper of what is deprecated
         return True
@@ -122,7 +124,7 @@ class RankRecorder:
         found: list[FrameType] = []
         while frame is not None and len(found) < _NUM_FRAMES:
             name = frame.f_code.co_filename
-            if not _is_skipped(frame.f_code, name):
+            if not _is_skipped(name, frame.f_code.co_name):
                 if not found or name != found[-1].f_code.co_filename:
                     found.append(frame)
             elif not found:
@@ -252,6 +254,7 @@ def _layers(module: torch.nn.Module, name: str) -> Iterator[tuple[str, list[int]
         yield from _layers(part, name if is_wrapped else f"{name}.{word}".lstrip("."))
 
 
+@cache
 def _short(path: str) -> str:
     """Return a path as a person knows it: below site-packages, or below the working directory."""
     installed = path.rpartition("site-packages" + os.sep)[2]
@@ -261,6 +264,6 @@ def _short(path: str) -> str:
 def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line of a traceback that is neither torch's nor ours."""
     for frame in reversed(frames):
-        if not _is_skipped(None, frame.filename):
+        if not _is_skipped(frame.filename, frame.name):
             return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
     return ""

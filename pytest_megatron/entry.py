@@ -64,6 +64,7 @@ def _load(manager: pytest.PytestPluginManager) -> None:
 
 
 def _asks(config: pytest.Config) -> bool:
+    """Return whether the session asks for the plugin."""
     given = getattr(config, "known_args_namespace", None)
     is_early = given is None  # before pytest reads its ini file it loads plugins by name alone
     words = _plugins_of(config.invocation_params.args) if given is None else given.plugins
@@ -97,6 +98,7 @@ def _listed(names: object) -> Iterable[object]:
 
 
 def _refuse_options(early_config: pytest.Config, arguments: list[str]) -> None:
+    """Refuse our options in a session that does not ask for the plugin."""
     missing = object()
     words = [str(argument) for argument in arguments]
     typed = [word.partition("=")[0] for word in words[: (*words, "--").index("--")]]

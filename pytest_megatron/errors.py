@@ -32,6 +32,7 @@ __all__ = [
 REMOVED = {  # a command or an option of earlier versions: what to do instead
     "adopt": "was removed; docs/migration.md has the places to look for and what to type instead",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
+    "report": "is a part of runs; write pytest-megatron runs report RUN",
     "watch": "is a part of gangs; write pytest-megatron gangs watch",
     "--keep-contexts": "was removed, as runs were slower with it; drop it, --keep-gangs is enough",
     "--pack-gpus": "was removed, as it gained little; drop it: each gang has its own GPUs",

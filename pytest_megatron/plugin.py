@@ -286,6 +286,7 @@ def pytest_testnodedown(node: WorkerController) -> None:
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:
+    """Register the plugin of gangs, and what it needs."""
     from pytest_megatron.gangs.controller.plugin import PLUGIN_NAME, GangPlugin
     from pytest_megatron.session.run_file import register_history
     from pytest_megatron.session.state import session_of

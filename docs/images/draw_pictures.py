@@ -25,7 +25,15 @@ HERE = Path(__file__).parent
 HANG = "pytest -p megatron --ranks 4 --rank-timeout 5 test_gather.py test_sums.py"
 SUMMARY = "pytest-megatron ci summary artifacts --expect plan.json"
 LOCAL = ("platform ", "rootdir: ", "plugins: ")  # of the machine that draws
-CURVE = ("report", ".pytest_megatron/runs/latest", "--metric", "lm loss", "--svg", "pictures")
+CURVE = (
+    "runs",
+    "report",
+    ".pytest_megatron/runs/latest",
+    "--metric",
+    "lm loss",
+    "--svg",
+    "pictures",
+)
 _ENV = os.environ | {
     "COLUMNS": "96",
     "TERM": "xterm",

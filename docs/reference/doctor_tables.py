@@ -35,11 +35,11 @@ def check_tables() -> str:
 
 
 def _rules(shown: Mapping[str, CheckRule]) -> Iterator[str]:
-    yield "\n## Rules"
+    yield "\n## Rules\n"
+    yield "| id | severity | what is checked | why it matters | what to do | source |"
+    yield "|---|---|---|---|---|---|"
     for group, members in itertools.groupby(shown.values(), key=lambda rule: rule.group):
-        yield f"\n### {group}\n"
-        yield "| id | severity | what is checked | why it matters | what to do | source |"
-        yield "|---|---|---|---|---|---|"
+        yield f"| **{group}** | | | | | |"
         for rule in members:
             cells = (rule.checks, rule.wrong, rule.mend, rule.source)
             words = (cell.replace("|", "\\|").replace("*", "\\*") for cell in cells)
@@ -60,10 +60,12 @@ def _troubles() -> Iterator[str]:
 
 def _drivers() -> Iterator[str]:
     yield "\n## Drivers\n"
-    yield "| CUDA | driver of its release | least driver of the major version |"
+    yield "| CUDA | least driver | release: driver that it came with |"
     yield "|---|---|---|"
-    for cuda, driver in compat().release_driver.items():
-        yield f"| {cuda} | {driver} | {compat().least_driver[cuda.partition('.')[0]]} |"
+    for major, least in compat().least_driver.items():
+        found = compat().release_driver.items()
+        shown = (f"{cuda}: {driver}" for cuda, driver in found if cuda.split(".")[0] == major)
+        yield f"| {major} | {least} | {', '.join(shown)} |"
 
 
 def _packages() -> Iterator[str]:

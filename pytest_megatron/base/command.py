@@ -91,6 +91,7 @@ def findings_text(findings: Sequence[Finding], form: str) -> str:
 
 
 def _as_text(findings: Sequence[Finding]) -> str:
+    """Return findings as lines for people."""
     lines = [
         f"{found.where}: {found.severity.value}: {found.message} [{found.rule}]"
         for found in findings
@@ -103,6 +104,7 @@ def _as_text(findings: Sequence[Finding]) -> str:
 
 
 def _as_json(findings: Sequence[Finding]) -> str:
+    """Return findings as JSON."""
     rows: list[JsonValue] = [
         {
             "file": str(found.file),
@@ -117,6 +119,7 @@ def _as_json(findings: Sequence[Finding]) -> str:
 
 
 def _as_github(findings: Sequence[Finding]) -> str:
+    """Return findings as annotations of GitHub."""
     lines = []
     for found in findings:
         places = {"file": str(found.file), "line": found.line, "title": found.rule}
@@ -135,6 +138,7 @@ class HintingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of a word; an unknown one is an error with the nearest."""
         is_word = not args[0].startswith("-") and not ctx.resilient_parsing
         if is_word and self.get_command(ctx, args[0]) is None:
             hint = nearest(args[0], self.list_commands(ctx))

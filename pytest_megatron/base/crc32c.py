@@ -15,6 +15,7 @@ def masked_crc32c(data: bytes) -> int:
 
 
 def _make_crc_table() -> list[int]:
+    """Return the checksum of each byte."""
     table = []
     for byte in range(256):
         crc = byte

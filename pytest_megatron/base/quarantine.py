@@ -72,6 +72,7 @@ def today() -> dt.date:
 
 
 def _date(given: Mapping[object, object]) -> dt.date:
+    """Return the last day that a quarantine holds."""
     until = given.get("until")
     if isinstance(until, dt.date):
         return until

@@ -81,6 +81,7 @@ def matches(pattern: str, expected: str = "") -> Checked:
     """Return the limit that a text must match all of a pattern, which `expected` has in words."""
 
     def check(text: str) -> str:
+        """Return the text if the whole of it fits the pattern."""
         if re.fullmatch(pattern, text) is None:
             raise ExpectedError(expected or f"a match of {pattern}")
         return text
@@ -89,18 +90,21 @@ def matches(pattern: str, expected: str = "") -> Checked:
 
 
 def _check_version(number: int) -> int:
+    """Refuse any other version than 1."""
     if number != 1:
         raise ExpectedError("1")
     return number
 
 
 def _check_finite(number: float) -> float:
+    """Refuse nan and infinity."""
     if not math.isfinite(number):
         raise ExpectedError("a finite number")
     return number
 
 
 def _check_pattern(text: str) -> str:
+    """Refuse a text that is no regular expression."""
     try:
         re.compile(text)
     except re.error as error:
@@ -338,13 +342,14 @@ def adapter(kind: type[_T]) -> TypeAdapter[_T]:
 
 @functools.cache
 def _adapter(kind: type) -> TypeAdapter[object]:
+    """Return pydantic's validator of a class; pydantic is imported late."""
     from pydantic import TypeAdapter  # noqa: PLC0415  slow to import
 
     return TypeAdapter(kind)
 
 
 def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
-    """Put one of pydantic's errors into words."""
+    """Return one of pydantic's errors in our words."""
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
     is_unknown = kind in _UNKNOWN
     if loc[-1:] == ("[key]",) and not is_unknown:
@@ -477,6 +482,7 @@ def _built(kind: object, value: object) -> object:
 def _fields_of(
     hints: Mapping[str, tuple[str, object]], value: Mapping[str, object]
 ) -> Iterator[tuple[str, object]]:
+    """Yield the fields of a class from a mapping, with nested ones built."""
     for key, one in value.items():
         name, hint = hints[key]
         yield name, _built(hint, one)

@@ -40,6 +40,7 @@ def _environment(name: str) -> Environment:
 
 @cache
 def _html() -> Environment:
+    """Return the environment of templates for HTML pages, which escapes values."""
     environment = _new(lambda value: html.escape(text.visible(value)))
     environment.filters["href"] = _href
     environment.filters["cut"] = text.shorten
@@ -54,6 +55,7 @@ def _href(path: str) -> str:
 
 @cache
 def _markdown() -> Environment:
+    """Return the environment of templates for Markdown, which escapes values."""
     environment = _new(text.escaped)
     environment.filters |= {
         "code": lambda value, most=None: _safe(text.code(str(value), most)),
@@ -67,6 +69,7 @@ def _markdown() -> Environment:
 
 
 def _safe(markup: str) -> Markup:
+    """Mark a text that is escaped already, so that templates leave it alone."""
     from markupsafe import Markup
 
     return Markup(markup)  # noqa: S704 - was escaped

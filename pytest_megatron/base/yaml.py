@@ -146,7 +146,7 @@ class Builder:
                     raise _wrong(event, "holds a second YAML document, expected one")
 
     def on_scalar(self, event: yaml.ScalarEvent) -> None:
-        """Take a scalar that is a value."""
+        """Build the value of a scalar, such as a number or a text."""
         text: str = event.value
         value: JsonValue = text
         written = None

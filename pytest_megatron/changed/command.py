@@ -133,6 +133,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _replay_lines(found: ReplayReport, number: int, *, is_explained: bool) -> Iterator[str]:
+    """Yield the lines of a replay: its table and its sums."""
     lines = columns([_HEAD, *map(_replay_row, found.commits)], num_right=9)
     yield lines[0]
     for one, line in zip(found.commits, lines[1:], strict=True):
@@ -152,6 +153,7 @@ def _replay_lines(found: ReplayReport, number: int, *, is_explained: bool) -> It
 
 
 def _replay_sum_lines(found: ReplayReport) -> Iterator[str]:
+    """Yield what was skipped, saved and wrong over all commits."""
     sums = _replay_sums(found)
     yield (
         f"skipped {sums['num_skipped']} of {sums['num_items']} times; saved {sums['saved']:.0f} "
@@ -180,6 +182,7 @@ def _replay_sum_lines(found: ReplayReport) -> Iterator[str]:
 
 
 def _replay_row(one: ReplayedCommit) -> tuple[str, ...]:
+    """Return the cells of a commit."""
     parts = (one.items, one.run, one.unknown, one.assumed, one.skipped)
     judged = (one.num_judged, one.num_failed)
     share = _share(one.saved, one.total)
@@ -188,6 +191,7 @@ def _replay_row(one: ReplayedCommit) -> tuple[str, ...]:
 
 
 def _replay_counts(one: ReplayedCommit) -> dict[str, float]:
+    """Return how many items of a commit ran, were skipped and so on."""
     return {
         "num_items": len(one.items),
         "num_run": len(one.run),
@@ -207,6 +211,7 @@ def _replay_sums(found: ReplayReport) -> dict[str, float]:
 
 
 def _replay_as_json(found: ReplayReport, *, is_explained: bool) -> dict[str, JsonValue]:
+    """Return a replay as JSON."""
     sums = _replay_sums(found)
     judged = sums["num_judged"]
     return {

@@ -28,7 +28,7 @@ def begin(early_config: pytest.Config, _: list[str]) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Register the roles."""
+    """Register the plugins that record and select tests by what changed."""
     if _is_asked_for(config):
         from pytest_megatron.changed.plugin import register_changed
 

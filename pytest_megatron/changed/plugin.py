@@ -121,7 +121,7 @@ class ChangedRecorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Record a test."""
+        """Record what a test uses while it runs."""
         with self.watch.window(item.nodeid) as add:
             try:
                 return (yield)
@@ -247,6 +247,7 @@ class Selector:
             return open_failures(read_drawn(self._drawn_path))
 
     def _prepare(self) -> ProjectState:
+        """Return the state of the project, read and computed on the first call."""
         if self._state is None:
             with usage_errors():
                 self._record = read_record(self._path)
@@ -374,7 +375,7 @@ class Selector:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a test ended."""
+        """Note how a test ended, for its entry in the record."""
         self._durations[report.nodeid] += int(report.duration * 1000)
         if report.outcome == "failed":
             self._bad.add(report.nodeid)
@@ -424,6 +425,7 @@ class Selector:
         shutil.rmtree(recorder.directory, ignore_errors=True)
 
     def _finished(self, node_id: str, notes: WindowNotes) -> FinishedTest:
+        """Return what the record keeps of a test that ended."""
         problem = self._failed.get(node_id, "")
         is_training_noted = notes.num_processes > 1  # besides the controller
         is_workload = notes.mode.startswith(_WORKLOAD)

@@ -156,6 +156,7 @@ def merge_records(records: Iterable[TestRecord]) -> TestRecord:
 
 
 def _number(states: list[ProjectState], state: ProjectState) -> int:
+    """Return the place of a state in the list, at whose end it is put if it is new."""
     if state not in states:
         states.append(state)
     return states.index(state)
@@ -237,7 +238,7 @@ class WindowNotes:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, line: Mapping[str, JsonValue]) -> None:
-        """Join a line."""
+        """Add what one process noted, a line of its file."""
         self.num_processes += 1
         self.problem = self.problem or str(line.get("problem", ""))
         code = cast("dict[str, list[str]]", line.get("code", {}))
@@ -289,7 +290,7 @@ class Joiner:
         started: float,
         described: float,
     ) -> None:
-        """Read nothing yet.
+        """Begin without any file read.
 
         Args:
             notes: By key.
@@ -498,6 +499,7 @@ class Joiner:
         return frozenset((p, name) for full, name in code if (p := self._sources.shorten(full)))
 
     def _find_block(self, path: str, name: str) -> int:
+        """Return the number of the block of code with a name."""
         found = self._sources.blocks(path)
         kept = block_named(path, name, found)
         if kept not in found:  # it was to be opened, and is not there

@@ -149,6 +149,7 @@ class _Objects:
 
 @contextmanager
 def _open_objects(root: Path) -> Iterator[_Objects]:
+    """Start git's reader of objects, and end it behind the block."""
     command = ["git", "-C", str(root), "cat-file", "--batch"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -173,6 +174,7 @@ class _CommitTree:
                 self._files[path], self._modes[path] = name, mode
 
     def _real(self, path: str) -> str:
+        """Return a path with its links followed."""
         for _ in range(_MOST_LINKS):
             if path not in self._links:
                 break
@@ -190,6 +192,7 @@ class _CommitTree:
 
     @functools.cached_property
     def _directories(self) -> Mapping[str, set[str]]:
+        """Return the names in each directory of the commit."""
         found: dict[str, set[str]] = defaultdict(set)
         for path in (*self._files, *self._links):
             parent, name = posixpath.split(path)
@@ -204,7 +207,7 @@ class _CommitTree:
         return self._directories.get(self._real(path))
 
     def kind(self, path: str) -> str:
-        """Return what there is, in a word."""
+        """Return the kind of a path: file, folder or nothing."""
         link = f"{LINK}{self._links[path]} " if path in self._links else ""
         real = self._real(path)
         what = (
@@ -245,6 +248,7 @@ def _snapshot(
     subject: str,
     records: Sequence[TestRecord],
 ) -> _Snapshot:
+    """Return the files of a commit, and what of the records fits it."""
     root, start = place
     listing = read_git(root, "ls-tree", "-r", "-z", commit)
     if listing is None:
@@ -371,6 +375,7 @@ class _SkipJudge:
                 self._judge(node_id, now.commit, outcomes)
 
     def _judge(self, node_id: str, commit: str, outcomes: Sequence[bool]) -> None:
+        """Judge earlier skips of an item by how it ended at a later commit."""
         skipping = self.waiting.pop(node_id)
         is_good = all(outcomes)
         for one in skipping:
@@ -433,6 +438,7 @@ def replay(
     }
 
     def follow(commits: Sequence[ReplayedCommit], assuming: ReplayReport | None) -> ReplayReport:
+        """Return the report of some commits, each judged by later outcomes."""
         judge = _SkipJudge(outcomes)
         judge.note_runs(tests, steps[0].commit)
         for one in commits:

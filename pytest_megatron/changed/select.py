@@ -57,7 +57,7 @@ class Changes:
         base_blocks: Mapping[str, Mapping[str, str]] | None = None,
         before: Sources | None = None,
     ) -> None:
-        """Compare.
+        """Compare the project as it is now with the states of a record.
 
         Args:
             record: Record of earlier runs.
@@ -95,6 +95,7 @@ class Changes:
         return self._reason_of_state(entry.state, node_id) or self._changed_block(entry)
 
     def _changed_block(self, entry: TestEntry) -> str | None:
+        """Return a changed block that a test used, None without one."""
         if entry.state not in self._changed_blocks:
             self._changed_blocks[entry.state] = dict(self._find_changed(entry.state))
         reasons = self._changed_blocks[entry.state]
@@ -145,6 +146,7 @@ class Changes:
         return None
 
     def _find_reason(self, state: ProjectState) -> str:
+        """Return why all tests of a state have to run, "" if they need not."""
         if self._now.environment and self._now.environment != state.environment:
             return f"the environment changed: {_difference(state, self._now)}"
         for path in sorted(self._changed_since(state)):
@@ -155,6 +157,7 @@ class Changes:
         return ""
 
     def _changed_since(self, state: ProjectState) -> set[str]:
+        """Return the paths that differ from those of a state, or from the base."""
         paths = self._now.files.keys() | state.files.keys()
         changed = {path for path in paths if self._now.files.get(path) != state.files.get(path)}
         return changed | self._base.keys()
@@ -189,6 +192,7 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def _difference(old: ProjectState, new: ProjectState) -> str:
+    """Describe how the environment differs: the first difference, and how many more."""
     names = old.environment.keys() | new.environment.keys()
     found = [
         f"{name} {new.environment.get(name, 'is gone')}, was {old.environment.get(name, 'absent')}"
@@ -226,6 +230,7 @@ def blocks_at(root: Path, base: str) -> dict[str, Mapping[str, str]]:
 
 
 def _blocks_at(root: Path, commit: str, path: str, mode: str) -> Mapping[str, str]:
+    """Return the digests of the blocks of a file at a commit."""
     exists = {EXISTS: KINDS.get(mode, "nothing")}
     source = read_git(root, "show", f"{commit}:./{path}")
     if source is None:

@@ -131,6 +131,7 @@ class _Stores(ast.NodeVisitor):
 
     @override
     def visit(self, node: ast.AST) -> None:
+        """Note what a statement stores or tests, and visit what is below it."""
         match node:
             case ast.expr():
                 return
@@ -156,6 +157,7 @@ class _Stores(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _store(self, target: ast.expr, value: ast.expr) -> None:
+        """Note that a name, or each one of a tuple, gets a value here."""
         if isinstance(target, ast.Tuple | ast.List):
             for part in target.elts:
                 self._store(part, value)
@@ -229,6 +231,7 @@ def _names_of_functions(source: bytes) -> Mapping[str, frozenset[str]]:
 def _functions(
     node: ast.AST, within: str
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the functions below a node with their qualified names."""
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -297,6 +300,7 @@ _IMPORTING = {ast.Import, ast.ImportFrom, ast.Constant}
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that a node imports, by a statement or by a name in a text."""
     match node:
         case ast.Import():
             yield from (alias.name for alias in node.names)
@@ -408,6 +412,7 @@ class ParsedFiles:
 
     @functools.cached_property
     def _kept(self) -> dict[str, ParsedFile]:
+        """Return the files that an earlier session parsed, as far as they can be read."""
         try:
             value = json.loads(decompressed(self._path, _MOST_BYTES))
             if value["version"] == self._version:
@@ -453,7 +458,7 @@ class Sources:
         tree: Tree | None = None,
         parse: Callable[[bytes], ParsedFile] | None = None,
     ) -> None:
-        """Read nothing yet.
+        """Begin without any file read.
 
         Args:
             root: Root of the project.
@@ -481,6 +486,7 @@ class Sources:
         return self._blocks[path]
 
     def _read_blocks(self, path: str) -> Mapping[str, str]:
+        """Return the digests of the blocks of a file, or of a folder's names."""
         exists = {EXISTS: self._tree.kind(path)}
         names = self._tree.names(path)
         if names is not None:
@@ -548,6 +554,7 @@ class Sources:
         return name in self._names_in(directory) and self._tree.is_file(path)
 
     def _names_in(self, directory: str) -> frozenset[str]:
+        """Return the names in a folder, read once."""
         if directory not in self._listings:
             names = self._tree.names(posixpath.normpath(directory or "."))
             self._listings[directory] = frozenset(names or ())

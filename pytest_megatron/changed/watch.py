@@ -102,11 +102,13 @@ class _Monitoring:
         finder, local = _free_tools(2)
 
         def find(code: CodeType, _: int) -> object:
+            """Note code of the project that is seen for the first time."""
             if is_own(code.co_filename):
                 note(code)
             return never
 
         def enter(code: CodeType, _: int) -> None:
+            """Note a function that is entered, once until it is switched on again."""
             # Off before it is noted: another thread may take what is noted and switch it on again.
             switch(local, code, 0)
             note(code)
@@ -120,6 +122,7 @@ class _Monitoring:
         self._events = start | resume
 
     def take(self) -> set[tuple[str, str]]:
+        """Return the functions that ran since the last call, and watch them again."""
         names = set()
         while self._seen:
             code = self._seen.pop()
@@ -141,6 +144,7 @@ class _Profiling:
         self._add()
 
     def _add(self) -> None:
+        """Start a profiler in this thread."""
         profiler = self._make(subcalls=False, builtins=False)
         self._profilers.append(profiler)
         profiler.enable()
@@ -152,6 +156,7 @@ class _Profiling:
         self._profilers[0].enable()
 
     def take(self) -> set[tuple[str, str]]:
+        """Return the functions that ran since the last call, of all threads."""
         seen = {
             _name_of(entry.code)
             for profiler in self._profilers
@@ -188,7 +193,7 @@ class Watch:
     """Recorder of this process."""
 
     def __init__(self, root: str, directory: str, key: str = "", *, has_windows: bool) -> None:
-        """Start recording.
+        """Start recording what this process uses.
 
         Args:
             root: The checkout.
@@ -234,6 +239,7 @@ class Watch:
         return len(self._windows) == 1 and (self._has_windows or is_new_worker)
 
     def _is_own(self, name: str) -> bool:
+        """Return whether a file is one of the project."""
         if "/.." in name:  # as of a path of modules
             name = os.path.abspath(name)
         return (
@@ -261,6 +267,7 @@ class Watch:
             self._close(window, facts)
 
     def _open(self, key: str) -> _Window:
+        """Begin a window, in which what runs counts for one test or fixture."""
         window = _Window(key)
         window.counts = [cache.cache_info()[:2] for cache in self._caches]
         self._windows.append(window)
@@ -345,7 +352,7 @@ class Watch:
                 profiling.resume()
 
     def end(self) -> None:
-        """Write the outermost window."""
+        """Stop recording, and write the outermost window."""
         self._settle()
         self._write(self._windows[0], {})
 
@@ -361,6 +368,7 @@ class Watch:
         execute = loader.exec_module
 
         def exec_module(own: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:
+            """Load a module of the project, and note it for those that import it."""
             if not self._is_own(own.path):
                 return execute(own, module)
             self._windows[-1].loaded.add(own.path)
@@ -375,6 +383,7 @@ class Watch:
 
         @functools.wraps(real)
         def import_module(name: str, package: str | None = None) -> ModuleType:
+            """Import a module by name, and note it for the test."""
             module = real(name, package)
             path = str(getattr(module, "__file__", None) or "")
             if self._is_own(path):  # it may have been loaded before
@@ -424,6 +433,7 @@ class Watch:
         self._note_opened(self._name(path), mode, flags)
 
     def _note_opened(self, name: str | None, mode: object, flags: object) -> None:
+        """Note a file that was opened, and whether it was written."""
         is_code = name is not None and name.endswith(".py")
         if name is None or (is_code and self._is_in_session):  # imports are recorded elsewhere
             return
@@ -454,6 +464,7 @@ class Watch:
             self._add_for_all(name)
 
     def _on_database(self, args: tuple[object, ...]) -> None:
+        """Note a database of SQLite that was opened."""
         path = args[0]
         if isinstance(path, str) and path.startswith("file:"):
             path = path.removeprefix("file:").partition("?")[0]
@@ -466,6 +477,7 @@ class Watch:
 
         @functools.wraps(real)
         def asked(*args: object, **options: object) -> object:
+            """Call the real function, and note which file was asked for."""
             is_there = False
             try:
                 found = real(*args, **options)
@@ -482,6 +494,7 @@ class Watch:
     def _note_question(
         self, path: object, options: Mapping[str, object], *, is_there: bool
     ) -> None:
+        """Note a path that was asked for, there or not."""
         self._is_busy = True
         try:
             name = self._name(path, options.get("dir_fd"))
@@ -505,6 +518,7 @@ class Watch:
 
         @functools.wraps(real)
         def opened(*args: object, **options: object) -> object:
+            """Open a file, and note one that is named relative to a descriptor."""
             if options.get("dir_fd") is not None and not (self._is_busy or self._is_stopped):
                 self._is_busy = True
                 try:
@@ -518,12 +532,14 @@ class Watch:
         _replace("open", real, opened)
 
     def _add(self, kind: str, name: str) -> None:
+        """Note a file in the innermost window; without one it counts for all tests."""
         if self._has_windows:
             getattr(self._windows[-1], kind).add(name)
         else:
             self._append({kind: [name]})
 
     def _on_list(self, args: tuple[object, ...]) -> None:
+        """Note a folder that was listed."""
         place = "." if args[0] is None else args[0]
         name = self._name("", place) if isinstance(place, int) else self._name(place)
         if name is None or _is_importing():
@@ -535,6 +551,7 @@ class Watch:
             self._note_importer(name, "listed")
 
     def _on_exec(self, args: tuple[object, ...]) -> None:
+        """Note code of a file that is executed, such as a script."""
         code = args[0]
         if self._has_windows or not isinstance(code, CodeType) or code.co_filename == "<string>":
             return
@@ -543,6 +560,7 @@ class Watch:
             self._append({"loaded" if _HAS_MONITORING else "whole": [name]})
 
     def _on_start(self, args: tuple[object, ...]) -> None:
+        """Note a process that a test starts, and have it recorded if it can be."""
         if self._is_in_session and not self._is_of_project():
             return
         program, arguments, place, env = args
@@ -584,6 +602,7 @@ class Watch:
             self.spoil(f"it starts {start}, and nobody knows which files that reads")
 
     def _on_replace(self, args: tuple[object, ...]) -> None:
+        """Note a program that replaces this process."""
         env = next((one for one in args if isinstance(one, Mapping)), None)
         words = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
         self._on_start((args[0], words, None, env))
@@ -643,6 +662,7 @@ class Watch:
             self._write_line({"key": key, **_rank(), **line})
 
     def _write(self, window: _Window, facts: Mapping[str, object]) -> None:
+        """Write what a window noted, as a line of the process's file."""
         code: dict[str, list[str]] = {}
         for path, name in window.code:
             code.setdefault(path, []).append(name)
@@ -651,6 +671,7 @@ class Watch:
         self._write_line({**line, **facts})
 
     def _write_line(self, line: Mapping[str, object]) -> None:
+        """Append a line to the file of this process."""
         was_busy, self._is_busy = self._is_busy, True
         try:
             file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -667,7 +688,7 @@ class Watch:
         return os.path.join(self._directory, f"{os.getpid()}-{os.urandom(4).hex()}")
 
     def _after_fork(self) -> None:
-        """Write to a file of its own; a rank opens windows, another child writes at once."""
+        """Begin a file for the child; what it does counts for the test that forked it."""
         self._file = self._new_file()
         self._noted.clear()
         self._is_busy = False
@@ -685,6 +706,7 @@ class _Immediate:
         (tool,) = _free_tools(1)
 
         def start(code: CodeType, _: int) -> object:
+            """Note code of the project that starts, once."""
             if is_own(code.co_filename):
                 note(code)
             return monitoring.DISABLE

@@ -235,6 +235,7 @@ def keep_within(
 
 
 def _dropped(one: _PricedJob, kept: Iterable[_PricedJob]) -> DroppedJob:
+    """Return what the plan says of a job that is dropped."""
     return DroppedJob(
         name=one.job.name,
         items=one.items,
@@ -246,6 +247,7 @@ def _dropped(one: _PricedJob, kept: Iterable[_PricedJob]) -> DroppedJob:
 
 
 def _reason(one: _PricedJob, kept: Iterable[_PricedJob]) -> str:
+    """Describe what a job caught, and which kept jobs caught the same."""
     runs = counted(one.num_runs, "run")
     if not one.caught:
         return f"caught nothing in {runs}"
@@ -341,6 +343,7 @@ def _cost_by(
     table: CiTable,
     histories: Histories,
 ) -> _ScopeCost:
+    """Return what a scope is expected to cost by a rule."""
     decision = decision_by(rule, "", Trigger(event=table.events[0]), table)
     filters = {
         "scope": (scope,),

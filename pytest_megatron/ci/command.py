@@ -266,6 +266,7 @@ def _write_pages(found: CiSummary, directory: Path) -> str | None:
 
 
 def _append(path: Path, text: str) -> None:
+    """Append a text to a file of the CI system."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)

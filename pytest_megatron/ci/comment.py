@@ -85,6 +85,7 @@ def comment_place(env: Mapping[str, str]) -> CommentPlace | str:
 
 
 def _on_github(env: Mapping[str, str]) -> CommentPlace | str:
+    """Return where to comment on GitHub, or why not."""
     number = _pull_request(env)
     if number is None:
         return f"a run for {env.get('GITHUB_EVENT_NAME') or 'an event'} has no pull request"
@@ -110,6 +111,7 @@ def _on_github(env: Mapping[str, str]) -> CommentPlace | str:
 
 
 def _pull_request(env: Mapping[str, str]) -> int | None:
+    """Return the number of the pull request that this run is for."""
     found = re.fullmatch(r"refs/pull/(\d+)/(?:merge|head)", env.get("GITHUB_REF", ""))
     if found is not None:
         return int(found[1])
@@ -124,6 +126,7 @@ def _pull_request(env: Mapping[str, str]) -> int | None:
 
 
 def _on_gitlab(env: Mapping[str, str]) -> CommentPlace | str:
+    """Return where to comment on GitLab, or why not."""
     number = env.get("CI_MERGE_REQUEST_IID")
     if not number:
         return "a pipeline that is not of a merge request has none to comment on"
@@ -173,6 +176,7 @@ def post_comment(place: CommentPlace, text: str) -> str:
 
 
 def _problem(error: OSError) -> str:
+    """Describe why the server did not take a comment, and what to set."""
     if not isinstance(error, urllib.error.HTTPError):
         return f"cannot be reached: {getattr(error, 'reason', error)}"
     if error.code in _REFUSED:
@@ -185,6 +189,7 @@ def _problem(error: OSError) -> str:
 
 
 def _post(place: CommentPlace, body: str) -> str:
+    """Update the workflow's comment, or write a new one; return what was done."""
     for number, there in _comments_of_workflow(place):
         if (int(there["run"]), int(there["attempt"])) > (place.run, place.attempt):
             return f"the comment of run {there['run']}, a later one, is left"
@@ -214,6 +219,7 @@ def _comments_of_workflow(place: CommentPlace) -> Iterator[tuple[int, re.Match[s
 
 
 def _ask(place: CommentPlace, method: str, url: str, body: str | None = None) -> JsonValue:
+    """Send a request to the server, and return the JSON that it answers."""
     data = None if body is None else json.dumps({"body": body}).encode()
     headers = {**place.headers, "Content-Type": "application/json"}
     request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310 - https, or this host

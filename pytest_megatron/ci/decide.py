@@ -29,6 +29,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _translated(pattern: str) -> str:
+    """Return the regular expression of a pattern for paths."""
     text = ""
     for part in _PART.findall(pattern):
         match part:
@@ -128,6 +129,7 @@ def suggest(changes: Sequence[PathChange], table: CiTable) -> Suggestion:
 
 
 def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
+    """Return the class of a changed path, None without one."""
     for one in table.paths:
         is_status = not one.status or change.status in one.status
         if is_status and matches_any(change.path, one.match):
@@ -136,6 +138,7 @@ def _class_of(change: PathChange, table: CiTable) -> PathClass | None:
 
 
 def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
+    """Describe which changed path decided on the label."""
     if not classes:
         return "nothing changed"
     if deciding is None:
@@ -179,6 +182,7 @@ def changes_since(root: Path, revision: str) -> tuple[PathChange, ...]:
 
 
 def _git(root: Path, where: str, *arguments: str) -> str:
+    """Return what git prints; it has to know the revision."""
     found = ask_git(root, *arguments)
     if found is None:
         raise SelectionError(

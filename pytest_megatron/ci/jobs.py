@@ -115,7 +115,7 @@ class PlanBudget:
 
     @property
     def nowhere(self) -> dict[str, dict[str, int]]:
-        """The items that it leaves out, as a run has the tests that it deselected."""
+        """The items that the budget left out, in the form of tests that ran nowhere."""
         items = (item for one in self.dropped for item in one.items)
         return {f"not run: budget {self.limit}": {i: int("::" in i) for i in items}}
 
@@ -220,6 +220,7 @@ def workload_jobs(
 
 
 def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJob:
+    """Return the CI job of a workload."""
     node_id = f"{workload.file.as_posix()}::{workload.item_name}"
     repeats = decision.num_repeats(workload.n_repeat)
     limit_s = workload.time_limit_s or table.default_time_limit_s
@@ -308,6 +309,7 @@ def unit_job(
 
 
 def _gang_options(row: UnitRow) -> list[str]:
+    """Return the options of pytest for the ranks of a bucket."""
     if row.gpus:
         return ["--megatron-gpus", str(row.gpus)]
     return ["--megatron-ranks", str(row.ranks), "--megatron-device", "cpu"] if row.ranks else []

@@ -184,6 +184,7 @@ class CiLogPlugin:
         def sep(
             sepchar: str, title: str | None = None, width: int | None = None, **markup: bool
         ) -> None:
+            """Write a separator; one that begins a long part of a report begins a fold."""
             self.unfold()
             if title is not None and _FOLDED(title):
                 self.fold(title)
@@ -193,6 +194,7 @@ class CiLogPlugin:
         writer.sep = sep
 
     def _command(self, line: str) -> None:
+        """Write a command of the CI system as a line of its own."""
         if self._file is not None:
             writer = self._config.get_terminal_writer()
             if writer.width_of_current_line:
@@ -200,6 +202,7 @@ class CiLogPlugin:
             self._file.write_command(line)
 
     def _annotate(self, longrepr: object, place: tuple[str, int], node_id: str) -> None:
+        """Annotate the line at which a test or a collection failed."""
         if not self._log.has_annotations:
             return
         message = str(longrepr)

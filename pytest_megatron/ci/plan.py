@@ -112,6 +112,7 @@ def _read_settings(root: Path) -> tuple[Path | None, Mapping[str, JsonValue]]:
 
 
 def _table(path: Path, keys: tuple[str, ...]) -> Mapping[str, JsonValue] | None:
+    """Return a table of a TOML or ini file, None where the file has none."""
     try:
         text = read_text(path)
         data = tomllib.loads(text) if path.suffix == ".toml" else _parse_ini(text)
@@ -127,6 +128,7 @@ def _table(path: Path, keys: tuple[str, ...]) -> Mapping[str, JsonValue] | None:
 
 
 def _parse_ini(text: str) -> dict[str, dict[str, str]]:
+    """Return the sections of an ini file."""
     parser = configparser.RawConfigParser(strict=False, default_section="")
     parser.optionxform = str  # type: ignore[method-assign,assignment] # names keep their case
     parser.read_string(text)
@@ -208,7 +210,7 @@ class CiPlan:
     budget: PlanBudget | None = None
 
     def as_json(self, *, is_explained: bool = False) -> dict[str, JsonValue]:
-        """Return it for `plan --format json`; words of a list are joined with commas."""
+        """Return the plan for `plan --format json`; words of a list are joined with commas."""
         decision = self.decision
         found: dict[str, JsonValue] = {
             "schema": 1,
@@ -323,6 +325,7 @@ def _node_id(row: Workload) -> str:
 
 
 def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Suggestion | None]:
+    """Return the trigger, with the suggested label if that is to be applied."""
     trigger = request.trigger
     if request.changes is None:
         return trigger, None
@@ -505,6 +508,7 @@ def _unit_jobs(
 
 
 def _row(workload: Workload) -> dict[str, JsonValue]:
+    """Return a workload as the plan's JSON has it."""
     return {
         "id": _node_id(workload),
         "file": workload.file.as_posix(),

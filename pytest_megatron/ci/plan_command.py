@@ -226,6 +226,7 @@ def command(**given: Unpack[_PlanOptions]) -> None:
 
 
 def _request(given: _PlanOptions) -> PlanRequest:
+    """Return what is asked for by the options of the command."""
     if given["changed_paths"] is not None and given["diff"] is not None:
         raise SelectionError("--diff", "--changed-paths is given as well; give one of them")
     if given["gpus"] and given["ranks"]:
@@ -274,6 +275,7 @@ def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _changes(root: Path, path: str | None, revision: str | None) -> tuple[PathChange, ...] | None:
+    """Return the changed paths of `--diff` or `--changed-paths`, None without either."""
     if revision is not None:
         return changes_since(root, revision)
     if path is None:
@@ -290,6 +292,7 @@ def _print_text(plan: CiPlan, *, is_explained: bool) -> None:
 
 
 def _print_json(plan: CiPlan, *, is_explained: bool) -> None:
+    """Print a plan as JSON."""
     found = plan.as_json(is_explained=is_explained)
     if run_id := os.environ.get("GITHUB_RUN_ID"):  # an artifact of another run is not of this plan
         found["run_id"] = run_id
@@ -323,6 +326,7 @@ _FORMS = {"text": _print_text, "json": _print_json, "github": _write_outputs}
 
 
 def _print_replay(number: int, given: _PlanOptions) -> None:
+    """Print the replay, and refuse options that it does not take."""
     context = click.get_current_context()
     for option in context.command.params:
         name = str(option.name)
@@ -406,11 +410,13 @@ def cost(*, path: Path, by: str, since: str, sort: str, form: str) -> None:
 def _sorted_rows(
     entries: Sequence[HistoryEntry], by: str, since: str, before: str, sort: str
 ) -> tuple[CostRow, ...]:
+    """Return the costs, sorted by cost or by change."""
     rows = cost_rows(entries, by, since=since, before=before)
     return tuple(sorted(rows, key=lambda r: -r.extra_s)) if sort == "change" else rows
 
 
 def _cost_cells(row: CostRow) -> tuple[str, ...]:
+    """Return the cells of a cost."""
     known = row.run_s is not None
     at_least = ">= " if row.num_unknown else ""
     return (
@@ -436,6 +442,7 @@ def _unknown_line(table: _CostTable) -> str:
 
 
 def _cost_text(table: _CostTable) -> str:
+    """Return costs as a table."""
     if not table.rows:
         return f"no runs in the last {table.span}\n"
     lines = columns([(*_HEAD, table.by), *table.cells], num_right=len(_HEAD))
@@ -445,6 +452,7 @@ def _cost_text(table: _CostTable) -> str:
 
 
 def _cost_json(table: _CostTable) -> dict[str, JsonValue]:
+    """Return costs as JSON."""
     rows: list[JsonValue] = [
         {
             table.by: row.key,
@@ -480,6 +488,7 @@ def _cost_csv(table: _CostTable) -> str:
 
 
 def _cost_page(tables: Sequence[_CostTable]) -> str:
+    """Return costs as a page of HTML."""
     items = tables[0]
     grown = [
         r for r in items.rows if r.extra_s > 0 and r.change is not None and r.change >= _DEARER
@@ -528,6 +537,7 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
 
 
 def _header(plan: CiPlan) -> Iterator[str]:
+    """Yield the first lines of a plan: the decision and its reason."""
     decision = plan.decision
     kind = "lightweight" if decision.is_lightweight else "full"
     yield (
@@ -546,6 +556,7 @@ def _header(plan: CiPlan) -> Iterator[str]:
 
 
 def _job_lines(job: CiJob) -> Iterator[str]:
+    """Yield the lines of a job: its size, and its command."""
     ranks = f"{job.nodes}x{job.ranks} ranks" if job.ranks else "no gang"
     files = f", {counted(job.num_files, 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.compared is False and not job.lightweight else ""
@@ -554,6 +565,7 @@ def _job_lines(job: CiJob) -> Iterator[str]:
 
 
 def _left_out_lines(left_out: Sequence[LeftOut]) -> Iterator[str]:
+    """Yield the rows that were left out, by reason."""
     yield f"left out: {counted(len(left_out), 'row')}"
     by_reason: dict[str, list[str]] = {}
     for one in left_out:

@@ -226,6 +226,7 @@ def _built_in_keys() -> dict[str, JsonValue]:
 
 
 def _without_aliases(table: CiTable) -> CiTable:
+    """Return the table with scopes in today's words: `mr-github` is `L1`."""
     rules = (
         replace(rule, scope=tuple(SCOPE_ALIASES.get(word, word) for word in rule.scope))
         for rule in table.rules
@@ -268,6 +269,7 @@ def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
 
 
 def _known(key: str, words: Sequence[str | None], choices: Collection[str]) -> None:
+    """Refuse a word of the table that is none of the choices."""
     for word in words:
         if word is not None and word not in choices:
             raise ConfigError(key, f"unknown word {word!r}, expected {one_of(word, choices)}")

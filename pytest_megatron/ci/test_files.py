@@ -194,6 +194,7 @@ def share_out(files: Sequence[str], patterns: Mapping[str, str]) -> tuple[Bucket
 
 
 def _checked_base(pattern: str, where: str) -> str:
+    """Return the folder or file of a bucket; another pattern is an error."""
     base = pattern.removesuffix(SUFFIX)
     is_folder = base != pattern
     if not base or any(sign in base for sign in "*?,!") or is_folder == base.endswith(".py"):
@@ -325,6 +326,7 @@ def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
 def _durations_in_mapping(
     path: Path, value: Mapping[str, JsonValue]
 ) -> Iterator[tuple[str, float]]:
+    """Yield files of tests with their seconds, from JSON."""
     for name, seconds in value.items():
         number = seconds if isinstance(seconds, int | float) else math.nan
         if isinstance(seconds, bool) or not 0 <= number < math.inf:
@@ -335,6 +337,7 @@ def _durations_in_mapping(
 
 
 def _durations_in_junit(path: Path, text: str, files: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Yield files of tests with their seconds, from JUnit XML."""
     modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
     try:
         cases = ET.fromstring(text).iter("testcase")  # noqa: S314 - a file of the user's own CI

@@ -109,6 +109,7 @@ def _jobs_of_platform(
     table: CiTable,
     root: Path,
 ) -> UnitJobs:
+    """Return the jobs of unit tests on a platform."""
     parts: list[UnitJobs] = []
     left_out: list[LeftOut] = []
     chosen: dict[str, Workload] = {}

@@ -145,6 +145,7 @@ def _redact_env(workflow: Workflow) -> str:
 
 
 def _cache_step(workflow: Workflow) -> str:
+    """Return the YAML of the step that restores the cache."""
     if not workflow.cache:
         return ""
     lines = ["- name: Cache", f"  uses: {_CACHE}", "  with:", "    path: |"]
@@ -166,6 +167,7 @@ def _history_step(workflow: Workflow, verb: str) -> str:
 
 
 def _keep_history(workflow: Workflow) -> str:
+    """Return the YAML of the steps that keep the history."""
     if not workflow.keeps_history:
         return ""
     is_new = '  echo "is_new=true" >> "$GITHUB_OUTPUT"'
@@ -214,6 +216,7 @@ def _runner(workflow: Workflow) -> str:
 
 
 def _container(workflow: Workflow) -> str:
+    """Return the YAML of the container that jobs run in, empty without images."""
     if not workflow.images:
         return ""
     images = _json(dict(workflow.images))
@@ -354,6 +357,7 @@ def _fetch_plan(workflow: Workflow) -> dict[str, JsonValue]:
 
 
 def _child_job(planned: CiJob, workflow: Workflow, image: str | None) -> dict[str, JsonValue]:
+    """Return a job of GitLab's child pipeline."""
     platform = planned.platform or CPU_PLATFORM
     labels = workflow.all_runners.get(platform, (platform,))
     minutes = min(planned.timeout_minutes, _GITLAB_TIMEOUT)

@@ -188,6 +188,7 @@ def _command(root: Path, item: str, source: Path | None, pytest_args: str) -> Ag
 
 
 def _setup(root: Path) -> str:
+    """Return the line that prepares a worktree, from the project's settings."""
     config = load_config(root)
     try:
         return validate(CulpritTable, config.tables.get("culprit", {})).setup
@@ -216,6 +217,7 @@ def _flake_rate(
 
 
 def _print_head(state: CulpritState, again: Again, origin: str) -> None:
+    """Print what is searched, and under which assumptions."""
     number = counted(state.bad_end, "commit")
     click.echo(printable(f"culprit: {state.item}, {number} up to {state.name(state.bad_end)}"))
     click.echo(f"  flake rate: {origin}")
@@ -225,6 +227,7 @@ def _print_head(state: CulpritState, again: Again, origin: str) -> None:
 
 
 def _result_lines(root: Path, state: CulpritState, report: CulpritReport) -> Iterator[str]:
+    """Yield the answer of a search: the commit, its failures, what is uncertain."""
     chance = f"{report.probability:.1%}"
     names = dict(zip(state.commits, state.subjects, strict=True))
     if report.commit is not None:

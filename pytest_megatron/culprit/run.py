@@ -58,6 +58,7 @@ def commits_between(root: Path, good: str, bad: str) -> tuple[tuple[str, ...], t
 
 
 def _commit(root: Path, option: str, name: str) -> str:
+    """Return the full id of a commit that an option names."""
     found = _ask(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     if not found:
         raise CulpritError(option, f"{name!r} is no commit of {root}, expected one")
@@ -112,6 +113,7 @@ class Worktrees:
         return self.place / "worktrees" / commit
 
     def _add(self, path: Path, commit: str) -> None:
+        """Check a commit out into a worktree."""
         self._remove(path)  # of a search that was killed
         made = self._git("worktree", "add", "--detach", "--force", str(path), commit)
         if made.returncode:
@@ -120,6 +122,7 @@ class Worktrees:
         self.made[commit] = "is not set up"
 
     def _remove(self, path: Path) -> None:
+        """Remove a worktree, and what git knows of it."""
         self._git("worktree", "remove", "--force", str(path))
         shutil.rmtree(path, ignore_errors=True)
         self._git("worktree", "prune")
@@ -128,6 +131,7 @@ class Worktrees:
         return run_git(self.root, "-c", f"core.hooksPath={os.devnull}", *words)
 
     def _set_up(self, path: Path, state: CulpritState) -> str:
+        """Run the set-up line in a worktree; return why it failed, "" if it did not."""
         log = self.place / f"setup_{path.name}.log"
         command = ("sh", "-c", state.setup)
         end = _run(command, path / state.prefix, environment_with({}), log, state.time_limit_s)
@@ -206,6 +210,7 @@ def judge(
 
 
 def _cases(report: Path) -> tuple[JUnitCase, ...]:
+    """Return the cases of a JUnit file, none if it cannot be read."""
     try:
         return read_junit(report).cases
     except CiError:

@@ -145,6 +145,7 @@ def _log_likelihoods(tallies: Sequence[Tally], rate: float) -> list[float]:
 def _means(
     values: Sequence[float], weights: Sequence[Sequence[float]], sums: Sequence[float]
 ) -> tuple[float, ...]:
+    """Return the mean of the values under each column of weights."""
     columns = zip(*weights, strict=True)
     pairs = zip(columns, sums, strict=True)
     return tuple(
@@ -331,6 +332,7 @@ def next_position(state: CulpritState) -> int | None:
 
 
 def _no_change(state: CulpritState, end: int) -> CulpritError:
+    """Return the error that one end of the search is not as it has to be."""
     found = f"{state.item} {state.counts(end)} there"
     if end == 0:
         return CulpritError(
@@ -425,6 +427,7 @@ def _likely(belief: Belief) -> tuple[range, float]:
 def _evidence(
     state: CulpritState, belief: Belief, untestable: dict[int, str], positions: Iterable[int]
 ) -> Iterable[CulpritCommit]:
+    """Yield what is known of each commit: outcomes, probability, failures."""
     for place in positions:
         tally = state.tallies[place]
         failures = [*state.of(place, "failed"), *state.of(place, "broken")]

@@ -63,6 +63,7 @@ def _end(examination: Examination) -> str:
 
 
 def _as_text(examination: Examination) -> str:
+    """Return an examination as text."""
     summary = summary_of(examination.facts)
     width = max(map(len, summary))
     lines = [f"{name:<{width}}  {value}" for name, value in summary.items()]
@@ -80,6 +81,7 @@ def _found(finding: CheckFinding) -> str:
 
 
 def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
+    """Wrap a text to lines with an indent."""
     return textwrap.wrap(
         text,
         _WIDTH,
@@ -91,6 +93,7 @@ def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
 
 
 def _as_json(examination: Examination) -> str:
+    """Return an examination as JSON."""
     summary: dict[str, JsonValue] = dict(summary_of(examination.facts))
     value: dict[str, JsonValue] = {
         "environment": summary,
@@ -101,6 +104,7 @@ def _as_json(examination: Examination) -> str:
 
 
 def _as_markdown(examination: Examination) -> str:
+    """Return an examination as Markdown."""
     groups = itertools.groupby(examination.findings, key=lambda finding: finding.rule.group)
     return render(
         "doctor.md",

@@ -94,6 +94,7 @@ def gather(places: SystemView, *, with_collective: bool = True) -> EnvironmentFa
 
 
 def _python(places: SystemView) -> Python:
+    """Ask the Python that is examined for its version and paths."""
     answer = ask(
         places.python,
         SCRIPTS / "environment.py",

@@ -305,7 +305,7 @@ def major_of(text: str | None) -> str | None:
 
 
 def minor_of(text: str | None) -> str | None:
-    """Return `12.8` of `12.8.1+cu128`."""
+    """Return major and minor version: `12.8` of `12.8.1+cu128`."""
     version = version_of(text)
     return f"{version.major}.{version.minor}" if version else None
 

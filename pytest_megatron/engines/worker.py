@@ -58,7 +58,7 @@ class SecondStartError(Exception):
 
 
 def main(arguments: list[str]) -> int:
-    """Run a spec."""
+    """Run the attempt that the spec on the command line describes."""
     try:
         spec = read_spec(spec_path(Path(arguments[0]), os.environ))
         step = Step.of(spec, os.environ)
@@ -98,7 +98,7 @@ def claim_start(directory: Path) -> int:
 
 
 def spec_path(named: Path, env: Mapping[str, str]) -> Path:
-    """Return the spec's file.
+    """Return the file of the spec that the command line names.
 
     Raises:
         LaunchError: A directory is named outside of a job array.

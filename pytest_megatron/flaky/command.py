@@ -110,6 +110,7 @@ def command(  # noqa: PLR0913 - click hands over one argument an option
 
 
 def _as_text(records: Sequence[HistoryRecord]) -> str:
+    """Return flaky items as a table."""
     if not records:
         return "no item was flaky\n"
     head = ("flaky", "runs", "share", "failed", "last seen", "item", "causes")
@@ -122,6 +123,7 @@ def _as_markdown(records: Sequence[HistoryRecord]) -> str:
 
 
 def _as_json(records: Sequence[HistoryRecord]) -> str:
+    """Return flaky items as JSON."""
     rows: list[JsonValue] = [
         {
             "node_id": record.node_id,
@@ -144,6 +146,7 @@ _FORMATS = {"text": _as_text, "json": _as_json, "markdown": _as_markdown}
 
 
 def _cells(record: HistoryRecord) -> tuple[str, ...]:
+    """Return the cells of an item's row."""
     causes = [f"{name} {count}" for name, count in record.causes]
     if record.is_contradictory:
         causes.append("passed and failed at one commit")
@@ -205,6 +208,7 @@ def _proposal(
     last_day: str,
     owner: str | None,
 ) -> _Proposal:
+    """Return which items go into quarantine, leave it or stay, by the history."""
     project = load_config(Path())
     file = project.file or Path("pyproject.toml")
     root = file.parent
@@ -280,6 +284,7 @@ def _obstacle(case: FlakinessCase, root: Path) -> str:
 
 
 def _entering(case: FlakinessCase, last_day: str, owner: str) -> _Entering:
+    """Return the quarantine that is proposed for an item."""
     owner = " ".join(owner.split())
     reason = f"flaky: failed in {case.num_bad} of {case.num_runs} runs at revisions that passed"
     given = {"reason": f"{reason}; owner {owner}" if owner else reason, "until": last_day}
@@ -301,6 +306,7 @@ def _owner(node_id: str, root: Path) -> str:
 
 
 def _write_change(proposal: _Proposal) -> None:
+    """Write the proposed change into pyproject.toml."""
     try:
         write_text_atomically(proposal.file, proposal.changed)
     except OSError as error:
@@ -309,6 +315,7 @@ def _write_change(proposal: _Proposal) -> None:
 
 
 def _rate(case: FlakinessCase) -> str:
+    """Describe the share of failed runs, with its interval."""
     number = case.num_runs
     low, high = wilson_interval(case.num_bad, number) if number else (0.0, 1.0)
     rate = case.num_bad / number if number else 0.0
@@ -333,6 +340,7 @@ def _reproduce(case: FlakinessCase) -> str:
 
 
 def _proposal_markdown(proposal: _Proposal) -> str:
+    """Return a proposal as the text of a pull request."""
     return render(
         "flaky_proposal.md",
         proposal=proposal,
@@ -344,6 +352,7 @@ def _proposal_markdown(proposal: _Proposal) -> str:
 
 
 def _proposal_json(proposal: _Proposal) -> str:
+    """Return a proposal as JSON."""
     found: Mapping[str, JsonValue] = {
         "enter": [
             {
@@ -368,6 +377,7 @@ def _proposal_json(proposal: _Proposal) -> str:
 
 
 def _case_json(case: FlakinessCase) -> dict[str, JsonValue]:
+    """Return the evidence on an item as JSON."""
     low, high = wilson_interval(case.num_bad, case.num_runs) if case.num_runs else (0.0, 1.0)
     return {
         "node_id": case.node_id,

@@ -94,6 +94,7 @@ class QuarantinePlugin:
             )
 
     def _mark(self, report: pytest.TestReport, quarantine: Quarantine) -> None:
+        """Turn the failure of an item in quarantine into an expected one."""
         is_suspended = report.nodeid in self.suspended
         holds = quarantine.holds_on(self._day) and not is_suspended
         streak = self.streaks.get(report.nodeid, _UNKNOWN)
@@ -217,6 +218,7 @@ def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
 
 
 def _quarantine_by_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
+    """Return the quarantine that a mark of a test gives, None without one."""
     mark = item.get_closest_marker(QUARANTINE)
     if mark is None or not (has_roles or is_quarantined_by_us(item)):
         return None
@@ -241,6 +243,7 @@ def _headline(report: pytest.TestReport) -> str:
 
 
 def _line(node_id: str, state: Mapping[str, JsonValue]) -> str:
+    """Return the line of the summary on an item in quarantine."""
     until, reason, failure = state["until"], state["reason"], state["failure"]
     if state["is_expired"]:
         return f"expired     {node_id}  was in quarantine until {until}, and counts again: {reason}"

@@ -103,6 +103,7 @@ def _key_of(line: str) -> str | None:
 
 
 def _row(name: str, quarantine: Quarantine) -> str:
+    """Return a quarantine as a line of TOML."""
     key, reason = (
         json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
         for text in (name, quarantine.reason)

@@ -148,6 +148,7 @@ def _read(text: str) -> _FlightRecord:
 
 
 def _collective(entry: Mapping[str, JsonValue]) -> _PendingCollective:
+    """Return a collective that did not finish, from an entry of the flight recorder."""
     group = entry.get("process_group") or ["?", "?"]
     sizes = entry.get("input_sizes")
     return _PendingCollective(

@@ -73,7 +73,7 @@ class RankState(RankResult):
         self.early = ()
 
     def undo(self) -> None:
-        """Undo its end of the test: it was lost before the others ended it."""
+        """Undo the rank's end of the test: it was lost before the others ended it."""
         if self.done is not None:
             self.early = tuple(
                 report
@@ -84,7 +84,7 @@ class RankState(RankResult):
 
     @property
     def is_settled(self) -> bool:
-        """True if it sends no more messages about this test."""
+        """True if the rank sends no more messages about this test."""
         is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
         return is_ended and not self.is_lost
 
@@ -178,7 +178,7 @@ class RunQueue:
         return self._ahead.popleft()
 
     def drop(self) -> None:
-        """Remove all tests."""
+        """Forget the current test and those that were sent ahead."""
         self.current = None
         if self._ahead:
             self.most_ahead = 1
@@ -230,6 +230,7 @@ class Lifecycle:
         return self._send() if self.state is GangState.IDLE else []
 
     def _begin(self, run: Run, limit_s: float, now: float) -> None:
+        """Begin a test: forget what ranks did before, start the clock."""
         self.queue.begin(run, limit_s)
         for rank in self._ranks:
             rank.reset()
@@ -352,6 +353,7 @@ class Lifecycle:
                 return self._on_message(self._ranks[rank], message, now)
 
     def _on_message(self, rank: RankState, message: Message, now: float) -> list[Action]:
+        """Take a message of a rank; return what to do."""
         match message:
             case Ready(missing=missing):
                 rank.is_ready, rank.missing = True, dict(missing)
@@ -381,6 +383,7 @@ class Lifecycle:
         return []
 
     def _on_closed(self, rank: RankState, message: Closed) -> None:
+        """Note that a rank has torn down everything."""
         rank.is_closed = True
         self.outputs[rank.rank] = message.workeroutput
         if message.late is not None:
@@ -389,6 +392,7 @@ class Lifecycle:
             self.problems.append(f"rank {rank.rank} in the last teardown: {message.problem}")
 
     def _on_ready(self, now: float) -> list[Action]:
+        """Begin with tests once every rank is ready."""
         if self.state is not GangState.STARTING or not all(r.is_ready for r in self._ranks):
             return []
         self.state = GangState.IDLE
@@ -424,16 +428,19 @@ class Lifecycle:
         return 0 < run == self.queue.number and self.state is not GangState.KILLING
 
     def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
+        """Note the first phase of a rank that did not pass."""
         if outcome != "passed" and not rank.failed_phase:
             rank.failed_phase, rank.outcome = when, outcome
             self._record_failure(rank, now)
 
     def _record_failure(self, rank: RankState, now: float) -> None:
+        """Note when a rank failed first, which begins the grace."""
         if rank.at is None:
             rank.at = now
         self._timers.record_failure(now)
 
     def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
+        """Take the death of a rank; return what to do."""
         if rank.exit_code is not None or rank.death is not None:
             return []
         rank.is_lost = False
@@ -480,6 +487,7 @@ class Lifecycle:
                 return []
 
     def _send(self) -> list[Action]:
+        """Have the current test sent, or end it where a rank lacks it."""
         assert self.queue.current is not None
         self.state = GangState.RUNNING
         node_id = self.queue.current.node_id
@@ -528,11 +536,13 @@ class Lifecycle:
         return [AskForStacks(ranks=late)]
 
     def _finish(self, now: float) -> list[Action]:
+        """End the test for the reason for which the gang was stopped."""
         assert self._stop is not None
         reason, limit_s = self._stop
         return self._end(reason, limit_s, now, is_kept=False)
 
     def _end(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> list[Action]:
+        """End the current test; the gang is kept for the next one, or killed."""
         is_kept = is_kept and not self._is_isolated and all(r.death is None for r in self._ranks)
         actions: list[Action] = []
         if is_kept:
@@ -546,6 +556,7 @@ class Lifecycle:
         return actions
 
     def _finished(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> Finish:
+        """Return the action that reports the end of the current test."""
         return Finish(
             end=RunEnd(
                 run=self.queue.number,

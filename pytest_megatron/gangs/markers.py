@@ -219,6 +219,7 @@ def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
 
 
 def _chosen_size(item: pytest.Item, mark: pytest.Mark) -> int:
+    """Return the world size of an item, by its mark `world_size`."""
     sizes = _numbers(mark)
     if sizes is None:
         raise pytest.UsageError(

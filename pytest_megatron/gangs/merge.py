@@ -194,6 +194,7 @@ def is_consequence(rank: RankResult) -> bool:
 
 
 def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None) -> str:
+    """Describe in a few words what a rank did in a phase."""
     if failure is not None:
         consequence = CONSEQUENCE.search(failure.text)
         text = f"failed: {failure.message if consequence is None else consequence[0]}"
@@ -206,6 +207,7 @@ def _word(end: RunEnd, rank: RankResult, when: str, failure: PhaseReport | None)
 
 
 def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
+    """Describe what a rank did that ended the test."""
     for phase in (p for name in PHASES if (p := reported(rank, name)) is not None):
         if phase.outcome != "passed":
             return _phase_word(phase)
@@ -402,6 +404,7 @@ def _is_plain(end: RunEnd) -> bool:
 
 
 def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
+    """Merge a test that passed on all ranks, in the short form of reports."""
     columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
     merged = []
     for when, column in zip(PHASES, columns, strict=True):
@@ -425,6 +428,7 @@ def _has_failed(rank: RankResult, when: str) -> bool:
 
 
 def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> Merged | None:
+    """Merge the reports of one phase, None if no rank has one."""
     found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
     struck = [
         "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
@@ -482,6 +486,7 @@ def _with_lost_peers_in_call(end: RunEnd) -> RunEnd:
 
 
 def _with_setup_in_call(rank: RankResult) -> RankResult:
+    """Return a rank's result with its report of the setup as one of the call."""
     reports = rank.early if rank.done is None else rank.done.reports
     moved: list[JsonValue] = []
     for report in reports:
@@ -548,6 +553,7 @@ def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
 def _merged(
     when: str, outcome: Outcome, found: Sequence[PhaseReport], base: JsonObject | None
 ) -> Merged:
+    """Return the report of a phase with sections and properties of several ranks."""
     return Merged(
         when=when,
         outcome=outcome,
@@ -610,6 +616,7 @@ def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
     """Return the rank that caused the failure; None where no single rank did."""
 
     def order(rank: RankResult) -> tuple[bool, float, int]:
+        """Sort ranks by the time at which they failed, consequences last."""
         phase = failed.get(rank.rank)
         is_consequence = phase is not None and CONSEQUENCE.search(phase.text) is not None
         return is_consequence, *_when_failed(rank)

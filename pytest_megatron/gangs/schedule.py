@@ -149,6 +149,7 @@ class Schedule:
         return UNKNOWN if num_waiting or is_stealing else NOTHING
 
     def _pick(self, gang: int, spec: GangSpec) -> int | None:
+        """Take the next test for a gang, of its own file first."""
         chunks = self._chunks.get(spec)
         if not chunks:
             return None

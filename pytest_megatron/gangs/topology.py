@@ -108,6 +108,7 @@ def find_key(env: Mapping[str, str], home: Path, step: str = "") -> bytes:
 
 
 def _user_key(env: Mapping[str, str], home: Path) -> bytes:
+    """Return the key of this user's nodes, which is made on first use."""
     named = env.get(KEY_VARIABLE)
     if named:
         return hashlib.sha256(named.encode()).digest()

@@ -187,6 +187,7 @@ class Health:
         return tuple(found)
 
     def _pairs(self) -> Iterator[tuple[GpuState, GpuState]]:
+        """Yield the state of each GPU before and after."""
         earlier = {state.uuid: state for state in self.before}
         for state in self.after:
             if state.uuid in earlier:
@@ -208,6 +209,7 @@ def merge_health(found: Iterable[Health | None]) -> Health | None:
 
 
 def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fault]:
+    """Yield faults that the driver reported."""
     labels = {state.uuid: state.label for state in states}
     seen: set[tuple[str | None, int]] = set()
     for xid in xids:  # NVML and the kernel tell of the same one
@@ -231,6 +233,7 @@ def xid_pattern(signature: str) -> str:
 
 
 def _ecc_faults(pairs: Iterator[tuple[GpuState, GpuState]]) -> Iterator[Fault]:
+    """Yield faults by new memory errors."""
     for before, after in pairs:
         new = max(
             _grown(before.ecc_volatile_uncorrected, after.ecc_volatile_uncorrected),

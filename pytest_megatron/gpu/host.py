@@ -314,6 +314,7 @@ def _try_lock(name: str) -> int | None:
 
 
 def _open_lock_file(name: str) -> int:
+    """Open a file for locks among all users of the host."""
     directory = lease_directory()
     try:
         if not directory.is_dir():

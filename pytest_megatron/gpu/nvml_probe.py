@@ -103,6 +103,7 @@ def _states(nvml: ModuleType, uuids: Sequence[str]) -> list[GpuState]:
 
 
 def _processes(nvml: ModuleType, handle: object) -> tuple[GpuProcess, ...]:
+    """Return the processes that use a GPU."""
     found = ((p.pid, p.usedGpuMemory) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return tuple(
         GpuProcess(pid=int(pid), memory_bytes=None if memory is None else int(memory))

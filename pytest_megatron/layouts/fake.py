@@ -109,6 +109,7 @@ class FakeGroup(dist.ProcessGroup):
         fill: Callable[[], object] = lambda: None,
         **more: Any,
     ) -> FakeWork:
+        """Record a call, and give its results values of the right shape."""
         waited = self._recorder.call(self.name_of_group, kind, _flat(given), **more)
         with plain():
             is_known = bool(fill())  # it is what the other rank has sent
@@ -140,10 +141,12 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def allreduce(self, tensors: Any, opts: Any = None) -> FakeWork:
+        """Record an all-reduce; of its tensors only flags are combined."""
         kind = _reduction(opts)
         mail, keys = self._recorder.mail, (f"all_reduce {self.name_of_group}",)
 
         def fill() -> None:
+            """Join a flag with the one that rank 0 set; other sums stay as they are."""
             for tensor in _flat(tensors):
                 theirs = tensor.clone()
                 if kind in _EXTREMES and mail.fetch(keys, theirs):  # a flag that rank 0 has set
@@ -159,17 +162,20 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def reduce(self, tensors: Any, opts: Any = None) -> FakeWork:
+        """Record a reduce; tensors stay as they are."""
         return self._call(
             "reduce", tensors, tensors, root=self.ranks[opts.rootRank], reduction=_reduction(opts)
         )
 
     @override
     def broadcast(self, tensors: Any, opts: Any = None) -> FakeWork:
+        """Record a broadcast, and fill the tensors."""
         root = self.ranks[opts.rootRank]
         mail, where = self._recorder.mail, self._recorder.place()
         keys = (f"broadcast {self.name_of_group}", f"broadcast {where}")
 
         def fill() -> bool:
+            """Copy what the sender sent if it ran here, else fill with values."""
             is_known = True
             for tensor in _flat(tensors):
                 if opts.rootRank == self._own:
@@ -183,7 +189,10 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record an all-gather, and fill the parts of all ranks."""
+
         def fill() -> None:
+            """Copy this rank's tensor into the part of each rank."""
             for parts, tensor in zip(outputs, inputs, strict=True):
                 for part in parts:
                     self._copy(part, tensor)
@@ -194,6 +203,7 @@ class FakeGroup(dist.ProcessGroup):
         """Gather each tensor into the list of each rank."""
 
         def fill() -> None:
+            """Copy this rank's tensors into the parts of each rank."""
             for parts in outputs:
                 for part, tensor in zip(parts, inputs, strict=False):
                     self._copy(part, tensor)
@@ -208,6 +218,7 @@ class FakeGroup(dist.ProcessGroup):
         """Gather each tensor into one."""
 
         def fill() -> None:
+            """Copy this rank's tensors into the chunks of each rank."""
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = output.view(-1)
                 for part in flat.chunk(self.size()) if flat.numel() else ():
@@ -217,6 +228,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record a reduce-scatter, and fill this rank's part."""
+
         def fill() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
                 self._copy(output, parts[self._own])
@@ -233,6 +246,7 @@ class FakeGroup(dist.ProcessGroup):
         """Reduce each tensor, and keep one part of each."""
 
         def fill() -> None:
+            """Copy this rank's chunk of each tensor."""
             for output, tensor in zip(outputs, inputs, strict=True):
                 if output.numel():
                     self._copy(output, tensor.reshape(-1).chunk(self.size())[self._own])
@@ -249,6 +263,7 @@ class FakeGroup(dist.ProcessGroup):
         splits = {k: [int(n) * row for n in part] for k, part in parts.items() if has_parts}
 
         def fill() -> None:
+            """Copy this rank's chunk into the part of each rank."""
             self._fill(output)
             if not splits and tensor.numel() == output.numel():
                 own = tensor.reshape(-1).chunk(self.size())[self._own] if tensor.numel() else tensor
@@ -259,6 +274,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record an all-to-all, and fill what this rank receives."""
+
         def fill() -> None:
             for output in outputs:
                 self._copy(output, inputs[self._own])
@@ -271,6 +288,8 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record a gather, and fill the parts of all ranks."""
+
         def fill() -> None:
             for part in _flat(outputs):
                 self._copy(part, _flat(inputs)[0])
@@ -279,12 +298,15 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        """Record a scatter, and fill this rank's part."""
         mail, where = self._recorder.mail, self._recorder.place()
 
         def keys(index: int) -> tuple[str, str]:
+            """Return the keys of the part of a member."""
             return (f"scatter {self.name_of_group} {index}", f"scatter {where} {index}")
 
         def fill() -> bool:
+            """Copy this rank's part, or fetch it; return whether it is what the root has sent."""
             (output,) = _flat(outputs)
             if not inputs:
                 is_known = mail.fetch(keys(self._own), output)
@@ -306,6 +328,7 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def send(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
+        """Record a send, and keep its tensors for a receiver that runs here."""
         own, peer = self.ranks[self._own], self.ranks[rank]
         for tensor in tensors:
             self._recorder.mail.post(self._message(own, peer, tag), tensor, side="send ")
@@ -313,10 +336,12 @@ class FakeGroup(dist.ProcessGroup):
 
     @override
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
+        """Record a receive, and fill its tensors."""
         own, peer = self.ranks[self._own], self.ranks[rank]
         keys = self._message(peer, own, tag)
 
         def fill() -> bool:
+            """Copy what the sender sent if it ran here, else fill with values."""
             is_known = self._recorder.mail.fetch(keys, tensors[0])
             if not is_known:
                 self._fill(tensors[0])
@@ -410,8 +435,8 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
 
     Args:
         recorder: Gets each call and each group.
-        rank: Of this process.
-        world_size: Of the whole training.
+        rank: Number of this process.
+        world_size: Ranks of the whole training.
     """
     asked: dict[str, str] = {}  # group -> backend as the program named it
     make = c10d._new_process_group_helper
@@ -432,6 +457,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
     def make_group(
         size: int, own: int, ranks: Any, backend: Any, store: Any, name: Any, **_: Any
     ) -> Any:
+        """Make a fake process group, and record it."""
         members = list(ranks) or list(range(world_size))
         asked[str(name)] = named(backend)
         recorder.group(str(name), members, asked[str(name)])
@@ -440,6 +466,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
 
     @functools.wraps(start)
     def init_process_group(backend: Any = None, *args: Any, **more: Any) -> None:
+        """Set the fake default group up."""
         recorder.asked_backend = named(backend)
         timeout = more.get("timeout") or (args[1] if len(args) > 1 else None)
         start(
@@ -458,6 +485,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
     numbers = itertools.count()
 
     def batch_isend_irecv(operations: Any) -> Any:
+        """Run sends and receives as one batch."""
         recorder.batch = next(numbers)
         try:
             return batch(operations)

@@ -38,6 +38,7 @@ def judge_layers(records: Mapping[int, RankRecord]) -> tuple[list[RecordedFault]
 
 
 def _containers(records: Mapping[int, RankRecord]) -> list[str]:
+    """Return the names of all containers of layers."""
     return list(dict.fromkeys(name for record in records.values() for name in record.layers))
 
 
@@ -88,10 +89,12 @@ def _gaps(numbers: set[int]) -> list[tuple[int, int]]:
 
 
 def _between(low: int, high: int) -> str:
+    """Return `layer 3`, or `layers 3-4`, of those between two numbers."""
     return name_ranks(range(low + 1, high), "layer")
 
 
 def _fault(what: str, held: Mapping[int, Sequence[int]], pair: tuple[int, int]) -> RecordedFault:
+    """Return a fault with what the ranks of a pair hold."""
     holds = (f"rank {rank} holds {name_ranks(held[rank], 'layer')}" for rank in dict.fromkeys(pair))
     return RecordedFault(
         kind="parameters", ranks=tuple(dict.fromkeys(pair)), text=f"{what}: {', '.join(holds)}"

@@ -35,10 +35,10 @@ def judge(
     others: Iterable[RankRecord] = (),
     memory_bytes: int | None = None,
 ) -> RecordedLayout:
-    """Compare ranks.
+    """Compare the records of ranks; return what they disagree on.
 
     Args:
-        records: Of the ranks that were run.
+        records: Records of the ranks that were run.
         others: Ranks of the same that ran once more, with other data from all others.
         memory_bytes: Memory of the GPU of a rank; None compares none.
     """
@@ -134,6 +134,7 @@ def _num_alike(here: RankRecord, other: RankRecord) -> int:
 
 
 def _undecided(here: RankRecord, other: RankRecord | None, at: int) -> RecordedFault:
+    """Return where a rank hangs on data of others, with the line that reads it."""
     runs = [record for record in (here, other) if record is not None]
     calls = [record.calls[at] for record in runs if at < len(record.calls)]
     reads = [call.read for call in (*calls, *reversed(here.calls[:at])) if call.read]
@@ -150,6 +151,7 @@ def _undecided(here: RankRecord, other: RankRecord | None, at: int) -> RecordedF
 
 
 def _what(call: Call) -> tuple[object, ...]:
+    """Return what two runs of a rank do alike unless data of others decides it."""
     return (call.kind, call.group, call.peer, call.root, call.reduction, call.dtype, call.line)
 
 
@@ -166,10 +168,12 @@ def _sizes_of_data(
 
 
 def _sizes(call: Call) -> tuple[object, ...]:
+    """Return sizes that data of others may decide."""
     return (call.num_elements, call.sent, call.received)
 
 
 def _row(record: RankRecord) -> RecordedFakeRank:
+    """Return what run.json says of a rank."""
     sizes = {group.name: len(group.ranks) for group in record.groups}
     sent: dict[str, int] = defaultdict(int)
     for call in record.calls:
@@ -211,6 +215,7 @@ def _memory(records: Mapping[int, RankRecord], memory_bytes: int | None) -> Iter
 
 
 def _failures(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
+    """Yield ranks that failed, each cause once."""
     seen: dict[tuple[str, str], int] = {}
     for rank, record in records.items():
         if record.end in ("failed", "lost"):
@@ -239,6 +244,7 @@ def _groups(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
 
 
 def _first_other_group(one: RankRecord, other: RankRecord) -> RecordedFault | None:
+    """Return the first group that two ranks made of different ranks, None without one."""
     theirs = {group.name: group for group in other.groups}
     for position, group in enumerate(one.groups):
         found = theirs.get(group.name)
@@ -355,6 +361,7 @@ def _first_difference(
     pair: tuple[int, int],
     programs: Sequence[Sequence[Call]],
 ) -> RecordedFault | None:
+    """Return the first call that two ranks of a group make differently, None without one."""
     one, other = programs
     for index, (here, there) in enumerate(zip(one, other, strict=False)):
         found.num_compared += 1
@@ -449,6 +456,7 @@ def _messages(found: _RankComparison) -> Iterator[RecordedFault]:
 def _first_lost(
     found: _RankComparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
 ) -> RecordedFault | None:
+    """Return the first message that is not received as it was sent, None without one."""
     source, target = pair
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):
         found.num_compared += 1
@@ -482,6 +490,7 @@ def _first_lost(
 def _cycle(
     records: Mapping[int, RankRecord], names: Mapping[str, tuple[int, ...]]
 ) -> Iterator[RecordedFault]:
+    """Yield the ranks that wait for one another, found by running their calls."""
     alive = {rank: record for rank, record in records.items() if record.end not in _BROKEN}
     chain = Simulation(alive, names).run() if alive else []
     if chain:
@@ -495,6 +504,7 @@ def _cycle(
 
 
 def _waits(blocked: Blocked) -> str:
+    """Describe for which rank a rank waits, and in which call."""
     call = blocked.call
     where = f"{call.kind} {call.index} of group {call.group}"
     peer = f" with rank {call.peer}" if call.peer is not None else ""

@@ -31,7 +31,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, place: Callable[[], str], read: Callable[[], None]) -> None:
-        """Begin.
+        """Begin to track the memory of tensors.
 
         Args:
             place: Returns the line of the program that runs.
@@ -68,6 +68,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:
+        """Note the memory that a new tensor takes, until it is freed."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # a subclass without one
@@ -87,6 +88,7 @@ class MemoryTracker(TorchDispatchMode):
             self._peak, self._peak_at = self._now, len(self._events)
 
     def _freed(self, key: int, number: int) -> None:
+        """Note that the memory of a tensor was freed."""
         if self._live.get(key) == number:
             del self._live[key]
         self._events.append(~number)

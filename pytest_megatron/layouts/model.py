@@ -37,7 +37,7 @@ class Call:
 
     Attributes:
         index: Order within the group, from 0.
-        shapes: Of the tensors that the rank gives; of those it receives, where it gives none.
+        shapes: Shapes of the tensors that the rank gives, or else of those it receives.
         step: Counted from 1.
         issued: Clock of this rank when the program made the call.
         waited: The same when the program waited for its end; None if it never did.

@@ -56,6 +56,7 @@ class FakeTrainingPlugin(TrainingPlugin):
             pytest.fail(self._with_way_back(problem, item.nodeid), pytrace=False)
 
     def _run(self, item: WorkloadItem) -> tuple[RecordedLayout, float, str]:
+        """Run single ranks of a workload, and return what they disagree on."""
         checked = make_item_job(self._session, item.workload, item.nodeid)
         require_inputs(checked.plan)
         phase, job = checked.plan.phases[0], checked.job

@@ -56,6 +56,7 @@ class Mail:
         self._counts: dict[str, int] = {}
 
     def _path(self, key: str, side: str = "") -> Path:
+        """Return the file of the next value under a key."""
         number = self._counts[side + key] = self._counts.get(side + key, -1) + 1
         digest = hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:24]
         return self._directory / digest
@@ -186,7 +187,7 @@ class RankRecorder:
         return self._clock
 
     def start(self) -> None:
-        """Count micro-batches and steps."""
+        """Begin to count micro-batches and steps of this rank."""
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -194,6 +195,7 @@ class RankRecorder:
         register_optimizer_step_post_hook(self._after_step)
 
     def _before_module(self, module: torch.nn.Module, _: object) -> None:
+        """Count a forward pass of a model."""
         if id(module) not in self._known:
             self._known.update(id(part) for part in module.modules())
             if next(module.parameters(), None) is None:
@@ -216,6 +218,7 @@ class RankRecorder:
         counts[-1] += 1
 
     def _after_step(self, _: Optimizer, *__: object) -> None:
+        """Count a step, and end the rank after the last one."""
         if self._has_run:
             self._has_run = False
             self._record.steps += 1
@@ -224,7 +227,7 @@ class RankRecorder:
         self._record.last_step_call = len(self._record.calls)
 
     def finish(self, end: str, problem: str = "", line: str = "") -> None:
-        """Write the record."""
+        """Write the record of this rank."""
         self._record.end, self._record.problem, self._record.problem_line = end, problem, line
         self._record.memory = self.memory.result()
         modules = self._directory / "modules.json"

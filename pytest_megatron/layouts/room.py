@@ -11,6 +11,6 @@ ROOM = Room(
     provides={
         "fake_training": "plugin:FakeTrainingPlugin",
         "fake_ranks": "settings:read_ranks",
-        "item_section": "section:section",
+        "item_section": "report:section",
     },
 )

@@ -103,6 +103,7 @@ def _run_all(
 
 
 def _fork(settings: Settings, rank: int, argv: list[str], *, is_other: bool) -> int:
+    """Fork a rank of the program; return its process id in the parent."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -169,6 +170,7 @@ def _where(error: BaseException) -> str:
 
 
 def _run_program(argv: list[str]) -> None:
+    """Run a program or a module as `__main__`."""
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

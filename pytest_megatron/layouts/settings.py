@@ -58,7 +58,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Read the argument."""
+        """Read settings from the JSON of an argument."""
         found = json.loads(text)
         ranks = found.pop("ranks")
         return cls(

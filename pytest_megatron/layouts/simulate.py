@@ -63,6 +63,7 @@ class Simulation:
         return self._chain()
 
     def _advance(self, rank: int) -> bool:
+        """Run the calls of a rank until it waits; return whether any ran."""
         events, begin = self._events[rank], self._next[rank]
         while self._next[rank] < len(events):
             call, is_wait = events[self._next[rank]]
@@ -89,7 +90,7 @@ class Simulation:
         return len(queue) < begin
 
     def _heads(self, key: tuple[int, Key]) -> list[tuple[Call, Key, int]]:
-        """Return the calls of a communicator that no other has to end before."""
+        """Return the calls of a communicator that wait for no earlier one."""
         queue = self._queues[key]
         if not queue or key[1][0] == "free":
             return list(queue)
@@ -111,6 +112,7 @@ class Simulation:
         return None
 
     def _others(self, rank: int, call: Call) -> list[int]:
+        """Return the ranks whose calls have to meet this one."""
         if call.kind in ("send", "recv"):
             peer = call.peer
             return [peer] if peer in self._records and peer is not None and peer != rank else []
@@ -124,6 +126,7 @@ class Simulation:
         return ("group", call.group)
 
     def _communicator(self, call: Call) -> Key:
+        """Return the queue in which calls have to meet in order."""
         if call.group not in self._nccl:
             return ("free", call.group)
         if call.kind in ("send", "recv") and call.batch is None:

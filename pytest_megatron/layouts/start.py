@@ -38,8 +38,8 @@ def run_layout(
         settings: Which ranks, and where they write.
         program: A Python program and its arguments, or `-m` and a module.
         python: Interpreter of the program.
-        env: Its environment, but for rank and world size.
-        cwd: Its working directory.
+        env: Environment of the rank, but for rank and world size.
+        cwd: Working directory of the rank.
         memory_bytes: Memory of the GPU of a rank; None compares none.
 
     Raises:

@@ -40,7 +40,7 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, about: int) -> list[tuple[float, str]]:
-        """Return round numbers within it, and how to write them."""
+        """Return round numbers within the scale, and how to write them."""
         gap = _round_gap((self.high - self.low) / about)
         first = math.ceil(self.low / gap - 1e-9)
         last = math.floor(self.high / gap + 1e-9)
@@ -245,6 +245,7 @@ class _Strip:
 
 
 def _paints(curves: Sequence[Curve]) -> Iterator[str]:
+    """Yield the colour of each curve."""
     runs = failed = 0
     for curve in curves:
         if curve.role is CurveRole.GOLDEN:
@@ -287,6 +288,7 @@ def _legend(curves: Sequence[Curve]) -> tuple[list[float | None], dict[str, floa
 
 
 def _band(chart: Chart, across: Scale, up: Scale, off: _Strip) -> Iterator[str]:
+    """Yield the shapes of the values that the comparison allowed."""
     if chart.golden is None or chart.allowed is None:
         return
     at = _numbers(chart.golden.series)
@@ -301,6 +303,7 @@ def _within(scale: Scale, value: float) -> float:
 
 
 def _area(edges: Sequence[tuple[float, float, float]]) -> str:
+    """Return the SVG path of an area between two edges."""
     edges = edges[:: max(1, len(edges) // _MOST_POINTS)]
     if not edges:
         return ""
@@ -312,6 +315,7 @@ def _area(edges: Sequence[tuple[float, float, float]]) -> str:
 def _drawn(
     chart: Chart, legend: Sequence[float | None], across: Scale, up: Scale, off: _Strip
 ) -> Iterator[_DrawnCurve]:
+    """Yield the curves of a chart as the template draws them."""
     paints = _paints(chart.curves)
     for number, (curve, paint) in enumerate(zip(chart.curves, paints, strict=True)):
         found = _points(curve, chart.golden)
@@ -345,6 +349,7 @@ def _kind(value: float | str) -> str:
 
 
 def _relative(observed: float, golden: float) -> float:
+    """Return the deviation from the golden, relative to it."""
     if observed == golden:
         return 0.0
     return (observed - golden) / abs(golden) if golden else math.nan
@@ -353,6 +358,7 @@ def _relative(observed: float, golden: float) -> float:
 def _gaps(
     points: Sequence[tuple[int, float, str | None]], across: Scale
 ) -> Iterator[tuple[str, float, float]]:
+    """Yield the spans of steps at which a curve has no number, with the kind."""
     for kind, found in groupby(points, key=lambda point: point[2]):
         steps = [step for step, _, _ in found]
         if kind is not None:

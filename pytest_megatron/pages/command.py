@@ -1,4 +1,4 @@
-"""`pytest-megatron runs` and `report`: the runs that a project keeps, and their pages."""
+"""`pytest-megatron runs`: the runs that a project keeps, and pages of any run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_megatron.runs.find import kept_runs, remove_old_runs
 
 @click.group("runs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
-    """List and remove the runs below .pytest_megatron/runs."""
+    """List and remove the runs below .pytest_megatron/runs; write pages and pictures of any."""
 
 
 @runs.command("list")
@@ -52,7 +52,7 @@ def prune(*, keep: int, root: Path) -> None:
         click.echo("nothing to remove")
 
 
-@click.command(name="report")
+@runs.command("report")
 @click.argument("paths", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--output",
@@ -109,6 +109,7 @@ def report(
 
 
 def _end(damaged: Sequence[RunError]) -> NoReturn:
+    """Name runs that could not be read, and exit."""
     for error in damaged:
         echo_error(f"{error}; all other runs are shown")
     sys.exit(EXIT_UNUSABLE if damaged else 0)

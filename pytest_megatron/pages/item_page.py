@@ -77,6 +77,7 @@ def encode_charts(charts: Sequence[Chart], *, most_bytes: int = MOST_BYTES) -> l
 
 
 def _align(chart: Chart) -> _Aligned:
+    """Return the curves of a chart over the same steps."""
     maps = [dict(curve.series.items()) for curve in chart.curves]
     steps = sorted(set().union(*maps))
     values = [[one.get(step) for step in steps] for one in maps]
@@ -107,6 +108,7 @@ def _kept(chart: Chart, aligned: _Aligned, most: int) -> list[int]:
 
 
 def _encode(chart: Chart, aligned: _Aligned, kept: list[int]) -> JsonValue:
+    """Return a chart in the short form that the page's script reads."""
     seen: dict[str, int] = {}
     curves: list[JsonValue] = []
     for number, curve in enumerate(chart.curves):
@@ -140,6 +142,7 @@ def _encode(chart: Chart, aligned: _Aligned, kept: list[int]) -> JsonValue:
 
 
 def _steps(steps: list[int]) -> JsonValue:
+    """Return steps in a short form: a distance, packed distances, or a list."""
     if not steps:
         return {"n": 0, "first": 0, "every": 1}
     gaps = [after - before for before, after in pairwise(steps)]
@@ -153,6 +156,7 @@ def _steps(steps: list[int]) -> JsonValue:
 
 
 def _numbers(values: list[float]) -> JsonValue:
+    """Return values in a short form: one for all, packed floats, or a list."""
     if values and all(value == values[0] for value in values):
         return {"all": values[0]}
     is_large = any(
@@ -266,6 +270,7 @@ class _Module:
 
 
 def _rows(module: _Module, depth: int, path: tuple[str, ...]) -> Iterator[ModuleRow]:
+    """Yield modules with differing tensors, as rows of a tree."""
     if module.own or len(module.children) != 1:
         if module.own or path:
             name = ".".join(path) or "the model"

@@ -168,7 +168,7 @@ class PageItem:
 
     @property
     def quarantine(self) -> str:
-        """Why its failure did not count; empty if it did."""
+        """Why the workload's failure did not count; empty if it did."""
         held = self.record.quarantine
         return held.reason if held is not None and held.holds else ""
 
@@ -192,7 +192,7 @@ class TestRow:
 
     @property
     def problem(self) -> str:
-        """Why it did not pass, or did not at once."""
+        """Why the test did not pass, or not at once."""
         causes = self.record.causes
         reruns = f"passed at rerun {len(causes)}, after {', '.join(causes)}" if causes else ""
         return self.record.problem or reruns

@@ -33,7 +33,7 @@ class PagesPlugin:
 
     @pytest.hookimpl(wrapper=True, trylast=True)  # `run.json` is whole, the summary comes later
     def pytest_sessionfinish(self) -> Generator[None]:
-        """Write them; a run whose pages cannot be written is as good or bad as without."""
+        """Write the pages; a run whose pages cannot be written is as good or bad as without."""
         yield
         run_dir = self._session.run_dir
         has_any = self._has_workloads or self._has_failures

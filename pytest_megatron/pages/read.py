@@ -86,7 +86,7 @@ class RunReader:
     """
 
     def __init__(self, directory: Path, name: str | None = None) -> None:
-        """Read its `run.json`.
+        """Read the `run.json` of a run.
 
         Raises:
             RunError: There is none, or it is damaged.
@@ -128,12 +128,14 @@ class RunReader:
         return dict(counts), tuple(self._test(n, r) for n, r in tests.items())
 
     def _test(self, node_id: str, record: RecordedTest) -> TestRow:
+        """Return the row of a distributed test."""
         found = [_GANG_DIRECTORY.search(attempt.directory) for attempt in record.attempts]
         gangs = [] if record.verdict in GOOD else [match[1] for match in found if match is not None]
         logs = (link for gang in dict.fromkeys(gangs) for link in _rank_logs(self.directory, gang))
         return TestRow(node_id=node_id, record=record, links=tuple(islice(logs, _MOST_LOGS)))
 
     def _item(self, node_id: str, record: RecordedWorkload) -> PageItem:
+        """Return what the page of a workload shows."""
         dirs = item_dirs(self.directory, node_id)
         notes: list[str] = []
         comparison = _record(dirs.comparison, RecordedComparison, notes) or RecordedComparison()
@@ -185,6 +187,7 @@ def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:
 
 
 def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
+    """Return the golden that the run kept, None if there is none to be read."""
     if not dirs.golden.is_file():
         return None
     from pytest_megatron.workloads.golden.store import read_golden  # noqa: PLC0415 - see above
@@ -197,6 +200,7 @@ def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
 
 
 def _trace(dirs: ItemDirs, notes: list[str]) -> TraceComparison | None:
+    """Return the comparison of traces that the run kept, None without one."""
     path = next((p for p in (dirs.equivalence, dirs.determinism) if p.is_file()), None)
     if path is None:
         return None
@@ -208,6 +212,7 @@ def _trace(dirs: ItemDirs, notes: list[str]) -> TraceComparison | None:
 
 
 def _findings(comparison: RecordedComparison) -> Iterator[MetricFinding]:
+    """Yield the finding of each metric in each repeat."""
     for repeat in comparison.repeats:
         for record in repeat.comparisons:
             yield MetricFinding(repeat=repeat.repeat, against=repeat.against, record=record)
@@ -280,6 +285,7 @@ def _read_phase(dirs: PhaseDirs, notes: list[str]) -> Iterator[MetricMap]:
 
 
 def _read(path: Path, notes: list[str]) -> Iterator[MetricMap]:
+    """Yield the metrics of a file, or note that it cannot be shown."""
     from pytest_megatron.workloads.golden.store import read_metrics  # noqa: PLC0415 - see above
 
     try:
@@ -315,6 +321,7 @@ def _charts(
 
 
 def _attempt(dirs: ItemDirs, row: RecordedAttempt, *, is_last: bool) -> AttemptRow:
+    """Return the row of an attempt, with links to its logs."""
     root = dirs.attempt(repeat=row.repeat or 1, attempt=row.attempt or 1).root
     return AttemptRow(
         record=row,
@@ -324,6 +331,7 @@ def _attempt(dirs: ItemDirs, row: RecordedAttempt, *, is_last: bool) -> AttemptR
 
 
 def _logs(item: Path, attempt: Path, rank: int) -> Iterator[FileLink]:
+    """Yield links to the logs of an attempt, of one rank and the launcher."""
     prefix = attempt.relative_to(item).as_posix()
     for number in range(1, _MOST_PHASES):
         phase = f"phase_{number}"
@@ -363,6 +371,7 @@ def _links(directory: Path, names: tuple[str, ...]) -> tuple[FileLink, ...]:
 
 
 def _triage(triage: RecordedTriage) -> Iterator[str]:
+    """Yield what triage says of each attempt that failed."""
     for row in triage.attempts:
         lines = [text for text in (row.text, row.reason, row.advice) if text]
         lines += [f"next: {row.next}"] if row.next else []

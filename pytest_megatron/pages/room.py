@@ -6,8 +6,7 @@ from pytest_megatron.rooms import Room
 
 ROOM = Room(
     commands={
-        "report": ("command:report", "Write pages and pictures of finished runs."),
-        "runs": ("command:runs", "List and remove the runs that a project keeps."),
+        "runs": ("command:runs", "List and remove runs, write pages and pictures of them."),
     },
     provides={
         "drawn_files": "read:is_worth_showing",

@@ -202,6 +202,7 @@ def write_pictures(
 
 
 def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> Iterator[Chart]:
+    """Yield the charts of which pictures are asked for."""
     for chart in item.charts:
         is_drawn = any(len(curve.series) for curve in chart.curves)
         is_wanted = not metrics or chart.metric in metrics
@@ -210,6 +211,7 @@ def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> 
 
 
 def _write_chart(path: Path, chart: Chart, title: str, to_png: _ToPng | None) -> Iterator[Path]:
+    """Write the picture of a chart; yield the files."""
     svg = chart_svg(chart, title)
     picture = path.with_name(f"{path.name}.svg")
     write_text_atomically(picture, svg)
@@ -221,6 +223,7 @@ def _write_chart(path: Path, chart: Chart, title: str, to_png: _ToPng | None) ->
 
 
 def _load_png() -> _ToPng:
+    """Return the library's function that makes PNG of SVG."""
     try:
         library = importlib.import_module("resvg_py")
     except ImportError:

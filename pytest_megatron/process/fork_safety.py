@@ -54,6 +54,7 @@ def find_obstacle(since: str = "the tests were collected") -> str:
 
 
 def _has_cuda() -> bool:
+    """Return whether this process has opened a GPU."""
     for path in Path("/proc/self/fd").iterdir():
         try:
             target = str(path.readlink())

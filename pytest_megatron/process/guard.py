@@ -95,6 +95,7 @@ def _give_up(*_: object) -> None:
 
 
 def _run(control: int, result: int, grace_s: float, start: Callable[[Sequence[str]], int]) -> None:
+    """Start the command, wait for its end, and report it with what was left."""
     try:
         child = start(sys.argv[4:])
     except OSError as error:
@@ -230,6 +231,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, which may be gone."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -237,6 +237,7 @@ class GuardedProcess:
             os.write(self._control, order)
 
     def _parse(self, answer: bytes) -> CommandEnd:
+        """Return the end of the command from the guard's answer."""
         if not answer:
             raise LaunchError(
                 f"process {self._guard.pid}",

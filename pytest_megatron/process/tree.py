@@ -300,6 +300,7 @@ def lives_on(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 def _children_by_parent() -> dict[int, list[Descendant]]:
+    """Return all processes by their parent."""
     children: dict[int, list[Descendant]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - every microsecond counts here
         if name.isdigit() and (found := _read(name)) is not None:
@@ -308,6 +309,7 @@ def _children_by_parent() -> dict[int, list[Descendant]]:
 
 
 def _children_of(parent: int) -> Iterator[Descendant]:
+    """Yield the children of a process."""
     try:
         threads = os.listdir(f"/proc/{parent}/task")  # noqa: PTH208
     except OSError:

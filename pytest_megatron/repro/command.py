@@ -164,6 +164,7 @@ def _is_wanted(name: PurePath, *, with_checkpoints: bool) -> bool:
 
 
 def _plan_of(chosen: Chosen) -> RecordedPlan | None:
+    """Return the plan of the chosen attempt, None without one."""
     found = chosen.attempt
     if not isinstance(found, RecordedAttempt) or not (found.repeat and found.attempt):
         return None
@@ -222,7 +223,7 @@ def _print_header(prepared: _Prepared, again: Again) -> None:
 
 
 def _lines(prepared: _Prepared, again: Again) -> list[str]:
-    """Return the lines that do it by hand."""
+    """Return the lines that run the item by hand."""
     root, image = prepared.stage.root, prepared.chosen.run.image
     lines = [f"cd {shlex.quote(str(root))}", again.line]
     if image is not None:
@@ -264,6 +265,7 @@ def _again(prepared: _Prepared) -> Again:
 
 
 def _run_again(prepared: _Prepared) -> ReproOutcome:
+    """Run the item, and compare how it ends."""
     again = _again(prepared)
     _print_header(prepared, again)
     image = prepared.chosen.run.image
@@ -274,6 +276,7 @@ def _run_again(prepared: _Prepared) -> ReproOutcome:
 
 
 def _print_only(prepared: _Prepared) -> ReproOutcome:
+    """Print the commands instead of running them."""
     for line in _lines(prepared, _again(prepared)):
         click.echo(printable(line))
     return ReproOutcome(exit=ReproExit.PASSED, text="")
@@ -327,6 +330,7 @@ def _trials(prepared: _Prepared) -> Callable[[Sequence[str]], bool]:
     number = 0
 
     def trial(before: Sequence[str]) -> bool:
+        """Run the item after some tests; return whether it fails in the same way."""
         nonlocal number
         number += 1
         name = f"trial_{number}"

@@ -46,6 +46,7 @@ def differences(
 
 
 def _commit_lines(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[str]:
+    """Yield how the commit differs, and what to check out."""
     run = chosen.run
     if run.commit is not None and run.commit != here.commit:
         short, own = run.commit[:SHORT_COMMIT], (here.commit or "no commit")[:SHORT_COMMIT]
@@ -67,6 +68,7 @@ def _commit_lines(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[st
 
 
 def _patch_of(chosen: Chosen) -> str | None:
+    """Return the uncommitted changes of the run, None without any."""
     patch = chosen.run.patch
     path = chosen.run_dir / NAME
     if patch is None or patch.file is None or path.is_symlink() or not path.is_file():
@@ -75,12 +77,14 @@ def _patch_of(chosen: Chosen) -> str | None:
 
 
 def _version_lines(there: Mapping[str, str | None], here: Mapping[str, str]) -> Iterator[str]:
+    """Yield the versions that differ."""
     for name, version in there.items():
         if version is not None and version != here.get(name):
             yield f"{name}: {version} there, {here.get(name, 'not installed')} here"
 
 
 def _gpu_lines(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[str]:
+    """Yield how the GPUs differ."""
     there, own = list(chosen.run.gpus), [gpu.name for gpu in here.host.gpus]
     if there != own:
         yield f"GPUs: {_count(there)} there, {_count(own)} here"
@@ -92,6 +96,7 @@ def _gpu_lines(chosen: Chosen, here: SessionFacts, num_ranks: int) -> Iterator[s
 
 
 def _count(names: list[str]) -> str:
+    """Describe GPUs by kind and number."""
     if not names:
         return "none"
     kinds = dict.fromkeys(names)
@@ -126,6 +131,7 @@ def _after_program(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _is_here(text: str, plan: RecordedPlan, root: Path, own: tuple[str, ...]) -> bool:
+    """Return whether a path that the run names is there here."""
     path = Path(text)
     if any(text == place or text.startswith(f"{place}/") for place in own):
         return True

@@ -20,6 +20,7 @@ def smallest_cause(
     known: dict[tuple[str, ...], bool] = {}
 
     def holds(part: Sequence[str]) -> bool:
+        """Return whether the item fails after these tests; each trial runs once."""
         key = tuple(part)
         if key not in known:
             known[key] = is_cause(key)

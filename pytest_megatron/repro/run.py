@@ -116,7 +116,7 @@ class Stage:
     def run(
         self, chosen: Chosen, again: Again, name: str = "run", *, is_quiet: bool
     ) -> ReproOutcome:
-        """Run it to its end and judge what it left.
+        """Run the command to its end and judge what it left.
 
         Args:
             chosen: The item.

@@ -89,6 +89,7 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
 
 
 def _zip_member(info: zipfile.ZipInfo) -> _Member:
+    """Return a member of a zip."""
     kind = (info.external_attr >> 16) & 0o170000
     is_directory = info.is_dir()
     return _Member(
@@ -125,6 +126,7 @@ def _unpack(
     packed: zipfile.ZipFile | tarfile.TarFile,
     is_wanted: Callable[[PurePath], bool],
 ) -> None:
+    """Unpack the wanted files, within the limits."""
     _refuse(path, members)
     wanted = [m for m in members if m.is_file and is_wanted(PurePosixPath(m.name))]
     _refuse_bomb(path, wanted, target)
@@ -137,6 +139,7 @@ def _unpack(
 
 
 def _open(packed: zipfile.ZipFile | tarfile.TarFile, member: _Member) -> IO[bytes]:
+    """Open a file of an archive."""
     if isinstance(packed, zipfile.ZipFile):
         assert isinstance(member.source, zipfile.ZipInfo)
         return packed.open(member.source)
@@ -197,6 +200,7 @@ def _refuse_bomb(path: Path, wanted: Sequence[_Member], target: Path) -> None:
 
 
 def _refuse_size(path: Path, num_files: int, num_bytes: int) -> None:
+    """Refuse an archive that holds too much."""
     raise TriageError(
         str(path),
         f"holds {num_files} files of {num_bytes} bytes or more, expected at most {MOST_FILES} of "

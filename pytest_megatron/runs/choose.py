@@ -149,6 +149,7 @@ def choose(
 
 
 def _only_failure(runs: Mapping[Path, RecordedRun], where: str) -> tuple[Path, str]:
+    """Return the only item that failed; several are an error that names them."""
     items = _items(runs)
     found, what = _worst(runs, items)
     if what is None:
@@ -174,6 +175,7 @@ def _worst(
 
 
 def _named(runs: Mapping[Path, RecordedRun], wanted: str) -> tuple[Path, str]:
+    """Return the one item with this node id, name or part of a name."""
     items = _items(runs)
     exact = [pair for pair in items if pair[1] == wanted]
     end = f"::{wanted}"
@@ -195,6 +197,7 @@ def _named(runs: Mapping[Path, RecordedRun], wanted: str) -> tuple[Path, str]:
 def _execution(
     item: RecordedItem, node_id: str, attempt: int | None, repeat: int | None
 ) -> RecordedAttempt | RecordedExecution | None:
+    """Return the attempt that the options choose, by default the last."""
     found: Sequence[RecordedAttempt | RecordedExecution]
     if isinstance(item, RecordedTest):
         if repeat is not None:
@@ -231,6 +234,7 @@ def _before(run: RecordedRun, found: RecordedExecution) -> tuple[str, ...]:
 
 
 def _list(found: Sequence[tuple[Path, str]]) -> str:
+    """Return node ids as lines, and how many more there are."""
     lines = [f"\n  {node_id}" for _, node_id in found[:_MOST_LISTED]]
     left = len(found) - _MOST_LISTED
     return "".join(lines) + (f"\n  and {left} more" if left > 0 else "")

@@ -106,6 +106,7 @@ def utc_now() -> str:
 
 
 def _version(package: str) -> str | None:
+    """Return the installed version of a package, None without one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

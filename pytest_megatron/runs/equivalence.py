@@ -134,6 +134,7 @@ def headline(one: TensorDivergence) -> str:
 
 
 def _lines(comparison: TraceComparison) -> Iterator[str]:
+    """Yield the text of a comparison: the first difference, then the others."""
     if comparison.problem is not None:
         yield f"the traces cannot be compared: {comparison.problem}"
     first, *others = comparison.divergences or (None,)
@@ -155,6 +156,7 @@ def _lines(comparison: TraceComparison) -> Iterator[str]:
 
 
 def _subject(one: TensorDivergence) -> str:
+    """Name what differs: a parameter's gradient or value, or a module's tensor."""
     if one.parameter is not None:
         what = "gradient" if one.phase == "gradient" else "value after the step"
         what = what if one.step else "initial value"
@@ -193,6 +195,7 @@ def _amount(one: TensorDivergence) -> str:
 
 
 def _numbers(comparison: TraceComparison) -> str:
+    """Describe how many tensors differ."""
     compared = counted(comparison.num_compared, "tensor")
     text = f"{comparison.num_divergences} of {compared} differ"
     num_left_out = len(comparison.not_compared)
@@ -200,6 +203,7 @@ def _numbers(comparison: TraceComparison) -> str:
 
 
 def _plain(value: object) -> JsonValue:
+    """Return a value as JSON can hold it."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -81,6 +81,7 @@ class _RunFinder:
     refused: list[RunError] | None
 
     def find(self, path: Path, scratch: Path) -> Iterator[FoundRun]:
+        """Yield the runs in a path: a run, an archive, a summary, or a folder."""
         if path.is_file() and is_archive(path):
             yield from self._unpacked(path, scratch)
         elif self.looks_up and (above := _above(path)) is not None:
@@ -96,6 +97,7 @@ class _RunFinder:
                 yield from self._unpacked(archive, scratch / str(number))
 
     def _unpacked(self, archive: Path, scratch: Path) -> Iterator[FoundRun]:
+        """Yield the runs in an archive, whose records are unpacked."""
         target = scratch / "artifact"
         target.mkdir(parents=True)
         try:

@@ -105,7 +105,7 @@ class HistoryEntry(RecordedFile):
 
     @property
     def is_counted(self) -> bool:
-        """True if its outcome is one of a revision: it ran to an end of its own in a clean tree.
+        """True if the outcome is one of a revision: it ran to an end of its own in a clean tree.
 
         A test with causes failed once more after failures that are known as transient.
         """
@@ -306,6 +306,7 @@ def _revision(entry: HistoryEntry) -> tuple[str, str]:
 
 
 def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
+    """Return the counts of an item over its runs."""
     odd = [e for e in entries if e.verdict not in ("passed", "skipped")]
     causes = Counter(cause for entry in entries for cause in entry.causes)
     outcomes = _outcomes(entries)
@@ -481,6 +482,7 @@ def flakiness_cases(
 
 
 def _case(node_id: str, entries: Sequence[HistoryEntry], num_needed: int | None) -> FlakinessCase:
+    """Return the evidence that an item is flaky, by revision."""
     runs = [entry for entry in entries if entry.is_counted]
     by_revision: dict[tuple[str, str], list[HistoryEntry]] = {}
     for run in runs:

@@ -103,6 +103,7 @@ def read_case(element: ET.Element) -> JUnitCase:
 
 
 def _seconds(text: str | None) -> float:
+    """Return a duration, 0 where the file has none."""
     try:
         return max(0.0, float(text or 0))
     except ValueError:

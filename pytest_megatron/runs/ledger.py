@@ -34,7 +34,7 @@ class RunLedger:
         max_retries: int = DEFAULT_MAX_RETRIES,
         is_attached: bool = False,
     ) -> None:
-        """Read nothing yet.
+        """Begin without reading the ledger.
 
         Args:
             run_dir: Is there before the first call.
@@ -174,6 +174,7 @@ class _RetryCounts:
             self._count(row)
 
     def _count(self, row: dict[str, JsonValue]) -> None:
+        """Count a line of the ledger."""
         node_id = str(row.get("node_id"))
         match row.get("event"):
             case "retry":

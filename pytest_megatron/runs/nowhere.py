@@ -31,7 +31,7 @@ class NowhereGroup:
 
     @property
     def amount(self) -> str:
-        """`3 tests, 1 file`."""
+        """The number of tests and files, such as `3 tests, 1 file`."""
         num_tests = sum(self.tests.values())
         num_files = sum(not number for number in self.tests.values())
         parts = ((num_tests, "test"), (num_files, "file"))

@@ -330,6 +330,7 @@ class RecordedTest(_RecordedItem):
 
 
 def _kind(value: RecordedWorkload | RecordedTest | Mapping[str, JsonValue]) -> str:
+    """Return the name of the class of a record."""
     if isinstance(value, Mapping):
         return "RecordedTest" if "world_size" in value else "RecordedWorkload"
     return type(value).__name__

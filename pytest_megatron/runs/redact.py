@@ -209,6 +209,7 @@ def redact_file(path: Path, redactor: Redactor) -> None:
 
 
 def _files(root: Path) -> Iterator[Path]:
+    """Yield the files that may hold secrets."""
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in LEFT_ALONE]
         for name in files:
@@ -218,6 +219,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _redact(path: Path, redactor: Redactor) -> None:
+    """Remove secrets from a file, by its kind."""
     if "tfevents" in path.name:
         path.write_bytes(_redact_events(path.read_bytes(), redactor))
     elif path.suffix == ".json":

@@ -215,6 +215,7 @@ def _may_name(text: str, wishes: Wishes) -> bool:
 
 
 def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
+    """Return the variables that choose repeat and phase."""
     env = {}
     if isinstance(chosen.attempt, RecordedAttempt) and (chosen.attempt.repeat or 1) > 1:
         env[REPEAT] = str(chosen.attempt.repeat)
@@ -228,6 +229,7 @@ def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
 
 
 def _test_words(chosen: Chosen, item: RecordedTest, wishes: Wishes) -> list[str]:
+    """Return the options of pytest that run a test as it ran."""
     words = ["--megatron-ranks", str(wishes.num_ranks or item.world_size)]
     words += ["--megatron-device", item.device] if item.device else []
     if chosen.attempt is not None and "ranks-" in chosen.attempt.directory:

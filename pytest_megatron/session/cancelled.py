@@ -42,7 +42,7 @@ class CancelledPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
-        """Run the tests.
+        """Have signals end the session while tests run.
 
         Raises:
             KeyboardInterrupt: The session is to end; further signals are ignored meanwhile.
@@ -67,12 +67,13 @@ class CancelledPlugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Give signals back to whom they were."""
+        """Restore the handlers that signals had."""
         for number in self._ours:
             signal.signal(number, signal.SIG_DFL)
         self._ours.clear()
 
     def _handlers(self) -> list[tuple[signal.Signals, _Handler]]:
+        """Return the signals that end the session, with their handlers."""
         if self._is_follower:
             return [(signal.SIGTERM, self._wait), (signal.SIGALRM, self._end)]
         is_terminal = sys.__stdout__ is not None and sys.__stdout__.isatty()
@@ -85,6 +86,7 @@ class CancelledPlugin:
         signal.setitimer(signal.ITIMER_REAL, _FOLLOWER_S)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
+        """End the session as Ctrl-C does, with the signal's name."""
         del frame
         for known in self._ours:
             signal.signal(known, signal.SIG_IGN)  # once is enough; ending takes a while

@@ -121,7 +121,7 @@ class LeftOutFiles:
         return "" if self._is_never_entered(path) else "ignored by a conftest.py or a plugin"
 
     def _listed(self, name: str, folder: Path) -> list[str]:
-        """Return the paths of such a list, of the nearest conftest.py that has one."""
+        """Return the paths of `collect_ignore` or the like, of the nearest conftest.py."""
         modules = (p for p in self._config.pluginmanager.get_plugins() if isinstance(p, ModuleType))
         lists = {Path(m.__file__ or ""): vars(m)[name] for m in modules if name in vars(m)}
         for parent in (folder, *folder.parents):

@@ -38,6 +38,7 @@ def leave_out_of_environment(config: pytest.Config, taken: Collection[str]) -> N
 
 
 def _set(config: pytest.Config, name: str, value: str, *, is_changed: bool) -> None:
+    """Set a variable until the session ends."""
     if not is_changed:
         return
     before = os.environ[name]

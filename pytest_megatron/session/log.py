@@ -32,13 +32,13 @@ class SessionLog(logging.Filter):
         self._kept: list[str] = []
 
     def begin(self) -> None:
-        """Take the records of all rooms."""
+        """Keep the log records of all rooms from here on."""
         for logger in _LOGGERS:
             logger.setLevel(logging.INFO)
             logger.addFilter(self)
 
     def end(self) -> None:
-        """Take no more records."""
+        """Keep no more log records."""
         self._write()
         for logger in _LOGGERS:
             logger.setLevel(logging.NOTSET)
@@ -52,6 +52,7 @@ class SessionLog(logging.Filter):
         return logging.getLogger().isEnabledFor(record.levelno)
 
     def _write(self) -> None:
+        """Append what is kept to the log of the run."""
         if not self._kept or not self._run_dir.is_dir():
             return
         # Opened for each record: ranks are forks of this process. Others report a full disk.

@@ -109,7 +109,7 @@ class OptionRow:
 
     @property
     def help(self) -> str:
-        """The text for `--help`."""
+        """The option's text for `--help`."""
         has_default = self.shown_default not in ("false", "no filter", "none")
         return f"{self.text} (default: {self.shown_default})" if has_default else self.text
 
@@ -124,7 +124,7 @@ class OptionRow:
         return f"{self.default:g}" if is_float else str(self.default).lower()
 
     def read(self, config: pytest.Config) -> object:
-        """Return the parsed value."""
+        """Return the parsed value of the option, or of its ini option."""
         value = given(config, self.name)
         return self.default if value is None else self.kind.parse(self.typed_name, value)
 
@@ -222,6 +222,7 @@ def has_workers(config: pytest.Config) -> bool:
 
 
 def _flag(where: str, value: object) -> bool:
+    """Parse a value of an option that is on or off."""
     found = str(value).lower()
     if found in ("true", "1", "yes"):
         return True
@@ -233,6 +234,7 @@ def _flag(where: str, value: object) -> bool:
 
 
 def _count(where: str, value: object, also: str = "") -> int:
+    """Parse a number from 1 on."""
     if not str(value).isdecimal() or int(str(value)) < 1:
         raise pytest.UsageError(
             f"{where}: {value!r} is not a count, expected a number from 1 on{also}"
@@ -241,12 +243,14 @@ def _count(where: str, value: object, also: str = "") -> int:
 
 
 def _index(where: str, value: object) -> int:
+    """Parse a number from 0 on."""
     if not str(value).isdecimal():
         raise pytest.UsageError(f"{where}: {value!r} is not a number, expected one from 0 on")
     return int(str(value))
 
 
 def _seed(where: str, value: object) -> str:
+    """Parse a seed, or `off`."""
     if str(value) not in ("", "off") and not str(value).isdecimal():
         raise pytest.UsageError(f"{where}: {value!r} is no seed, expected a number or off")
     return str(value)
@@ -257,7 +261,7 @@ def _seconds(where: str, value: object) -> float:
 
 
 def seconds_of(value: object, where: str, more: str = "") -> float:
-    """Return a time.
+    """Parse a number of seconds.
 
     Raises:
         pytest.UsageError: It is none.
@@ -274,6 +278,7 @@ def seconds_of(value: object, where: str, more: str = "") -> float:
 
 
 def _minutes(where: str, value: object) -> float:
+    """Parse a number of minutes, or true for the default."""
     found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
     try:
         minutes = float(found)
@@ -288,6 +293,7 @@ def _minutes(where: str, value: object) -> float:
 
 
 def _words(where: str, value: object) -> tuple[str, ...]:
+    """Parse words with commas."""
     lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     found = [word.strip() for line in lists for word in str(line).split(",")]
     if not all(found):
@@ -296,6 +302,7 @@ def _words(where: str, value: object) -> tuple[str, ...]:
 
 
 def _ranks(where: str, value: object) -> tuple[int, ...] | None:
+    """Parse numbers of ranks; None for all, none for `none`."""
     found = str(value)
     if found in ("all", "none"):
         return None if found == "all" else ()
@@ -308,6 +315,7 @@ def _ranks(where: str, value: object) -> tuple[int, ...] | None:
 
 
 def _fake_ranks(_: str, value: object) -> str:
+    """Return the value of `--fake-ranks`, if its room can read it."""
     with usage_errors():
         for read in _RANK_CHOICE.all():
             read(str(value))
@@ -318,6 +326,7 @@ def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]
     """Return the kind of a value that is one of `choices`."""
 
     def parse(where: str, value: object) -> ChoiceT:
+        """Return the choice that a value names."""
         for choice in choices:
             if choice == value:
                 return choice
@@ -744,7 +753,7 @@ class Options:
 
     @property
     def settled_workload_start(self) -> WorkloadStart:
-        """How ranks start: goldens are measured on interpreters that share no seed of `hash()`.
+        """How ranks of workloads start: fresh where goldens are written, or training is recorded.
 
         What a training imports is recorded while it does.
         """
@@ -1018,6 +1027,7 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
 
 
 def _refuse_contradictions(options: Options) -> None:
+    """Refuse options that exclude one another."""
     if options.num_gpus is not None and options.num_ranks is not None:
         raise pytest.UsageError("--gpus: --ranks is given as well; give one of them")
     if options.num_gpus is not None and options.device == "cpu":

@@ -125,6 +125,7 @@ def _options(config: pytest.Config, session: RunSession) -> dict[str, OptionValu
 
 
 def _redacted(value: OptionValue, redactor: Redactor) -> OptionValue:
+    """Return the value of an option without secrets."""
     if isinstance(value, tuple):
         return tuple(map(redactor.text, value))
     return redactor.text(value) if isinstance(value, str) else value
@@ -254,6 +255,7 @@ class RunFile(RecordCarrier):
             terminalreporter.write_line(line, red=True)
 
     def _write(self) -> None:
+        """Write run.json, as far as the session has come."""
         run_dir = self._session.run_dir
         if not self._session.has_results:
             if self._records or not self._is_asked_for():
@@ -284,6 +286,7 @@ class RunFile(RecordCarrier):
             link_latest(run_dir)
 
     def _deselected(self) -> dict[str, dict[str, int]]:
+        """Return the tests that were left out, by reason, without secrets."""
         redact = self._session.redactor.text
         return {
             redact(reason): {redact(node_id): number for node_id, number in tests.items()}
@@ -393,6 +396,7 @@ class HistoryPlugin:
         return node_id in self._known
 
     def _entry(self, node_id: str, record: RecordedItem) -> HistoryEntry:
+        """Return the line of an item for the history."""
         facts = self._session.facts
         if isinstance(record, RecordedTest):
             kind, platform, num_repeats = "test", f"{record.device} x{record.world_size}", 1

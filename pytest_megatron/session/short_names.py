@@ -42,7 +42,7 @@ class ShortNames:
         )
 
     def declare(self, name: str, dest: str, text: str, settings: Mapping[str, str]) -> None:
-        """Declare an option."""
+        """Declare an option by its long name, and by its short one if nobody has that."""
         add, same = self._group.addoption, {"dest": dest, "default": None, **settings}
         add(f"--{PREFIX}{name}", help=argparse.SUPPRESS, **same)
         self._long[name] = self._group.options[-1], text
@@ -96,6 +96,7 @@ class ShortNames:
                 _table_of(action)[f"--{name}"] = action
 
     def _give_way(self, name: str) -> None:
+        """Leave a short name to another plugin."""
         if name not in self._long:  # one that is refused
             return
         self.taken.append(name)
@@ -103,6 +104,7 @@ class ShortNames:
         vars(_action_of(option) or option)["help"] = text
 
     def _names_of_others(self) -> set[str]:
+        """Return the options that others have declared."""
         groups = [*self._parser._groups, self._parser._anonymous]
         options = [o for group in groups if group is not self._group for o in group.options]
         return {name for option in options for name in option.names()}

@@ -254,6 +254,7 @@ class RunSession:
         return f"{where}: {error.strerror}; make room, or give another --run-dir"
 
     def _new_run_dir(self, config: pytest.Config) -> Path:
+        """Return the run directory of this session."""
         if self.options.run_dir is not None:
             chosen = Path(self.directory, self.options.run_dir)
         else:

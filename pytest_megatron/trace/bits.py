@@ -139,6 +139,7 @@ def _layouts(files: dict[int, Path]) -> dict[int, TraceLayout]:
 def _require_layouts(
     candidate: Path, ours: dict[int, TraceLayout], theirs: dict[int, TraceLayout]
 ) -> None:
+    """Refuse traces of different layouts."""
     if ours == theirs:
         return
     raise TraceError(
@@ -235,6 +236,7 @@ def _lines(path: Path, last_step: int | None) -> Iterator[bytes]:
 
 
 def _parsed(line: bytes, path: Path) -> TraceRecord:
+    """Parse a line of a trace."""
     try:
         return parse(TraceRecord, line)
     except SchemaError as error:

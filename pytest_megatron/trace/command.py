@@ -122,6 +122,7 @@ def _is_wanted(name: PurePath) -> bool:
 
 
 def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
+    """Yield the traces of a run."""
     record: RecordedRun = read_run(run.directory)
     for node_id, item in record.items.items():
         if isinstance(item, RecordedWorkload):
@@ -129,6 +130,7 @@ def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
 
 
 def _traces_in(directory: Path, node_id: str) -> Iterator[FoundTrace]:
+    """Yield the traces of the last attempt of the first repeat of an item."""
     attempts = {path.parents[1] for path in directory.glob(f"repeat_*/attempt_*/*/{TRACE_DIR}")}
     if not attempts:
         return
@@ -204,6 +206,7 @@ def differences_beside(reference: FoundTrace, candidate: FoundTrace) -> list[str
 def _rows(
     prefix: str, old: Mapping[str, str], new: Mapping[str, str]
 ) -> list[tuple[str, object, object]]:
+    """Return the values of each name in both runs."""
     names = dict.fromkeys((*old, *new))
     return [(f"{prefix}{name}", old.get(name), new.get(name)) for name in names]
 
@@ -223,6 +226,7 @@ def _arguments(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
 
 
 def _variables(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+    """Return the variables of a phase, without paths of the run."""
     return {
         name: _without_run(value, of)
         for name, value in phase.env.items()
@@ -237,6 +241,7 @@ def _without_run(text: str, of: FoundTrace) -> str:
 
 
 def _shown(value: object) -> str:
+    """Return a value as the table of differences shows it."""
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     return "none" if value is None else str(value) or "given"
@@ -308,6 +313,7 @@ def diff(*, run_a: Path, run_b: Path, item: str | None, form: str) -> None:
 
 
 def _compare(reference: FoundTrace, candidate: FoundTrace) -> _Compared:
+    """Compare two traces bit by bit; why that cannot be is kept."""
     comparison, problem = None, ""
     try:
         comparison = compare_bits(reference.directory, candidate.directory)
@@ -319,6 +325,7 @@ def _compare(reference: FoundTrace, candidate: FoundTrace) -> _Compared:
 
 
 def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterator[str]:
+    """Yield the text of comparisons."""
     yield from beside
     for one in compared:
         yield one.line
@@ -330,6 +337,7 @@ def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterato
 
 
 def _to_json(one: _Compared) -> JsonValue:
+    """Return a comparison as JSON."""
     return {
         "item": one.reference.node_id or None,
         "phase": one.reference.number or None,
@@ -387,6 +395,7 @@ def show(
 
 
 def _cells(record: TraceRecord) -> tuple[str, ...]:
+    """Return the cells of a tensor's row."""
     shape = "x".join(map(str, record.shape)) or "1"
     norm = "not finite" if record.norm is None else f"{record.norm:.6g}"
     place = (str(record.step), record.phase, record.module or "the model", record.tensor)

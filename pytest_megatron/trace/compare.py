@@ -126,7 +126,7 @@ class _Sums:
     num_values: int = 0
 
     def add(self, expected: Values, actual: Values, scale: float) -> None:
-        """Add a block."""
+        """Add a block of differences to the sums."""
         rows = max(1, _CHUNK_VALUES // max(1, math.prod(expected.shape[1:])))
         for start in range(0, len(expected) if expected.ndim else 1, rows):
             part = ... if not expected.ndim else slice(start, start + rows)
@@ -174,7 +174,7 @@ class Comparer:
         self.largest: dict[str, float] = {}  # error by limit, of each phase; for experiments
 
     def compare(self) -> TraceComparison:
-        """Return the result.
+        """Compare all steps; return the result.
 
         Raises:
             TraceError: The traces cannot be compared.
@@ -238,6 +238,7 @@ class Comparer:
     def _compare_step(
         self, number: int, reference: TracedStep, candidate: TracedStep, noise: TracedStep | None
     ) -> None:
+        """Compare all tensors of one step."""
         samples = self._samples(number, reference, candidate) if number else None
         if number and not self._epsilons[0]:
             self._epsilons = (_epsilon(reference), _epsilon(candidate))
@@ -371,6 +372,7 @@ class Comparer:
                 self._found.append((position, _divergence(piece, kind="missing")))
 
     def _leave_out(self, pieces: Sequence[Piece], reason: str) -> None:
+        """Note tensors that cannot be compared, with the reason."""
         record = pieces[0].record
         self._not_compared.setdefault(
             (record.module, record.tensor, record.phase),
@@ -565,6 +567,7 @@ class Comparer:
 
 
 def _divergence(piece: Piece, *, kind: DivergenceKind, **values: object) -> TensorDivergence:
+    """Return a difference at a piece of a tensor."""
     record = piece.record
     return TensorDivergence(
         **{
@@ -656,6 +659,7 @@ def _noise(pieces: Sequence[Piece], noises: Sequence[Piece], usual: float) -> fl
 
 
 def _rank_key(piece: Piece) -> tuple[object, ...]:
+    """Sort pieces by rank, micro-batch and place."""
     shard = piece.record.parameter
     place = () if shard is None else (shard.global_offset, shard.flat)
     return (piece.rank, piece.record.microbatch, place)

@@ -161,7 +161,7 @@ class TraceWriter:
         self._write({"format_version": FORMAT_VERSION, **dataclasses.asdict(header)})
 
     def write_record(self, record: TraceRecord) -> None:
-        """Write one tensor."""
+        """Write the line of one tensor."""
         line: dict[str, object] = dict(zip(_RECORD_FIELDS, _values_of(record), strict=True))
         if record.parameter is not None:
             for name in _PARAMETER_FIELDS:
@@ -300,6 +300,7 @@ def read_end(path: Path) -> TraceEnd | None:
 
 
 def _lines_after_header(path: Path) -> Iterator[tuple[int, Line]]:
+    """Yield the lines of a trace with their numbers."""
     with path.open(encoding="utf-8") as lines:
         lines.readline()
         for number, line in enumerate(lines, start=2):
@@ -326,6 +327,7 @@ def _read(path: Path, number: int, line: str) -> dict[str, object] | None:
 
 
 def _record(line: dict[str, object]) -> TraceRecord:
+    """Return a tensor's record from a line of JSON."""
     values = {key: _tuples(value) for key, value in line.items()}
     shard = None
     if "key" in values:

@@ -69,6 +69,7 @@ def _forward_hint(
     reference: TraceLayout,
     candidate: TraceLayout,
 ) -> str | None:
+    """Return the likely cause of a first difference in a forward pass."""
     if first.tensor == "samples":
         numbers = [one.microbatch for one in same if one.tensor == "samples"]
         return (
@@ -89,6 +90,7 @@ def _forward_hint(
 def _gradient_hint(
     same: Sequence[TensorDivergence], reference: TraceLayout, candidate: TraceLayout
 ) -> str | None:
+    """Return the likely cause of gradients that differ."""
     parameters = [one for one in same if one.parameter is not None]
     names = [one.parameter or "" for one in parameters]
     if not names:
@@ -117,6 +119,7 @@ def _gradient_hint(
 
 
 def _update_hint(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
+    """Return the likely cause of parameters that differ after a step."""
     first = same[0]
     if first.is_buffer:
         return "the buffer is updated otherwise, or ranks do not add what each of them counts"

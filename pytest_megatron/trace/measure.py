@@ -128,6 +128,7 @@ def measure_on_device(values: torch.Tensor) -> Pending:
 def _measurement(
     num_values: int, squares: float, total: float, not_finite: int, digest: str
 ) -> TensorMeasurement:
+    """Return norm, mean and hash from sums over the values."""
     is_finite = math.isfinite(squares) and not not_finite
     return TensorMeasurement(
         norm=math.sqrt(squares) if is_finite else None,
@@ -171,6 +172,7 @@ def _multipliers(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 @functools.lru_cache(maxsize=4)
 def _all_multipliers(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return a fixed random factor for each place of a hash."""
     with np.errstate(over="ignore"):
         mixed = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)

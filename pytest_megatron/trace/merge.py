@@ -297,6 +297,7 @@ class Merge:
     def _parameter(
         self, reference: Sequence[Piece], candidate: Sequence[Piece]
     ) -> Iterator[HeldPart]:
+        """Yield parts of a parameter with the reference's values for them."""
         whole, order = self._whole_parameter(reference)
         for piece in candidate:
             chunks = self._parameter_chunks(piece)
@@ -372,6 +373,7 @@ class Merge:
     def _activation(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
     ) -> Iterator[HeldPart]:
+        """Yield parts of an activation with the reference's values for them."""
         if self._samples is None:
             raise NotMergedError("the model has no input whose samples could be matched")
         reading = self._reading(name, reference, candidate)
@@ -394,12 +396,13 @@ class Merge:
                 yield from self._blocks(wholes, piece, axes, view, (unit, runs))
 
     def _require_equal_sizes(self, own: Sequence[tuple[str, int]]) -> None:
-        """Raise for a gradient of a micro-batch of another size: it is a mean over its samples."""
+        """Refuse a gradient that is a mean over micro-batches of another size."""
         assert self._samples is not None
         if any(len(rows) != len(own) for rows in self._samples[0].rows.values()):
             raise NotMergedError("it is of a micro-batch, and these have other numbers of samples")
 
     def _find_orders(self, reference: TracedStep, candidate: TracedStep) -> None:
+        """Find the order of batch and sequence in each activation."""
         for name, pieces in reference.tensors.items():
             others = candidate.tensors.get(name)
             if others is None or pieces[0].record.parameter is not None:
@@ -699,6 +702,7 @@ class _Wholes:
         split: tuple[bool, ...],
         coordinate: int | None,
     ) -> _Whole:
+        """Put the pieces of the reference's ranks together."""
         first = pieces[0]
         cp, tp = first.layout.cp[1], first.layout.tp[1]
         is_shared = axes.has_sequence and axes.sequence_parts > cp

@@ -106,7 +106,7 @@ class Piece:
         return math.prod(self.record.shape)
 
     def values(self) -> Values:
-        """Return its values in its shape; what a rank owns of a parameter is flat.
+        """Return the piece's values in its shape; what a rank owns of a parameter is flat.
 
         Raises:
             TraceError: The file of values is cut off, or the trace has none.
@@ -190,6 +190,7 @@ class Trace:
         return (one for one in early if not one.step)
 
     def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> TracedStep:
+        """Return a step with the pieces of all ranks."""
         step = TracedStep(self)
         for rank, found in records.items():
             for record in found:
@@ -218,6 +219,7 @@ class Trace:
         return found
 
     def _map(self, rank: int) -> NDArray[np.uint8]:
+        """Map the file of a rank's values into memory."""
         file = self._files[rank].with_suffix(".bin")
         try:
             return np.memmap(file, np.uint8, "r")
@@ -226,6 +228,7 @@ class Trace:
 
 
 def _records(path: Path) -> Iterator[TraceRecord]:
+    """Yield the tensors of a file; a damaged line is an error."""
     try:
         yield from read_records(path)
     except (OSError, ValueError, TypeError) as error:
@@ -233,6 +236,7 @@ def _records(path: Path) -> Iterator[TraceRecord]:
 
 
 def _header(path: Path) -> TraceHeader:
+    """Return the header of a trace; another file is an error."""
     try:
         return read_header(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -352,6 +356,7 @@ def read_samples(
 def _rows(
     pieces: Mapping[Microbatch, Mapping[int, Piece]], batch_axis: int, *, is_zigzag: bool
 ) -> Samples:
+    """Return the samples of each micro-batch, from the model's inputs."""
     counts: dict[str, int] = defaultdict(int)
     rows: dict[Microbatch, tuple[tuple[str, int], ...]] = {}
     length = 0

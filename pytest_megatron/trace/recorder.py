@@ -84,6 +84,7 @@ class Noise:
         return (tensor * self._factors(name, tensor)).to(tensor.dtype)
 
     def _factors(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return random factors around 1 for a tensor, the same for its name."""
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator(tensor.device)
         generator.manual_seed(int.from_bytes(digest[:7], "big"))
@@ -211,7 +212,7 @@ class Recorder:
     def attach(
         self, model: torch.nn.Module, optimizer: object, *, batch_first: bool | None = None
     ) -> None:
-        """Adopt a model before its first call, and an optimizer of a kind that is not known."""
+        """Record a model from before its first call, and an optimizer of any kind."""
         if batch_first is not None:
             self._settings = replace(self._settings, batch_first=batch_first)
         if not self._is_over and id(model) not in self._known:
@@ -236,6 +237,7 @@ class Recorder:
             self._end_step()
 
     def _problem(self) -> str | None:
+        """Return why the trace cannot be compared, None if it can."""
         if not self._models:
             return "the program called no torch.nn.Module with gradients"
         if not self._num_steps:
@@ -243,6 +245,7 @@ class Recorder:
         return None
 
     def _open(self, model: torch.nn.Module | None, device: torch.device) -> TraceWriter:
+        """Open the files of this rank's trace, and write the header."""
         values = self._settings.values
         header = layout.header(model, device, values, batch_first=self._settings.batch_first)
         writer = TraceWriter(self._settings.directory, header.rank, has_values=values == "full")
@@ -267,6 +270,7 @@ class Recorder:
         self._writer.flush()
 
     def _end_step(self) -> None:
+        """Write the records of a step."""
         self._flush()
         self._num_steps = self._step
         self._watched.clear()
@@ -281,7 +285,7 @@ class Recorder:
     # Modules
 
     def _before_any_module(self, module: torch.nn.Module, args: tuple[object, ...]) -> None:
-        """Adopt a model at its first call."""
+        """Record a model from its first call on."""
         if (
             id(module) in self._known
             or self._microbatch is not None
@@ -359,6 +363,7 @@ class Recorder:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> None:
+        """Record the inputs of a module."""
         is_model = module is model.module
         if is_model and torch.is_grad_enabled() and not _is_in_backward():
             if self._updated:
@@ -387,6 +392,7 @@ class Recorder:
     def _after_module(
         self, name: str, module: torch.nn.Module, args: object, kwargs: object, output: object
     ) -> object:
+        """Record the outputs of a module."""
         del args, kwargs
         if self._is_idle():
             return output
@@ -430,6 +436,7 @@ class Recorder:
             self._watch(place, tensor, microbatch)
 
     def _watch(self, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
+        """Have the gradient of a tensor recorded when it is there."""
         place = _Place(place.module, place.kind, f"grad_{place.tensor}")
         known = self._watched.get(id(tensor))
         if known and known.tensor() is tensor and known.version == tensor._version:
@@ -445,6 +452,7 @@ class Recorder:
     def _on_gradient(
         self, places: Sequence[_Place], microbatch: int, gradient: torch.Tensor | None
     ) -> None:
+        """Record the gradient of an activation."""
         if self._is_over:
             return
         self._backward_microbatch = microbatch
@@ -459,6 +467,7 @@ class Recorder:
     # Optimizers
 
     def _wrap_megatron_optimizers(self) -> None:
+        """Have the steps of megatron-core's optimizers recorded."""
         found = sys.modules.get("megatron.core.optimizer.optimizer")
         if found is None:
             return
@@ -469,8 +478,11 @@ class Recorder:
                 self._undo.callback(setattr, kind, "step", step)
 
     def _traced(self, step: _OptimizerStep) -> _OptimizerStep:
+        """Return an optimizer's step that records parameters before and after."""
+
         @functools.wraps(step)
         def traced(optimizer: object, *args: object, **kwargs: object) -> object:
+            """Make the step, and record parameters before and after."""
             result = None
             self.before_optimizer(optimizer)
             try:
@@ -557,12 +569,14 @@ class Recorder:
         step: int | None = None,
         state: str = "",
     ) -> None:
+        """Record a parameter, its gradient or a state of it."""
         place = _Place(one.module, one.kind, f"{one.name}.{state}" if state else one.name)
         for shard, shape, values in one.parts(tensor, flat, state):
             measured, at = self._measure(values)
             self._append(phase, place, values, measured, at, shard=shard, shape=shape, step=step)
 
     def _record(self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
+        """Measure a tensor, and append its record."""
         values = local_values(tensor)
         measured, at = self._measure(values)
         self._append(phase, place, values, measured, at, microbatch=microbatch)
@@ -582,6 +596,7 @@ class Recorder:
         return self._measured[key]
 
     def _store(self, bits: Array) -> At:
+        """Write a tensor's values, and return where, if values are stored."""
         if self._settings.values != "full":
             return None
         assert self._writer is not None
@@ -600,6 +615,7 @@ class Recorder:
         shape: tuple[int, ...] | None = None,
         step: int | None = None,
     ) -> None:
+        """Append the record of a tensor."""
         make = partial(
             TraceRecord,
             order=self._order,
@@ -645,6 +661,7 @@ def _tensors(name: str, value: object) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    """Yield a class and all below it."""
     yield kind
     below: list[type] = kind.__subclasses__()
     for one in below:

@@ -41,6 +41,7 @@ def main() -> None:
 
 
 def _run(argv: list[str], *, is_module: bool) -> None:
+    """Run a program or a module as `__main__`."""
     sys.argv = argv
     if is_module:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)

@@ -85,7 +85,7 @@ class NamedParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """What it holds now."""
+        """The values that this rank holds now."""
         if self.owner is None:
             return self.parameter
         module, name = self.owner
@@ -123,6 +123,7 @@ class NamedParameter:
     def _place(
         self, shard: TensorShard, flat: tuple[int, int] | None, state: str
     ) -> ParameterShard:
+        """Return the place of a shard, or of a state of it, in the whole."""
         return ParameterShard(
             key=f"{shard.key}.{state}" if state else shard.key,
             global_shape=shard.global_shape,
@@ -232,6 +233,7 @@ def _tensors_in(entry: object) -> Iterator[LocalTensor]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
+    """Return a tensor that is whole on this rank, or a part by its DTensor."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
     is_main = torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
     if isinstance(tensor, DTensor):
@@ -249,12 +251,14 @@ def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
 
 
 def _tensor_of_factory(factory: ShardedTensorFactory) -> LocalTensor:
+    """Return the parameter that a checkpoint holds as several tensors."""
     from megatron.core.dist_checkpointing import dict_utils
 
     def build(values: torch.Tensor) -> object:
         return factory.build_fn(factory.key, values, factory.replica_id, factory.flattened_range)
 
     def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+        """Join the tensors of a checkpoint to the one of the model."""
         left = iter(parts)
         merged: torch.Tensor = factory.merge_fn(
             dict_utils.dict_list_map_outplace(lambda _: next(left), build(factory.data))
@@ -269,6 +273,7 @@ def _tensor_of_factory(factory: ShardedTensorFactory) -> LocalTensor:
 
 
 def _shard(entry: ShardedTensor, values: torch.Tensor) -> TensorShard:
+    """Return a part of a tensor from megatron-core's description."""
     replicas = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
     return TensorShard(
         key=entry.key,
@@ -316,6 +321,7 @@ def parameter_name(name: str, first_expert: int) -> str:
 def _walk(
     name: str, module: torch.nn.Module, first_expert: int, seen: set[int]
 ) -> Iterator[tuple[str, torch.nn.Module, int]]:
+    """Yield modules with their names, and the number of their first expert."""
     if id(module) in seen:
         return
     seen.add(id(module))

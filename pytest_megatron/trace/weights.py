@@ -155,6 +155,7 @@ class _Stored:
         return found.numel()
 
     def _values(self, part: _StoredPart) -> torch.Tensor:
+        """Return the stored values of a part."""
         if part.file not in self._maps:
             with part.file.open("rb") as file:
                 # Copy-on-write, as torch wants memory that it could write to.

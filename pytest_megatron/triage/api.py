@@ -66,7 +66,7 @@ class Unclear:
         )
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it as `triage --format json` prints it."""
+        """Return the launch as `triage --format json` prints it."""
         return {
             "unit": self.unit,
             "text": self.text,
@@ -169,6 +169,7 @@ def _examine(unit: Unit, table: Table) -> tuple[RankLog, Diagnosis | Unclear | N
 
 
 def _size(path: Path) -> int:
+    """Return the size of a file, 0 if it is gone."""
     try:
         return path.stat().st_size
     except OSError:

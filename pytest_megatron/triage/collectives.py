@@ -73,6 +73,7 @@ def analyse(
     waiting = {f.entry.group: _waiting(dumps, f.entry.group) for f in found}
 
     def order(finding: CollectiveMismatch) -> tuple[bool, bool, int]:
+        """Sort findings: certain ones first, of groups that wait for none."""
         elsewhere = [ranks for group, ranks in waiting.items() if group != finding.entry.group]
         is_victim = any(set(finding.ranks) & ranks for ranks in elsewhere)
         return is_victim, not finding.is_certain, finding.entry.created_ns
@@ -98,6 +99,7 @@ class _GroupCalls:
 
     @classmethod
     def of(cls, group: str, dumps: Mapping[int, FlightDump], world_size: int | None) -> _GroupCalls:
+        """Return the collectives of a group, by rank and number."""
         calls = {
             rank: {e.seq: e for e in dump.entries if e.group == group and not e.is_p2p}
             for rank, dump in dumps.items()
@@ -153,6 +155,7 @@ def _split(
     at: Mapping[int, FlightEntry],
     values: Mapping[int, str],
 ) -> CollectiveMismatch:
+    """Return the mismatch of ranks that called different collectives."""
     (usual, most), *rest = Counter(values.values()).most_common()
     is_certain = all(num < most for _, num in rest)
     guilty = [rank for rank, value in values.items() if value != usual or not is_certain]
@@ -171,6 +174,7 @@ def _split(
 
 
 def _describe(at: Mapping[int, FlightEntry], values: Mapping[int, str], value: str) -> str:
+    """Describe the collective that ranks with one value called."""
     entry = next(at[rank] for rank in at if values[rank] == value)
     tensors = ", ".join(
         f"{dtype}{list(shape)}"
@@ -243,6 +247,7 @@ def _silent(
 
 
 def _waiting(dumps: Mapping[int, FlightDump], group: str) -> set[int]:
+    """Return the ranks that wait in a collective of a group."""
     return {
         rank
         for rank, dump in dumps.items()

@@ -42,6 +42,7 @@ def as_markdown(found: Triage) -> str:
 
 
 def _text_block(group: FailureGroup) -> Iterator[str]:
+    """Yield the lines of failures with one cause."""
     first = group.first
     yield f"{first.unit}: {first.family}"
     yield f"{_INDENT}{first.text}"
@@ -58,6 +59,7 @@ def _text_block(group: FailureGroup) -> Iterator[str]:
 
 
 def _unclear_block(unclear: Unclear) -> Iterator[str]:
+    """Yield the lines of a launch that shows neither failure nor good end."""
     yield f"{unclear.unit}: unknown"
     yield f"{_INDENT}{unclear.text}"
     for evidence in unclear.last_words:
@@ -75,6 +77,7 @@ def _also(group: FailureGroup) -> str:
 
 
 def _notes(found: Triage) -> list[str]:
+    """Return notes, and how many launches are not shown."""
     notes = [f"note: {note}" for note in found.notes]
     if len(found.unclear) > _MOST_LISTED:
         rest = len(found.unclear) - _MOST_LISTED

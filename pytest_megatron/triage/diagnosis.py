@@ -100,7 +100,7 @@ class Diagnosis:
 
 
 def diagnose(rank_log: RankLog, root: Root) -> Diagnosis:
-    """Put a root cause into words.
+    """Describe a root cause: who failed, how, where, when, and what to do.
 
     Reads the logs up to the lines that are shown, to count them.
     """
@@ -177,6 +177,7 @@ def _paragraph(headline: str, rank_log: RankLog, root: Root, facts: Mapping[str,
 
 
 def _who(rank_log: RankLog, root: Root) -> str:
+    """Name who failed: ranks, the launcher or the program."""
     if root.who is not None:
         return root.who
     if not root.ranks:
@@ -188,6 +189,7 @@ def _who(rank_log: RankLog, root: Root) -> str:
 
 
 def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
+    """Describe how far the training was."""
     if iteration is not None:
         last = "" if iteration[1] is None else f" of {iteration[1]}"
         return f"after iteration {iteration[0]}{last}"
@@ -195,6 +197,7 @@ def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
 
 
 def _say_memory(facts: Mapping[str, str]) -> str:
+    """Describe the sizes of memory that a message tells."""
     parts = {
         "tried_to_allocate": "It tried to allocate {}",
         "free": ", {} were free",
@@ -206,6 +209,7 @@ def _say_memory(facts: Mapping[str, str]) -> str:
 
 
 def _failed(rank_log: RankLog) -> Sequence[int]:
+    """Return the ranks that failed by an exception or an exit code."""
     return [
         rank
         for rank, told in rank_log.ranks.items()

@@ -148,6 +148,7 @@ def _in_directory(root: Path, shown: str, notes: list[str]) -> list[Unit]:
     """Return the launches below a directory; note the files that are called logs and are none."""
 
     def name(path: Path) -> str:
+        """Return a path as it is shown, also within an archive."""
         if shown.endswith("!"):
             return shown + path.relative_to(root).as_posix()
         return str(path)
@@ -312,6 +313,7 @@ def _units_of_loose_files(files: Sequence[Path], name: _Name) -> list[Unit]:
 
 
 def _is_text(path: Path) -> bool:
+    """Return whether a file looks like text."""
     try:
         return _looks_like_text(path)
     except OSError:

@@ -205,6 +205,7 @@ def _forget_what_was_overcome(
     outcomes = [e for e in logs.events if e.signature.role is LineRole.OUTCOME]
 
     def is_overcome(event: Event) -> bool:
+        """Return whether the program went on after a line."""
         row, place = event.signature, event.place
         if place.log in successes and place.offset <= successes[place.log].offset:
             return row.family != "nonfinite_loss"
@@ -273,6 +274,7 @@ def _read_log(
 
 
 def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
+    """Return the exits of ranks that a line of a launcher tells."""
     before, behind = NEAR_BYTES
     start = max(0, raw.start - before)
     data = read_from(log.path, start, raw.start - start + behind)
@@ -371,6 +373,7 @@ def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
 def _story(
     rank: int | None, logs: _LogCollector, end: ProcessExit | None, fatal: Fatal | None, unit: Unit
 ) -> RankStory:
+    """Return what is known of one rank."""
     return RankStory(
         rank=rank,
         exit=end,
@@ -412,6 +415,7 @@ def _furthest(unit: Unit) -> tuple[int, int] | None:
 
 
 def _tail_lines(log: LogFile) -> Iterator[LogLine]:
+    """Yield the last lines of a log."""
     data, offset = _tail(log)
     for raw in data.split(b"\n"):
         text = parse_line(raw.decode(errors="replace")).text

@@ -57,6 +57,7 @@ def is_mismatch(path: Path) -> bool:
 
 
 def _mismatch(record: LogFile, table: Table) -> Root | None:
+    """Return the cause of metrics that disagree, None if none do."""
     found = read_if_whole(record.path, RecordedComparison) or RecordedComparison()
     metrics = (metric for repeat in found.repeats for metric in repeat.comparisons)
     failed = [_text(metric) for metric in metrics if not metric.passed]
@@ -89,6 +90,7 @@ def _with_fault(record: LogFile, root: Root, table: Table) -> Root:
 
 
 def _place(record: LogFile, mark: bytes, text: str) -> LogLine:
+    """Return the line of a record where a mark is."""
     try:
         offset = record.path.read_bytes().find(mark)
     except OSError:
@@ -127,6 +129,7 @@ def known_of(unit: Unit) -> Known:
 
 
 def _phase_number(directory: Path, attempt: Path) -> int:
+    """Return the number of the phase that a directory is of."""
     parts = directory.resolve().relative_to(attempt.resolve()).parts
     name = parts[0] if parts else ""
     number = name.removeprefix("phase_")

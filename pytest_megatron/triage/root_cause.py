@@ -94,6 +94,7 @@ def _by_flights(rank_log: RankLog, table: Table, hurt: dict[int, RankStory]) -> 
 
 
 def _what_it_did_there(kind: Desync) -> str:
+    """Describe what a rank did in place of the others' collective."""
     match kind:
         case Desync.OP | Desync.SIZE | Desync.DTYPE:
             return f"called a collective with {kind.value} than the others"
@@ -111,6 +112,7 @@ def _what_it_did(
     *,
     is_timeout: bool,
 ) -> str:
+    """Describe what the ranks that failed did."""
     if not ranks:
         what = "waited for a collective that did not finish"
         return what if is_timeout else f"lost another rank: {worst.headline}"
@@ -266,7 +268,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         candidates = [c for c in candidates if _is_own(c)]
     root = _first(candidates, rank_log)
     if root is not None and (odd := odd_by_fingerprint(rank_log)):
-        guilty = next((_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
+        guilty = next((_root_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
         root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
     explained = _explained(rank_log, root)
     if explained is not None:
@@ -277,7 +279,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         return _time_limit(rank_log, table)
     launcher = _candidate(rank_log.launcher, table)
     if launcher is not None and rank_log.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
-        return _of(launcher, ())
+        return _root_of(launcher, ())
     waiting = _lone_root(rank_log) or find_absent(rank_log, table)
     if waiting is not None:
         return waiting
@@ -346,6 +348,7 @@ def _lone_root(rank_log: RankLog) -> Root | None:
 
 
 def _lone(rank: RankStory) -> _CauseCandidate | None:
+    """Return the exception that a child or a pipe of the rank itself caused, None without one."""
     fatal = rank.fatal
     if fatal is None or not fatal.is_lone:
         return None
@@ -383,6 +386,7 @@ def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | N
     tied = tied or list(candidates)
 
     def order(candidate: _CauseCandidate) -> tuple[int, bool, bool, int]:
+        """Sort candidates for the cause."""
         rank = candidate.story.rank
         return (
             candidate.kind,
@@ -398,10 +402,11 @@ def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | N
     if not is_all and root.story.rank is not None:
         ranks.remove(root.story.rank)
         ranks.insert(0, root.story.rank)
-    return _of(root, tuple(ranks), is_all=is_all)
+    return _root_of(root, tuple(ranks), is_all=is_all)
 
 
 def _is_alike(one: _CauseCandidate, other: _CauseCandidate) -> bool:
+    """Return whether two ranks failed in the same way."""
     if one.signature.id != other.signature.id or one.kind is not other.kind:
         return False
     if one.fatal is None or other.fatal is None:
@@ -418,14 +423,15 @@ def _is_before(one: _CauseCandidate, other: _CauseCandidate) -> bool:
 
 
 def _times(candidate: _CauseCandidate) -> tuple[float | None, float | None, float | None]:
-    """Return when it failed by torch's error file, by the lines of its log and by the launcher."""
+    """Return when a rank failed by torch's error file, by its log and by the launcher."""
     fatal, end = candidate.fatal, candidate.story.exit
     epoch_s = None if fatal is None else fatal.epoch_s
     time_s = None if fatal is None else fatal.time_s
     return epoch_s, time_s, None if end is None else end.time_s
 
 
-def _of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+def _root_of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool = False) -> Root:
+    """Return the root cause from a candidate."""
     fatal = candidate.fatal
     rank = candidate.story
     return Root(
@@ -469,6 +475,7 @@ def _events(rank_log: RankLog) -> Iterable[Event]:
 
 
 def _time_limit(rank_log: RankLog, table: Table) -> Root:
+    """Return the root cause of a time limit: where each rank was."""
     frames = {r: rank.stack_frame for r, rank in rank_log.ranks.items() if rank.stack_frame}
     counts = Counter(frames.values())
     odd = tuple(r for r, frame in frames.items() if counts[frame] < max(counts.values()))
@@ -493,6 +500,7 @@ def _line(rank_log: RankLog) -> Root | None:
 
 
 def _wrote(event: Event) -> Root:
+    """Return the root cause that a line of a log is."""
     return Root(
         signature=event.signature,
         ranks=() if event.rank is None else (event.rank,),
@@ -536,7 +544,7 @@ def _known_end(table: Table, how: str | None) -> Signature | None:
 
 
 def _hint(rank_log: RankLog) -> Root | None:
-    """Return what a log warns of last that shows neither a failure nor a good end."""
+    """Return the last warning of a log that shows neither a failure nor a good end."""
     if rank_log.is_presumed_clean or rank_log.success is not None:
         return None
     roles = (LineRole.CAUSE, LineRole.CASCADE, LineRole.CONFIRMATION)

@@ -275,6 +275,7 @@ def match_line(table: Table, line: str) -> tuple[Signature, re.Match[str]] | Non
 
 
 def _wrong_example(table: Table, row: Signature, example: str) -> str | None:
+    """Return what is wrong with an example of a signature, None if nothing."""
     if not _matches(row, example):
         return f"{row.id} does not match it"
     match row.where:

@@ -44,8 +44,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests/unit_tests/hooks"))
-from tiny_project import stand_in  # noqa: E402 - of tests/unit_tests/hooks
+sys.path += [
+    str(ROOT / "tests/unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
+]
+from tiny_project import stand_in  # noqa: E402 - of the folders above
 
 _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<body>.*?)^(?P=indent)```$|<!-- (?P<note>.*?) -->",

@@ -9,8 +9,6 @@ arithmetic itself is untouched. Leaving the context puts back every name that it
 Must not be used where CUDA is: `cpu_device()` refuses that. Nothing here imports megatron-core
 but for the two names that have to be replaced inside it. It holds for the thread that opened it,
 which is the one that trains (autograd runs the backward pass of CPU tensors in the caller).
-
-See docs/explanation/cpu-device.md for the reason of each answer.
 """
 
 from __future__ import annotations

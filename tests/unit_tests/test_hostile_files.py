@@ -13,7 +13,7 @@ COMMANDS = {
     "gpt.yaml": ("expand", "gpt.yaml"),
     "history.jsonl": ("flaky", "--history", "history.jsonl"),
     "costs.jsonl": ("cost", "--history", "costs.jsonl"),
-    "run.json": ("report", "."),
+    "run.json": ("runs", "report", "."),
     "plan.json": ("ci", "summary", ".", "--expect", "plan.json"),
     "golden.json": ("golden", "show", "golden.json"),
     "other.json": ("golden", "check", "--golden", "other.json", "--observed", "other.json"),

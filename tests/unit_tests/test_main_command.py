@@ -85,7 +85,7 @@ def completed(shell: str, *words: str, code: str = "") -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        pytest.param(["re"], ["record", "report", "repro"], id="a command"),
+        pytest.param(["re"], ["record", "repro"], id="a command"),
         pytest.param(["golden", "re"], ["review"], id="a command of a group"),
         pytest.param(["schema", "re"], ["recipe"], id="a word of an argument"),
         pytest.param(["doctor", "--no"], ["--no-collective"], id="an option"),

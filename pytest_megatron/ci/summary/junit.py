@@ -30,7 +30,7 @@ class CaseDetails:
     attachment: str | None = None
 
     def add_to(self, case: ET.Element) -> None:
-        """Write it into a case, whose own attributes stay."""
+        """Write the details into a JUnit case, whose own attributes stay."""
         case.attrib.setdefault("file", plain(self.file))
         lines = [] if self.attachment is None else [f"{_ATTACHMENT}{self.attachment}]]"]
         if self.reproduce is not None:
@@ -92,6 +92,7 @@ def join(suites: Iterable[Suite]) -> str:
 
 
 def _job_case(name: str, problem: str) -> JUnitCase:
+    """Return the JUnit case of a problem of a job."""
     return JUnitCase(
         classname="job", name=name, outcome="broken", message=problem, text=problem, duration_s=0.0
     )

@@ -123,7 +123,7 @@ class CiSummary:
         return sum(item.verdict in verdicts for item in self.items)
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`."""
+        """Return the summary for `summary.json`."""
         counts = {v: self.count(v) for v in ("passed", "failed", "flaky", "broken", "skipped")}
         return {
             "schema": 1,
@@ -154,7 +154,7 @@ def merge(
     expected: PlanFile | None = None,
     results: Mapping[str, str] | None = None,
 ) -> CiSummary:
-    """Make one verdict.
+    """Make one verdict of all jobs.
 
     Args:
         runs: Results of jobs, in any order.
@@ -198,6 +198,7 @@ def jobs_that_run(plan: PlanFile, runs: Sequence[JobRun]) -> tuple[CiJob, ...]:
 
 
 def _by_name(runs: Sequence[JobRun]) -> dict[str, list[JobRun]]:
+    """Return the tries of each job."""
     found: dict[str, list[JobRun]] = {}
     for run in runs:
         found.setdefault(run.name, []).append(run)
@@ -346,6 +347,7 @@ def _results(
 
 
 def _interest(group: Sequence[JobItem]) -> tuple[bool, bool, int, str]:
+    """Sort failures of one cause: of the code first, then those of many items."""
     first = group[0]
     is_transient = first.cause is not None and first.cause.is_transient
     return first.verdict == "broken", is_transient, -len(group), first.node_id

@@ -49,7 +49,7 @@ class ItemCause:
         return f"{node_id.partition('[')[0]}: {text}" if _ASSERTION.match(self.text) else text
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`."""
+        """Return the cause for `summary.json`."""
         return {
             "text": self.text,
             "root_rank": self.rank,
@@ -114,14 +114,14 @@ class JobItem:
 
     @property
     def how_flaky(self) -> str:
-        """Reason why it fails nothing although it did not pass at once."""
+        """Why a flaky item counts as passed."""
         if self.is_held:
             return f"{self.verdict}, in quarantine"
         causes = f": {', '.join(self.causes)}" if self.causes else ""
         return f"passed at attempt {max(self.num_attempts, 2)}{causes}"
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`."""
+        """Return the item for `summary.json`."""
         return {
             "node_id": self.node_id,
             "job": self.job,
@@ -180,7 +180,7 @@ class JobRun:
 
     @property
     def counts(self) -> str:
-        """The verdicts of its items: `2 failed, 40 passed, 12.0 s`."""
+        """The verdicts of the job's items: `2 failed, 40 passed, 12.0 s`."""
         words = ("failed", "broken", "flaky", "passed", "skipped")
         found = [f"{number} {word}" for word in words if (number := self.count(word))]
         return f"{', '.join(found) or 'no items'}, {self.duration_s:.1f} s"
@@ -190,7 +190,7 @@ class JobRun:
         return sum(item.verdict in verdicts for item in self.items)
 
     def as_json(self) -> dict[str, JsonValue]:
-        """Return it for `summary.json`, without its items."""
+        """Return the job for `summary.json`, without its items."""
         return {
             "job": self.name,
             "verdict": self.verdict,

@@ -102,6 +102,7 @@ def cause_of_case(case: JUnitCase) -> ItemCause | None:
 
 
 def _triage(record: RecordedWorkload, run_dir: Path) -> RecordedTriage:
+    """Return the diagnosis that a workload left in its run."""
     file = run_dir / Path(record.directory or "").name / TRIAGE_FILE
     found = read_if_whole(file, RecordedTriage) if is_within(file, run_dir) else None
     return found or RecordedTriage()
@@ -115,7 +116,7 @@ def is_within(path: Path, directory: Path) -> bool:
 def _place(
     evidence: RecordedEvidence | None, record: RecordedWorkload, run_dir: Path, shown: str
 ) -> str | None:
-    """Name the line as it can be found in the artifact: the run was somewhere else."""
+    """Return the path of a line within the artifact: the run was somewhere else."""
     if not record.directory:
         return None
     item = Path(record.directory).name
@@ -255,6 +256,7 @@ def read_run(root: Path, shown: str) -> JobRun:
 
 
 def _job_record(collector: _JobCollector) -> CiJobRecord | None:
+    """Return the `job.json` of an artifact, None if it has none that can be read."""
     file = collector.root / FILE_NAME
     if not is_within(file, collector.root):
         return None
@@ -275,6 +277,7 @@ def _junit_files(directory: Path) -> list[Path]:
 
 
 def _show(collector: _JobCollector, path: Path) -> str:
+    """Return a path as the summary shows it, below the artifact's name."""
     where = path.relative_to(collector.root).as_posix()
     if where == ".":
         return collector.shown
@@ -333,6 +336,7 @@ def _item(
     place: tuple[Path, str],
     job: str,
 ) -> JobItem:
+    """Return an item of a job from its record and its JUnit case."""
     if isinstance(record, RecordedTest):
         cause = cause_of_test(record, case, *place)
     else:
@@ -428,7 +432,7 @@ def _running(run: RecordedRun, run_dir: Path) -> str | None:
 
 
 def _add_cases(collector: _JobCollector, job: str) -> None:
-    """Take the tests that ran on no gang, which only JUnit XML has."""
+    """Add tests that only JUnit XML has, and errors that came after a record was made."""
     known = {address(node_id): node_id for node_id in collector.items}
     for key, case in _by_address(collector.junits).items():
         node_id = known.get(key)
@@ -500,6 +504,7 @@ def read_jobs(
 
 
 def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
+    """Yield the jobs in a path: an artifact, a job's directory, or a folder of them."""
     if path.is_symlink() or (path / SUMMARY_FILE).is_file():
         return  # a link may lead anywhere; a summary's own artifact is no job's
     if path.is_file():
@@ -521,6 +526,7 @@ def _child(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobR
 
 
 def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
+    """Yield the jobs in an archive, which is unpacked below the workspace."""
     root = workspace / str(sum(1 for _ in workspace.iterdir()))
     root.mkdir()
     try:
@@ -541,6 +547,7 @@ def _is_wanted(path: PurePath) -> bool:
 
 
 def _damaged(path: Path, shown: str, problem: str) -> JobRun:
+    """Return a job of which nothing could be read but why."""
     return JobRun(
         name=path.stem if path.is_file() else path.name, artifact=shown, problems=(problem,)
     )

@@ -129,6 +129,7 @@ def as_text(summary: CiSummary) -> str:
 
 
 def _text_head(summary: CiSummary) -> Iterator[str]:
+    """Yield the first lines of the summary: verdict, plan and cost."""
     yield headline(summary)
     if summary.headline:
         yield f"planned: {summary.headline}"
@@ -148,6 +149,7 @@ def _text_head(summary: CiSummary) -> Iterator[str]:
 
 
 def _text_group(group: Sequence[JobItem]) -> Iterator[str]:
+    """Yield the lines of failures with one cause."""
     item, cause = group[0], group[0].cause
     yield f"{item.verdict} {item.node_id} ({item.job})"
     if cause is not None:
@@ -201,6 +203,7 @@ def _bytes(text: str) -> int:
 
 
 def _sections(summary: CiSummary, link: str | None) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield headings of the Markdown summary, each with its text."""
     yield "", _markdown_head(summary)
     yield "### What failed", _failures(summary, link)
     yield "### Flaky", _blocks("flaky", summary.flaky, _BLOCK_ROWS)
@@ -211,6 +214,7 @@ def _sections(summary: CiSummary, link: str | None) -> Iterator[tuple[str, Itera
 
 
 def _failures(summary: CiSummary, link: str | None) -> Iterator[str]:
+    """Yield a block for each cause of failures, with pictures of the first ones."""
     files = curve_files(summary)
     num_charts = 0
     for group in summary.groups:
@@ -237,6 +241,7 @@ def curve_files(summary: CiSummary) -> dict[tuple[str, str], str]:
 
 
 def _markdown_head(summary: CiSummary) -> Iterator[str]:
+    """Yield the first blocks of the Markdown summary."""
     yield _block("title", headline(summary), summary)
     if summary.headline:
         yield _block("planned", summary)
@@ -260,12 +265,14 @@ def _blocks(macro: str, rows: Sequence[object], size: int) -> Iterator[str]:
 
 
 def _started(rank: int | None, place: str) -> str:
+    """Name the rank and the line at which a failure began."""
     if rank is None:
         return f"see {place}"
     return f"started on rank {rank}" + (f", {place}" if place else "")
 
 
 def _also(group: Sequence[JobItem]) -> str:
+    """Name the other items that failed for the same cause."""
     others = [f"{item.node_id} ({item.job})" for item in group[1:]]
     more = f" and {len(others) - _MOST_ALSO} more" if len(others) > _MOST_ALSO else ""
     shown = ", ".join(name[:_MOST_NAME] for name in others[:_MOST_ALSO])
@@ -273,7 +280,7 @@ def _also(group: Sequence[JobItem]) -> str:
 
 
 def as_html(summary: CiSummary, pages: str | None = None) -> str:
-    """Return the page.
+    """Return the page of the summary.
 
     Args:
         summary: The summary.
@@ -294,7 +301,7 @@ _OUTCOMES = {"flaky": "passed"}
 def write_outputs(
     summary: CiSummary, directory: Path, pages: str | None = None, link: str | None = None
 ) -> None:
-    """Write all of them or none.
+    """Write all files of the summary, or none.
 
     Args:
         summary: The summary.
@@ -323,6 +330,7 @@ def write_outputs(
 
 
 def _suites(summary: CiSummary, curves: Mapping[tuple[str, str], Path]) -> Iterator[Suite]:
+    """Yield the JUnit suite of each job, and one for problems of all."""
     for job in summary.jobs:
         yield Suite(
             name=job.name,
@@ -336,6 +344,7 @@ def _suites(summary: CiSummary, curves: Mapping[tuple[str, str], Path]) -> Itera
 
 
 def _details(item: JobItem, curves: Mapping[tuple[str, str], Path]) -> CaseDetails:
+    """Return what the JUnit case of an item gets besides: file, line to type, picture."""
     curve = curves.get((item.job, item.node_id))
     return CaseDetails(
         file=item.node_id.partition("::")[0],

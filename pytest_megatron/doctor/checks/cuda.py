@@ -51,6 +51,7 @@ def check_cuda(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[Rule
 
 
 def _driver(devices: Devices, torch: Torch) -> Iterator[RuleMatch]:
+    """Compare the driver with the CUDA that torch was built with."""
     driver = version_of(devices.driver)
     if driver is None:
         return
@@ -93,6 +94,7 @@ def _fitting(driver: Version) -> str:
 
 
 def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Compare the GPUs that the driver has with those that torch can use."""
     if torch.cuda is None or torch.problem is not None:
         return
     visible = env.get("CUDA_VISIBLE_DEVICES")

@@ -78,6 +78,7 @@ def check_communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iter
 
 
 def _infiniband(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Look at ports that are down, and at InfiniBand that is switched off."""
     active = [port for port, state in machine.infiniband.items() if state == "ACTIVE"]
     down = [f"{port} ({s.lower()})" for port, s in machine.infiniband.items() if s != "ACTIVE"]
     if down:
@@ -91,6 +92,7 @@ def _infiniband(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleM
 
 
 def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
+    """Look at shared memory and at the limits of this user that are too low."""
     if machine.shm_bytes is not None and machine.shm_bytes < _LEAST_SHM_BYTES:
         yield RuleMatch("shm-small", size=shown_bytes(machine.shm_bytes))
     for name, rule in _LEAST_LIMITS.items():
@@ -103,6 +105,7 @@ def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
 
 
 def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
+    """Look at whether a directory can be written to, has room, and may hold code."""
     if disk.problem is not None:
         advice = "mount it writable, or choose another place"
         if disk.variable:
@@ -157,6 +160,7 @@ def shown_bytes(number: int) -> str:
 
 
 def _locale(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Look at whether Python prints UTF-8."""
     encoding = facts.python.encoding
     if encoding.lower().replace("-", "") not in ("utf8", "utf8sig"):
         yield RuleMatch(
@@ -169,7 +173,7 @@ def _locale(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMat
 
 
 def check_slurm(slurm: Slurm) -> Iterator[RuleMatch]:
-    """Check Slurm's client."""
+    """Check Slurm's client programs, their versions and the controller."""
     if not slurm.programs:
         return
     if missing := [name for name in _SLURM_NEEDED if name not in slurm.programs]:
@@ -243,6 +247,7 @@ def _is_thread_count(text: str) -> bool:
 
 
 def _communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Look at variables of NCCL and gloo, and at what slows them down."""
     yield from _interfaces(facts.machine, env)
     for variable, choices in _CHOICES.items():
         problem = _problem_of_list(variable, env.get(variable, ""), choices, facts)
@@ -288,6 +293,7 @@ def _problem_of_list(
 
 
 def _interfaces(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Look at whether the network interfaces that variables name are there."""
     if not machine.links:
         return  # the system does not say
     loopback = tuple(link for link in machine.links if link == "lo")

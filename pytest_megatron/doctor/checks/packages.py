@@ -84,6 +84,7 @@ def check_compiled(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
 def _one(
     row: Compiled, package: Package, objects: list[Extension], facts: EnvironmentFacts
 ) -> Iterator[RuleMatch]:
+    """Yield what is wrong with a compiled package, each rule once."""
     fits = fitting(row, facts, package.version)
     hits = list(_tags(package, objects, facts, fits))
     if facts.torch is not None:
@@ -226,6 +227,7 @@ def check_requirements(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
 
 
 def _requirement(package: Package, text: str, facts: EnvironmentFacts) -> Iterator[RuleMatch]:
+    """Compare a requirement of a package with the version that is installed."""
     try:
         requirement = Requirement(text)
     except InvalidRequirement:
@@ -246,6 +248,7 @@ def _requirement(package: Package, text: str, facts: EnvironmentFacts) -> Iterat
 
 
 def _marker_environment(facts: EnvironmentFacts) -> dict[str, str]:
+    """Return the values of markers for the Python that is examined."""
     version = facts.python.version
     return {
         "extra": "",

@@ -65,6 +65,7 @@ def check_project(facts: EnvironmentFacts, places: SystemView) -> Iterator[RuleM
 
 
 def _read(path: Path) -> _Table:
+    """Return the content of a TOML file."""
     try:
         return cast("_Table", tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
@@ -72,12 +73,14 @@ def _read(path: Path) -> _Table:
 
 
 def _rows(value: JsonValue, lock: Path) -> list[_Table]:
+    """Return the packages of a lock file."""
     if not isinstance(value, list):
         raise _UnreadableError(f"{lock}: no packages in it")
     return [row for row in value if isinstance(row, dict)]
 
 
 def _made_by_uv(prefix: Path) -> bool:
+    """Return whether uv made an environment."""
     try:
         lines = (prefix / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -101,12 +104,14 @@ def _stale(own: Mapping[str, JsonValue], root: _Table) -> Iterator[RuleMatch]:
 
 
 def _requirements(own: Mapping[str, JsonValue]) -> Iterator[str]:
+    """Yield the requirements of a project, optional ones too."""
     yield from cast("list[str]", own.get("dependencies", []))
     for texts in cast("dict[str, list[str]]", own.get("optional-dependencies", {})).values():
         yield from texts
 
 
 def _key(text: str) -> tuple[str, str]:
+    """Return the name and the versions of a requirement, in a form to compare."""
     try:
         requirement = Requirement(text)
     except InvalidRequirement as problem:
@@ -208,6 +213,7 @@ def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> I
 def _row(
     row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path
 ) -> Iterator[RuleMatch]:
+    """Check what a row of a recipe needs against this machine."""
     host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
     if lacks := host.lacks(row.platform, row.gpus * row.nodes):
         yield RuleMatch("recipe-gpus", lacks=lacks)
@@ -245,6 +251,7 @@ def _paths(row: Workload, root: Path) -> Iterator[RuleMatch]:
 def _case(
     row: Workload, case: WorkloadCase, facts: EnvironmentFacts, host: Host, env: Mapping[str, str]
 ) -> Iterator[RuleMatch]:
+    """Check the case of a row: its launcher, sizes, memory and packages."""
     starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
     if starter == Launcher.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
         yield RuleMatch("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)

@@ -55,6 +55,7 @@ def _ill(gpus: Sequence[Gpu]) -> Iterator[str]:
 
 
 def _illness(state: GpuState) -> Iterator[str]:
+    """Yield what is wrong with a GPU, or slows it down."""
     if state.ecc_volatile_uncorrected:
         yield f"{state.label} has {state.ecc_volatile_uncorrected} uncorrected ECC errors"
     if state.is_remap_pending:

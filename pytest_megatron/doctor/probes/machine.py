@@ -171,6 +171,7 @@ def container_of(places: SystemView) -> str | None:
 
 
 def _port_range(text: str) -> tuple[int, int] | None:
+    """Parse the first and the last port that the kernel gives."""
     words = text.split()
     if len(words) != 2 or not all(word.isdigit() for word in words):  # noqa: PLR2004 - first, last
         return None
@@ -194,6 +195,7 @@ def _host_problem() -> str | None:
     name = socket.gethostname()
 
     def resolve() -> str:
+        """Return why the host's own name cannot be looked up, "" if it can."""
         try:
             socket.getaddrinfo(name, None)
         except OSError as error:
@@ -208,6 +210,7 @@ def _lookup_s() -> float:
     """Return how long the lookup takes that torch does for each connection of this host."""
 
     def look_up() -> str:
+        """Look up the name of 127.0.0.1, as torch does."""
         try:
             return socket.getnameinfo(_LOOPBACK, socket.NI_NUMERICSERV)[0]
         except OSError as error:
@@ -270,12 +273,14 @@ def program(places: SystemView, name: str) -> Path | None:
 
 
 def _nvcc_version(places: SystemView, nvcc: Path) -> str | None:
+    """Return the version that nvcc prints."""
     answer = run([str(nvcc), "--version"], limit_s=_PROGRAM_LIMIT_S, env=places.env)
     match = re.search(r"release (\d+\.\d+)", answer.text)
     return match[1] if match else None
 
 
 def _reaches(address: tuple[str, int]) -> bool:
+    """Return whether a TCP connection can be opened."""
     try:
         socket.create_connection(address, timeout=_CONNECT_LIMIT_S).close()
     except OSError:

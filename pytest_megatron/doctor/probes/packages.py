@@ -40,7 +40,7 @@ class SharedObject:
 
 
 def read_shared_object(path: Path, prefix: str = "") -> SharedObject:
-    """Read a file.
+    """Read libraries and symbols of a shared object.
 
     Args:
         path: The file.
@@ -54,6 +54,7 @@ def read_shared_object(path: Path, prefix: str = "") -> SharedObject:
 
 
 def _parse(data: mmap.mmap, prefix: bytes) -> SharedObject:
+    """Read needed libraries and symbols of an ELF file."""
     if data[: len(_MAGIC)] != _MAGIC:
         return SharedObject()
     (offset,) = struct.unpack_from("<Q", data, 0x28)
@@ -80,6 +81,7 @@ def _parse(data: mmap.mmap, prefix: bytes) -> SharedObject:
 
 
 def _needed(block: bytes) -> Iterator[int]:
+    """Yield offsets of the names of libraries that an ELF file needs."""
     for tag, value in _ENTRY.iter_unpack(block[: len(block) // _ENTRY.size * _ENTRY.size]):
         if tag == _NEEDED:
             yield value
@@ -124,6 +126,7 @@ def read_packages(
 
 
 def _package(distribution: importlib.metadata.Distribution, path: Path) -> Package | None:
+    """Return the metadata of a distribution, None for what an installation left."""
     metadata = distribution.metadata
     name, version = metadata["Name"], metadata["Version"]
     if not name or not version:
@@ -170,6 +173,7 @@ def read_extensions(paths: Iterable[Path], compiled: Iterable[Compiled]) -> Iter
 
 
 def _extension(package: str, file: Path) -> Extension:
+    """Return what a compiled module asks of CUDA and C++."""
     read = read_shared_object(file, prefix="_Z")
     majors = {match[1] for name in read.needed if (match := _CUDA_LIBRARY.match(name))}
     own = {symbol for symbol in read.missing if _OWN_SYMBOLS.match(symbol)}
@@ -247,6 +251,7 @@ def _find_module(directories: Iterable[Path], name: str) -> Path | None:
 
 
 def _module_in(directory: Path, name: str) -> Path | None:
+    """Return the file or folder of a module in a directory, None without one."""
     if (directory / name / "__init__.py").is_file():
         return directory / name
     files = (*sorted(directory.glob(f"{name}.*so")), directory / f"{name}.py")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Join, add up, check."""
+    """Join the process group, sum a tensor up over all ranks, and check the sum."""
     backend, rank, world_size, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     device = torch.device("cpu")
     if backend == "nccl":

@@ -103,7 +103,7 @@ def one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Print one line."""
+    """Print what torch says of itself and the GPUs, as one line of JSON."""
     limit_s, names = int(sys.argv[1]), sys.argv[2:]
     gc.disable()  # searches for garbage, also at the end, took a third of the time and found none
     try:

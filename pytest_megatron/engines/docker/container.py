@@ -108,6 +108,7 @@ def _line(name: str, step: Mapping[str, object]) -> str:
 
 
 def _not_fetched(why: object) -> str:
+    """Describe that an image cannot be fetched, and what to do."""
     return (
         f"is not on this machine and cannot be fetched ({why}); see that `docker pull` works, or "
         f"name one of `docker images`"
@@ -140,7 +141,7 @@ def is_dead(label: str) -> bool:
 
 
 def _machine() -> tuple[str, str]:
-    """Return names of this start of the machine and of its processes as this one sees them."""
+    """Return what tells this machine and its PID namespace from others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return boot, str(Path("/proc/self/ns/pid").readlink())
 
@@ -202,7 +203,7 @@ class Container:
             self._lifeline = None
 
     def remove(self) -> None:
-        """Kill and remove it, if it is still there."""
+        """Kill and remove the container, if it is still there."""
         self.let_go()
         with contextlib.suppress(docker.errors.APIError, requests.exceptions.RequestException):
             self._client.api.remove_container(self.id, force=True)
@@ -336,7 +337,7 @@ class Events:
     """
 
     def __init__(self) -> None:
-        """Ask for them.
+        """Begin to read the daemon's events of a container.
 
         Raises:
             docker.errors.DockerException: The daemon cannot be reached.
@@ -397,6 +398,7 @@ class Events:
         return action == "destroy"
 
     def _gone(self, container: WatchedContainer) -> Gone:
+        """Return how the container ended."""
         return Gone(
             exit_code=self._exit_code,
             was_oom=self._was_oom,
@@ -405,6 +407,7 @@ class Events:
         )
 
     def _is_there(self, container: WatchedContainer) -> bool:
+        """Return whether the daemon still has the container."""
         try:
             self._client.containers.get(container.id)
         except docker.errors.NotFound:
@@ -414,6 +417,7 @@ class Events:
         return True
 
     def _listen(self) -> None:
+        """Pass on the daemon's events, in a thread, until the stream ends."""
         try:
             for event in self._stream:
                 attributes = event.get("Actor", {}).get("Attributes", {})

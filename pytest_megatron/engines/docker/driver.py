@@ -139,7 +139,7 @@ class Driver:
         self._client = client
 
     def serve(self) -> None:
-        """Take requests.
+        """Run containers as the engine requests, until it is gone.
 
         Raises:
             EndError: The controller is gone, or this process is to end; its container is gone.
@@ -172,7 +172,7 @@ class Driver:
         self._tell(answer)
 
     def _contain(self, request: RunContainer, events: Events) -> Gone:
-        """Run a container to its end; whatever happens, it does not stay."""
+        """Run a container to its end, and remove it whatever happens."""
         image = self._image(request)
         with start(self._client, request, image) as container:
             try:
@@ -221,6 +221,7 @@ class Driver:
         steps: queue.SimpleQueue[str | Image | Exception] = queue.SimpleQueue()
 
         def find() -> None:
+            """Find or fetch the image, in a thread, and pass on progress and result."""
             try:
                 steps.put(find_image(self._client, settings.image, settings.pull, steps.put))
             except Exception as error:  # noqa: BLE001 - raised again below

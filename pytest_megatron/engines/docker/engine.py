@@ -89,7 +89,7 @@ class DriverLink:
     ready: DriverReady
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
-        """Start it.
+        """Start the process that runs containers.
 
         Args:
             directory: For its log, and for what nemo-run keeps.
@@ -204,7 +204,7 @@ class DockerEngine(LeasingEngine):
     name = "docker"
 
     def __init__(self, context: EngineContext) -> None:
-        """Read the settings.
+        """Read the settings; nothing is started yet.
 
         Raises:
             ConfigError: There are none, or they are wrong.
@@ -244,6 +244,7 @@ class DockerEngine(LeasingEngine):
             self._context.engine_dir.rmdir()
 
     def _driver(self) -> DriverLink:
+        """Return the process that starts containers, which is started once."""
         if self._link is None:
             self._link = DriverLink(self._directory, self._context.env)
         return self._link
@@ -308,6 +309,7 @@ class DockerEngine(LeasingEngine):
     def _request(
         self, submission: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
     ) -> RunContainer:
+        """Return the request to run one attempt in a container."""
         config = self._config
         self._num_run += 1
         uid, gid = os.getuid(), os.getgid()
@@ -388,7 +390,7 @@ class DockerEngine(LeasingEngine):
                 stop_at = float("inf")
 
     def _lost(self, error: DriverGoneError) -> EngineError:
-        """Return what it means that the child process was killed; nothing of it is left."""
+        """Return the outcome of an attempt whose child process on the host was killed."""
         self._link = None
         # The container ends by itself. Another child process removes it, should it not.
         self._driver()

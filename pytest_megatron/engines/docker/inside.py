@@ -51,6 +51,7 @@ def _watch(lifeline: Path) -> bool:
 
 
 def _end_with_owner(lifeline: int) -> None:
+    """End the container when the process that owns it is gone."""
     fcntl.flock(lifeline, fcntl.LOCK_SH)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)

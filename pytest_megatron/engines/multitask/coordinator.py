@@ -79,7 +79,7 @@ class Peers:
         return found[0][0] if found else "127.0.0.1"
 
     def add(self, channel: Channel, member: Join) -> None:
-        """Take a task in."""
+        """Add the connection of a task."""
         self.members[member.task] = replace(member, seen_at=channel.own_host)
         self._channels[member.task] = channel
         self._selector.register(channel.fileno(), selectors.EVENT_READ, member.task)
@@ -125,6 +125,7 @@ class Peers:
         self.lost.setdefault(task, trouble)
 
     def _forget(self, task: int) -> None:
+        """Close the connection to a task."""
         channel = self._channels.pop(task, None)
         if channel is not None:
             self._selector.unregister(channel.fileno())
@@ -208,6 +209,7 @@ def format_table(program: str, exits: Sequence[RankExit]) -> list[str]:
 
 
 def _row(number: int, found: RankExit) -> list[str]:
+    """Return the lines of one rank in the table of failures."""
     when = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(found.time_s))
     return [
         f"[{number}]:",
@@ -221,6 +223,7 @@ def _row(number: int, found: RankExit) -> list[str]:
 
 
 def _traceback(found: RankExit) -> str:
+    """Describe the end of a rank as torch's table of failures does."""
     if found.returncode >= 0:
         return "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
     try:
@@ -247,7 +250,7 @@ class TeamProcess(RunningCommand):
         *,
         per_node: int,
     ) -> None:
-        """Start the commands.
+        """Start the commands of one phase on all tasks.
 
         Args:
             team: The tasks.
@@ -335,6 +338,7 @@ class TeamProcess(RunningCommand):
         self._tell_all("stacks")
 
     def _tell_all(self, order: OrderWord) -> None:
+        """Pass a request to all tasks that run a command."""
         for task in self._running():
             self._team.send(task, Tell(order=order))
             if task == self._team.place.task and self._work is not None:
@@ -352,6 +356,7 @@ class TeamProcess(RunningCommand):
             self._hear(self._team.place.task, message)
 
     def _hear(self, task: int, message: Message) -> None:
+        """Take a message of a task: its output, or the end of its command."""
         begin = self._begins.get(task)
         match message:
             case Lines() if begin is not None and message.number == begin.number:
@@ -399,6 +404,7 @@ class TeamProcess(RunningCommand):
         self._fail(1)
 
     def _fail(self, code: int) -> None:
+        """Note the first exit code that is none of success; others may end by themselves."""
         if self._first_code is None:
             self._first_code = code
             self._has_failed_untold = not self._is_told
@@ -407,7 +413,7 @@ class TeamProcess(RunningCommand):
             self._stop_at = time.monotonic() + grace_s
 
     def _act(self, now_s: float) -> None:
-        """Do what is due."""
+        """End the phase, note lost tasks, or stop commands whose time is over."""
         for task in self._team.lost.keys() & self._begins.keys() - self._noted:
             self._noted.add(task)
             self._say(self._team.lost[task].text)
@@ -425,6 +431,7 @@ class TeamProcess(RunningCommand):
                 self._team.lose(task, "did not end although it was told to")
 
     def _end(self) -> None:
+        """End the phase: print the table of failures, and note the exit code."""
         if self._exits and self._has_failed_untold:
             program = next(iter(self._begins.values())).argv
             for line in format_table(_shown(program), self._exits):

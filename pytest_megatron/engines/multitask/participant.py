@@ -41,7 +41,7 @@ class TaskCommand:
     """
 
     def __init__(self, begin: Begin, env: Mapping[str, str]) -> None:
-        """Start a command.
+        """Start the command of this task.
 
         Args:
             begin: What task 0 wants.
@@ -74,7 +74,7 @@ class TaskCommand:
             self._process = None
 
     def poll(self) -> list[Lines | Finished]:
-        """Return what is new; its end comes last, and once."""
+        """Return new output of the command; its end comes last, and once."""
         if self._is_over:
             return []
         if self._process is not None:
@@ -105,7 +105,7 @@ class TaskCommand:
             )
 
     def tell(self, order: OrderWord) -> None:
-        """Carry out an order."""
+        """Stop, kill or dump the stacks of the command, as task 0 asks."""
         process = self._process
         if process is None:
             return
@@ -169,6 +169,7 @@ class Participant:
             self._channel.close()
 
     def _obey(self, message: Message | None) -> None:
+        """Do what task 0 asks for: begin a command, or pass a request to it."""
         match message:
             case Begin():
                 self._work = TaskCommand(message, self._env)
@@ -202,6 +203,7 @@ class Participant:
         self._channel.send_frame(encode(message))
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a signal to this task, and stop its command."""
         self._told = signal.Signals(number).name
         if self._work is not None:
             self._work.tell("stop")

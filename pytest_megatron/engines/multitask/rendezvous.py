@@ -75,6 +75,7 @@ class Door:
         return found
 
     def _prove(self, number: int) -> None:
+        """Go on with proving that a new connection knows the job's key."""
         try:
             channel = self.listener.prove(self._knocking[number])
         except PermissionError as error:
@@ -180,7 +181,7 @@ def find_addresses(host: str) -> Iterator[str]:
 
 
 def free_port(ports: Sequence[int]) -> int:
-    """Return a free port.
+    """Return a port that no program listens on.
 
     Raises:
         LaunchError: There is none.
@@ -201,6 +202,7 @@ def _listen(ports: Sequence[int], key: bytes) -> Listener:
 
 
 def _all_taken(ports: Sequence[int]) -> LaunchError:
+    """Return the error that no port is free."""
     return LaunchError(
         f"{socket.gethostname()}, ports {ports[0]}-{ports[-1]}",
         "all are taken; give other `ports` in the executor's configuration",

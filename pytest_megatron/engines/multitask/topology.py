@@ -135,6 +135,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _is_named_after_loopback() -> bool:
+    """Return whether the host's name resolves to its loopback."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None)
     except OSError:  # nobody knows the name: gloo takes the loopback then

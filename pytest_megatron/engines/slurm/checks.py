@@ -65,7 +65,7 @@ class SlurmChecks:
     def __init__(
         self, config: SlurmConfig, context: EngineContext, around: Around, ask: Ask
     ) -> None:
-        """Take where to look.
+        """Keep where the cluster is looked at; nothing is asked yet.
 
         Args:
             config: The settings.
@@ -96,6 +96,7 @@ class SlurmChecks:
     def _hits(
         self, workload: Workload, setting: Setting, needed: Resources, place: SlurmConfig
     ) -> Iterator[RuleMatch]:
+        """Yield what of a job its partition or the paths of the cluster refuse."""
         where = f"{self._context.config_file or '--executor-config'}: slurm"
         cluster = self._cluster
         gpus = _gpus_per_node(needed, place)
@@ -181,6 +182,7 @@ def ask_slurm(env: Mapping[str, str]) -> Cluster:
 
 
 def _said(words: list[str], env: Mapping[str, str]) -> str:
+    """Return what a command of Slurm prints, "" if it fails."""
     try:
         done = subprocess.run(
             words,
@@ -199,6 +201,7 @@ def _said(words: list[str], env: Mapping[str, str]) -> str:
 
 
 def _read(root: Path, path: str) -> str:
+    """Return the text of a file of the system, "" if it cannot be read."""
     try:
         return (root / path.lstrip("/")).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -214,7 +217,7 @@ def _gpus_per_node(needed: Resources, place: SlurmConfig) -> int:
 
 
 def _jobs_on_a_node(cluster: Cluster, gpus: int, place: SlurmConfig) -> int:
-    """Return how many such jobs a node may have at a time."""
+    """Return how many jobs of this size a node may have at a time."""
     if not gpus or place.exclusive:
         return 1
     named = place.partition.split(",") if place.partition else []

@@ -171,7 +171,7 @@ class _SlurmItem:
 
     @property
     def paths(self) -> ShapePaths:
-        """Paths that its script uses."""
+        """Paths that the script of the job uses."""
         return ShapePaths(
             root=self.checked.job.setting.root,
             run_dir=self.run_dir,
@@ -381,6 +381,7 @@ def sbatch(item: str, *, is_interactive: bool, **given: Unpack[_SlurmOptions]) -
 
 
 def _interactive_lines(found: _SlurmItem, *, is_lightweight: bool) -> Iterable[str]:
+    """Yield the commands that get nodes, and those to type there."""
     needed, place = found.checked.needed, found.place
     if needed.num_nodes > 1:
         found.write()

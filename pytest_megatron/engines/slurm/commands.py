@@ -95,7 +95,7 @@ class RealSlurm:
     def __init__(
         self, env: Mapping[str, str], cwd: Path, held_by_submissions: Sequence[int] = ()
     ) -> None:
-        """Take what commands run in.
+        """Keep environment and directory of Slurm's commands.
 
         Args:
             env: The controller's environment.
@@ -109,7 +109,7 @@ class RealSlurm:
         self._held = tuple(held_by_submissions)
 
     def submit(self, words: Sequence[str]) -> int:
-        """Run sbatch.
+        """Run sbatch; return the id of the job.
 
         Raises:
             SlurmRefusedError: It refuses.
@@ -124,7 +124,7 @@ class RealSlurm:
         raise SlurmRefusedError(text, is_full=_FULL.search(text) is not None)
 
     def jobs(self) -> tuple[SlurmJob, ...]:
-        """Run squeue, once.
+        """Return the user's jobs in the queue, by one squeue.
 
         Raises:
             SlurmAwayError: It got no answer, or could not ask.
@@ -135,7 +135,7 @@ class RealSlurm:
         return parse_squeue(done.stdout)
 
     def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
-        """Run sacct."""
+        """Return what sacct knows of ended jobs."""
         fields = ",".join(SACCT_FIELDS)
         found: list[SlurmJob] = []
         for some in _chunks([str(number) for number in ids]):
@@ -148,7 +148,7 @@ class RealSlurm:
         return tuple(found)
 
     def cancel(self, labels: Sequence[str]) -> None:
-        """Run scancel.
+        """Cancel jobs by scancel.
 
         Raises:
             SlurmAwayError: The controller is away.
@@ -157,13 +157,13 @@ class RealSlurm:
             self._run(["scancel", "--quiet", *some])
 
     def max_array_size(self) -> int:
-        """Run scontrol."""
+        """Return how many elements a job array may have, by scontrol."""
         said = self._run(["scontrol", "show", "config"]).stdout
         found = re.search(r"^MaxArraySize\s*=\s*(\d+)", said, re.MULTILINE)
         return 1 if found is None else max(1, int(found[1]))
 
     def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Run sinfo."""
+        """Return nodes that are down, by sinfo."""
         words = ["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N|%T"]
         lines = [line.partition("|") for line in self._run(words).stdout.splitlines()]
         return frozenset(name for name, _, state in lines if _BAD_NODE.search(state.strip()))

@@ -92,7 +92,7 @@ class BadNodes:
     """Reads the file once, for one run, and adds to it."""
 
     def __init__(self, root: Path, *, lasts_s: float, now: Callable[[], float] = time.time) -> None:
-        """Read nothing yet.
+        """Begin without reading the file of bad nodes.
 
         Args:
             root: The project.
@@ -110,7 +110,7 @@ class BadNodes:
         return frozenset(self._entries)
 
     def text(self) -> str | None:
-        """Return a text about them, or None if there are none."""
+        """Return a text about nodes that jobs keep away from, or None if there are none."""
         found = [
             f"{host} ({entry.why}, {(self._now() - entry.at) / _HOUR_S:.1f} h ago)"
             for host, entry in sorted(self._entries.items())
@@ -131,6 +131,7 @@ class BadNodes:
 
     @property
     def _entries(self) -> dict[str, _BadNode]:
+        """Return the nodes that failed lately, by host."""
         if self._known is None:
             now, found = self._now(), self._read() if self._lasts_s else ()
             newest = {entry.host: entry for entry in found}
@@ -198,7 +199,7 @@ class SlurmEngine:
         journal: Journal,
         clock: _Clock = (time.monotonic, time.sleep),
     ) -> None:
-        """Go on where the journal ends.
+        """Open the run's journal, and go on where it ends.
 
         Args:
             context: Context of the run.
@@ -256,6 +257,7 @@ class SlurmEngine:
             raise
 
     def _take(self, submission: Submission) -> None:
+        """Take a submission: it has ended, runs already, or is to be submitted."""
         ended = self._journal.ends.get(submission.key)
         queued = self._journal.places.get(submission.key)
         if ended is not None:
@@ -355,6 +357,7 @@ class SlurmEngine:
         return scancel_labels(self._journal.batches, chosen, num_live)
 
     def _submit_ready(self) -> None:
+        """Submit what there is room for."""
         num_live = sum(tracked.queued is not None for tracked in self._tracked.values())
         for done in self._intake.submit(num_live):
             tracked = self._tracked[done.submission.key]

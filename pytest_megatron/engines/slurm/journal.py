@@ -161,7 +161,7 @@ class Journal:
         return self.batches[number]
 
     def submitted(self, number: int, job_id: int) -> None:
-        """Note the id that Slurm gave.
+        """Note the job id that Slurm gave to a batch.
 
         Raises:
             OSError: It cannot be written; the job is found by its name again.
@@ -169,7 +169,7 @@ class Journal:
         self._note(_JournalJob(batch=number, job_id=job_id))
 
     def withdrawn(self, number: int) -> None:
-        """Note that nothing was submitted after all.
+        """Note that a batch was not submitted after all, such as one that sbatch refused.
 
         Raises:
             OSError: It cannot be written.
@@ -198,6 +198,7 @@ class Journal:
         self._write(line)
 
     def _take(self, line: _Line) -> None:
+        """Apply a line of the journal to what is known."""
         match line:
             case _JournalRun():
                 pass

@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _answer(shapes: list[Shape]) -> _Answer:
+    """Return the scripts that nemo-run makes, or why it makes none."""
     try:
         with large_imports(without=["torch"]):  # half of it is torch, if that is there
             import nemo_run  # noqa: F401, PLC0415 - after NEMORUN_HOME

@@ -149,6 +149,7 @@ def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
 
 
 def _replaced(text: str, moves: Iterable[tuple[str, str]]) -> str:
+    """Replace each first text of the pairs by its second."""
     for old, new in moves:
         text = text.replace(old, new)
     return text
@@ -247,6 +248,7 @@ def _name_of_nemo() -> str:
 
 
 def _version(distribution: str) -> str:
+    """Return the installed version of a distribution."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -198,6 +198,7 @@ def mounts_of(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
 
 
 def _flags(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator[tuple[str, str]]:
+    """Yield the flags of sbatch with their values."""
     yield from place_flags(needed, place).items()
     yield "no-requeue", ""
     yield "output", str(paths.logs / "%x-%j.out")

@@ -155,6 +155,7 @@ def parse_squeue(text: str) -> tuple[SlurmJob, ...]:
 
 
 def _squeue_line(line: str) -> SlurmJob | None:
+    """Return a job from a line of squeue, None if it is none."""
     fields: dict[str, str] = {}
     rest = line
     for name, width in _WIDTHS.items():
@@ -270,6 +271,7 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
 
 
 def _requeued(job: SlurmJob) -> str:
+    """Describe that Slurm put a job into the queue again."""
     times = "once" if job.num_restarts == 1 else f"{job.num_restarts} times"
     why = f" ({job.reason})" if job.reason else ""
     return f"job {job.label} was put into the queue again {times} after it had started{why}"
@@ -320,6 +322,7 @@ def _number(text: str) -> int:
 
 
 def _time(text: str) -> datetime | None:
+    """Return a time as Slurm prints it, None if it is none."""
     try:
         return datetime.fromisoformat(text)
     except ValueError:

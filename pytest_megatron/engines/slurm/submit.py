@@ -445,6 +445,7 @@ class Submitter:
         return late
 
     def _arrived(self, number: int, job_id: int) -> None:
+        """Note the job of a submission that is known to have arrived."""
         self.unsure.pop(number, None)
         with contextlib.suppress(OSError):  # a job is found again by its name
             self._journal.submitted(number, job_id)

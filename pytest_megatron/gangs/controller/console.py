@@ -47,7 +47,7 @@ class _DebuggerRequest:
 
     @property
     def is_gone(self) -> bool:
-        """True if it can no longer be debugged."""
+        """True if the rank that asks can no longer be debugged."""
         state = self.gang.lifecycle.state
         return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
 
@@ -101,6 +101,7 @@ class Console:
                 self._enter(request)
 
     def _may_stop(self, request: _DebuggerRequest) -> bool:
+        """Return whether a rank may stop in the debugger."""
         if self.is_refusing or request.is_gone:
             return False
         if self.pdb_rank is not None:
@@ -113,6 +114,7 @@ class Console:
         return self._last_failure == (run, request.rank)
 
     def _enter(self, request: _DebuggerRequest) -> None:
+        """Give a rank's debugger the terminal."""
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
@@ -124,6 +126,7 @@ class Console:
         request.channel.send(DebuggerAnswer(may_enter=True))
 
     def _leave(self) -> None:
+        """Take the terminal back from a rank's debugger."""
         self._active = None
         if self._prompt:
             self._show(f"{self._prompt}\n")
@@ -181,7 +184,7 @@ class Tee:
         return min(most_s, _COPY_EVERY_S) if self.is_on else most_s
 
     def follow(self, gang: Gang) -> None:
-        """Follow a new gang."""
+        """Copy the logs of a new gang, too."""
         chosen = self._options.tee_ranks
         if self.is_on:
             self._tails[gang.number] = [
@@ -192,7 +195,7 @@ class Tee:
             ]
 
     def poll(self) -> None:
-        """Copy new output, if it is time to."""
+        """Copy new output of ranks, if it is time to."""
         if self._tails and time.monotonic() >= self._next_at:
             for tails in self._tails.values():
                 self._copy(tails, is_ended=False)
@@ -208,6 +211,7 @@ class Tee:
         self._tails.pop(gang.number, None)
 
     def _copy(self, tails: list[Tail], *, is_ended: bool) -> None:
+        """Write new lines of logs to the terminal."""
         if not tails:
             return
         writer = self._config.get_terminal_writer()

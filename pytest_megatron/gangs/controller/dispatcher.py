@@ -69,7 +69,7 @@ class Execution:
 
     @property
     def may_end_session(self) -> bool:
-        """True if it has to be reported before another test starts."""
+        """True if the test has to be reported before another one starts."""
         stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
         return any(stops) or any(m.outcome == "failed" for m in self.merged)
 
@@ -91,6 +91,7 @@ class Execution:
         return [line for rank in dead for line in found.get(rank, [])[-_NUM_LAST_LINES:]]
 
     def _lines_by_rank(self) -> dict[int, list[str]]:
+        """Return what each rank wrote to stderr during the test."""
         found: dict[int, list[str]] = {}
         for rank, start in zip(self.ended.ranks, self.log_starts, strict=True):
             path = Path(rank.log_dir, "stderr.log")
@@ -296,6 +297,7 @@ class Dispatcher:
             threading.Thread(target=self._watch_for_others, daemon=True).start()
 
     def _watch_for_others(self) -> None:
+        """Give idle GPUs back while another session waits, in a thread."""
         while not self._has_closed.wait(_LEASE_POLL_S):
             is_held = bool(self._pool.leases.of_gangs)
             if is_held and is_awaited() and self.lock.acquire(blocking=False):
@@ -305,6 +307,7 @@ class Dispatcher:
                     self.lock.release()
 
     def _let_go(self) -> None:
+        """Close idle gangs that hold GPUs."""
         pool = self._pool
         if pool.is_closed:
             return
@@ -382,6 +385,7 @@ class Dispatcher:
             supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
+        """Send a test to a gang, and the one after it if that can be."""
         run = self._prepare(gang, index, next_index)
         self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]].phase_s)
         self._take_ends(gang)
@@ -412,12 +416,14 @@ class Dispatcher:
         )
 
     def _sweep(self) -> None:
+        """Take ends of tests of all gangs, and forget gangs that are gone."""
         for gang in list(self._pool.gangs.values()):
             self._take_ends(gang)
             if gang.is_gone:
                 self._forget(gang)
 
     def _take_ends(self, gang: Gang) -> None:
+        """Take the ends of tests of a gang."""
         if gang.ends:
             self._pool.tee.catch_up(gang)
         for end in [replace(e, ranks=tuple(map(_with_crash, e.ranks))) for e in gang.ends]:
@@ -470,6 +476,7 @@ class Dispatcher:
             self._late.append((item, merge_late(late, log_dirs)))
 
     def _forget(self, gang: Gang) -> None:
+        """Drop a gang that is gone; tests that it has not run go back to the schedule."""
         self._pool.forget(gang)
         item = self._last.pop(gang.number, None)
         self._schedule.forget(gang.number)

@@ -52,7 +52,7 @@ class Leases:
     """
 
     def __init__(self, write_line: Callable[[str], None]) -> None:
-        """Create it without leases.
+        """Begin without leases of GPUs.
 
         Args:
             write_line: Writes a line to the terminal, when waiting begins.
@@ -89,7 +89,7 @@ class Leases:
             lease.close()
 
     def close(self) -> None:
-        """Release all leases."""
+        """Release all leases of GPUs."""
         for lease in (*self.of_gangs.values(), *self.prepared.values()):
             lease.close()
         self.of_gangs.clear()
@@ -115,7 +115,7 @@ class GangPool:
     """
 
     def __init__(self, config: pytest.Config, run: RunSession, default_size: int) -> None:
-        """Start listening.
+        """Start listening for fork servers and ranks.
 
         Args:
             config: Configuration of the session.
@@ -141,6 +141,7 @@ class GangPool:
         self.plan(())
 
     def _listen(self) -> None:
+        """Open the socket to which ranks connect, and the supervisor of it."""
         self._listener = listen_locally()
         self._supervisor: Supervisor | None = Supervisor(
             self._listener, on_debugger=self._console.handle
@@ -370,6 +371,7 @@ class GangPool:
             self._session.shouldstop = problem
 
     def _make(self, spec: GangSpec, lease: Lease | None) -> Gang:
+        """Make a gang, with directories and configurations of its ranks."""
         self._num_gangs += 1
         number = self._num_gangs
         rank_configs = self.rank_configs.write(number, spec, lease)

@@ -131,7 +131,7 @@ class Allure:
         self._others = [p for p in self._manager.get_plugins() if p is not self.listener]
 
     def follow(self, name: str, **arguments: object) -> None:
-        """Call its hook of a phase that ran in ranks."""
+        """Call allure's hook of a phase that ran in ranks."""
         if self.listener is not None:
             self._manager.subset_hook_caller(f"pytest_runtest_{name}", self._others)(**arguments)
 

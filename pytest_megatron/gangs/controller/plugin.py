@@ -80,7 +80,7 @@ class PhaseHooks:
         return self._hooks.pytest_runtest_setup(item=item)
 
     def pytest_runtest_call(self, *, item: pytest.Item) -> object:
-        """Call on the gang."""
+        """Raise what the gang reported of the call."""
         if self._gangs.is_ours(item):
             self._gangs.call(item)
             return None
@@ -328,6 +328,7 @@ class GangPlugin(RecordCarrier):
     def _protocol(
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None
     ) -> None:
+        """Run pytest's protocol for an item, and end the session where it has to."""
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         end_if_forked(self._pid, SystemExit(bool(session.testsfailed)))
         dispatcher = self._open_dispatcher
@@ -527,6 +528,7 @@ class GangPlugin(RecordCarrier):
 
     @functools.cached_property
     def _make_report(self) -> pluggy.HookCaller:
+        """Return the hooks that make reports of items on gangs."""
         manager = self._config.pluginmanager
         conftests = manager._conftest_plugins  # not distinguishable otherwise
         others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]

@@ -72,6 +72,7 @@ class _Child:
         return read_note(os.pread(self.notes, NOTE_BYTES, 0))
 
     def close(self, exit_code: int) -> None:
+        """Note how the rank ended, and close its descriptors."""
         self.is_alive, self.exit_code = False, exit_code
         os.close(self.trigger)
         os.close(self.notes)
@@ -148,6 +149,7 @@ class ForkServer:
             kill_descendants()
 
     def _take(self) -> None:
+        """Take all messages of the controller that have arrived."""
         while True:
             message, descriptors = self._channel.receive_with_descriptors()
             if message is not None:
@@ -158,6 +160,7 @@ class ForkServer:
                 return
 
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
+        """Do what a message of the controller asks for."""
         match message:
             case Fork(configs=configs):
                 self._start_gang(configs, descriptors)
@@ -177,6 +180,7 @@ class ForkServer:
                 raise AssertionError(f"not for a fork server: {message!r}")
 
     def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
+        """Start ranks of a gang."""
         is_whole = len(configs) == configs[0].world_size
         lockstep = Lockstep(len(configs)) if is_whole else None
         for config in configs:
@@ -187,6 +191,7 @@ class ForkServer:
     def _start(
         self, config: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
+        """Start a rank, and keep the descriptors that reach it."""
         trigger_read, trigger = os.pipe()
         notes = os.memfd_create("notes")
         os.ftruncate(notes, NOTE_BYTES)
@@ -255,7 +260,7 @@ class ForkServer:
         return list(found)
 
     def _is_stray(self, process: Descendant) -> bool:
-        """Return whether it is an orphan that cannot be attributed to a rank."""
+        """Return whether a process is an orphan that cannot be attributed to a rank."""
         return (
             process.parent == os.getpid()
             and process.pid not in self._children
@@ -264,6 +269,7 @@ class ForkServer:
         )
 
     def _open_store(self, gang: int, host: str) -> StoreOpened:
+        """Open the store of a gang; return its port, or why there is none."""
         try:
             self._stores[gang] = self._keeper.open_store(host)
         except LaunchError as error:
@@ -271,6 +277,7 @@ class ForkServer:
         return StoreOpened(gang=gang, port=self._stores[gang])
 
     def _finish_dying(self) -> None:
+        """Report gangs of which nothing is left, and kill again what is."""
         for gang, until in list(self._dying.items()):
             left = self._below(gang) or self._below(gang, is_exact=True)
             if left and time.monotonic() < until:
@@ -283,6 +290,7 @@ class ForkServer:
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:
+        """Have ranks write their stacks."""
         files: dict[int, Path] = {}
         phases: dict[str, str] = {}
         flights: dict[int, Path] = {}
@@ -302,6 +310,7 @@ class ForkServer:
         )
 
     def _finish_stacks(self) -> None:
+        """Send stacks that are complete, or late."""
         for asked in list(self._stack_requests):
             sizes = {r: file_size(d / STACKS_FILE) for r, d in asked.files.items()}
             has_flights = all((d / FLIGHT_FILE).exists() for d in asked.flights.values())
@@ -334,6 +343,7 @@ def fork_rank(
     def start(
         config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
     ) -> int:
+        """Fork a rank; return its process id in the parent."""
         del inherited  # a fork has them all
         fork_server = os.getpid()
         with warnings.catch_warnings():
@@ -359,6 +369,7 @@ def fork_rank(
 
 
 def _texts(directories: dict[int, Path], name: str) -> dict[str, str]:
+    """Return the texts of a file of each rank that has any, by rank."""
     texts = {}
     for rank, directory in directories.items():
         try:

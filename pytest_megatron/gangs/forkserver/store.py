@@ -46,6 +46,7 @@ def local_host() -> str:
 
 
 def _is_reachable(host: str) -> bool:
+    """Return whether this host can connect to an address of its own."""
     try:
         with _listen(host) as listening, socket.socket(listening.family) as caller:
             caller.settimeout(_REACH_S)
@@ -109,7 +110,7 @@ class StoreKeeper:
             self._send(port, [])
 
     def replace_if_ended(self, pid: int) -> None:
-        """Replace the process if it is the one that ended; ports stay, keys of stores are lost.
+        """Replace the process of stores if it ended; ports stay, keys of stores are lost.
 
         Requests that it had not read are sent again.
         """
@@ -117,6 +118,7 @@ class StoreKeeper:
             self._replace()
 
     def _replace(self) -> None:
+        """Start the process of stores anew, with all ports that listen."""
         if self._connection is not None:
             self._connection.close()
         self.pid = self._connection = None
@@ -124,6 +126,7 @@ class StoreKeeper:
             self._send(port, [listening.fileno()])
 
     def _send(self, port: int, descriptors: list[int]) -> None:
+        """Hand a listening socket over to the process of stores."""
         if self._connection is None:
             self._connection = self._fork()
         socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
@@ -136,6 +139,7 @@ class StoreKeeper:
             listening.close()
 
     def _fork(self) -> socket.socket:
+        """Fork the process of stores; return the connection to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fork_server = os.getpid()
         pid = os.fork()
@@ -179,6 +183,7 @@ def keep_stores(requests: socket.socket) -> None:
 
 
 def _serve_store(descriptor: int, port: int) -> object:
+    """Serve a store on a socket that listens already."""
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -92,7 +92,7 @@ class Channel:
         self.send_frames([frame])
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
-        """Send several at once."""
+        """Send several messages at once."""
         if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))
@@ -174,12 +174,12 @@ class Channel:
         self._buffer.clear()
 
     def close(self) -> None:
-        """Close it; may be called again."""
+        """Close the connection; may be called again."""
         self.is_closed = True
         self._socket.close()
 
     def leave(self) -> None:
-        """Detach it, so that the kernel closes it when this process exits."""
+        """Detach the connection, so that the kernel closes it when this process exits."""
         self.is_closed = True
         self._socket.detach()
 
@@ -191,6 +191,7 @@ class Channel:
                 self.drain()
 
     def _frame_end(self) -> int | None:
+        """Return where the first frame in the buffer ends, None if it is not whole."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
@@ -204,6 +205,7 @@ class Channel:
         return None if frame is None else decode(frame)
 
     def _next_frame(self) -> bytes | None:
+        """Return the next whole frame, None without one."""
         end = self._frame_end()
         if end is None:
             return None
@@ -384,6 +386,7 @@ def connect_unless_ended(address: str, key: bytes, registration: Register) -> Ch
 
 
 def _reach(address: str) -> socket.socket:
+    """Connect to an address, a path of a Unix socket or host and port."""
     scheme, _, rest = address.partition(":")
     if scheme != "unix":
         host, _, port = rest.rpartition(":")
@@ -398,6 +401,7 @@ def _reach(address: str) -> socket.socket:
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    """Read exactly so many bytes."""
     content = b""
     while len(content) < num_bytes:
         chunk = connection.recv(num_bytes - len(content))

@@ -565,6 +565,7 @@ def encode_within(message: Message, most_bytes: int) -> bytes:
 
 
 def _cut(value: object, most: int) -> object:
+    """Return a value with its texts and lists cut to a length."""
     if isinstance(value, dict):
         return {cut_middle(k, most): _cut(v, most) for k, v in islice(value.items(), most)}
     if isinstance(value, list):
@@ -589,6 +590,7 @@ def decode(frame: bytes) -> Message:
 
 
 def _plain(value: object) -> list[object]:
+    """Return a message as the name of its type and its fields."""
     if isinstance(value, RankConfig):
         return ["RankConfig", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
     names = _FIELDS.get(cast("type[Message]", type(value)))

@@ -188,6 +188,7 @@ class FollowerPlugin:
     def _follow(
         self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
     ) -> None:
+        """Offer ranks to node 0, with GPUs that are leased, until the session ends."""
         lease: Lease | None = None
         if welcome.num_gpus:
             lease = lease_gpus(
@@ -288,6 +289,7 @@ class FollowerPlugin:
                 session.shouldfail = session.shouldstop = False
 
     def _is_gone(self) -> BaseException:
+        """Return the exit for a session whose node 0 is gone."""
         where = self._options.rdzv_endpoint
         return pytest.exit.Exception(
             f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN

@@ -64,7 +64,7 @@ class Leader:
     def __init__(
         self, config: pytest.Config, supervisor: Supervisor, *, welcome: Welcome, options: Options
     ) -> None:
-        """Start listening.
+        """Start listening for the sessions of other nodes.
 
         Raises:
             pytest.UsageError: There is no key, or the port is taken.
@@ -130,7 +130,7 @@ class Leader:
         self._followers.broadcast(mirror_log("pytest_runtest_logstart", nodeid, location))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Mirror."""
+        """Have every other node replay a report."""
         data = serialise(self._config, report)
         self._followers.broadcast(Mirrored(hook="pytest_runtest_logreport", data=data))
 

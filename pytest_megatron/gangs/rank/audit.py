@@ -217,7 +217,7 @@ class LeakAudit:
     """
 
     def __init__(self, restored: Iterable[str] = ()) -> None:
-        """Look for the first time.
+        """Look at this process for the first time, before any test.
 
         Args:
             restored: Variables that are put back after each test.
@@ -343,6 +343,7 @@ class LeakAudit:
         return count != last or bool(cuda_memory())
 
     def _look_at_variables(self) -> Held:
+        """Return the variables of the environment."""
         if self._environ != self._last_environ:
             self._last_environ = dict(self._environ)
             self._variables = {
@@ -405,6 +406,7 @@ class LeakAudit:
             self._versions = [version_of(patched.attributes) for patched in self._patched.values()]
 
     def _look_at_cuda(self) -> Held:
+        """Return settings and memory of CUDA."""
         device = cuda_device()
         held: Held = {("torch", name): value for name, value in cuda_settings().items()}
         self._has_used_own_gpu = self._has_used_own_gpu or device == self.own_gpu
@@ -476,6 +478,7 @@ def _variable(module: str, name: str) -> object:
 
 
 def _handlers_of_signals() -> Held:
+    """Return the handlers of signals."""
     found = [(name, _get_handler(number)) for number, name in _SIGNALS]
     return {
         ("signals", name): handler
@@ -543,6 +546,7 @@ def _mib(size: int) -> str:
 
 
 def _groups(rows: Sequence[_Row]) -> list[str]:
+    """Describe process groups that were left."""
     sizes = Counter(cast("int", value) for _, value, _ in rows)
     ranks = ", ".join(
         counted(size, "rank") if len(sizes) == 1 else f"{number} of {counted(size, 'rank')}"
@@ -552,6 +556,7 @@ def _groups(rows: Sequence[_Row]) -> list[str]:
 
 
 def _threads(rows: Sequence[_Row]) -> list[str]:
+    """Describe threads that were left, but for those of libraries."""
     names = []
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident, value, _ in rows:
@@ -575,6 +580,7 @@ def _is_of_inductor(thread: object) -> bool:
 
 
 def _open_files(rows: Sequence[_Row]) -> list[str]:
+    """Describe files, sockets and pipes that were left open."""
     files: list[str] = []
     others: Counter[str] = Counter()
     found: dict[int, str] = {}
@@ -622,6 +628,7 @@ def _num_waiting(pipe: int) -> int:
 
 
 def _processes(rows: Sequence[_Row]) -> list[str]:
+    """Describe child processes that were left, but for those of libraries."""
     names = []
     for pid, _, _ in rows:
         try:
@@ -645,12 +652,14 @@ def _variables(rows: Sequence[_Row]) -> list[str]:
 
 
 def _handlers(rows: Sequence[_Row]) -> list[str]:
+    """Describe signal handlers that were changed."""
     return [
         f"handler of {name}: {_handler(value)}, was {_handler(was)}" for name, value, was in rows
     ]
 
 
 def _handler(value: object) -> str:
+    """Name a signal handler."""
     if value is None:
         return "the default"
     if isinstance(value, int):
@@ -659,6 +668,7 @@ def _handler(value: object) -> str:
 
 
 def _settings(rows: Sequence[_Row]) -> list[str]:
+    """Describe settings that were changed, with their values if these are short."""
     return [
         f"{name} {value}, was {was}"
         if _is_short(value) and _is_short(was)

@@ -278,6 +278,7 @@ def _serve_flight_recorder(trigger: int, path: Path) -> None:
 
 
 def _flight_record() -> str:
+    """Return NCCL's flight recorder as JSON, "" without one."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None:

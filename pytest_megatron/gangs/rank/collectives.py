@@ -119,6 +119,7 @@ class _Counter:
             return
 
         def register(*args: object) -> object:
+            """Register the first group, after wrapping torch's operators."""
             self._c10d._register_process_group = original  # for the first group
             with contextlib.suppress(AttributeError, RuntimeError):  # torch has others
                 self._library = self._wrap_operators()
@@ -137,6 +138,7 @@ class _Counter:
         own = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
         def run(name: str, *args: object) -> object:
+            """Run a collective's operator, and count it."""
             result = getattr(operators, name).default.redispatch(own, *args)
             if self._gloo_of(self._c10d._resolve_process_group(args[-1])) is not None:
                 kinds = cast("Sequence[str]", args[0]) if name == _BATCH else [name]
@@ -149,25 +151,30 @@ class _Counter:
         return library
 
     def _wrap_methods(self, cls: type) -> None:
+        """Have the methods of a class of groups counted."""
         # pybind11 detects by the name of a function that an override calls its base.
         original = SimpleNamespace(**{name: getattr(cls, name) for name in _COUNTED})
 
         def send(self: object, *args: object, **settings: object) -> object:
+            """Send, and count it."""
             work = original.send(self, *args, **settings)
             counter._take(self, args, settings, sent=1)
             return work
 
         def recv(self: object, *args: object, **settings: object) -> object:
+            """Receive, and count it."""
             work = original.recv(self, *args, **settings)
             counter._take(self, args, settings, sent=-1)
             return work
 
         def recv_anysource(self: object, *args: object, **settings: object) -> object:
+            """Receive from any rank, and count it."""
             work = original.recv_anysource(self, *args, **settings)
             counter._take(self, args, settings, sent=-1)
             return work
 
         def monitored_barrier(self: object, *args: object, **settings: object) -> object:
+            """Run the barrier, and do not count it."""
             gloo = counter._gloo_of(self)
             before = 0 if gloo is None else gloo._get_sequence_number_for_group()
             try:
@@ -196,6 +203,7 @@ class _Counter:
             return
 
         def create(*args: object, **settings: object) -> object:
+            """Create a store whose keys no earlier rendezvous has used."""
             store = original(*args, **settings)
             self.num_rendezvous += 1
             return prefixed(f"rendezvous/{self.num_rendezvous}", store)
@@ -211,6 +219,7 @@ class _Counter:
             self._add(1, sent)
 
     def _add(self, num_others: int, num_unmatched: int) -> None:
+        """Add collectives, and sends without a receive, to the counts."""
         with self._lock:
             self._num_others += num_others
             self._num_unmatched += num_unmatched
@@ -242,6 +251,7 @@ class _Counter:
         return default
 
     def _find_gloo(self, group: _Group) -> _Group | None:
+        """Return the gloo backend of a group, None without one."""
         try:
             backend = group._get_backend(self._torch.device("cpu"))
             return backend if backend.name() == _GLOO else None
@@ -366,6 +376,7 @@ class Delays:
         self._sleep(_PHASE_S)
 
     def _begin(self, node_id: str) -> None:
+        """Draw the delays of a test: all its ranks draw the same late one."""
         of_all = random.Random(f"{self._seed} {node_id}")  # noqa: S311
         late = of_all.randrange(2 * self._world_size)
         self._factor = _IS_LATE if late == self._rank else 1
@@ -373,11 +384,13 @@ class Delays:
         self._node_id, self._left_s = node_id, _MOST_S
 
     def _sleep(self, most_s: float) -> None:
+        """Sleep for a random time, as far as the test has some left."""
         delay_s = min(self._random.uniform(0, most_s) * self._factor, self._left_s)
         self._left_s -= delay_s
         time.sleep(delay_s)
 
     def _wrap(self, torch: ModuleType) -> None:
+        """Have each collective of torch begin after a delay."""
         group = torch.ProcessGroup
         for name in _COLLECTIVES:
             original = getattr(group, name, None)
@@ -385,6 +398,8 @@ class Delays:
                 setattr(group, name, self._after_delay(original))
 
     def _after_delay(self, original: Callable[_Arguments, _Work]) -> Callable[_Arguments, _Work]:
+        """Return a collective that begins after a delay."""
+
         @functools.wraps(original)
         def delayed(*args: _Arguments.args, **settings: _Arguments.kwargs) -> _Work:
             self._sleep(_COLLECTIVE_S)

@@ -67,6 +67,7 @@ class RankDebugger:
         original = getattr(pytestPDB, _INIT_PDB)  # called by every way into the debugger
 
         def make_debugger(method: str, *args: object, **settings: object) -> object:
+            """Return the debugger, or one that does nothing if it may not stop."""
             if not self.is_or_gets_open():
                 return _NoDebugger()
             if capture is not None:

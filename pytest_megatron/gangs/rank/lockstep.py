@@ -101,6 +101,7 @@ class Lockstep:
         return has_agreed or num_unmatched & _UNMATCHED_MASK == 0
 
     def _wait(self, bell: int, wait_ms: int) -> None:
+        """Wait until another rank rings the bell, or a time is over."""
         poll = select.poll()
         poll.register(bell, select.POLLIN)
         try:
@@ -110,7 +111,7 @@ class Lockstep:
             time.sleep(wait_ms / 1000)
 
     def close(self) -> None:
-        """Close it in the process that forked the ranks."""
+        """Close the shared memory in the process that forked the ranks."""
         self._words.release()
         self._is_asleep.release()
         self._memory.close()
@@ -159,6 +160,7 @@ class RankPipes:
         self._open()[_RUN.size :] = when.encode()[:size].ljust(size, b"\0")
 
     def _open(self) -> mmap.mmap:
+        """Return the page of memory that this rank shares with its fork server."""
         if self._page is None:
             self._page = mmap.mmap(self.notes, NOTE_BYTES)  # has a descriptor of its own
             os.close(self.notes)

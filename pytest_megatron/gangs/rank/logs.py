@@ -90,6 +90,7 @@ class RankLogs:
         return found
 
     def _open(self, stream: str) -> int:
+        """Open a log file of this rank; on a full disk what is written is lost."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / f"{stream}.log"
@@ -181,6 +182,7 @@ class Tail:
                 continue
 
     def _lines(self, stream: str, file: BinaryIO, *, is_ended: bool) -> Iterator[bytes]:
+        """Yield lines that were appended to a log since the last call."""
         position = self._positions.get(stream, 0)
         end = file.seek(0, os.SEEK_END) if is_ended else position + _CHUNK_BYTES
         file.seek(position)
@@ -199,6 +201,7 @@ class Tail:
 
 
 def _text_stream(descriptor: int) -> TextIO:
+    """Return a stream of text that writes at once."""
     raw = cast("BinaryIO", _Lossy(descriptor, "w", closefd=False))
     return io.TextIOWrapper(  # unbuffered: text before a kill must be kept
         raw, encoding="utf-8", errors="backslashreplace", write_through=True

@@ -363,6 +363,7 @@ class RankPlugin:
         return serialise(session.config, report)
 
     def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
+        """Keep a report for the message to the controller, in a short form if it can be."""
         if (
             report.outcome == "passed"
             and type(report) is pytest.TestReport
@@ -375,6 +376,7 @@ class RankPlugin:
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
+        """Surround a phase: note it, delay it, measure its lines."""
         self._pipes.note(when)
         self._delays.before_phase(item.nodeid)
         self._is_in_phase = True
@@ -403,6 +405,7 @@ class _Printed:
         self._parts: list[str] = []
 
     def write(self, text: str) -> int:
+        """Keep a text, or pass it on while output is diverted."""
         if self.diverted is not None:
             return self.diverted.write(text)
         self._parts.append(text)
@@ -425,6 +428,7 @@ class _Printed:
             del self._parts[num_parts:]
 
     def take(self) -> str:
+        """Return what was printed since the last call."""
         text = "".join(self._parts)
         self._parts.clear()
         return text

@@ -367,7 +367,7 @@ def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
 
 
 def _temp_of_tests(config: pytest.Config, rank_config: RankConfig) -> Path | None:
-    """Return the parent directory of the next `tmp_path`."""
+    """Return the directory in which pytest makes the next `tmp_path`, None without one."""
     factory = temp_factory(config)
     if factory is None:
         return None

@@ -132,7 +132,7 @@ class StateKeeper:
             self._sizes[kind] = self._sizes.get(kind, size - grown) + grown
 
     def release(self, fixture: Hashable) -> None:
-        """Expect the state before such a fixture again, as it is torn down."""
+        """Expect the state before a fixture again, as it is torn down."""
         replaced = self._replaced.pop(fixture, None)
         if replaced:
             self._held = None
@@ -210,6 +210,7 @@ class StateKeeper:
             return []
 
     def _search(self, audit: LeakAudit) -> list[Leak]:
+        """Return what the test left, after garbage had time to go."""
         held = audit.look()
         sizes = audit.sizes()
         suspects = [] if held is self._held else self._new(held)
@@ -270,6 +271,7 @@ class StateKeeper:
                 return f"it closed or replaced {name}, which was opened anew"
 
     def _judge_group(self, state: State, expected: State) -> str:
+        """Return why the default group fits no later test, "" if it does."""
         group = cast("DefaultGroup | None", state[_GROUP])
         wanted = cast("DefaultGroup | None", expected[_GROUP])
         if group is None or group == wanted or (wanted is None and group.size == self.world_size):
@@ -322,6 +324,7 @@ def _update(state: State, changes: State) -> None:
 
 
 def _set_variable(name: str, value: object) -> None:
+    """Set a variable back, or remove it."""
     if value is None:
         _environ.pop(name, None)
     else:
@@ -330,6 +333,7 @@ def _set_variable(name: str, value: object) -> None:
 
 
 def _go_back(directory: object, wanted: object) -> str:
+    """Change to the wanted directory; return what the test had left."""
     left = f"it left the working directory {directory}"
     if directory is None:
         left = "it removed the working directory"
@@ -360,6 +364,7 @@ def _shown(value: object) -> str:
 
 
 def _exists(path: Path) -> bool:
+    """Return whether a path is there, by functions that tests have not patched."""
     try:
         os.stat(path)
     except OSError:

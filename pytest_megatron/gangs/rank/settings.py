@@ -116,7 +116,7 @@ class PythonSettings:
         self._found: Held = {}
 
     def look(self) -> Held:
-        """Return them; the same object if none has changed."""
+        """Return the settings of Python; the same object if none has changed."""
         now = _read_python()
         # A list of them counts a reference to each, in thousands of lines of the cache.
         now["sys.modules"] = self._version.value if self._version else [*sys.modules.values()]
@@ -190,7 +190,7 @@ class TorchSettings:
         self._found: Held = {}
 
     def look(self) -> Held:
-        """Return them; the same object if none has changed."""
+        """Return the settings of torch; the same object if none has changed."""
         if len(sys.modules) != self._num_modules:
             self._num_modules = len(sys.modules)
             getters = dict(self._find_getters())
@@ -249,6 +249,7 @@ def _num_modes(variables: Mapping[str, object], bindings: Mapping[str, object]) 
 
 
 def _read_python() -> dict[str, object]:
+    """Return settings of Python, logging and numpy."""
     root = logging.root
     umask = os.umask(0o077)
     os.umask(umask)

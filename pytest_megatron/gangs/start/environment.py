@@ -108,6 +108,7 @@ class EnvWatch:
             self.loaded = frozenset(sys.modules)
 
     def _note(self, name: str, place: str) -> None:
+        """Note a place that reads the rank or the world size."""
         readers = self.rank_readers if name in RANK_VARIABLES else self.size_readers
         text = f"{name} in {place}"
         if text in readers:
@@ -249,7 +250,7 @@ class StartEnvironment:
     lease: Lease | None = None
 
     def stop_preloaded(self) -> None:
-        """End the process, unless it was taken."""
+        """End the process that imported ahead, unless it was taken."""
         if self.preloaded is not None:
             self.preloaded.stop(has_ranks=False)
             self.preloaded = None
@@ -292,7 +293,7 @@ class StartEnvironmentPlugin:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self) -> Generator[None, object, object]:
-        """Set them again for hooks of a project that reads them, and destroy no group of ranks."""
+        """Set the variables of rank 0 again for hooks of a project."""
         self._no_groups.let_destroy_nothing()
         if self._watch.rank_readers:
             self._watch.start(is_noting=False)
@@ -318,6 +319,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
     from pytest_megatron.process.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
 
     def preload() -> None:
+        """Start the process that imports ahead of collection."""
         modules = start_env.learnt.modules if start_env.learnt else ()
         start_env.preloaded = start_preloaded("fork", start_env.env, start_env.path, modules)
         early_config.add_cleanup(start_env.stop_preloaded)

@@ -105,6 +105,7 @@ class SessionTemplate:
         return replace(self, loads=()).fork()
 
     def _serve(self) -> None:
+        """Import what ranks need, then fork ranks until the controller is gone."""
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
             self.session.items = cast("list[pytest.Item]", list(self.items))
@@ -139,6 +140,7 @@ class SessionTemplate:
             measurement.save()
 
     def _load(self) -> None:
+        """Import the modules that every rank would import."""
         with warnings.catch_warnings(), large_imports():
             warnings.simplefilter("ignore")
             for name in self.loads:
@@ -181,13 +183,13 @@ class TemplateProcess:
     """The template process of this node, restarted once if it dies before it registers."""
 
     def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
-        """Fork it."""
+        """Fork the template process from the session."""
         self._make = template
         self._supervisor = supervisor
         self._pid: int | None = template.fork()
 
     def wait(self) -> None:
-        """Wait until it has registered; one that was killed is restarted once.
+        """Wait until the template has registered; one that was killed is restarted once.
 
         The second one preloads nothing, as that may have killed the first.
 
@@ -204,12 +206,13 @@ class TemplateProcess:
         wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
 
     def close(self) -> None:
-        """Wait until it has ended, once the supervisor was stopped."""
+        """Wait until the template has ended, once the supervisor was stopped."""
         if self._pid is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
 
     def _has_ended(self) -> bool:
+        """Return whether the template process has ended."""
         if self._pid is None:
             return True
         try:

@@ -109,14 +109,14 @@ class KeptProcess:
         return (_stat_fields(self.pid) or [""])[0] in ("T", "t")
 
     def num_sessions(self) -> int:
-        """Return the number of sessions that run in it."""
+        """Return the number of sessions that run in the kept process."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
         with contextlib.suppress(OSError):
             return len(children.read_text().split())
         return 0
 
     def stop(self) -> None:
-        """End it, once its sessions have ended; nothing if the number is of another process."""
+        """End the kept process, once its sessions have ended."""
         if started_at(self.pid) == self.began:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
@@ -444,6 +444,7 @@ def _follow(program: ForkedProgram) -> SessionExited | None:
     pid = program.pid
 
     def suspend(_: int, __: FrameType | None) -> None:
+        """Stop the session and this process together, and let both go on together."""
         os.killpg(pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         os.killpg(pid, signal.SIGCONT)
@@ -494,6 +495,7 @@ def _place() -> dict[str, str]:
 
 
 def _content(path: Path) -> str:
+    """Return the text of a file, "" if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

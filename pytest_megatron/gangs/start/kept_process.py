@@ -155,6 +155,7 @@ class _KeptServer:
         channel.send(Ready())
 
     def _on_request(self, channel: Channel) -> None:
+        """Take a request for a session."""
         message, descriptors = channel.receive_with_descriptors()
         if isinstance(message, StartSession):
             self.calls.read(channel, lambda: self._on_news(channel))
@@ -176,6 +177,7 @@ class _KeptServer:
     def _fork(
         self, channel: Channel, request: StartSession, descriptors: list[int]
     ) -> _Request | None:
+        """Fork the process of a session, and return it with its pipes."""
         control, control_write = os.pipe()
         kept = os.getpid()
         pid = os.fork()
@@ -193,6 +195,7 @@ class _KeptServer:
         return None
 
     def _on_end(self, one: _Running) -> None:
+        """Report the end of a session to its client."""
         _, status = os.waitpid(one.pid, 0)
         os.set_blocking(one.control, False)  # a daemon of the session may have the other end
         doubt = b""
@@ -259,6 +262,7 @@ def main() -> None:
     gc.freeze()  # keep present objects shared with the sessions
 
     def stop_listening() -> None:
+        """Remove the record, so that no session finds this process."""
         with contextlib.suppress(OSError):
             if record.stat().st_ino == os.fstat(lock).st_ino:
                 record.unlink()
@@ -273,7 +277,7 @@ def main() -> None:
 
 
 def _load() -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Load modules.
+    """Import the modules that every session needs.
 
     Returns:
         The reason why no session can be forked from here, or "", and versions of loaded files.
@@ -345,6 +349,7 @@ def _take_streams(request: StartSession, descriptors: list[int]) -> None:
 
 
 def _move(descriptors: Sequence[int], least: int) -> list[int]:
+    """Move descriptors to numbers that no session uses."""
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least) for number in descriptors]
     for number in descriptors:
         os.close(number)
@@ -352,6 +357,7 @@ def _move(descriptors: Sequence[int], least: int) -> list[int]:
 
 
 def _take_process_state(request: StartSession, path: Sequence[str]) -> None:
+    """Take what a new process inherits, from the request."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {
         signal.SIGKILL,
@@ -419,6 +425,7 @@ def _is_removed(file: str) -> bool:
 
 
 def _version_of(file: str) -> tuple[int, ...]:
+    """Return time, size and number of a file, empty if it is gone."""
     try:
         found = os.stat(file)  # noqa: PTH116 - of 2,000 files at each start of a session
     except OSError:

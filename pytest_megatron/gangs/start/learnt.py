@@ -194,6 +194,7 @@ def _files(config: pytest.Config) -> set[str]:
 
 
 def _folder(file: Path, root: Path) -> str | None:
+    """Return the folder of a file, from the project's root; None outside of it."""
     with contextlib.suppress(ValueError):
         return file.parent.relative_to(root).as_posix()
     return None

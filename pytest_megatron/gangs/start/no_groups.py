@@ -66,6 +66,7 @@ class NoGroups:
             member.NON_GROUP_MEMBER = _NoMember(member)
 
     def _install(self) -> bool:
+        """Put functions that refuse groups of several ranks in place; return whether done."""
         module = sys.modules.get(_RENDEZVOUS)
         if self._is_over or module is None or not hasattr(module, "rendezvous"):
             return self._is_over

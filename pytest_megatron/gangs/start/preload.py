@@ -91,7 +91,7 @@ class PreloadedProcess:
             self._close_stdin()
 
     def write(self, line: bytes) -> None:
-        """Write a line to its stdin; `problem` reports if it is gone."""
+        """Write a line to the process's stdin; `problem` reports if it is gone."""
         with contextlib.suppress(OSError):
             self.stdin.write(line + b"\n")
             self.stdin.flush()
@@ -101,7 +101,7 @@ class PreloadedProcess:
             self.stdin.close()
 
     def stop(self, *, has_ranks: bool = True) -> None:
-        """Wait for its end, which follows the end of its connection to the controller.
+        """Wait for the process's end, which follows that of its connection to the controller.
 
         Args:
             has_ranks: False kills it: it still imports.
@@ -113,7 +113,7 @@ class PreloadedProcess:
         os.close(self.log)
 
     def problem(self) -> str:
-        """Return the reason of its end, or "" while it runs."""
+        """Return why the process ended, or "" while it runs."""
         exit_code = self.process.poll()
         if exit_code is None:
             return ""
@@ -270,7 +270,7 @@ class LoadingRanks:
     def __init__(
         self, info: SessionInfo, rank_configs: Sequence[RankConfig], keeper: StoreKeeper
     ) -> None:
-        """Fork them.
+        """Fork a process for each rank, which loads plugins and conftest files.
 
         Raises:
             LaunchError: There is no port for their store.
@@ -302,7 +302,7 @@ class LoadingRanks:
         self._ranks[rank_config.rank] = pid, Channel(own)
 
     def _fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
-        """Return whether it has the environment, the arguments and the logs of what was begun."""
+        """Return whether a rank is the one that began to load: same environment and logs."""
         known = self._configs.get(rank_config.rank)
         if known is None:
             return False
@@ -317,6 +317,7 @@ class LoadingRanks:
         def start(
             config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
         ) -> int:
+            """Hand a rank to the process that waits for it, or fork one."""
             if not self._fits(info, config):
                 for _, channel in self._ranks.values():
                     channel.close()

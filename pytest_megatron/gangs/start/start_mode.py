@@ -164,6 +164,7 @@ def load_ahead(config: pytest.Config) -> None:
         return
 
     def end() -> None:
+        """Stop processes that loaded ahead, if no run used them."""
         start_env.stop_preloaded()
         if not is_run_dir_open(config):
             writer.remove_ahead()
@@ -386,6 +387,7 @@ class PerRank:
         """Wait until the preloaded process has registered; restart it once if it was killed."""
 
         def restart() -> None:
+            """Start the process with torch anew."""
             self._worlds.clear()
             self._preloaded.stop()
             self._preloaded = self._begin()

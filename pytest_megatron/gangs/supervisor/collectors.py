@@ -49,7 +49,7 @@ class RankCollectors:
     """All rank collectors of one controller; those started together share a number below 0."""
 
     def __init__(self, fork_servers: ForkServers) -> None:
-        """Create an empty set.
+        """Begin without processes that collect.
 
         Args:
             fork_servers: Fork servers of nodes, which start collectors.
@@ -139,12 +139,13 @@ class RankCollectors:
             del self._collectors[place]
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close the connection to every process that collects."""
         for collector in self._collectors.values():
             collector.channel.close()
         self._collectors.clear()
 
     def _fork(self, number: int, port: int) -> None:
+        """Have the fork servers of the nodes start the processes that collect."""
         configs = with_store(self._configs[number][0], port)
         for node_rank in {config.node_rank for config in configs}:
             node = self._fork_servers.find(node_rank)

@@ -38,7 +38,7 @@ class Calls:
     """
 
     def __init__(self, listener: Listener, on_register: OnRegister) -> None:
-        """Start listening.
+        """Start listening for connections.
 
         Args:
             listener: The first listening socket.
@@ -98,7 +98,7 @@ class Calls:
         channel.close()
 
     def stop(self) -> None:
-        """Stop listening."""
+        """Stop listening for connections."""
         self._selector.close()
         for listener in self._listeners:
             listener.close()
@@ -113,11 +113,13 @@ class Calls:
             listener.forget()
 
     def _on_call(self, source: object) -> None:
+        """Accept a connection."""
         assert isinstance(source, Listener)
         on_proof = functools.partial(self._on_proof, source)
         self._selector.register(source.accept(), selectors.EVENT_READ, on_proof)
 
     def _on_proof(self, listener: Listener, source: object) -> None:
+        """Go on with the proof that a connection knows the key."""
         assert isinstance(source, socket.socket)
         descriptor = source.fileno()
         try:
@@ -132,6 +134,7 @@ class Calls:
             self._selector.register(channel, selectors.EVENT_READ, self._on_first_message)
 
     def _on_first_message(self, source: object) -> None:
+        """Take the message that says who has connected."""
         assert isinstance(source, Channel)
         messages = source.drain()
         if messages and isinstance(messages[0], Register):
@@ -191,7 +194,7 @@ class ForkServers:
             del self._channels[place]
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close the connection to every fork server."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -210,7 +213,7 @@ class Followers:
     """
 
     def __init__(self, welcome: Welcome) -> None:
-        """Create it without connections.
+        """Begin without connections of other nodes.
 
         Args:
             welcome: First message to each session.

@@ -223,7 +223,7 @@ class Supervisor:
     """
 
     def __init__(self, listener: Listener, *, on_debugger: OnDebugger) -> None:
-        """Start listening.
+        """Start listening for fork servers and ranks.
 
         Args:
             listener: Socket to which fork servers and ranks connect.
@@ -316,6 +316,7 @@ class Supervisor:
         return time.monotonic() - self._stopped_s
 
     def _deadlines(self) -> Iterator[float]:
+        """Yield the times at which something has to be looked at."""
         for gang in self._gangs.values():
             deadline = gang.lifecycle.deadline
             if deadline is not None:
@@ -325,6 +326,7 @@ class Supervisor:
                 yield gang.killed_at + FORK_SERVER_LIMIT_S
 
     def _look_at_clock(self) -> None:
+        """Do what gangs have to do at this time."""
         now = self._now()
         for gang in list(self._gangs.values()):
             self._carry_out(gang, gang.lifecycle.tick(now))
@@ -356,6 +358,7 @@ class Supervisor:
     def _on_register(
         self, source: Channel, registration: Register, rest: Sequence[Message]
     ) -> None:
+        """Take a new connection: a node, a fork server or a rank."""
         if registration.role == "node" and self._followers is not None:
             self._calls.read(source, lambda: self._on_follower(source))
             self._followers.accept(registration.node_rank, source)
@@ -375,11 +378,13 @@ class Supervisor:
         self._deliver(gang)
 
     def _on_wrong_key(self) -> None:
+        """Count a connection with another key."""
         assert self._followers is not None
         self._followers.num_wrong_keys += 1
         self._has_news = True
 
     def _on_follower(self, source: Channel) -> None:
+        """Take messages of another node's session."""
         assert self._followers is not None
         self._followers.read(source)
         self._has_news = True
@@ -389,10 +394,12 @@ class Supervisor:
     def _on_fork_server(
         self, source: Channel, registration: Register, messages: Sequence[Message]
     ) -> None:
+        """Take the connection of a fork server."""
         self._has_news = True
         self.fork_servers.add(registration, source)
 
         def take(messages: Sequence[Message]) -> None:
+            """Take messages of a fork server, and its loss."""
             for message in messages:
                 if isinstance(message, Collected):
                     self._has_news = True
@@ -435,6 +442,7 @@ class Supervisor:
             self._handle(gang, config.rank, Broken(problem=problem))
 
     def _on_fork_server_message(self, source: Channel, message: Message) -> None:
+        """Pass a message of a fork server to its gang."""
         assert isinstance(message, StoreOpened | Died | Stacks | Killed), message
         if self.collectors.has(message.gang):
             self._has_news = self.collectors.take(message) or self._has_news
@@ -465,11 +473,13 @@ class Supervisor:
         self._deliver(gang)
 
     def _on_killed(self, gang: Gang, fork_server: int) -> None:
+        """Note that a fork server has nothing left of a gang."""
         gang.fork_servers.discard(fork_server)
         if not gang.fork_servers:
             self._handle(gang, 0, Killed(gang=gang.number))
 
     def _fork(self, gang: Gang, port: int, problem: str) -> None:
+        """Have a gang's ranks forked, now that its store has a port."""
         if gang.lifecycle.state is not GangState.STARTING:
             return
         if problem:
@@ -521,6 +531,7 @@ class Supervisor:
             self._handle(gang, rank, gang.inboxes[rank].popleft())
 
     def _handle(self, gang: Gang, rank: int, message: Message) -> None:
+        """Pass a message of a rank to the gang's state machine, and do what that asks."""
         if isinstance(message, Ready) and rank in gang.missing:
             message = replace(message, missing={**gang.missing[rank], **message.missing})
         self._carry_out(gang, gang.lifecycle.handle(rank, message, self._now()))
@@ -532,6 +543,7 @@ class Supervisor:
             self._on_debugger(gang, rank, channel, message)
 
     def _carry_out(self, gang: Gang, actions: Sequence[Action]) -> None:
+        """Do what a gang's state machine asks for."""
         for action in actions:
             match action:
                 case SendRuns(runs=runs):
@@ -549,6 +561,7 @@ class Supervisor:
                     assert_never(action)
 
     def _kill(self, gang: Gang) -> None:
+        """Have all processes of a gang killed."""
         gang.killed_at = self._now()
         for fork_server in gang.holders():
             fork_server.send(Kill(gang=gang.number))
@@ -556,6 +569,7 @@ class Supervisor:
             self._handle(gang, 0, Killed(gang=gang.number))
 
     def _forget(self, gang: Gang) -> None:
+        """Close the connections of a gang that is gone."""
         for channel in gang.channels.values():
             self._calls.drop(channel)
         gang.channels.clear()

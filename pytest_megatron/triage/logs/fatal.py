@@ -272,6 +272,7 @@ def _read_fatal(
 def _fatal_of(
     raised: RaisedException, signature: Signature, log: LogFile, offsets: Sequence[int]
 ) -> Fatal:
+    """Return the end of a rank by an exception."""
     return Fatal(
         signature=signature,
         message=raised.message,
@@ -357,6 +358,7 @@ def read_error_file(path: Path | None, table: Table) -> Fatal | None:
 
 
 def _seconds(value: JsonValue) -> float | None:
+    """Return a time in seconds, None if it is none."""
     try:
         seconds = float(str(value))
     except ValueError:

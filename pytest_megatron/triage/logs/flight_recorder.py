@@ -125,7 +125,7 @@ def is_flight_name(name: str) -> bool:
 
 
 def read_flight(path: Path) -> FlightDump:
-    """Read one rank's dump.
+    """Read the dump of one rank's flight recorder.
 
     Raises:
         TriageError: It cannot be read, is too large, or is no dump.
@@ -192,6 +192,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _load(data: bytes, path: Path) -> _Plain:
+    """Read a dump, JSON or a pickle of plain values."""
     try:
         if data.lstrip()[:1] == b"{":
             return json.loads(data)
@@ -203,6 +204,7 @@ def _load(data: bytes, path: Path) -> _Plain:
 
 
 def _no_dump(path: Path, reason: str) -> TriageError:
+    """Return the error that a file is no dump."""
     return TriageError(
         str(path),
         f"is no flight recorder's dump: {reason}; expected torch's pickle or JSON with entries",
@@ -210,6 +212,7 @@ def _no_dump(path: Path, reason: str) -> TriageError:
 
 
 def _entry(raw: dict[str, _Plain]) -> FlightEntry:
+    """Return a collective from an entry of a dump."""
     group, group_name = _group(raw.get("process_group"))
     called = str(raw["profiling_name"])
     return FlightEntry(
@@ -231,6 +234,7 @@ def _entry(raw: dict[str, _Plain]) -> FlightEntry:
 
 
 def _group(raw: _Plain) -> tuple[str, str]:
+    """Return name and description of a process group."""
     if not isinstance(raw, list | tuple) or len(raw) != len(("name", "description")):
         raise TypeError(f"process_group {raw!r}")
     return str(raw[0]), str(raw[1])

@@ -83,7 +83,7 @@ class Line:
 
 
 def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
-    """Take a line apart.
+    """Split a line of a log into what its writer put before it, and its text.
 
     Args:
         raw: As it is in the file, without its newline.

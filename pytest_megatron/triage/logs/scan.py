@@ -28,6 +28,7 @@ class _Kept:
     last: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def add(self, offset: int) -> None:
+        """Keep the place of a text, the first and the last ones."""
         if len(self.first) < _KEPT:
             self.first.append(offset)
         else:

@@ -211,6 +211,7 @@ def frame_of(text: str) -> tuple[str, bool] | None:
 
 
 def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedException | None:
+    """Read one traceback of a chain."""
     frames: list[str] = []
     own: str | None = None
     index = start + 1
@@ -269,6 +270,7 @@ def _belongs(text: str) -> bool:
 
 
 def _skip_blank(lines: Sequence[Line], index: int) -> int:
+    """Return the number of the next line with text."""
     while index < len(lines) and not lines[index].text.strip():
         index += 1
     return index

@@ -107,6 +107,7 @@ class MetricSearch:
         return sorted(places, key=lambda one: one.num_steps < most * _ENOUGH)
 
     def _files(self) -> Iterator[Found]:
+        """Yield metrics that were found in files, by format and place."""
         for form, watched in self._watched:
             for glob in dict.fromkeys(_glob_of(path, self.root) for path in watched.changed()):
                 part = watched.narrowed(self.root, glob)
@@ -118,6 +119,7 @@ class MetricSearch:
                 yield Found(keys=keys, where=f"{form.value}, {glob}", metrics=_sound(curves))
 
     def _printed(self, log: Path) -> Iterator[Found]:
+        """Yield metrics that were found in printed lines."""
         for name, pattern in READY.items():
             metrics = _sound(read_printed([log], pattern))
             if any(map(_COMPARED.search, metrics)):

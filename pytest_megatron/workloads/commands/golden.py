@@ -177,6 +177,7 @@ def _compare_generation(
 
 
 def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> None:
+    """Refuse a run that has no metric of the golden."""
     if (golden.generation is None) != (observed.generation is None):
         kinds = ("series of a training", "the output of an inference program")
         raise MetricsError(
@@ -194,6 +195,7 @@ def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> No
 
 
 def _versions(words: Sequence[str]) -> dict[str, str]:
+    """Parse the values of `--version`."""
     found = {}
     for word in words:
         name, _, version = word.partition("=")
@@ -219,6 +221,7 @@ def _place_of(golden: Path) -> ComparedWorkload | None:
 def _as_text(
     comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: ComparisonPolicy
 ) -> str:
+    """Return comparisons as text."""
     num_failed = sum(not comparison.passed for comparison in comparisons)
     num_judged = sum(comparison.is_judged for comparison in comparisons)
     verdict = "all passed" if num_judged else "nothing was judged"

@@ -221,6 +221,7 @@ def _cannot_write(error: OSError, changes: Sequence[_ConvertedFile]) -> GoldenEr
 
 
 def _describe(change: _ConvertedFile) -> Iterator[str]:
+    """Yield what converting a file changes, notes and loses."""
     moved = "" if change.source == change.target else f" -> {change.target}"
     yield f"{change.source}{moved}: {_sizes([change])}"
     yield from (f"  note: {note}" for note in change.new.notes)
@@ -228,6 +229,7 @@ def _describe(change: _ConvertedFile) -> Iterator[str]:
 
 
 def _sizes(changes: Sequence[_ConvertedFile]) -> str:
+    """Describe lines and bytes before and after."""
     lines = [sum(len(text.splitlines()) for text in texts) for texts in _texts(changes)]
     sizes = [sum(len(text.encode()) for text in texts) for texts in _texts(changes)]
     return f"{lines[0]} -> {lines[1]} lines, {sizes[0]} -> {sizes[1]} bytes"
@@ -240,6 +242,7 @@ def _texts(changes: Sequence[_ConvertedFile]) -> tuple[list[str], list[str]]:
 def _total(
     changes: Sequence[_ConvertedFile], needed: Sequence[_ConvertedFile], *, is_written: bool
 ) -> str:
+    """Describe how many goldens change, and their sizes."""
     what = "written" if is_written else "would change"
     sizes = f": {_sizes(needed)}" if needed else ""
     return f"{len(needed)} of {counted(len(changes), 'golden')} {what}{sizes}"

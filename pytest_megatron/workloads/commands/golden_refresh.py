@@ -176,7 +176,7 @@ def _candidates(runs: Sequence[Path], given: _RefreshOptions) -> tuple[Candidate
 def _write(
     candidates: Sequence[Candidate], root: Path, terms: Terms, *, is_dry: bool = False
 ) -> AcceptOutcome:
-    """Accept candidates.
+    """Write accepted candidates, or name what was refused.
 
     Raises:
         GoldenError: They cannot be written; every golden is as it was.
@@ -214,6 +214,7 @@ def _report(
 
 
 def _refuse(outcome: AcceptOutcome) -> None:
+    """Name what was refused, and exit."""
     for line in refusals_text(outcome.refused):
         click.echo(f"refused: {line}", err=True)
     soft = all(refusal.rule.is_soft for _, refusal in outcome.refused)
@@ -223,6 +224,7 @@ def _refuse(outcome: AcceptOutcome) -> None:
 
 
 def _print_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_error: bool) -> None:
+    """Print what was written, and the pages for the pull request."""
     click.echo(f"{len(outcome.differences)} written", err=is_error)
     try:
         if pages.name == OWN_DIR.name:
@@ -313,6 +315,7 @@ def _print_trained_once(offers: Sequence[Offer]) -> None:
 
 
 def _list(offers: Sequence[Offer]) -> None:
+    """Print the candidates that wait for a decision."""
     if not offers:
         click.echo("nothing waits for a decision")
     for offer in offers:
@@ -438,6 +441,7 @@ def _weight(metric: MetricDifference) -> tuple[bool, bool, float]:
 
 
 def _put_away(rejected: Sequence[Candidate]) -> None:
+    """Keep rejected candidates under another name."""
     for candidate in rejected:
         path = candidate.directory / CANDIDATE
         path.replace(path.with_name(REJECTED))

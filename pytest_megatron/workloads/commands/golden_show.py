@@ -137,6 +137,7 @@ def compare_sides(
 
 
 def _parse(text: Text | None) -> tuple[Golden | None, str]:
+    """Return the golden of a text, or why there is none."""
     if text is None:
         return None, ""
     try:
@@ -152,6 +153,7 @@ def _goldens_below(directory: Path) -> Iterator[Path]:
 
 
 def _is_golden(name: str) -> bool:
+    """Return whether a name is that of a golden."""
     path = PurePosixPath(name)
     is_named = path.name.startswith(GOLDEN_PREFIX) and path.suffix == ".json"
     return is_named and "\n" not in name
@@ -169,6 +171,7 @@ def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
 
 
 def _git(root: Path, *arguments: str, given: str = "") -> bytes:
+    """Return what git prints."""
     try:
         done = run_git(root, *arguments, given=given.encode())
     except OSError as error:
@@ -261,6 +264,7 @@ def _mean(values: Sequence[Value]) -> float | None:
 
 
 def _steps(steps: Sequence[int]) -> str:
+    """Describe steps as first, last and distance."""
     if not steps:
         return "-"
     if len(steps) == 1:
@@ -308,6 +312,7 @@ def show(*, paths: tuple[Path, ...]) -> None:
 
 
 def _look_at(path: Path) -> _Shown:
+    """Return what is shown of a file."""
     value, notes = load_object(read_text(path), str(path))
     if is_baseline(value):
         metrics = tuple(_baseline_rows(value))
@@ -379,6 +384,7 @@ def _row(name: str, values: Sequence[float | str]) -> MetricSummary:
 
 
 def _cells(metric: MetricSummary) -> tuple[str, ...]:
+    """Return the cells of a metric's row."""
     num_holes = metric.num_values - metric.num_finite
     is_text = isinstance(metric.first, str) and not metric.num_finite
     values = f"{metric.num_values}" + (
@@ -389,6 +395,7 @@ def _cells(metric: MetricSummary) -> tuple[str, ...]:
 
 
 def _as_text(page: _Shown, *, is_named: bool) -> Iterator[str]:
+    """Yield the lines of a file."""
     if is_named:
         yield f"{page.path}: {page.kind}"
     elif not page.kind.startswith("series"):

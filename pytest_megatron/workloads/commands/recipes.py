@@ -56,6 +56,7 @@ def expand(recipes: tuple[Path, ...], profile: str, form: str) -> None:
 
 
 def _as_json(loaded: list[Loaded]) -> str:
+    """Return rows as JSON."""
     rows: list[JsonValue] = [
         {"file": str(workload.file), "spec": dict(workload.spec)}
         for one in loaded
@@ -65,6 +66,7 @@ def _as_json(loaded: list[Loaded]) -> str:
 
 
 def _as_text(loaded: list[Loaded]) -> str:
+    """Return rows as lines."""
     lines = [
         f"{workload.file}::{workload.item_name}  "
         f"{workload.model} {workload.scope} {','.join(workload.cadence)} "

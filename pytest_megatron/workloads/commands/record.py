@@ -145,6 +145,7 @@ def _in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _prefix_of(python: str) -> str:
+    """Return the environment that a Python belongs to."""
     shown = subprocess.run(
         [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=False
     )
@@ -220,6 +221,7 @@ def _copy(followed: FollowedFile) -> None:
 
 
 def _how_far(places: Sequence[Found]) -> str:
+    """Describe how far a command was when it ended."""
     if not places:
         return "before it wrote any metric"
     return f"after step {places[0].last_step} ({places[0].names[0]})"

@@ -67,6 +67,7 @@ def _check_flag(word: str) -> str:
 
 
 def _check_ports(text: str) -> str:
+    """Refuse a range of ports that is none."""
     first, _, last = text.partition("-")
     if not 0 < int(first) <= int(last) <= _LAST_PORT:
         raise ExpectedError(f"FIRST-LAST within 1-{_LAST_PORT}, the lower one first")

@@ -99,7 +99,7 @@ class LeasingEngine:
     interval_s = 0.0
 
     def __init__(self, host: Host, carry_out: CarryOut) -> None:
-        """Have nothing to run yet.
+        """Begin without submissions.
 
         Args:
             host: Whose GPUs are leased.
@@ -179,12 +179,14 @@ class LocalEngine(LeasingEngine):
     def _run_plan(
         self, submission: Submission, planned: Planned, lease: Lease
     ) -> SubmissionOutcome:
+        """Run a plan on the leased GPUs."""
         mode = self._context.workload_start
         forks = mode == "fork" or (mode == "auto" and submission.resources.platform == CPU_PLATFORM)
         how = "forked from a warm process" if forks else "fresh interpreters"
         _LOG.info("%s: ranks are %s (megatron_workload_start=%s)", submission.key, how, mode)
 
         def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
+            """Start a phase, by a fork where that gives the same."""
             # Forks of one process share a seed of `hash()` and addresses, so an audit of two forks
             # would not see what depends on them.
             if phase.is_script or phase.role is PhaseRole.AUDIT or not forks:
@@ -242,7 +244,7 @@ class _Process:
     process: subprocess.Popen[bytes]
 
     def close(self) -> None:
-        """End it; what it has forked goes on."""
+        """End the process; what it has forked goes on."""
         self.connection.close()
         try:
             self.process.wait(_END_S)
@@ -259,7 +261,7 @@ class _ForkedGuard:
     end: int
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the guard."""
         select.select([self.end], [], [])
         os.close(self.end)
 
@@ -271,7 +273,7 @@ class WarmProcesses:
         self._processes: dict[str, _Process | str] = {}
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes that have torch imported."""
         for process in self._processes.values():
             if isinstance(process, _Process):
                 process.close()
@@ -473,6 +475,7 @@ def _own_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules that a file imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -138,7 +138,7 @@ def write_spec(path: Path, spec: JobSpec) -> None:
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Read a spec.
+    """Read the spec of a job.
 
     Raises:
         LaunchError: It is missing, or no spec.
@@ -223,6 +223,7 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
 
 
 def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd, ...]:
+    """Return the ends of phases with their plans."""
     phases = {phase.number: phase for phase in plan.phases}
     return tuple(
         PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
@@ -284,6 +285,7 @@ class RunningJobs:
 
     @staticmethod
     def _judge(submission: Submission, find_failure: FindFailure, outcome: Path) -> None:
+        """Ask a running job to stop if it can only fail."""
         with contextlib.suppress(OSError, SchemaError):  # it has just begun, or a full disk
             running = parse(RunningRecord, read_bytes(_running_file(outcome)))
             ends = _with_plans(running.ends, submission.planned(None).plan)

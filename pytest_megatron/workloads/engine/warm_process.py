@@ -104,6 +104,7 @@ class Imports:
 
 
 def _order_of(message: Message) -> ForkOrder:
+    """Return the request to fork a training, from a message."""
     words, free = (cast("list[str]", message[name]) for name in ("words", "free"))
     env, cwd = cast("dict[str, str]", message["env"]), str(message["cwd"])
     return ForkOrder(words=words, env=env, free=free, cwd=cwd)
@@ -138,6 +139,7 @@ def main(descriptor: int, controller: int, names: Sequence[str]) -> None:
 
 
 def _serve(connection: socket.socket, names: Sequence[str]) -> None:
+    """Import modules, then fork guards of trainings until the session ends."""
     imported = dict(os.environ)
     gc.disable()  # searches for garbage take an eighth of the imports, and find none
     problem = _import(names) or find_obstacle("torch was imported")
@@ -163,6 +165,7 @@ def _serve(connection: socket.socket, names: Sequence[str]) -> None:
 
 
 def _import(names: Sequence[str]) -> str:
+    """Import modules; return why one cannot be imported, "" if all are."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -209,6 +212,7 @@ def _guard(order: ForkOrder, imports: Imports, descriptors: Sequence[int]) -> No
     free = frozenset(order.free)
 
     def start(command: Sequence[str]) -> int:
+        """Fork the launcher of a training."""
         pid = _fork()
         if pid == 0:
             for number in kept:
@@ -289,6 +293,7 @@ class _RankForker:
             self._end(message)
 
     def _obstacle(self, args: Sequence[str], env: Mapping[str, str]) -> str:
+        """Return why a rank cannot be a fork, "" if it can."""
         script = script_in(args) if list(args[:2]) == [sys.executable, "-u"] else ""
         if not (script.endswith(".py") and Path(script).is_file()):
             return "it is no Python script"
@@ -343,7 +348,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the rank.
 
         Raises:
             subprocess.TimeoutExpired: It runs on.
@@ -358,7 +363,7 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal to the rank, if it runs."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -434,6 +439,7 @@ def _train(message: Message) -> None:
     sys.modules["__main__"] = module
 
     def run() -> None:
+        """Run the training program as `__main__`."""
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec")
         exec(code, vars(module))  # noqa: S102 - a program is run
@@ -474,7 +480,7 @@ def hidden_modules(script: Path) -> str:
 
 
 def set_environment(env: Mapping[str, str]) -> None:
-    """Have exactly these variables."""
+    """Replace all variables of this process."""
     for name in set(os.environ) - set(env):
         del os.environ[name]
     os.environ.update(env)
@@ -506,6 +512,7 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 
 
 def _fork() -> int:
+    """Fork, without the output that is still in buffers."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -514,7 +521,7 @@ def _fork() -> int:
 
 
 def _reset_signals() -> None:
-    """Have the signals of a fresh interpreter."""
+    """Set signals to what a fresh interpreter has."""
     for number in _RESET:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -523,6 +530,7 @@ def _reset_signals() -> None:
 
 
 def _collect_ended() -> None:
+    """Collect exit codes of children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue

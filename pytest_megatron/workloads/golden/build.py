@@ -98,6 +98,7 @@ def _is_whole(series: Series | None) -> bool:
 
 
 def _median(series: Sequence[Series]) -> Series:
+    """Return the median of the repeats at each step."""
     maps = [one.finite() for one in series]
     steps = set(maps[0]).intersection(*maps[1:])
     medians: dict[int, Value] = {s: statistics.median(one[s] for one in maps) for s in steps}

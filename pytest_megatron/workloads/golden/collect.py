@@ -83,6 +83,7 @@ class _Mark:
 
 
 def _tail_before(path: Path, end: int) -> int:
+    """Return a checksum of what a file has before an offset."""
     with path.open("rb") as file:
         file.seek(max(0, end - _TAIL_BYTES))
         return zlib.crc32(file.read(min(end, _TAIL_BYTES)))
@@ -118,6 +119,7 @@ class WatchedFiles:
         return dict(self._changed())
 
     def _changed(self) -> Iterator[tuple[Path, int]]:
+        """Yield files that are new or changed, and where the new part begins."""
         for path in sorted(self._matching()):
             mark = self._before.get(path)
             try:
@@ -132,6 +134,7 @@ class WatchedFiles:
                 continue
 
     def _matching(self) -> Iterator[Path]:
+        """Yield the files that fit the glob."""
         whole = str(self.root / self.glob)
         globs = (whole, whole.replace("**/", ""))
         top = Path(*_fixed_parts(Path(whole)))
@@ -144,6 +147,7 @@ class WatchedFiles:
 
 
 def _fixed_parts(path: Path) -> Iterator[str]:
+    """Yield the parts of a glob up to the first with a pattern."""
     for part in path.parts:
         if _MAGIC & set(part):
             return
@@ -186,7 +190,7 @@ class Collector:
         write_json_atomically(self._dirs.collected, metrics_to_json(metrics))
 
     def _read(self) -> MetricMap:
-        """Return the metrics.
+        """Return the metrics that changed files hold.
 
         Raises:
             MetricsError: There are none, a step has two values, or a file cannot be read.

@@ -172,12 +172,14 @@ def check_against_case(golden: GoldenFile, case: CaseDocument) -> Iterator[Findi
 
 
 def _has_metric(document: GoldenDocument, name: str) -> bool:
+    """Return whether a golden has a metric, under either of its names."""
     if document.generation is not None:
         return document.generation.has(name)
     return name in document.metrics or name.replace("-", " ") in document.metrics
 
 
 def _check_provenance(golden: GoldenFile) -> Iterator[Finding]:
+    """Yield what is wrong with the origin of a golden."""
     line = golden.line_of("_provenance")
     try:
         provenance = golden.provenance
@@ -193,6 +195,7 @@ def _check_provenance(golden: GoldenFile) -> Iterator[Finding]:
 
 
 def _doubts(provenance: Provenance) -> Iterator[str]:
+    """Yield what is doubtful about the origin of a golden."""
     if provenance.commit is None:
         yield "names no commit"
     if provenance.is_dirty:
@@ -202,6 +205,7 @@ def _doubts(provenance: Provenance) -> Iterator[str]:
 
 
 def _check_finite(golden: GoldenFile, name: str, series: Series) -> Iterator[Finding]:
+    """Yield the values of a metric that are no finite numbers."""
     numbers = [value for value in series.values if not isinstance(value, str)]
     if len(numbers) == len(series) and all(map(math.isfinite, numbers)):
         return
@@ -221,6 +225,7 @@ def _check_finite(golden: GoldenFile, name: str, series: Series) -> Iterator[Fin
 
 
 def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
+    """Note holes in the steps of a metric."""
     first, last = series.steps[0], series.steps[-1]
     interval = step_interval(series.steps)
     spaced = [step for step in series.steps if step != 1] or [first]
@@ -240,6 +245,7 @@ def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
 
 
 def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
+    """Note values that were rounded."""
     if not series.is_full_precision:
         if together.golden.document.provenance is not None:
             together.add("golden-precision", name, "five decimals; record it again for all of them")
@@ -486,6 +492,7 @@ class _Linter:
         self.findings.append(_finding(path, None, rule, message))
 
     def _misplaced(self, path: Path) -> tuple[str, str] | None:
+        """Return rule and message for a golden where nothing looks, None else."""
         root = self._project.root.absolute()
         if not path.absolute().is_relative_to(root):
             return None  # of no project: nothing is known about where it belongs
@@ -520,6 +527,7 @@ class _Linter:
         return None
 
     def _read(self, path: Path) -> GoldenFile | None:
+        """Read a golden, and note why it cannot be read."""
         tree = tree_of(path, self._project.root)
         is_known = tree is not None and bool(self._project.recipes)
         is_read = path.absolute() in self.readers or not is_known
@@ -550,6 +558,7 @@ class _Linter:
         return next(own, None) or self._case_at(_config_of(self._project.root, place))
 
     def _case_at(self, path: Path) -> CaseDocument | None:
+        """Return a case, read once; None if it is not there."""
         if path not in self._cases:
             try:
                 self._cases[path] = read_document(path) if path.is_file() else None
@@ -563,6 +572,7 @@ def _config_of(root: Path, place: GoldenOwner) -> Path:
 
 
 def _broken_recipe(errors: Sequence[Finding]) -> Finding:
+    """Return the finding that a recipe has errors."""
     message = f"has errors, the first {errors[0]}; its goldens may seem to be read by no row; see "
     message += "`pytest-megatron lint`"
     return _finding(errors[0].file, errors[0].line, "golden-recipes", message)
@@ -575,4 +585,5 @@ def _finding(
     message: str,
     severity: Severity = Severity.WARNING,
 ) -> Finding:
+    """Return a finding, by default a warning."""
     return Finding(file=file, line=line, rule=rule, message=message, severity=severity)

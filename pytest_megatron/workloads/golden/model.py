@@ -158,6 +158,7 @@ def find_not_finite(generation: Generation) -> str | None:
 
 
 def _parse_request(item: Mapping[str, JsonValue], where: str) -> PromptAnswer:
+    """Return a request with its answer."""
     tokens = item.get(TOKENS)
     text = item.get(TEXT)
     if text is not None and not isinstance(text, str):
@@ -197,6 +198,7 @@ def _parse_routing(item: Mapping[str, JsonValue], where: str) -> Routing | None:
 
 
 def _parse_row(row: JsonValue, where: str) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of a position, by layer."""
     if not isinstance(row, list):
         raise GoldenError(where, f"a row of {ROUTING!r} is {kind_of(row)}, expected a list")
     layers = row if any(isinstance(part, list) for part in row) else [row]
@@ -211,6 +213,7 @@ def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
+    """Return a list of numbers."""
     numbers = _list_of(value, (int, float), "number", where)
     try:
         return tuple(map(float, numbers))
@@ -219,6 +222,7 @@ def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
 
 
 def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
+    """Return a list of whole numbers."""
     numbers = _list_of(value, (int,), "whole number", where)
     if any(abs(v) >= _MOST for v in numbers):
         raise GoldenError(where, "holds a whole number of more than 53 bits")
@@ -228,6 +232,7 @@ def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
 def _list_of(
     value: JsonValue, kinds: tuple[type[_Number], ...], what: str, where: str
 ) -> list[_Number]:
+    """Return a list of numbers of some kinds; another value is an error."""
     if not isinstance(value, list):
         raise GoldenError(where, f"{kind_of(value)}, expected a list of {what}s")
     numbers = [v for v in value if isinstance(v, kinds) and not isinstance(v, bool)]
@@ -515,6 +520,7 @@ def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
 
 
 def _spread_to_json(spread: Spread) -> JsonValue:
+    """Return a spread as JSON."""
     if isinstance(spread, Series):
         return {str(step): value for step, value in spread.items()}
     return spread
@@ -534,6 +540,7 @@ def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
 
 
 def _texts_by_name(value: JsonValue, name: str, where: str) -> dict[str, str]:
+    """Return a mapping of texts; another value is an error."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -544,6 +551,7 @@ def _texts_by_name(value: JsonValue, name: str, where: str) -> dict[str, str]:
 
 
 def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
+    """Return the spread of each metric over the repeats."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -552,6 +560,7 @@ def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
 
 
 def _spread_of(value: JsonValue, metric: str, where: str) -> Spread:
+    """Return the spread of one metric."""
     number = _deviation(value)
     if number is not None:
         return number
@@ -569,6 +578,7 @@ def _spread_of(value: JsonValue, metric: str, where: str) -> Spread:
 
 
 def _deviation(value: JsonValue) -> float | None:
+    """Return a deviation, None if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < float("inf") else None

@@ -379,7 +379,7 @@ class Override:
     metrics: _Metrics
 
     def is_at(self, place: ComparedWorkload | None) -> bool:
-        """Return True if it applies to a workload; None stands for any workload."""
+        """Return True if the override applies to a workload; None stands for any workload."""
         wanted = (self.cases, self.platforms, self.environments)
         here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
         return all(

@@ -104,6 +104,7 @@ def json_schema() -> dict[str, JsonValue]:
 
 
 def _provenance() -> JsonValue:
+    """Return the JSON Schema of the origin of values."""
     names = [f.name for f in fields(Provenance) if f.name != "extra"]
     return {
         "title": "Provenance",

@@ -9,7 +9,7 @@ recognised and named. A block of ours has two more keys: `value_precision: full`
 writes it too) and, in the metrics of a run only, `non_finite`, which keeps nan and inf apart from
 missing and from text; readers that do not know it see those steps as missing.
 
-Source: FORMATS of Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
+Source: Megatron-LM, tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
 """
 
 from __future__ import annotations
@@ -373,6 +373,7 @@ def _shown(value: JsonValue) -> str:
 
 
 def _load(text: str, where: str, notes: list[str]) -> JsonValue:
+    """Parse the JSON of a golden, and note what is unusual."""
     if not text.strip():
         size = len(text.encode())
         raise EmptyGoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
@@ -383,6 +384,7 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
         return float(literal)
 
     def refuse_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+        """Refuse an object that has a key twice."""
         found = dict(pairs)
         if len(found) != len(pairs):
             keys = [key for key, _ in pairs]
@@ -405,6 +407,7 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
 
 
 def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
+    """Return the error of a file that is no JSON, with its place."""
     if not isinstance(error, json.JSONDecodeError):  # a whole number of thousands of digits
         return GoldenError(where, f"not JSON of numbers: {error}")
     num_lines = _count_json_lines(text)
@@ -547,6 +550,7 @@ def is_baseline(value: Mapping[str, JsonValue]) -> bool:
 
 
 def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: list[str]) -> Series:
+    """Return the series of a metric's block."""
     raw = block["values"]
     for key in ("start_step", "end_step", "step_interval"):
         if key in block and (isinstance(block[key], bool) or not isinstance(block[key], int)):
@@ -589,6 +593,7 @@ def _parse_map(raw: Mapping[str, JsonValue], name: str, where: str) -> dict[int,
 
 
 def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]:
+    """Return the values that are not finite."""
     if not isinstance(raw, dict):
         raise GoldenError(where, f"{name}: 'non_finite' is {_shown(raw)}, expected an object")
     values: dict[int, Value] = {}
@@ -601,6 +606,7 @@ def _parse_non_finite(raw: JsonValue, name: str, where: str) -> dict[int, Value]
 
 
 def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> int:
+    """Return a whole number that a list of values needs."""
     value = block.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < (key == "step_interval"):
         raise GoldenError(
@@ -610,6 +616,7 @@ def _number(block: Mapping[str, JsonValue], key: str, name: str, where: str) -> 
 
 
 def _step(key: str, name: str, where: str) -> int:
+    """Parse a step."""
     if not _IS_STEP(key):
         raise GoldenError(
             where, f"{name}: step {key!r}, expected a decimal number of at most 18 digits"
@@ -618,6 +625,7 @@ def _step(key: str, name: str, where: str) -> int:
 
 
 def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
+    """Return the value of a step, a number or a text."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -629,6 +637,7 @@ def _value(value: JsonValue, name: str, step: str, where: str) -> Value:
 
 
 def _block_to_json(series: Series) -> dict[str, JsonValue]:
+    """Return a series as the block of a metric."""
     block: dict[str, JsonValue] = {
         "start_step": series.steps[0] if series.steps else 0,
         "end_step": series.steps[-1] if series.steps else 0,

@@ -111,7 +111,7 @@ class RecipeFile(pytest.File):
 
     @override
     def collect(self) -> Iterable[WorkloadItem]:
-        """Expand the file.
+        """Expand the recipe to pytest items.
 
         Raises:
             CollectError: The file is no sound recipe; the others are still collected.
@@ -172,6 +172,7 @@ def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | No
 
 
 def _looks_like_one(path: Path) -> bool:
+    """Return whether a file has the `type` of a recipe."""
     try:
         return _HAS_TYPE.search(path.read_bytes()) is not None
     except OSError:
@@ -202,6 +203,7 @@ class _Marks:
         return marks
 
     def _named(self, kind: str, name: str) -> tuple[pytest.Mark, ...]:
+        """Return the marks for a word of a row, made once."""
         if (kind, name) not in self._made:
             self._declare(f"{kind}(name): workloads by their {kind}")
             made = [getattr(pytest.mark, kind)(name=name).mark]

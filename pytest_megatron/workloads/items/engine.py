@@ -38,7 +38,7 @@ def engine_of(session: RunSession) -> Engine:
 
 
 def close_engine(session: RunSession) -> None:
-    """Close the engine, if there was anything for it to do; one with a queue has its owner."""
+    """Close an engine without a queue, if one was made; one with a queue is closed by its loop."""
     engine = session.stash.get(_ENGINE, None)
     if engine is not None and not engine.is_queue:
         engine.close()

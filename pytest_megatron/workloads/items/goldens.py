@@ -168,6 +168,7 @@ class GoldenWriter:
             raise GoldenError(job.node_id, "; ".join(lines))
 
     def _refuse_uncommitted(self, facts: SessionFacts) -> None:
+        """Refuse to write goldens from a tree that no commit is."""
         is_committed = facts.commit is not None and not facts.is_dirty
         if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
             return
@@ -266,6 +267,7 @@ class GoldenWriter:
         return True
 
     def _write(self, candidates: Sequence[Candidate]) -> bool:
+        """Write goldens that pass the gate; return whether all were written."""
         outcome = accept(candidates, self._root, self._terms)
         if outcome.refused:
             self.lines += [

@@ -150,6 +150,7 @@ class SelectionPlugin:
             raise
 
     def _skip_what_does_not_fit(self, items: list[WorkloadItem]) -> None:
+        """Skip workloads whose hardware this host lacks."""
         if self._session.options.executor != LOCAL or self._session.options.fake_ranks is not None:
             return  # the machine is another one, or does not matter
         host = self._session.facts.host

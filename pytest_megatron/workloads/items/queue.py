@@ -61,6 +61,7 @@ class QueueTerminal:
 
     @property
     def _reporter(self) -> pytest.TerminalReporter | None:
+        """Return pytest's terminal reporter."""
         reporter: pytest.TerminalReporter | None = self._config.pluginmanager.get_plugin(
             "terminalreporter"
         )
@@ -110,7 +111,7 @@ class QueueTerminal:
         self._progress.pop(name, None)
 
     def write(self, lines: Sequence[str]) -> None:
-        """Print whole lines."""
+        """Print whole lines above the status of the queue."""
         reporter = self._reporter
         if reporter is None:
             return
@@ -153,7 +154,7 @@ class QueueListener:
         self._has_iterations = has_iterations
 
     def on_lines(self, lines: list[str]) -> None:
-        """Print lines."""
+        """Print lines of a running job."""
         shown = [x for x in lines if self._has_iterations or parse_progress(x) is None]
         if shown:
             self._terminal.write([f"{self._name}: {line}" for line in shown])
@@ -362,7 +363,7 @@ def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> boo
 
 
 def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
-    """Return the line.
+    """Describe the queue: how many ended, run and wait.
 
     Args:
         engine: Name of the engine.

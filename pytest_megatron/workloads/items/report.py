@@ -76,7 +76,7 @@ class LiveTerminal:
     """
 
     def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
-        """Begin to show.
+        """Begin to show a training's progress.
 
         Args:
             config: Configuration of this process.
@@ -100,7 +100,7 @@ class LiveTerminal:
             self._write([], f"{self._name}: starting")
 
     def close(self) -> None:
-        """Take the progress line away."""
+        """Remove the progress line from the terminal."""
         self._write([], "")
         self._unfold()
         if self._note is not None:
@@ -217,6 +217,7 @@ class WorkersProgress:
 
 
 def _text_of(note: Path) -> str:
+    """Return the text of a file, "" if it is gone."""
     try:
         return note.read_text(encoding="utf-8")
     except OSError:  # the training has ended
@@ -239,6 +240,7 @@ def progress_text(name: str, phase: str, progress: Progress) -> str:
 
 
 def _rounded(loss: str) -> str:
+    """Return a loss with four digits."""
     try:
         return f"{float(loss):.4g}"
     except ValueError:
@@ -359,6 +361,7 @@ def not_deterministic(training: Training) -> str | None:
 
 
 def _audit_record(training: Training) -> RecordedAudit | None:
+    """Return the audit of a training for run.json."""
     if (reason := training.job.why_not_audited) is not None:
         return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
     return None if training.audit is None else training.audit.record
@@ -427,6 +430,7 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
 
 
 def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
+    """Return what `--plan` prints of a phase."""
     lines: list[str] = []
     match phase.origin:
         case Rewind() | Saved():
@@ -449,12 +453,14 @@ def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
 
 
 def _script_lines(key: str, script: str | None, redactor: Redactor) -> list[str]:
+    """Return the lines of a script under a heading."""
     if script is None:
         return []
     return [f"  {key}:", *(f"  | {line}" for line in redactor.text(script).splitlines())]
 
 
 def _loss(metrics: MetricMap, names: Sequence[str]) -> Sequence[str]:
+    """Describe the first and the last loss, if the metrics have one."""
     name = next((name for name in ("lm loss", *names) if is_loss(name) and name in metrics), "")
     series = metrics.get(name)
     if series is None or not len(series):
@@ -466,6 +472,7 @@ def _loss(metrics: MetricMap, names: Sequence[str]) -> Sequence[str]:
 
 
 def _retried(attempt: Attempt) -> str:
+    """Describe why an attempt failed."""
     assert attempt.cause is not None
     known = attempt.cause.signature.id if attempt.cause.signature is not None else "unknown"
     return f"attempt {attempt.number} failed: {known}"
@@ -529,6 +536,7 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
 
 
 def _attempt_record(attempt: Attempt) -> RecordedAttempt:
+    """Return an attempt for run.json."""
     cause, health = attempt.cause, attempt.health
     signature = None if cause is None else cause.signature
     faults = () if health is None else tuple(fault.text for fault in health.faults)
@@ -551,6 +559,7 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
 
 
 def _stop_record(stopped: StoppedEarly) -> RecordedStop:
+    """Return an early stop for run.json."""
     saved_s = stopped.saved_s
     return RecordedStop(
         iteration=stopped.iteration,
@@ -627,7 +636,7 @@ class ItemRetries:
         return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
-        """Print why, and when."""
+        """Print why a workload is tried again, and when."""
         assert attempt.cause is not None
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
         text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"

@@ -199,7 +199,7 @@ class TrainingPlugin(RecordCarrier):
         return checked
 
     def set_up(self, item: WorkloadItem) -> None:
-        """Train a workload.
+        """Train a workload, as the setup of its item.
 
         Raises:
             pytest.fail.Exception: Nothing is known about the code: the workload cannot be
@@ -218,7 +218,7 @@ class TrainingPlugin(RecordCarrier):
             pytest.fail(text, pytrace=False)
 
     def run_test(self, item: WorkloadItem) -> None:
-        """Judge a training.
+        """Judge a training, as the call of its item.
 
         Raises:
             pytest.fail.Exception: The training failed, or a metric disagrees.
@@ -244,7 +244,7 @@ class TrainingPlugin(RecordCarrier):
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 
     def _train(self, item: WorkloadItem) -> Training:
-        """Train a workload.
+        """Train a workload, and print its progress.
 
         Raises:
             MegatronError: It cannot be planned or started, or one of its requirements is missing.
@@ -461,6 +461,7 @@ class TrainingPlugin(RecordCarrier):
         return not any(finding.is_error for finding in checked.findings)
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
+        """Keep the record of a workload, also as properties of its item."""
         workload = item.workload
         item.record = replace(
             record,

@@ -209,6 +209,7 @@ NO_STOP = "none"
 
 
 def _check_line(line: str) -> str:
+    """Refuse a line that no shell could split."""
     try:
         shlex.split(line)
     except ValueError as error:
@@ -442,6 +443,7 @@ def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
 
 
 def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
+    """Yield variables that look like one of the harness."""
     env = document.value.get("ENV_VARS")
     for name in env if isinstance(env, dict) else ():
         close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
@@ -554,6 +556,7 @@ class WorkloadCase:
         return self._count(self.variant(1), "--exit-interval")
 
     def _count(self, variant: Variant, name: str) -> int | None:
+        """Return the number of iterations that an argument gives, None without it."""
         found = next((a for a in reversed(variant.arguments) if a.name == name), None)
         if found is None:
             return None
@@ -683,6 +686,7 @@ class _CaseReader:
         self._document = document
 
     def variants(self) -> tuple[Variant, ...]:
+        """Return the argument sets of the case, one for each MODEL_ARGS key."""
         keys = [key for key in self._document.value if MODEL_ARGS(key)]
         return tuple(
             Variant(
@@ -695,6 +699,7 @@ class _CaseReader:
         )
 
     def _variant_env(self, key: str) -> dict[str, str]:
+        """Return the variables of one argument set."""
         found = self.texts("MODEL_ENV_VARS", key)
         num_ranks = found.get("GPUS_PER_NODE", "1")
         if not num_ranks.isdecimal() or not int(num_ranks):
@@ -717,6 +722,7 @@ class _CaseReader:
         return found
 
     def _argument(self, key: str, name: str) -> Argument:
+        """Return an argument with its words and its line."""
         value = self._mapping(key)[name]
         line = self._document.line_of((key, name))
         where = f"{self._document.file}:{line}"
@@ -799,6 +805,7 @@ def golden_paths(
 
 
 def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of a platform in files of goldens."""
     yield platform
     for name, meant in other_names.items():
         if meant == platform and name != platform:
@@ -806,6 +813,7 @@ def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
 
 
 def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Path]:
+    """Yield the paths at which a golden may lie."""
     for name in names:
         below = Path(workload.model, workload.test_case, golden_name(workload.environment, name))
         yield root / GOLDENS / below

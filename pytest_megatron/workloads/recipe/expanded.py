@@ -63,6 +63,7 @@ def _key(path: Path, words: Vocabulary) -> bytes:
 
 
 def _code() -> Iterator[Path]:
+    """Yield the files whose code decides how recipes are expanded."""
     for package in ("base", "workloads/recipe"):
         yield from sorted((_PACKAGE / package).glob("*.py"))
     for library in ("yaml", "pydantic"):

@@ -42,7 +42,7 @@ class ProjectLint(Protocol):
         root: Path,
         history: Callable[[], Sequence[HistoryEntry]],
     ) -> RowCheck:
-        """Return the check.
+        """Return a check of rows by what the whole project says, such as its budgets.
 
         Args:
             config: Settings of the project.
@@ -192,6 +192,7 @@ def _check_checkpoint(workload: Workload, root: Path) -> Iterator[Finding]:
 def _row_finding(
     workload: Workload, rule: str, message: str, severity: Severity = Severity.ERROR
 ) -> Finding:
+    """Return a finding on a row."""
     return Finding(
         file=workload.file, line=workload.line, rule=rule, message=message, severity=severity
     )

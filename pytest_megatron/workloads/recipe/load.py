@@ -199,6 +199,7 @@ def _schema_problems(value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...
 
 
 def _problems_of(kind: type, value: Mapping[str, JsonValue]) -> tuple[SchemaProblem, ...]:
+    """Return what a mapping has against its schema."""
     try:
         schema.validate(kind, dict(value))
     except SchemaError as error:
@@ -237,6 +238,7 @@ class _SimilarKey:
 
 
 def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
+    """Yield extra keys that look like known ones."""
     spec = value.get("spec")
     if value.get("type") != "basic" or not isinstance(spec, dict):
         return
@@ -398,6 +400,7 @@ def _with_findings(
     others: Iterable[Finding],
     expansion: Expansion,
 ) -> Expansion:
+    """Return what was expanded, with all findings at their lines."""
     findings = [
         *_duplicate_keys(document),
         *(_schema_finding(document, problem) for problem in problems),
@@ -414,6 +417,7 @@ def unreadable(path: Path, problem: YamlError) -> Finding:
 
 
 def _duplicate_keys(document: YamlDocument) -> Iterator[Finding]:
+    """Yield keys that a mapping has twice."""
     for twin in document.duplicates:
         yield Finding(
             file=document.file,
@@ -425,6 +429,7 @@ def _duplicate_keys(document: YamlDocument) -> Iterator[Finding]:
 
 
 def _duplicate_row(document: YamlDocument, first: Row, second: Row) -> Finding:
+    """Return the finding that two rows are the same."""
     spec = second.spec
     return Finding(
         file=document.file,

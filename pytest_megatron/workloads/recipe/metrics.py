@@ -85,6 +85,7 @@ class LinePattern:
 
 
 def _named(groups: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    """Yield names and values that a pattern found."""
     if groups.get("name") and groups.get("value"):
         yield str(groups["name"]).strip(), str(groups["value"])
         return
@@ -191,6 +192,7 @@ def parse_source(value: Mapping[str, object], names: tuple[str, ...]) -> MetricS
 
 
 def _text(value: Mapping[str, object], key: str) -> str | None:
+    """Return a text of the mapping, None without it."""
     text = value.get(key)
     text = text.value if isinstance(text, MetricFormat) else text
     if text is not None and not isinstance(text, str):
@@ -200,6 +202,7 @@ def _text(value: Mapping[str, object], key: str) -> str | None:
 
 
 def _lines(pattern: str, step: str | None) -> LinePattern:
+    """Return a ready pattern, or the one that is given."""
     if pattern in READY:
         return READY[pattern]
     for key, text in (("pattern", pattern), ("step", step)):

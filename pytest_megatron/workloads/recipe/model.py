@@ -314,7 +314,7 @@ def parse_row(
 
     Args:
         row: The row.
-        file: Its recipe.
+        file: Recipe that has the row.
         variant: See `Workload`.
         maintainers: Those of the recipe.
         shared: By the axes of earlier rows of the file, what rows with these axes have from the

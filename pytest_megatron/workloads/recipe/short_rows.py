@@ -177,6 +177,7 @@ def expand_rows(
 
 
 def _expanded(reader: _ShortReader, line: int) -> Iterator[Row]:
+    """Yield the rows of a short row, one for each combination of its lists."""
     row, case = reader.row, reader.case()
     axes: dict[str, JsonValue] = {}
     for key, default in _DEFAULTS.items():
@@ -270,6 +271,7 @@ class _ShortReader:
         return self._document.rearranged(value, {"": places, "ENV_VARS": lines})
 
     def _test_type(self) -> str:
+        """Return the test type of the row, which `resume` decides."""
         named, has_resume = self.row.get("test_type"), "resume" in self.row
         if named == "regular" and has_resume:
             raise _KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")
@@ -283,6 +285,7 @@ class _ShortReader:
         return "ckpt-resume" if has_resume else "regular"
 
     def _words(self) -> tuple[str, ...]:
+        """Return the words of the command."""
         value = self.row["command"]
         if isinstance(value, list):
             places = ((*self._path, "command", number) for number in range(len(value)))

@@ -158,6 +158,7 @@ def _weight(metric: MetricDifference) -> tuple[bool, bool, float]:
 
 
 def _sign(metric: MetricDifference) -> str:
+    """Describe the direction in which a metric changed."""
     if not metric.mean_signed:
         return "as before"
     return "larger" if metric.mean_signed > 0 else "smaller"

@@ -166,7 +166,7 @@ class FileDifference:
 
     @property
     def trend(self) -> Trend | None:
-        """The direction of its loss; None without a loss that changes."""
+        """The direction of the golden's loss; None without a loss that changes."""
         found = [m for m in self.metrics if is_loss(m.metric) and m.num_old and m.num_new]
         return max(found, key=lambda m: abs(m.mean_signed)).trend if found else None
 
@@ -218,6 +218,7 @@ def bucket_of(deviation: float) -> int:
 def _difference(
     name: str, old: Series | None, new: Series | None, *, is_outside: bool
 ) -> MetricDifference:
+    """Return how a metric differs between two goldens."""
     before: dict[int, Value] = {} if old is None else dict(old.items())
     after: dict[int, Value] = {} if new is None else dict(new.items())
     deviations: dict[int, float] = {}
@@ -274,6 +275,7 @@ def _is_generated_otherwise(old: Series | None, new: Series | None) -> bool:
 
 
 def _causes(old: Golden | None, new: Golden | None) -> tuple[str, ...]:
+    """Return what of the origin of two goldens differs."""
     before = old.provenance if old is not None else None
     after = new.provenance if new is not None else None
     if before is None or after is None:
@@ -287,6 +289,7 @@ def _causes(old: Golden | None, new: Golden | None) -> tuple[str, ...]:
 
 
 def _versions(before: Provenance, after: Provenance) -> Sequence[str]:
+    """Return the packages whose versions differ."""
     names = sorted(before.versions.keys() & after.versions.keys())
     return [
         f"{name} {before.versions[name]} -> {after.versions[name]}"

@@ -190,6 +190,7 @@ def changed_config(old: Golden, new: Golden) -> Iterator[Refusal]:
 
 
 def _check_generation(old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Yield a refusal if the output of an inference program differs."""
     outside = [m for m in differ("", old, new).metrics if m.is_outside]
     if outside:
         more = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
@@ -215,6 +216,7 @@ def _check_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
 
 
 def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
+    """Yield what wants a reason about a loss that changes."""
     first = points[0]
     off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
     if first.step == 1 and abs(off) > STEP_1:
@@ -264,12 +266,14 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
 
 
 def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
+    """Return a metric at some steps alone."""
     series = metrics[name]
     kept = {step: value for step, value in series.items() if step in steps}
     return {name: series_of(kept, is_full_precision=series.is_full_precision)}
 
 
 def _check_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
+    """Yield what wants a reason about memory and time."""
     peaks = [_numbers(golden, _MEMORY_METRIC) for golden in (old, new)]
     if all(peaks):
         grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
@@ -490,6 +494,7 @@ def _check_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterat
 
 
 def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
+    """Yield metrics that have other steps in another repeat."""
     for number, repeat in enumerate(repeats[1:], start=2):
         for name in sorted(repeats[0].keys() & repeat.keys()):
             different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
@@ -502,6 +507,7 @@ def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
 
 
 def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
+    """Yield what wants a reason against the old golden."""
     if (new.generation is None) != (old.generation is None):
         yield Refusal(
             GateRule.OTHER_KIND,
@@ -540,7 +546,7 @@ def _constant(series: Series, before: Series | None = None) -> tuple[int, int] |
 def _check_origin(
     candidate: Candidate, old: Golden | None, *, is_dirty_allowed: bool
 ) -> Iterator[Refusal]:
-    """Check where it was measured."""
+    """Check where a candidate was measured: platform, GPU, number of ranks."""
     assert candidate.golden is not None
     origin = candidate.golden.provenance
     if origin is None or (origin.commit is None and not is_dirty_allowed):

@@ -91,6 +91,7 @@ def _what_is(differences: Sequence[FileDifference]) -> str:
 
 
 def _loss_lines(losses: Sequence[MetricDifference]) -> Iterable[str]:
+    """Yield sentences on how losses change."""
     if not losses:
         return
     if starts := sum(
@@ -174,6 +175,7 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
 
 
 def _headline(differences: Sequence[FileDifference]) -> str:
+    """Describe how many goldens are new, changed or gone."""
     counts = Counter(d.state for d in differences)
     parts = [f"{counts[state]} {state.value}" for state in FileChange if counts[state]]
     return f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}"
@@ -288,6 +290,7 @@ def _deviation_lines(
 
 
 def _bar(off: float, largest: float) -> str:
+    """Return the character for a deviation in the plot."""
     if not off:
         return " "
     share = min(1.0, off / largest)  # over an old value of 0 it is infinite
@@ -295,12 +298,14 @@ def _bar(off: float, largest: float) -> str:
 
 
 def _scaled(value: float, low: float, high: float, size: int) -> int:
+    """Return the place of a value on an axis of so many cells."""
     if high <= low:
         return size // 2
     return min(size - 1, int((value - low) / (high - low) * size))
 
 
 def _label(row: int, height: int, low: float, high: float) -> str:
+    """Return the number beside a row of the plot, at its ends alone."""
     if row == 0:
         return f"{high:.5g}"
     return f"{low:.5g}" if row == height - 1 else ""

@@ -132,7 +132,7 @@ def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) 
 def _with_values(
     found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
 ) -> Candidate:
-    """Add the measured values."""
+    """Return a candidate with the metrics that its repeats measured."""
     clean = [attempt for attempt in found.attempts if attempt.record.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
@@ -221,6 +221,7 @@ def _falsified(
 
 
 def _is_near(a: float | str, b: float | str) -> bool:
+    """Return whether two values are equal but for rounding."""
     if isinstance(a, str) or isinstance(b, str):
         return a == b
     return a == b or abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
@@ -249,6 +250,7 @@ def _disagreements(directory: Path) -> Iterator[str]:
 
 
 def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
+    """Return an attempt with the steps that it has in several files."""
     ran = Ran(record=attempt)
     if attempt.cause is not None:
         return ran
@@ -271,6 +273,7 @@ def _repeated_steps(directory: Path) -> Iterator[str]:
 
 
 def _repeated_lines(path: Path) -> Iterator[str]:
+    """Yield metrics and steps that a file has twice."""
     seen: set[tuple[str, int]] = set()
     # The reader of metrics has its own word on a line that is no JSON.
     for value in json_objects(path.read_text(encoding="utf-8", errors="replace")):

@@ -100,12 +100,14 @@ def outcome_text(outcome: AcceptOutcome, form: str, *, reason: str | None = None
 
 
 def _state(difference: FileDifference) -> str:
+    """Describe how a golden changed."""
     if difference.state is FileChange.CHANGED:
         return "changed, outside the band" if difference.is_outside else "changed"
     return f"{difference.state.value}, {counted(difference.num_metrics, 'metric')}"
 
 
 def _file_json(difference: FileDifference) -> JsonValue:
+    """Return the difference of a golden as JSON."""
     trend = difference.trend
     return {
         "path": difference.path,
@@ -118,6 +120,7 @@ def _file_json(difference: FileDifference) -> JsonValue:
 
 
 def _metric_json(metric: MetricDifference) -> JsonValue:
+    """Return the difference of a metric as JSON."""
     histogram = metric.histogram()
     return {
         "metric": metric.metric,

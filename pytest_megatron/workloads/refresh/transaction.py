@@ -111,6 +111,7 @@ def recover(root: Path) -> None:
 
 
 def _is_there(path: Path) -> bool:
+    """Return whether a path is there."""
     try:
         return path.exists()
     except PermissionError:  # the directory of somebody else, above the project
@@ -185,6 +186,7 @@ def _replace(root: Path, journal: _TransactionJournal) -> None:
 
 
 def _undo(root: Path, journal: _TransactionJournal) -> None:
+    """Put the old goldens back."""
     for entry in journal.entries:
         if (root / entry.old).exists():
             (root / entry.old).replace(root / entry.target)
@@ -230,6 +232,7 @@ def _recover(root: Path) -> None:
 
 
 def _read(path: Path) -> _TransactionJournal:
+    """Read the journal of a refresh that was cut off."""
     try:
         journal = read_record(path, _TransactionJournal)
     except RunError as error:
@@ -244,12 +247,14 @@ def _read(path: Path) -> _TransactionJournal:
 
 
 def _missing_above(root: Path, target: PurePosixPath) -> Iterator[PurePosixPath]:
+    """Yield the directories that a target needs."""
     for directory in target.parents:
         if directory.parts and not (root / directory).exists():
             yield directory
 
 
 def _write(path: Path, content: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

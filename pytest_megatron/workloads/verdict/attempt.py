@@ -139,12 +139,13 @@ def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCaus
 
 
 def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the keys of the file beside the attempts, some of them of the last that failed."""
+    """Return the keys that triage.json has beside the attempts, with those of the last failure."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "headline", "text")
     return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
 
 
 def _rows(path: Path) -> list[JsonValue]:
+    """Return the attempts that triage.json has, none if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):  # missing, or damaged: a full disk
         found = read_json(path)
         rows = found.get("attempts") if isinstance(found, dict) else None
@@ -192,7 +193,7 @@ class FailureCause:
 
     @property
     def record(self) -> RecordedDiagnosis:
-        """What `triage.json` has of it."""
+        """The cause as `triage.json` has it."""
         row, found = self.signature, self.diagnosis
         if found is not None:
             return replace(found.record, headline=self.text)
@@ -229,7 +230,7 @@ class StoppedEarly:
 
     @property
     def text(self) -> str:
-        """The time that it saved, for a person."""
+        """The time that stopping early saved, for a person."""
         if self.saved_s is None:
             return "stopped early"
         saved = rough_time(self.saved_s * (self.num_gpus or 1))
@@ -605,18 +606,21 @@ def _full_disk(directory: Path) -> str:
 
 
 def _when(end: PhaseEnd) -> str:
+    """Describe how far a phase was."""
     if end.progress is None:
         return "before the first iteration"
     return f"after iteration {end.progress.text}"
 
 
 def _phase(end: PhaseEnd) -> str:
+    """Name a phase, "" for the first one."""
     if end.plan.role is not PhaseRole.TRAINING:
         return f"in phase {end.plan.name}"
     return f"in {end.plan.name}" if end.plan.number > 1 else ""
 
 
 def _program(end: PhaseEnd) -> str:
+    """Name what was started: the program, the script or the launcher."""
     if end.plan.start is not None and end.plan.start.ranks.starter is Launcher.NONE:
         return "the program"
     return "the script" if end.plan.is_script else "the launcher"

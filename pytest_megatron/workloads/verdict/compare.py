@@ -118,6 +118,7 @@ def norms_judged(
 def _norms_beside(
     golden: MetricMap, metrics: Sequence[str], policy: ComparisonPolicy
 ) -> tuple[str, ...]:
+    """Return the norms that are judged beside the metrics."""
     if not policy.is_strict:
         return ()
     return tuple(n for n in NORMS if n in golden and n not in metrics and policy.is_judged(n))
@@ -341,6 +342,7 @@ def _with_golden(
     policy: ComparisonPolicy,
     facts: SessionFacts,
 ) -> RepeatComparison:
+    """Compare an attempt with the golden."""
     case, names = _case(training)
     check_golden_kind(case, golden)
     return RepeatComparison(
@@ -366,6 +368,7 @@ def _with_golden(
 def _with_first_phase(
     training: Training, attempt: Attempt, policy: ComparisonPolicy
 ) -> RepeatComparison:
+    """Compare a resumed phase with the first one."""
     case, names = _case(training)
     # A recipe's own script runs both trainings in one phase.
     half = attempt.ends[1].plan.resumes_after if len(attempt.ends) > 1 else case.train_iters // 2
@@ -387,6 +390,7 @@ def _with_first_phase(
 
 
 def _case(training: Training) -> tuple[WorkloadCase, Sequence[str]]:
+    """Return the case of a training, and its metrics."""
     job = training.job
     assert job.case is not None
     assert job.metric_names is not None

@@ -227,6 +227,7 @@ def _submission(
     redactor = job.redactor(plan)
 
     def planned(devices: tuple[str, ...] | None) -> Planned:
+        """Return the plan of an attempt on these devices."""
         chosen = (
             plan
             if devices is None
@@ -253,6 +254,7 @@ def _submission(
 
 
 def _health_file(health: Health) -> RecordedHealthFile:
+    """Return the health of GPUs for its file."""
     return RecordedHealthFile(
         faults=health.faults,
         notes=health.notes,

@@ -149,6 +149,7 @@ class EarlyStop:
         return self.job.case is not None and self.job.case.mode is CaseMode.RL
 
     def _not_finite(self, attempt: Attempt) -> str | None:
+        """Return the first loss that is not finite, None without one."""
         latest = attempt.metrics[-1]
         names = [name for name in self.job.metric_names or () if name in latest]
         return find_non_finite(latest, names)
@@ -206,6 +207,7 @@ def _done(attempt: Attempt) -> int:
 
 
 def _last_iteration(plan: AttemptPlan, end: PhaseEnd) -> int | None:
+    """Return the last iteration of a phase, None if it is not known."""
     if plan.target is not None:
         return plan.target.iteration
     printed = None if end.progress is None else end.progress.last

@@ -114,7 +114,7 @@ class Audit:
 
     @property
     def record(self) -> RecordedAudit:
-        """The part of `run.json`."""
+        """The audit as `run.json` has it."""
         return RecordedAudit(
             verdict="deterministic" if self.is_deterministic else "not deterministic",
             text=self.headline,

@@ -148,6 +148,7 @@ class WorkloadJob:
 
     @property
     def _is_judged(self) -> bool:
+        """Return whether the metrics of the workload are judged."""
         case = self.case
         if case is None or case.is_never_compared or self.replay.phase is not None:
             return False
@@ -370,7 +371,7 @@ def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJo
 def _plan(
     job: WorkloadJob, *, repeat: int, number: int, devices: tuple[str, ...] | None = None
 ) -> AttemptPlan:
-    """Plan one attempt."""
+    """Plan one attempt of a job."""
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
     is_audited = job.setting.is_audited and repeat == job.replay.repeat
     setting = replace(job.setting, devices=devices, is_audited=is_audited)

@@ -169,7 +169,7 @@ class WorkloadScheduler:
 
     @property
     def standing(self) -> QueueProgress:
-        """Progress of the queue."""
+        """How many submissions ended, run and wait."""
         phases = Counter(phase for phase, _ in self._phases.values())
         details = {phase: text for phase, text in reversed(self._phases.values()) if text}
         return QueueProgress(
@@ -246,6 +246,7 @@ class WorkloadScheduler:
         return ended + self._submit(submissions)
 
     def _keep(self, found: _Open, index: int, submission: Submission) -> None:
+        """Keep a submission until its outcome is there."""
         assert submission.key not in self._open, submission.key
         found.keys[submission.key] = index
         self._open[submission.key] = found

@@ -79,6 +79,7 @@ def judge_script(
 
 
 def _judge_generation(dirs: AttemptDirs, names: Sequence[str]) -> ScriptResult:
+    """Return what a script's inference program generated."""
     for path in _json_files(dirs):
         generation = read_metrics(path).generation
         if generation is None:
@@ -96,6 +97,7 @@ def _judge_generation(dirs: AttemptDirs, names: Sequence[str]) -> ScriptResult:
 def _judge_training(
     case: WorkloadCase, dirs: AttemptDirs, names: Sequence[str], *, is_lightweight: bool
 ) -> ScriptResult:
+    """Return what a script's trainings measured."""
     places = _event_dirs(dirs) or _json_files(dirs)[:1]
     wanted = 2 if case.test_type in _RESUMES else 1
     if len(places) != wanted:

@@ -51,7 +51,7 @@ class Checkpoint:
         self._entries = metadata.state_dict_metadata
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one gradient."""
+        """Return one gradient of the checkpoint."""
         key = self.keys[name]
         entry = self._entries[key]
         assert isinstance(entry, TensorStorageMetadata)
@@ -89,6 +89,7 @@ def _rows(name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[dict[str, obj
 
 
 def _row(name: str, a: torch.Tensor, b: torch.Tensor, num_padding: int) -> dict[str, object]:
+    """Return how two tensors of a checkpoint differ."""
     not_finite = [int((~part.isfinite()).sum()) for part in (a, b)]
     row: dict[str, object] = {
         "name": name,

@@ -192,7 +192,9 @@ def test_one_damaged_artifact_of_three_costs_its_own_job_alone() -> None:
     assert [line.split()[:4] for line in done.stdout.splitlines() if " 1 passed" in line] == [
         ["passed", name, "1", "passed,"] for name in ("a", "c")
     ]
-    pages = subprocess.run([*program, "report", "all"], check=False, capture_output=True, text=True)
+    pages = subprocess.run(
+        [*program, "runs", "report", "all"], check=False, capture_output=True, text=True
+    )
     lines = pages.stderr.splitlines()
     assert (pages.returncode, len(lines)) == (2, 2), pages.stderr
     assert lines[0].startswith("pytest-megatron: all/logs-torn-7-1.zip: ")

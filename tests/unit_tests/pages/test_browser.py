@@ -54,7 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evil = {EVIL: curve(5)}
     run.item(f"recipes/a.yaml::{EVIL}", [evil], golden=evil, problem=EVIL)
     run.test(f"tests/test_{EVIL}", "failed", {"0": EVIL})
-    assert CliRunner().invoke(group, ["report", str(run.write())]).exit_code == 0
+    assert CliRunner().invoke(group, ["runs", "report", str(run.write())]).exit_code == 0
     return run.root
 
 

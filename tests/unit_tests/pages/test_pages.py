@@ -36,7 +36,7 @@ def off(metrics: MetricMap) -> MetricMap:
 
 
 def report(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(group, ["report", *map(str, arguments)])
+    return CliRunner().invoke(group, ["runs", "report", *map(str, arguments)])
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def points(path: str) -> list[tuple[float, float]]:
 
 
 def report(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(group, ["report", *map(str, arguments)])
+    return CliRunner().invoke(group, ["runs", "report", *map(str, arguments)])
 
 
 def test_a_line_is_where_its_numbers_say() -> None:

@@ -176,6 +176,7 @@ def compare_resume(  # noqa: PLR0913 - two runs, and the case's settings by name
 
 
 def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Comparison:
+    """Compare one metric under `strict`."""
     golden = case.golden.metrics.get(metric)
     answer = Comparison(
         metric=metric, passed=False, rule=ComparisonRule.NO_GOLDEN, golden_path=case.golden.path
@@ -215,7 +216,7 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
 def _find_hole(
     answer: Comparison, golden: Series, observed: Series, points: list[Point]
 ) -> Comparison:
-    """Return the answer after the layer of presence, which a golden that is too short fails."""
+    """Judge missing steps, and a golden that ends before the run."""
     answer = find_hole(answer, golden, observed, points)
     uncovered = describe_uncovered(golden, observed)
     if not answer.passed or answer.metric == _TIME or uncovered is None:
@@ -261,6 +262,7 @@ def _limits(case: _StrictCase, metric: str, golden: Series, known: Knowledge) ->
 
 
 def _knowledge(case: _StrictCase, metric: str) -> Knowledge:
+    """Return what is known of a metric's noise."""
     return knowledge_of(
         case.golden,
         metric,

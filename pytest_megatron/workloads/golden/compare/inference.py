@@ -96,6 +96,7 @@ def _compare_requests(pair: Pair, metrics: Sequence[str]) -> Comparison | None:
 
 
 def _compare(pair: Pair, metric: str) -> Comparison | None:
+    """Compare one metric of an inference program; None if it may be absent, and is."""
     if metric in REQUEST_METRICS:
         return _compare_of_requests(pair, metric)
     answer = _answer(pair, metric)
@@ -196,6 +197,7 @@ def _first_in_text(golden: str, observed: str, *, is_strict: bool) -> StepDiffer
 
 
 def _first_in_routing(golden: PromptAnswer, observed: PromptAnswer) -> StepDifference | None:
+    """Return the first position whose experts differ."""
     assert golden.routing is not None
     assert observed.routing is not None
     for position, experts in golden.routing.items():
@@ -211,6 +213,7 @@ def _first_in_routing(golden: PromptAnswer, observed: PromptAnswer) -> StepDiffe
 
 
 def _compare_count(pair: Pair, metric: str) -> Comparison:
+    """Compare a count of an inference program."""
     golden, observed = pair.golden.counts[metric], pair.observed.counts[metric]
     first = None
     if golden != observed:
@@ -250,6 +253,7 @@ def _compare_memory(pair: Pair) -> Comparison:
 def _median_comparison(
     pair: Pair, metric: str, summary: SeriesSummary, *, passed: bool, notes: tuple[str, ...]
 ) -> Comparison:
+    """Return the comparison of two medians."""
     return replace(
         _answer(pair, metric),
         passed=passed,
@@ -262,6 +266,7 @@ def _median_comparison(
 
 
 def _answer(pair: Pair, metric: str) -> Comparison:
+    """Return the answer that the golden lacks a metric."""
     return Comparison(
         metric=metric,
         passed=False,
@@ -277,6 +282,7 @@ def _steady(values: Sequence[float]) -> float:
 
 
 def _values(request: PromptAnswer, metric: str) -> tuple[float, ...]:
+    """Return the numbers of a request that a metric compares."""
     if metric == TOKENS:
         return tuple(float(token) for token in request.tokens or ())
     return request.logprobs[metric]

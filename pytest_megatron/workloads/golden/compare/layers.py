@@ -229,6 +229,7 @@ def tail_length(num_steps: int) -> int:
 
 
 def _describe(repeats: int, known: Knowledge) -> str:
+    """Describe what is known of the golden's noise."""
     if known.is_elsewhere:
         return "golden from another platform, where fewer digits are the same"
     if known.is_deterministic:
@@ -410,6 +411,7 @@ def _step_1(first: Point, allowed: float, limits: LossLimits) -> LayerFinding:
 
 
 def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding:
+    """Judge whether the curve stands still where the golden moves."""
     least = max(limits.frozen_steps, int(limits.frozen_fraction * len(golden)))
     frozen = find_frozen(golden, observed, least_steps=least)
     first, last = frozen or (0, -1)
@@ -497,6 +499,7 @@ def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: s
 def _deviation_layer(
     rule: ComparisonRule, point: Point, allowed: float, *, passed: bool, place: str | None
 ) -> Layer:
+    """Return the layer that limits a relative deviation."""
     return Layer(
         rule=rule,
         passed=passed,
@@ -519,6 +522,7 @@ def _size(amount: float, point: Point) -> str:
 
 
 def _outside(point: Point, allowed: float) -> StepDifference:
+    """Return the difference at a step that is outside of its tolerance."""
     tolerance = allowed / abs(point.golden) if point.golden else math.inf
     return StepDifference(
         step=point.step, observed=point.observed, golden=point.golden, tolerance=tolerance
@@ -526,6 +530,7 @@ def _outside(point: Point, allowed: float) -> StepDifference:
 
 
 def _means(points: Sequence[Point]) -> tuple[float, float]:
+    """Return the means of what was observed and of the golden."""
     observed = math.fsum(p.observed for p in points) / len(points)
     golden = math.fsum(p.golden for p in points) / len(points)
     return observed, golden
@@ -599,6 +604,7 @@ def statistic_layer(
 
 
 def _median_of(spread: Spread | None, steps: AbstractSet[int]) -> float:
+    """Return the median of a spread over some steps."""
     if not isinstance(spread, Series):
         return spread or 0.0
     known = [v for step, v in spread.items() if step in steps and isinstance(v, float)]

@@ -107,6 +107,7 @@ def _compare(
     *,
     nondeterministic: bool,
 ) -> Comparison:
+    """Compare one metric as Megatron-LM does."""
     answer = Comparison(
         metric=metric, passed=False, rule=ComparisonRule.UNKNOWN, golden_path=golden.path
     )
@@ -129,6 +130,7 @@ def _compare(
 
 
 def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> Allowed | None:
+    """Return the values around the golden that a test allows."""
     if metric == _TIME or not len(golden):
         return None
     share = rtol if rule is ComparisonRule.APPROXIMATE else 0.0
@@ -136,6 +138,7 @@ def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> 
 
 
 def _judge(answer: Comparison, golden: Series, observed: Series, tests: _Tests) -> Comparison:
+    """Judge a metric by Megatron-LM's exact and approximate tests."""
     if not len(golden):
         notes: tuple[str, ...] = ("it has no value",)
         return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
@@ -170,6 +173,7 @@ def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifferen
 
 
 def _judge_time(answer: Comparison, golden: Series, observed: Series, rtol: float) -> Comparison:
+    """Judge the median time of an iteration as Megatron-LM does."""
     finite = list(golden.finite())
     if not finite:
         notes = ("it has no finite value",)

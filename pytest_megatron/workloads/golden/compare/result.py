@@ -293,7 +293,7 @@ def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
-    """Return one comparison, flat.
+    """Return one comparison as a flat object for JSON.
 
     `observed`, `golden` and `tolerance` are those of the summary that decided, else of
     `first_step`; an observed value that the run does not have is null.
@@ -326,6 +326,7 @@ def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
 
 
 def _allowed_to_json(allowed: Allowed) -> JsonValue:
+    """Return the allowed values as JSON."""
     return {
         "relative": {str(step): _json_number(part) for step, part in allowed.relative},
         "absolute": _json_number(allowed.absolute),
@@ -333,6 +334,7 @@ def _allowed_to_json(allowed: Allowed) -> JsonValue:
 
 
 def _layer_to_json(layer: Layer) -> JsonValue:
+    """Return a layer as JSON."""
     return {
         "layer": layer.rule.value,
         "passed": layer.passed,
@@ -353,6 +355,7 @@ def relative(observed: float, golden: float) -> float:
 
 
 def _headline(comparison: Comparison) -> str:
+    """Return the first part of a comparison's line: metric, step, values."""
     metric, rule = comparison.metric, comparison.rule
     if comparison.passed:
         word = "passed" if comparison.is_judged else rule.value
@@ -369,6 +372,7 @@ def _headline(comparison: Comparison) -> str:
 
 
 def _at_step(first: StepDifference, rule: ComparisonRule) -> str:
+    """Describe what was observed and expected at a step."""
     observed, golden = first.observed, first.golden
     expected = f"golden {_number(golden)}"
     if rule is ComparisonRule.GOLDEN_UNUSABLE:
@@ -405,6 +409,7 @@ def _number(value: Value) -> str:
 
 
 def _json_number(value: Value | None) -> JsonValue:
+    """Return a number, as text if it is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -464,6 +469,7 @@ def continued_like(golden: MetricMap, observed: MetricMap) -> MetricMap:
 
 
 def _continued(golden: Series, observed: Series | None) -> Series:
+    """Return what was observed so far, with the golden's values ahead."""
     measured = {} if observed is None else dict(observed.items())
     ahead = {
         step: value
@@ -536,12 +542,14 @@ def _position(value: float) -> int:
 
 
 def _is_same(observed: Value | None, golden: Value) -> bool:
+    """Return whether two values are equal, nan included."""
     if observed is None or isinstance(observed, str) or isinstance(golden, str):
         return observed == golden
     return observed == golden or (math.isnan(observed) and math.isnan(golden))
 
 
 def _as_float32(series: Series) -> Series:
+    """Return a series rounded to float32."""
     values = tuple(
         to_float32(v) if isinstance(v, float) and is_finite(v) and not v.is_integer() else v
         for v in series.values
@@ -659,6 +667,7 @@ def find_frozen(
 
 
 def _rule_of(value: Value | None) -> ComparisonRule:
+    """Return the rule that a value breaks which is no finite number."""
     if value is None:
         return ComparisonRule.MISSING
     if isinstance(value, str):

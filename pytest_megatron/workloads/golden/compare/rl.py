@@ -97,6 +97,7 @@ def compare_rl(
 
 
 def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -> Comparison:
+    """Compare one metric of reinforcement learning."""
     answer = Comparison(
         metric=metric, passed=False, rule=ComparisonRule.NO_GOLDEN, golden_path=golden.path
     )

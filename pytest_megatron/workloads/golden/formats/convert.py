@@ -103,6 +103,7 @@ def _metrics(
     wish: ConvertOptions,
     losses: list[str],
 ) -> dict[str, JsonValue]:
+    """Return the metrics in another form, and note what is lost."""
     new: dict[str, JsonValue] = {}
     for name, series in sorted(document.metrics.items()):
         block = value[name]
@@ -130,7 +131,7 @@ class _Block:
     _non_finite: dict[int, str] = field(default_factory=dict)
 
     def convert(self, losses: list[str]) -> JsonValue:
-        """Return the new block."""
+        """Return the metric's block in its new form."""
         originals = self._originals()
         for step, value in self.series.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -170,6 +171,7 @@ class _Block:
         return {start + i * interval: value for i, value in enumerate(raw)}
 
     def _drop_text(self, losses: list[str]) -> None:
+        """Remove values that are text, and note how many."""
         texts = {step: text for step, text in self._values.items() if isinstance(text, str)}
         if texts:
             some = ", ".join(sorted({repr(text) for text in texts.values()})[:3])
@@ -180,6 +182,7 @@ class _Block:
             del self._values[step]
 
     def _round(self, losses: list[str]) -> None:
+        """Round values to five decimals, and note how much is lost."""
         largest, num_rounded = 0.0, 0
         for step, value in self._values.items():
             if isinstance(value, float) and round(value, _DECIMALS) != value:
@@ -194,12 +197,14 @@ class _Block:
 
 
 def _generation(generation: Generation, where: str) -> dict[str, JsonValue]:
+    """Return the output of an inference program as JSON."""
     if problem := find_not_finite(generation):
         raise GoldenError(where, f"{problem}, which JSON cannot say; record it again")
     return generation_to_json(generation)
 
 
 def _provenance(value: JsonValue, *, is_block: bool) -> JsonValue:
+    """Return the provenance, with or without the keys of a metric's block."""
     if not isinstance(value, dict):
         return value
     own = {key: kept for key, kept in sorted(value.items()) if key not in AS_BLOCK}

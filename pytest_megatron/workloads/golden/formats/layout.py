@@ -58,6 +58,7 @@ def _compact(document: Mapping[str, JsonValue]) -> str:
 
 
 def _depth(name: str, value: JsonValue) -> int:
+    """Return how many levels of a key get lines of their own."""
     if name == PROVENANCE_KEY:
         return _PROVENANCE_DEPTH
     return 1 if is_block(value) else _REQUEST_DEPTH
@@ -71,6 +72,7 @@ def _nested(value: JsonValue, level: int, depth: int) -> str:
 
 
 def _braced(parts: Mapping[str, str], level: int) -> str:
+    """Return an object with a line for each key."""
     outer = _INDENT * level
     lines = [f"{outer}{_INDENT}{json.dumps(name)}: {text}" for name, text in parts.items()]
     return "{\n" + ",\n".join(lines) + f"\n{outer}}}" if lines else "{}"

@@ -137,7 +137,7 @@ class Curves:
 
     @property
     def notes(self) -> list[str]:
-        """What was left out."""
+        """Notes on rows that were left out."""
         long = [(n, c.stride) for n, c in sorted(self._curves.items()) if c.stride > 1]
         if not long:
             return []
@@ -183,7 +183,7 @@ def rows_of(path: Path, form: MetricFormat, start: int = 0) -> Iterator[Row]:
 
     Args:
         path: The file.
-        form: Its format.
+        form: Format of the files.
         start: Where to begin in a file that a program appends to.
 
     Raises:
@@ -221,6 +221,7 @@ def lines_of(path: Path, start: int = 0) -> Iterator[FileLine]:
 
 
 def _json_lines(path: Path, start: int) -> Iterator[Row]:
+    """Yield the rows of a file of JSON lines."""
     for line in lines_of(path, start):
         where = f"{path}:{line.number}"
         if not line.text.strip():
@@ -235,6 +236,7 @@ def _json_lines(path: Path, start: int) -> Iterator[Row]:
 
 
 def _trainer_state(path: Path, _: int) -> Iterator[Row]:
+    """Yield the rows of Hugging Face's trainer_state.json."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -247,6 +249,7 @@ def _trainer_state(path: Path, _: int) -> Iterator[Row]:
 
 
 def _csv(path: Path, start: int) -> Iterator[Row]:
+    """Yield the rows of a CSV file, from an offset."""
     whole = (line.text for line in lines_of(path) if line.is_whole)
     names = next(csv.reader(whole), [])
     if start:
@@ -280,6 +283,7 @@ _HISTORY_STEP, _STEP_NUMBER = 2, 1
 
 
 def _wandb(path: Path, _: int) -> Iterator[Row]:
+    """Yield the rows of an offline run of wandb."""
     for at, record in _wandb_records(path):
         where = f"{path}: byte {at}"
         try:
@@ -291,6 +295,7 @@ def _wandb(path: Path, _: int) -> Iterator[Row]:
 
 
 def _history(content: bytes) -> Iterator[tuple[str, float]]:
+    """Yield names and values of one step in wandb's format."""
     for entry in fields_of(content):
         if entry.number == _HISTORY_STEP:
             steps = [f.integer for f in fields_of(entry.content) if f.number == _STEP_NUMBER]
@@ -305,6 +310,7 @@ def _history(content: bytes) -> Iterator[tuple[str, float]]:
 
 
 def _wandb_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the records of wandb's file with their offsets."""
     with open_regular(path) as file:
         if not file.read(len(_WANDB_HEADER) + 3).startswith(_WANDB_HEADER):
             raise MetricsError(str(path), "is no file of wandb, expected one of an offline run")
@@ -340,7 +346,7 @@ def read_printed(logs: Sequence[Path], pattern: LinePattern) -> Curves:
     """Return the metrics that one rank printed.
 
     Args:
-        logs: Its logs; one that is not there is left out.
+        logs: Logs of the program; one that is not there is left out.
         pattern: How its lines are read.
     """
     curves = Curves()

@@ -130,6 +130,7 @@ def fields_of(data: bytes) -> Iterator[ProtoField]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Read a number of variable length; return it and where it ends."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
@@ -193,6 +194,7 @@ def _ends_with_value(payload: bytes, after_step: int) -> bool:
 
 
 def _float(content: bytes) -> float:
+    """Read a float of four bytes."""
     (number,) = struct.unpack("<f", content)
     assert isinstance(number, float)
     return number
@@ -283,6 +285,7 @@ def _merge(merged: _SCALARS, scalars: Mapping[str, dict[int, float]], path: str)
 
 
 def _read_file(path: Path) -> tuple[_SCALARS, MetricsFile]:
+    """Read the scalars of an event file."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -348,6 +351,7 @@ def _rest_of_varint(data: bytes, value: int, at: int) -> tuple[int, int]:
 
 
 def _checked_length(header: bytes, where: str) -> int:
+    """Return the length of a record; a wrong checksum is an error."""
     length, crc = _HEADER.unpack(header)
     assert isinstance(length, int)
     if masked_crc32c(header[:8]) != crc:

@@ -154,6 +154,7 @@ def _wrong_limits(workload: Workload) -> Finding | None:
 
 
 def _read(root: Path, workload: Workload) -> WorkloadCase | None:
+    """Return the case of a workload, None if it cannot be read."""
     try:
         return case_of(root, workload) if case_path(root, workload).is_file() else None
     except CaseError:
@@ -161,6 +162,7 @@ def _read(root: Path, workload: Workload) -> WorkloadCase | None:
 
 
 def _for_lint(finding: CheckFinding, path: Path) -> Finding:
+    """Return a check's finding as one of lint."""
     file, _, line = (finding.where or "").rpartition(":")
     return Finding(
         file=Path(file) if line.isdecimal() else path,

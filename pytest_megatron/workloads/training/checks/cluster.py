@@ -85,7 +85,7 @@ class Wanted:
 
 
 def parse_cluster(partitions: str, nodes: str) -> Cluster:
-    """Return a cluster.
+    """Parse what `scontrol` and `sinfo` print of partitions.
 
     Args:
         partitions: What `scontrol show partition --oneliner` prints.
@@ -127,6 +127,7 @@ def check_partition(cluster: Cluster, wanted: Wanted) -> Iterator[RuleMatch]:
 
 
 def _refusals(partition: Partition, wanted: Wanted) -> Iterator[RuleMatch]:
+    """Yield limits of a partition that a job exceeds."""
     name, where = partition.name, wanted.where
     if partition.state != "UP":
         yield RuleMatch("partition-down", where, partition=name, state=partition.state)
@@ -179,6 +180,7 @@ def _merged(gpus: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
 
 
 def _partition(fields: Mapping[str, str], gpus: tuple[tuple[int, int], ...]) -> Partition:
+    """Return a partition from what `scontrol` prints."""
     return Partition(
         name=fields["PartitionName"],
         is_default=fields.get("Default") == "YES",
@@ -257,7 +259,7 @@ class MountEntry:
 
     @property
     def reach(self) -> Reach:
-        """Machines that see it, as far as the type shows."""
+        """Machines that see the file system, as far as its type shows."""
         if self.kind in _SHARED:
             return Reach.SHARED
         if self.kind in _LOCAL or _LOCAL_FUSE.fullmatch(self.kind):

@@ -249,6 +249,7 @@ def check_stages(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatc
 
 
 def _stages(start: CheckedStart, found: Stages) -> Iterator[RuleMatch]:
+    """Check layers against pipeline stages of different sizes."""
     where = start.at(_FIRST, _LAST, LAYERS, PP)
     if (
         found.middle < 0
@@ -333,6 +334,7 @@ def _ranks(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
 
 
 def _heads(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
+    """Check attention heads and query groups against tensor parallelism."""
     given = start.arguments
     heads = given.number(_HEADS)
     if not heads:
@@ -348,6 +350,7 @@ def _heads(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
 
 
 def _experts(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
+    """Check experts against expert parallelism."""
     given = start.arguments
     experts = given.number(EXPERTS)
     if sizes.ep > 1 and EXPERTS not in given and not given.has_any("--spec", "--model-provider"):
@@ -366,6 +369,7 @@ def _experts(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
 
 
 def _sequences(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
+    """Check lengths of sequences against context and tensor parallelism."""
     given = start.arguments
     for name in _SEQUENCES:
         length = given.number(name)

@@ -112,6 +112,7 @@ def _attention(given: ModelArgs, hidden: int, heads: int) -> float:
 
 
 def _latent_attention(given: ModelArgs, hidden: int, heads: int) -> float:
+    """Return the parameters of multi-latent attention in a layer."""
     key = given.number("--qk-head-dim") or 128
     position = given.number("--qk-pos-emb-head-dim") or 64
     value = given.number("--v-head-dim") or 128
@@ -143,6 +144,7 @@ def _pattern(text: str) -> list[int] | None:
 
 
 def _value(node: ast.expr) -> list[int] | int:
+    """Compute a list or a number that an argument writes as an expression."""
     match node:
         case ast.Constant(value=int() as number):
             return int(number)
@@ -215,13 +217,13 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The whole estimate, in bytes."""
         held = self.parameters
         return held.dense * self.dense.total + held.experts * self.expert.total + self.rest
 
     @property
     def text(self) -> str:
-        """The arithmetic."""
+        """The arithmetic of the estimate, as a sum."""
         held = self.parameters
         parts = [_part(held.dense, "parameters", self.dense)]
         if held.experts:
@@ -242,6 +244,7 @@ def gib(number: float) -> str:
 
 
 def _part(number: float, what: str, each: Bytes) -> str:
+    """Describe the memory of some parameters, with its sum."""
     names = {"weights": each.weight, "gradients": each.gradient, "optimizer": each.optimizer}
     split = " + ".join(f"{size:g} {name}" for name, size in names.items() if size)
     times = f"{each.total:.3g} bytes ({split})"

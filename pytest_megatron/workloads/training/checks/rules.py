@@ -89,7 +89,7 @@ class CheckFinding:
 
     @property
     def line(self) -> str:
-        """All of it with its severity and its place, for a terminal."""
+        """The finding with its severity and its place, for a terminal."""
         place = "" if self.where is None else f"{self.where}: "
         return f"{self.severity.value}: {place}{self.text}"
 

@@ -283,6 +283,7 @@ def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | Non
 
 
 def _find_command(workload: Workload) -> str | None:
+    """Return why a row has no Python program, None if it has one."""
     program = shlex.split(workload.training_script_path or "")
     if program and not program[0].endswith(".py"):
         kind = "command" if program[0] != "-m" else "module"
@@ -394,7 +395,7 @@ class _Maker:
         self._load = None if path is None else workload.render(path)
 
     def plain(self, *, load: str | None = None) -> PhaseStart:
-        """Return a first start."""
+        """Return the start of a first, or only, phase."""
         arguments, last = self._arguments(self._case.variant(1))
         resume = self._resume()
         save = () if resume is None else resume.words(resume.save, self._dirs.checkpoints)
@@ -422,6 +423,7 @@ class _Maker:
         )
 
     def _resumed_by(self, resume: Resume) -> PhaseStart:
+        """Return the start that resumes as the row's `resume` says."""
         saved = self._dirs.checkpoints
         drop = None if resume.drop is None else resume.drop.replace("{at}", str(resume.at))
         second = self._second(
@@ -478,6 +480,7 @@ class _Maker:
         weights, num_steps = self._dirs.initial_weights, equivalence.num_steps
 
         def start(number: int, name: str, trace: TraceSettings) -> PhaseStart:
+            """Return the start of a phase that compares layouts."""
             is_own = name == _CANDIDATE
             arguments = (a for a in (own if is_own else reference.arguments) if not _saves(a))
             return PhaseStart(
@@ -540,6 +543,7 @@ class _Maker:
         return self._load
 
     def _second(self, *, load: str, save: Path, origin: Rewind | Frozen | Saved) -> PhaseStart:
+        """Return the start of a phase that resumes."""
         variant = self._case.variant(2)
         arguments, last = self._arguments(variant)
         if self._is_lightweight and last is not None and isinstance(origin, Frozen):
@@ -832,6 +836,7 @@ def substitute(text: str, env: Mapping[str, str], *, where: str) -> str:
     """
 
     def value_of(match: re.Match[str]) -> str:
+        """Return the value of a variable in a text."""
         name = match["braced"] or match["bare"]
         value = env.get(name)
         if match["default"] is not None:
@@ -907,6 +912,7 @@ def _values(argument: Argument, env: Mapping[str, str], where: str) -> list[str]
 
 
 def _words(argument: Argument, values: list[str] | None) -> list[str]:
+    """Return the words of an argument on the command line."""
     if values == [""]:
         return []  # the harness that we stay compatible with drops such an entry
     if values == ["true"] and not argument.is_text:

@@ -280,6 +280,7 @@ def _log_dir(ranks: Ranks) -> Path:
 
 
 def _tee_words(ranks: Ranks) -> list[str]:
+    """Return the launcher's words for ranks that are copied to the terminal."""
     size = ranks.per_node
     chosen = range(size) if ranks.tee_ranks is None else [r for r in ranks.tee_ranks if r < size]
     words = ",".join(f"{rank}:3" for rank in chosen)
@@ -823,7 +824,7 @@ class Replay:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Replay:
-        """Read the variables.
+        """Read what is to be replayed from the variables of `repro`.
 
         Raises:
             LaunchError: A value is no number from 1 on.
@@ -867,6 +868,7 @@ class Replay:
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
+    """Return a number that a variable gives, None if it is not set."""
     text = env.get(name)
     if not text:
         return None

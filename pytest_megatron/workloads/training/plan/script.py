@@ -327,6 +327,7 @@ def _is_left_out(files: ScriptFiles, path: Path) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
+    """Copy a file, a link or a submodule."""
     if not source.exists() and not source.is_symlink():
         return  # tracked, and deleted
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ class TraceSettings:
         return self.weights_from is not None or self.noise_seed is not None
 
     def to_json(self) -> str:
-        """Return the variable's value."""
+        """Return the value of the variable PYTEST_MEGATRON_TRACE."""
         return json.dumps(
             {
                 "directory": str(self.directory),
@@ -67,7 +67,7 @@ class TraceSettings:
 
     @classmethod
     def from_json(cls, text: str) -> TraceSettings:
-        """Read the variable's value.
+        """Read the variable PYTEST_MEGATRON_TRACE.
 
         Raises:
             TraceError: It is no JSON object with these keys and types.

@@ -85,7 +85,7 @@ def devices_of(node: int, num_nodes: int, per_node: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a free port."""
+    """Return a port that no program listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

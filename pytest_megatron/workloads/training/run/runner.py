@@ -221,6 +221,7 @@ class LogWatch:
                 self._ranks.setdefault(path, FollowedFile(path))
 
     def _take(self, line: str, *, rank: int) -> None:
+        """Take a line of a rank: progress, or what NCCL's watchdog says."""
         self._note_watchdog(line, rank)
         if not self.reads_lines:
             return
@@ -352,7 +353,7 @@ class PhaseEnd(PhaseResult):
 
     @property
     def is_clean(self) -> bool:
-        """True if it exited with 0 and nothing was wrong, or its case lets it not exit."""
+        """True if the phase exited with 0 and nothing was wrong, or its case lets it not exit."""
         if self.end is End.NOT_EXITED:
             return self.plan.exit_policy is ExitPolicy.PASS
         return self.end is End.EXITED and self.returncode == 0
@@ -658,7 +659,7 @@ class _ExitWatch:
         return bool(self.waiting)
 
     def _has_done_its_work(self) -> bool:
-        """Return true if it has logged or measured its last iteration, or written its requests."""
+        """Return true if the program has logged its last iteration, or written its requests."""
         if self.log.is_exiting:
             return True
         if (progress := self.log.progress) is not None:
@@ -675,6 +676,7 @@ def _is_idle(before: Activity, now: Activity, took_s: float) -> bool:
 
 
 def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
+    """Return the watch of a phase's logs."""
     scripts = plan.dirs.assets if phase.is_script else None
     return LogWatch(
         phase.dirs,
@@ -716,6 +718,7 @@ class _Measured:
         self._pace.pause(time.monotonic() - began)
 
     def _progress(self) -> Progress | None:
+        """Return how far the training is, by the metrics that it wrote."""
         assert self.phase.source is not None
         try:
             found = newest(read_measured(self.phase.dirs).metrics, self.phase.source.names)
@@ -765,6 +768,7 @@ def _tell(
     *,
     is_ended: bool = False,
 ) -> None:
+    """Tell the listener new lines and progress."""
     before = watch.progress
     if lines := (watch.drain() if is_ended else watch.poll()):
         listener.on_lines(lines)
@@ -814,6 +818,7 @@ def _stop(process: RunningCommand) -> CommandEnd:
 
 
 def _cannot_write(error: OSError, directory: Path) -> LaunchError:
+    """Return the error that the run directory cannot be written."""
     where = str(error.filename or directory)
     return LaunchError(
         where, f"{error.strerror}; give another --run-dir, or make room; nothing was run"

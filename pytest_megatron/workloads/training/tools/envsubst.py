@@ -13,7 +13,7 @@ _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 def main() -> None:
-    """Copy stdin to stdout."""
+    """Copy stdin to stdout with variables replaced."""
     names = None
     if len(sys.argv) > 1:
         names = {a or b for a, b in _REFERENCE.findall(sys.argv[1])}

@@ -94,6 +94,7 @@ def _complain(text: str) -> int:
 
 
 def _printed(place: Assignable) -> str:
+    """Return a value as yq prints it."""
     value = place.value
     if isinstance(value, dict | list):
         return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 16)

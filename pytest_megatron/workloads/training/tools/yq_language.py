@@ -55,7 +55,7 @@ class Assignable:
     key: str | int | None = None
 
     def set(self, value: Yaml) -> None:
-        """Put another value here."""
+        """Replace the value at its place in the document."""
         if not isinstance(self.parent, dict) or not isinstance(self.key, str):
             raise YqError("only a key of a mapping can be assigned to")
         self.parent[self.key] = value
@@ -100,6 +100,7 @@ class _Parser:
         self._at = 0
 
     def whole(self) -> Expression:
+        """Parse the whole expression."""
         found = self._pipe() if self._tokens else _identity
         if self._at < len(self._tokens):
             raise self._unknown()
@@ -109,6 +110,7 @@ class _Parser:
         return self._tokens[self._at][1] if self._at < len(self._tokens) else None
 
     def _take(self, *signs: str) -> str | None:
+        """Take the next token if it is one of these."""
         if self._at < len(self._tokens) and self._tokens[self._at][1] in signs:
             self._at += 1
             return self._tokens[self._at - 1][1]
@@ -123,18 +125,21 @@ class _Parser:
         return YqError(f"cannot read {rest!r} of {self._text!r}; install yq 4 for it")
 
     def _pipe(self) -> Expression:
+        """Parse expressions between `|`."""
         left = self._assignment()
         while self._take("|"):
             left = _piped(left, self._assignment())
         return left
 
     def _assignment(self) -> Expression:
+        """Parse an expression with `=` behind it, if there is one."""
         left = self._binary(0)
         if self._take("="):
             return _assigned(left, self._binary(0))
         return left
 
     def _binary(self, level: int) -> Expression:
+        """Parse operators of one level, which bind less than those above."""
         if level == len(_LEVELS):
             return self._path()
         left = self._binary(level + 1)
@@ -143,6 +148,7 @@ class _Parser:
         return left
 
     def _path(self) -> Expression:
+        """Parse a path: `.a`, `[0]`, `[]`."""
         found = self._primary()
         while True:
             if self._take("["):
@@ -158,6 +164,7 @@ class _Parser:
                 return found
 
     def _primary(self) -> Expression:
+        """Parse what a path begins with."""
         kind, word = self._tokens[self._at] if self._peek() is not None else ("", "")
         self._at += 1
         if word == ".":
@@ -176,6 +183,7 @@ class _Parser:
         return _constant(json.loads(word))
 
     def _bracket(self, opened: str) -> Expression:
+        """Parse what is in parentheses or makes a list."""
         if opened == "[" and self._take("]"):
             return _constant([])
         inner = self._pipe()
@@ -185,6 +193,7 @@ class _Parser:
         return lambda place: iter([Assignable([found.value for found in inner(place)])])
 
     def _after_dot(self, *, is_first: bool = False) -> Expression:
+        """Parse a key behind a dot."""
         kind, word = self._tokens[self._at] if self._peek() is not None else ("", "")
         if kind in ("name", "text"):
             self._at += 1
@@ -195,6 +204,7 @@ class _Parser:
         raise self._unknown()
 
     def _named(self, name: str) -> Expression:
+        """Parse a literal or a function with its arguments."""
         literals: dict[str, Yaml] = {"true": True, "false": False, "null": None}
         if name in literals:
             return _constant(literals[name])
@@ -233,7 +243,10 @@ def _piped(left: Expression, right: Expression) -> Expression:
 
 
 def _assigned(left: Expression, right: Expression) -> Expression:
+    """Return the expression that assigns."""
+
     def assign(place: Assignable) -> Iterator[Assignable]:
+        """Set each place on the left to the values on the right."""
         for target in left(place):
             for found in right(place):
                 target.set(found.value)
@@ -243,6 +256,7 @@ def _assigned(left: Expression, right: Expression) -> Expression:
 
 
 def _each(place: Assignable) -> Iterator[Assignable]:
+    """Yield the elements of a list or a mapping."""
     if isinstance(place.value, dict):
         yield from (Assignable(v, place.value, k) for k, v in place.value.items())
     elif isinstance(place.value, list):
@@ -252,7 +266,10 @@ def _each(place: Assignable) -> Iterator[Assignable]:
 
 
 def _indexed(base: Expression, index: Expression) -> Expression:
+    """Return the expression that looks up an element."""
+
     def look_up(place: Assignable) -> Iterator[Assignable]:
+        """Yield the elements under each index."""
         for outer in base(place):
             for found in index(place):
                 key, value = found.value, outer.value
@@ -273,6 +290,7 @@ def _applied(
     left: Expression,
     right: Expression,
 ) -> Expression:
+    """Return the expression that applies an operator."""
     return lambda place: (Assignable(value) for value in function(left(place), right(place)))
 
 
@@ -305,6 +323,7 @@ def _either(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator
 
 
 def _plus(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
+    """Add numbers, lists or texts."""
     others = [place.value for place in right]
     for place in left:
         for other in others:
@@ -330,6 +349,7 @@ _BINARY = {
 
 
 def _to_entries(place: Assignable) -> Iterator[Assignable]:
+    """Yield the keys and values of a mapping as a list."""
     if place.value is not None and not isinstance(place.value, dict):
         raise YqError(f"to_entries: {spell(place.value)!r} is no mapping")
     items = (place.value or {}).items()
@@ -342,6 +362,7 @@ def _keys(place: Assignable) -> Iterator[Assignable]:
 
 
 def _has(place: Assignable, key: Expression) -> Iterator[Assignable]:
+    """Yield whether a mapping has a key."""
     value = place.value
     for found in key(place):
         yield Assignable(isinstance(value, dict) and found.value in value)
@@ -353,6 +374,7 @@ def _select(place: Assignable, condition: Expression) -> Iterator[Assignable]:
 
 
 def _with(place: Assignable, path: Expression, change: Expression) -> Iterator[Assignable]:
+    """Change the places of a path."""
     for found in path(place):
         for _ in change(found):
             pass
@@ -360,6 +382,7 @@ def _with(place: Assignable, path: Expression, change: Expression) -> Iterator[A
 
 
 def _join(place: Assignable, by: Expression) -> Iterator[Assignable]:
+    """Join a list to a text."""
     values = place.value if isinstance(place.value, list) else []
     for found in by(place):
         yield Assignable(spell(found.value).join("" if v is None else spell(v) for v in values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pytest_megatron.layouts.section import section
+from pytest_megatron.layouts.report import section
 from pytest_megatron.runs.record import (
     RecordedFakeRank,
     RecordedLayout,

@@ -22,8 +22,9 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.read import RunReader
 from pytest_megatron.pages.write import write_in_place
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.runs.record import to_json
 from pytest_megatron.workloads.golden.compare.compare import compare
-from pytest_megatron.workloads.golden.compare.result import comparison_to_json
+from pytest_megatron.workloads.golden.compare.result import recorded
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, series_of
 from pytest_megatron.workloads.golden.store import read_golden, write_golden, write_metrics
 
@@ -61,7 +62,7 @@ def make_run(root: Path, *, num_items: int, num_steps: int) -> Path:
         write_golden(dirs.golden, golden, Provenance(repeats=1))
         if not comparisons:  # the same for all of them
             found = compare(read_golden(dirs.golden), measured)
-            comparisons += [comparison_to_json(one) for one in found]
+            comparisons += [to_json(recorded(one)) for one in found]
         repeat: JsonValue = {"repeat": 1, "against": "golden", "comparisons": comparisons}
         dirs.comparison.write_text(json.dumps({"schema": 1, "repeats": [repeat]}))
         attempt: JsonValue = {"repeat": 1, "attempt": 1, "duration_s": 60.0}

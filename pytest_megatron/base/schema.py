@@ -119,6 +119,25 @@ FormatVersion: TypeAlias = Annotated[int, Checked(_check_version, {"const": 1})]
 Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
 
 
+class _NotFinite:
+    """The texts of numbers that are not finite, as `str` writes them."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # noqa: PLC0415  slow to import
+
+        return core_schema.no_info_before_validator_function(_from_text, handler(source))
+
+
+def _from_text(value: object) -> object:
+    """Return a number for its text if it is not finite, any other value as it is."""
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+Number: TypeAlias = Annotated[float, _NotFinite()]
+
+
 @dataclass(frozen=True, slots=True)
 class About:
     """The description of a key, for the published schema."""

@@ -160,39 +160,6 @@ def _command(argv: Sequence[str], env: Mapping[str, str]) -> str:
     return " ".join([*words, shlex.join(argv)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitRow:
-    """Settings that all commands of unit jobs on one platform share.
-
-    Attributes:
-        tag: "" where none is asked for.
-        platform: "" where the command takes any.
-        gpus, ranks: Size of a gang; without both, tests run in pytest's own process.
-    """
-
-    environment: str
-    tag: str = ""
-    platform: str = ""
-    build: str = ""
-    gpus: int = 0
-    ranks: int = 0
-    time_limit_s: int | None = None
-
-    @staticmethod
-    def of(row: Workload) -> UnitRow:
-        """Return the settings of a row of unit tests."""
-        is_cpu = row.platform == CPU_PLATFORM
-        return UnitRow(
-            environment=row.environment,
-            tag=row.tag or "",
-            platform=row.platform,
-            build=str(row.spec.get("build") or ""),
-            gpus=0 if is_cpu else row.gpus,
-            ranks=row.gpus,
-            time_limit_s=row.time_limit_s,
-        )
-
-
 def workload_jobs(
     workloads: Iterable[Workload],
     decision: Decision,
@@ -268,39 +235,45 @@ def layout_jobs(workloads: Iterable[CiJob], table: CiTable) -> tuple[CiJob, ...]
     )
 
 
-def unit_job(
-    name: str, bucket: Bucket, row: UnitRow, table: CiTable, *, experimental: str
-) -> CiJob:
+def unit_settings(row: Workload) -> CiJob:
+    """Return what all jobs of a row of unit tests share, for `unit_job`."""
+    return CiJob(
+        id=row.test_case,
+        environment=row.environment,
+        platform=row.platform,
+        build=str(row.spec.get("build") or ""),
+        gpus=0 if row.platform == CPU_PLATFORM else row.gpus,
+        ranks=row.gpus,
+        time_limit_s=row.time_limit_s or 0,
+    )
+
+
+def unit_job(bucket: Bucket, row: CiJob, tag: str, table: CiTable, *, experimental: str) -> CiJob:
     """Return the job of a bucket or a shard.
 
     Args:
-        name: For people.
         bucket: The bucket, with its test files.
-        row: Further settings of its command.
+        row: What it shares with others; no `platform` is any, no `gpus` and no `ranks` run tests
+            in pytest's own process.
+        tag: Of the tests; "" where none is asked for.
         table: For the time limit.
         experimental: `exclude`, or `only`, of tests with the mark `experimental`.
     """
     limit_s = row.time_limit_s or table.default_time_limit_s
     argv = [*PYTEST, *_gang_options(row), "--megatron-environment", row.environment]
-    argv += ["--megatron-tag", row.tag] if row.tag else []
+    argv += ["--megatron-tag", tag] if tag else []
     argv += ["--megatron-platform", row.platform] if row.platform else []
     argv += ["--megatron-experimental-tests", "only"] if experimental == "only" else []
     argv += ["--megatron-bucket", ",".join(bucket.words)]
     kind = "-experimental" if experimental == "only" else ""
-    where = f"{row.environment}-{row.platform or 'any'}-{row.tag or 'any'}{kind}"
-    return CiJob(
-        id=item_dirs(Path(), f"unit-{name}-{where}").root.name,
+    where = f"{row.environment}-{row.platform or 'any'}-{tag or 'any'}{kind}"
+    return replace(
+        row,
+        id=item_dirs(Path(), f"unit-{bucket.pattern}-{where}").root.name,
         kind="unit",
-        name=f"{name} (experimental)" if kind else name,
+        name=f"{bucket.pattern} (experimental)" if kind else bucket.pattern,
         model=UNIT_MODEL,
         test_case=bucket.pattern,
-        environment=row.environment,
-        platform=row.platform,
-        build=row.build,
-        nodes=1,
-        gpus=row.gpus,
-        ranks=row.ranks,
-        n_repeat=1,
         time_limit_s=limit_s,
         timeout_minutes=math.ceil(limit_s / 60) + table.job_margin_minutes,
         num_files=len(bucket.files),
@@ -308,7 +281,7 @@ def unit_job(
     )
 
 
-def _gang_options(row: UnitRow) -> list[str]:
+def _gang_options(row: CiJob) -> list[str]:
     """Return the options of pytest for the ranks of a bucket."""
     if row.gpus:
         return ["--megatron-gpus", str(row.gpus)]

@@ -22,7 +22,6 @@ from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, s
 from pytest_megatron.ci.jobs import (
     CiJob,
     PlanBudget,
-    UnitRow,
     integration_matrix,
     layout_jobs,
     unit_matrix,
@@ -472,26 +471,25 @@ def _unit_jobs(
         SelectionError: There are rows of unit tests, and none is asked for.
     """
     tag = table.tag if request.tag is None else request.tag
-    unaffected = request.unaffected
+    choice = UnitChoice(
+        environment=decision.environment,
+        platforms=request.platforms,
+        tag=tag,
+        unaffected=request.unaffected,
+    )
     if request.num_shards is not None:
         files = find_test_files(request.root, table.unit_tests)
         history = request.root / HISTORY
         paths = request.durations or ((history,) if history.exists() else ())
-        row = UnitRow(
+        row = CiJob(
+            id="shard",
             environment=decision.environment,
-            tag=tag,
             platform=request.platforms[0] if len(request.platforms) == 1 else "",
             gpus=request.gpus,
             ranks=request.ranks,
         )
         durations = read_durations(paths, files)
-        return shard_jobs(request.root, request.num_shards, durations, row, table, unaffected)
-    choice = UnitChoice(
-        environment=decision.environment,
-        platforms=request.platforms,
-        tag=tag,
-        unaffected=unaffected,
-    )
+        return shard_jobs(request.root, request.num_shards, durations, row, choice, table)
     found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
     is_unchanged = any(UNCHANGED in one.reasons for one in found.left_out)
     is_empty = not (found.jobs or is_unchanged) and (bool(rows) or request.kinds == ("unit",))

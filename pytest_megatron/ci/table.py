@@ -29,6 +29,7 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
+from pytest_megatron.session.decision import RowChoice
 from pytest_megatron.workloads.recipe.model import SCOPE_ALIASES, Vocabulary
 
 BUILT_IN = Path(__file__).with_name("table.toml")
@@ -53,16 +54,13 @@ class RuleConditions:
 
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionRule:
+class DecisionRule(RowChoice):
     """One row of the decision; a rule without `when` always decides."""
 
     name: Text
     when: RuleConditions = RuleConditions()
-    scope: Texts
     cadence: Annotated[tuple[Cadence, ...], About("Missing: no filter.")] = ()
     environment: Annotated[Text | None, About("Where no label says otherwise.")] = None
-    n_repeat: Positive
-    is_lightweight: bool
 
 
 @closed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pytest_megatron.ci.jobs import CiJob, UnitRow, unit_job
+from pytest_megatron.ci.jobs import CiJob, unit_job, unit_settings
 from pytest_megatron.ci.table import CiTable
 from pytest_megatron.ci.test_files import (
     EXPERIMENTAL,
@@ -126,7 +126,7 @@ def _jobs_of_platform(
         elif choice.unaffected.issuperset(buckets[row.test_case].files):
             left_out.append(LeftOut(name=_name(row), reasons=(UNCHANGED,)))
         else:
-            made = _jobs_of(buckets[row.test_case], UnitRow.of(row), table, root)
+            made = _jobs_of(buckets[row.test_case], unit_settings(row), row.tag or "", table, root)
             parts.append(made)
             if not made.jobs:
                 mark = launch_mark(row.platform)
@@ -150,9 +150,9 @@ def shard_jobs(
     root: Path,
     num_shards: int,
     durations_s: Mapping[str, float],
-    row: UnitRow,
+    row: CiJob,
+    choice: UnitChoice,
     table: CiTable,
-    unaffected: frozenset[str] = frozenset(),
 ) -> UnitJobs:
     """Return a job for each shard of the test files, without those that are unaffected.
 
@@ -166,8 +166,9 @@ def shard_jobs(
             f"there are no test files in {', '.join(table.unit_tests)}, expected some; "
             f"set unit_tests in [tool.pytest-megatron.ci]",
         )
-    left_out = [LeftOut(name=file, reasons=(UNCHANGED,)) for file in files if file in unaffected]
-    files = tuple(file for file in files if file not in unaffected)
+    unchanged = choice.unaffected
+    left_out = [LeftOut(name=file, reasons=(UNCHANGED,)) for file in files if file in unchanged]
+    files = tuple(file for file in files if file not in unchanged)
     shards = balance(files, durations_s, num_shards) if files else []
     buckets = (
         Bucket(
@@ -175,10 +176,12 @@ def shard_jobs(
         )
         for shard in shards
     )
-    return UnitJobs.joined((_jobs_of(one, row, table, root) for one in buckets), left_out)
+    return UnitJobs.joined(
+        (_jobs_of(one, row, choice.tag, table, root) for one in buckets), left_out
+    )
 
 
-def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> UnitJobs:
+def _jobs_of(bucket: Bucket, row: CiJob, tag: str, table: CiTable, root: Path) -> UnitJobs:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
     for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
@@ -186,12 +189,12 @@ def _jobs_of(bucket: Bucket, row: UnitRow, table: CiTable, root: Path) -> UnitJo
     if not files:
         return UnitJobs()
     own = replace(bucket, files=files)
-    jobs = [unit_job(bucket.pattern, own, row, table, experimental="exclude")]
+    jobs = [unit_job(own, row, tag, table, experimental="exclude")]
     files_of = {jobs[0].id: files}
     tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
-    if tests and row.tag in ("", _LATEST):
+    if tests and tag in ("", _LATEST):
         own = replace(bucket, files=tests)
-        jobs.append(unit_job(bucket.pattern, own, row, table, experimental="only"))
+        jobs.append(unit_job(own, row, tag, table, experimental="only"))
         files_of[jobs[1].id] = tests
     return UnitJobs(jobs=tuple(jobs), files=files_of)
 

@@ -21,7 +21,7 @@ from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
 from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.equivalence import TensorDivergence
-from pytest_megatron.runs.record import RecordedLayer, RecordedWorkload, finite
+from pytest_megatron.runs.record import RecordedLayer, RecordedWorkload
 
 if TYPE_CHECKING:
     from pytest_megatron.workloads.golden.model import Value
@@ -300,12 +300,10 @@ def _charts(charts: Sequence[Chart], most_bytes: int) -> list[JsonValue]:
 def _layer(row: RecordedLayer) -> JsonValue:
     """Return result and text of a layer of a comparison."""
     from pytest_megatron.workloads.golden.compare.result import (  # noqa: PLC0415 - see `read`
-        RELATIVE,
         layer_text,
     )
 
-    measured, limit = finite(row.measured), finite(row.limit)
-    return [row.passed, layer_text(row.layer, measured, limit, row.unit or RELATIVE, row.place)]
+    return [row.passed, layer_text(row.layer, row)]
 
 
 def _texts(findings: Sequence[MetricFinding]) -> Iterator[str]:

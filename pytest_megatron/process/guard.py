@@ -7,7 +7,7 @@ every process below it but helpers of ranks for its Python stack first (SIGABRT 
 a byte `A` also the command. RESULT is the descriptor that gets one line of JSON when nothing is
 left. Ranks that start sessions of their own are found as well: the guard is their subreaper. It is
 two processes, so that one of them is left to do that if the other one is killed or stopped.
-Standard library only, so that it starts in milliseconds.
+Standard library only, so that it starts in milliseconds; `tree` has the same guard for a function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -46,51 +46,56 @@ def main(start: Callable[[Sequence[str]], int] = execute) -> None:
         start: Starts the command as a child of this process, and returns its process.
     """
     control, result, grace_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The controller decides, through the pipe. A handler, unlike SIG_IGN, is not inherited.
         signal.signal(number, lambda *_: None)
     outer = os.getpid()
     inner = os.fork()
     if inner:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # should this one be stopped
-        _watch(inner, control, grace_s)
+        # Only the end of the controller's side of the pipe counts, not its orders.
+        if watch(inner, control, 0, grace_s + SLOW_S):
+            kill_descendants()
         return
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGUSR1, _give_up)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == outer:
         _run(control, result, grace_s, start)
 
 
-def _watch(inner: int, control: int, grace_s: float) -> None:
-    """Wait for the process that runs the command; kill what it leaves, if it was killed itself.
+def watch(child: int, end: int, events: int, limit_s: float) -> int:
+    """Wait for the end of a child process; return its status.
 
-    If it does not end in time after the controller went away, as it was stopped, it is killed.
+    Args:
+        child: The process.
+        end: Descriptor that tells that nobody needs it any more; -1 for none.
+        events: Those of `poll` that tell so, beside that the other side is closed.
+        limit_s: Time that it then has to end by itself; if it was stopped, it is continued.
     """
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # should this process be stopped
+    poll = select.poll()
     try:
-        end = os.pidfd_open(inner)
+        own_end = os.pidfd_open(child)
     except OSError:  # an older kernel: see only its end
         end = -1
-    poll = select.poll()
     if end >= 0:
-        poll.register(end, select.POLLIN)
-        poll.register(control, 0)  # says when the controller's end of the pipe is closed
-        if end not in [descriptor for descriptor, _ in poll.poll()]:
-            poll.unregister(control)
-            if not poll.poll((grace_s + SLOW_S) * 1000):
-                _send(inner, signal.SIGKILL)
+        poll.register(own_end, select.POLLIN)
+        poll.register(end, events)
+        if own_end not in [descriptor for descriptor, _ in poll.poll()]:
+            poll.unregister(end)
+            send_signal([child], signal.SIGCONT)
+            if not poll.poll(limit_s * 1000):
+                send_signal([child], signal.SIGKILL)
     while True:
         pid, status = os.waitpid(-1, 0)
-        if pid == inner:
-            break
-    if status:
-        _kill_descendants()
+        if pid == child:
+            return status
 
 
 def _give_up(*_: object) -> None:
     """Leave nothing behind; the other process of the guard was killed, and nothing is answered."""
-    _kill_descendants()
+    kill_descendants()
     os._exit(1)
 
 
@@ -102,7 +107,7 @@ def _run(control: int, result: int, grace_s: float, start: Callable[[Sequence[st
         _answer(result, {"error": f"{sys.argv[4]}: {error.strerror}"})
         return
     returncode = _wait(child, control, grace_s)
-    num_left = _kill_descendants()
+    num_left = kill_descendants()
     _answer(result, {"returncode": returncode, "num_left": num_left, "pid": child})
 
 
@@ -115,8 +120,7 @@ def _wait(child: int, control: int, grace_s: float) -> int:
         if returncode is not None:
             return returncode
         if time.monotonic() >= kill_at:
-            for pid in _descendants():
-                _send(pid, signal.SIGKILL)
+            send_signal(_descendants(), signal.SIGKILL)
         readable, _, _ = select.select([control] if is_open else [], [], [], POLL_S)
         order = os.read(control, 1) if readable else None
         match order:
@@ -127,7 +131,7 @@ def _wait(child: int, control: int, grace_s: float) -> int:
             case _:  # t, k, or the controller is gone
                 is_open = order != b""
                 kill_at = min(kill_at, time.monotonic() + (0.0 if order == b"k" else grace_s))
-                _send(child, signal.SIGTERM)
+                send_signal([child], signal.SIGTERM)
 
 
 def _ask_for_stacks(left_out: Container[int]) -> None:
@@ -147,8 +151,7 @@ def _ask_for_stacks(left_out: Container[int]) -> None:
     until = time.monotonic() + STACKS_S
     for turn in itertools.zip_longest(*queues.values()):
         asked = {pid for pid in turn if pid is not None}
-        for pid in asked:
-            _send(pid, signal.SIGABRT)
+        send_signal(asked, signal.SIGABRT)
         while asked.intersection(_descendants()) and time.monotonic() < until:
             time.sleep(0.005)
 
@@ -183,8 +186,8 @@ def _collect(child: int) -> int | None:
         return returncode
 
 
-def _kill_descendants() -> int:
-    """Kill what still descends from the guard until nothing does; return how many there were.
+def kill_descendants() -> int:
+    """Kill and collect what descends from this process, a subreaper; return how many there were.
 
     A process whose main thread has ended already is no longer found, and hides its children, while
     its other threads are still at it: with CUDA that takes a second. The kernel knows of it.
@@ -194,8 +197,7 @@ def _kill_descendants() -> int:
     while time.monotonic() < give_up_at:
         pids = _descendants()
         seen.update(pids)
-        for pid in pids:
-            _send(pid, signal.SIGKILL)
+        send_signal(pids, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 continue
@@ -226,16 +228,18 @@ def _descendants() -> dict[int, int]:
     return found
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process, as `man prctl` lists them."""
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process, which may be gone."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Signal processes; one that is gone is no error."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
 
 
 def _answer(result: int, value: dict[str, object]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
+import importlib.util
 import io
 import os
 import posix
@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from os import getpid  # a test may put another function in its place
@@ -24,11 +24,16 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.process.guard import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    kill_descendants,
+    prctl,
+    watch,
+)
 
-UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
+_BROKEN = 70  # exit code, as of an error in software
 _OUTLIVES_S = 5.0  # a controller that is gone, to save what was measured
-_SET_PARENT_DEATH_SIGNAL = 1
-_SET_CHILD_SUBREAPER = 36
 # After the process called `setsid`, its own number is its session's.
 _FIELDS_AFTER_NAME = 4
 _DEAD = (b"Z", b"X")
@@ -75,31 +80,55 @@ def check_proc(proc: Path = Path("/proc")) -> None:
 
 def become_subreaper() -> None:
     """Make orphans below this process its children, so that none gets away."""
-    _prctl(_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process once its parent is gone."""
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it went before the kernel knew
         os._exit(1)
 
 
 def wake_at_death_of_parent() -> None:
     """Have the kernel send SIGTERM, not SIGKILL, so that this process can kill what is below it."""
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def begin_child(parent: int) -> None:
-    """Reset the signals of a process that a fork server forked; it dies with its parent.
+def fork() -> int:
+    """Fork this process; for the threads that it may have see `fork_safety`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def fork_child(run: Callable[[], None], *, leads_session: bool = False) -> int:
+    """Fork a child that does one thing and dies with this process; return the child.
+
+    Its signals are reset, and it never comes back: on an error it ends with code 70.
 
     Args:
-        parent: Process id of the fork server.
+        run: What it does.
+        leads_session: Whether it has a session of its own, and Ctrl-C.
     """
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    die_with(parent)
+    parent, pid = os.getpid(), fork()
+    if pid:
+        return pid
+    exit_code = _BROKEN
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        die_with(parent)
+        if leads_session:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+        run()
+        exit_code = 0
+    except BaseException:  # noqa: BLE001 - it must never go on as its parent
+        traceback.print_exc()
+    finally:
+        os._exit(exit_code)
 
 
 def run_guarded(serve: Callable[[], None]) -> None:
@@ -113,14 +142,16 @@ def run_guarded(serve: Callable[[], None]) -> None:
         signal.signal(number, signal.SIG_IGN)
     become_subreaper()
     guard = os.getpid()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         die_with(guard)
         serve()
         return
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # should this one be stopped
-    _wait_for_either(pid, parent)
-    _, status = os.waitpid(pid, 0)
+    try:
+        end = os.pidfd_open(parent)
+    except OSError:  # an older kernel, or it is gone
+        end = -1
+    status = watch(pid, end, select.POLLIN, _OUTLIVES_S)
     kill_descendants()
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
@@ -145,15 +176,12 @@ def large_imports(without: Collection[str] = ()) -> Iterator[None]:
             gc.enable()
 
 
-def _wait_for_either(child: int, parent: int) -> None:
-    """Wait until a child process has ended; kill it if it outlives the parent process for long."""
-    with contextlib.suppress(OSError):  # an older kernel: only the end of the child is seen
-        ends = [os.pidfd_open(pid) for pid in (child, parent)]
-        readable, _, _ = select.select(ends, [], [])
-        if ends[0] not in readable:
-            os.kill(child, signal.SIGCONT)  # should it be stopped: it has to clean up
-            if not select.select(ends[:1], [], [], _OUTLIVES_S)[0]:
-                os.kill(child, signal.SIGKILL)
+def import_installed(names: Iterable[str]) -> None:
+    """Import those of some modules that are installed."""
+    with large_imports():
+        for name in names:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name)
 
 
 def python_command(code: str) -> list[str]:
@@ -320,30 +348,6 @@ def _children_of(parent: int) -> Iterator[Descendant]:
                 yield found
 
 
-def send_signal(pids: Iterable[int], number: int) -> None:
-    """Signal processes; one that is gone is no error."""
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-def kill_descendants() -> None:
-    """Kill and collect every process below this one; it has to be a subreaper."""
-    until = time.monotonic() + UNKILLABLE_S
-    while time.monotonic() < until:
-        left = [process.pid for process in descendants()]
-        send_signal(left, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                continue
-        except ChildProcessError:
-            if not left:
-                return
-        time.sleep(0.005)
-
-
 def close_descriptors(kept: Iterable[int]) -> None:
     """Close what this process inherited, but the standard streams and `kept`."""
     wanted = {0, 1, 2, *kept}
@@ -376,7 +380,3 @@ def _content(path: str) -> bytes:
         return b""
     finally:
         os.close(descriptor)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

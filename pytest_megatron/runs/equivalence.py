@@ -27,11 +27,30 @@ PHASES: tuple[Phase, ...] = ("initial", "forward", "backward", "gradient", "upda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDivergence:
-    """A tensor that differs from the reference's.
+class TracedTensor:
+    """A tensor of a training, by its place in the execution.
 
     Attributes:
-        order: Number in the execution of the reference, from 0.
+        order: Number in the execution of its rank, from 0.
+        step: Optimizer step, from 1; the parameters before the first have 0.
+        microbatch: Call of the model in the step, from 0; 0 for parameters.
+        module: Global name, without wrappers; "" is the model itself.
+        tensor: `input.0`, `output.0`, `grad_input.0`, `grad_output.0`, or a parameter's name.
+    """
+
+    order: Count
+    step: Count
+    microbatch: Count
+    phase: Phase
+    module: str
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDivergence(TracedTensor):
+    """A tensor of the reference from which the candidate's differs.
+
+    Attributes:
         parameter: Name of the parameter, or of the buffer, in phases `initial`, `gradient` and
             `update`.
         is_buffer: It is a buffer.
@@ -42,12 +61,6 @@ class TensorDivergence:
         limit: Largest error that does not count.
     """
 
-    order: int
-    step: int
-    microbatch: int
-    phase: Phase
-    module: str
-    tensor: str
     parameter: str | None = None
     ranks: tuple[int, ...] = ()
     kind: DivergenceKind = "value"

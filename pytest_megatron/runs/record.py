@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -24,13 +25,14 @@ from pytest_megatron.base.files import JsonValue, encodable, read_json
 from pytest_megatron.base.schema import (
     FINITE,
     AnyJson,
+    Number,
     OneOf,
     SchemaError,
     matches,
     validate,
 )
 from pytest_megatron.errors import RunError
-from pytest_megatron.gpu.health import Fault, GpuState, Xid
+from pytest_megatron.gpu.health import Fault
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import RecordedFacts
 from pytest_megatron.runs.layout import RUN_FILE
@@ -40,13 +42,13 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
+RELATIVE = "relative"
 _Record = TypeVar("_Record")
 
 Real: TypeAlias = Annotated[float, FINITE]
 _Seconds: TypeAlias = Annotated[float, Ge(0), FINITE]
 _Count: TypeAlias = Annotated[int, Ge(0), Le(1 << 53)]
 _Number: TypeAlias = Annotated[int, Ge(1), Le(1_000_000)]
-_Measured: TypeAlias = "Real | str | None"  # a number that is not finite is a text
 _VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,199}$"
 _Variables: TypeAlias = dict[Annotated[str, matches(_VARIABLE)], str]
 OptionValue: TypeAlias = bool | _Count | _Seconds | str | tuple[str, ...] | None
@@ -420,15 +422,28 @@ class RecordedPlan(RecordedFacts, RecordedFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedLayer:
-    """One test that a metric was put to."""
+class LayerResult:
+    """Result of one test that a metric was put to.
+
+    Attributes:
+        measured: The value found; None where there was nothing to measure.
+        limit: How much may be; more of it, in the layer's direction, fails.
+        unit: Unit of both: `relative`, a deviation as a part of the golden, or things.
+        place: Where it was found, as in `step 19`; None for all steps.
+    """
+
+    passed: bool
+    measured: Number | None = None
+    limit: Number | None = None
+    unit: str = RELATIVE
+    place: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedLayer(LayerResult):
+    """One test that a metric was put to, by the name of its rule."""
 
     layer: str
-    passed: bool
-    measured: _Measured = None
-    limit: _Measured = None
-    unit: str | None = None
-    place: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,14 +454,33 @@ class RecordedBand:
         relative: First step -> the share of the value that is allowed from there on.
     """
 
-    relative: dict[Annotated[str, matches(r"^[0-9]{1,15}$")], _Measured] = field(
+    relative: dict[Annotated[str, matches(r"^[0-9]{1,15}$")], Number | None] = field(
         default_factory=dict
     )
-    absolute: _Measured = None
+    absolute: Number | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedMetric:
+class Deviation:
+    """The deviation of a run from its golden, over the steps at which both have a finite number.
+
+    Attributes:
+        num_compared: How many steps those are; the numbers below are 0 if there is none.
+        worst_step: Where the relative deviation is largest; None if nothing deviates.
+        largest_relative: |observed - golden| / |golden| there; inf over a golden of 0.
+        largest_absolute: The largest |observed - golden|, maybe of another step.
+        mean_signed_relative: Sum of (observed - golden) / sum of |golden|.
+    """
+
+    num_compared: int = 0
+    worst_step: int | None = None
+    largest_relative: Number = 0.0
+    largest_absolute: Number = 0.0
+    mean_signed_relative: Number = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedMetric(Deviation):
     """The comparison of one metric, under the keys of `golden check --format json`."""
 
     metric: str
@@ -456,14 +490,9 @@ class RecordedMetric:
     first_step: int | None = None
     first_place: str | None = None
     summary: str | None = None
-    observed: _Measured = None
-    golden: _Measured = None
-    tolerance: _Measured = None
-    num_compared: int = 0
-    worst_step: int | None = None
-    largest_relative: _Measured = None
-    largest_absolute: _Measured = None
-    mean_signed_relative: _Measured = None
+    observed: Number | str | None = None
+    golden: Number | str | None = None
+    tolerance: Number | None = None
     notes: tuple[str, ...] = ()
     allowed: RecordedBand | None = None
     layers: tuple[RecordedLayer, ...] = ()
@@ -573,19 +602,15 @@ class RecordedTriage(RecordedDiagnosis, RecordedFile):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedHealthFile(RecordedFile):
-    """`health.json`."""
+    """`health.json`, beside the fields of `Health`."""
 
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
-    xids: tuple[Xid, ...] = ()
-    before: tuple[GpuState, ...] = ()
-    after: tuple[GpuState, ...] = ()
-    problem: str | None = None
 
 
-def finite(value: float | str | None) -> float | None:
-    """Return a measured number; None for one that is not finite, which is written as a text."""
-    return None if isinstance(value, str) else value
+def finite(value: float | None) -> float | None:
+    """Return a measured number; None for one that is not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def read_run(run_dir: Path) -> RecordedRun:
@@ -636,8 +661,8 @@ def read_if_whole(path: Path, model: type[_Record]) -> _Record | None:
         return None
 
 
-def to_json(record: RecordedFile) -> dict[str, JsonValue]:
-    """Return the content of a file."""
+def to_json(record: DataclassInstance) -> dict[str, JsonValue]:
+    """Return the content of a file, or of a part of one."""
     found = _dumped(record)
     items = found.get("items")
     if isinstance(record, RecordedRun) and isinstance(items, dict):
@@ -691,7 +716,8 @@ def _names_of(cls: type[DataclassInstance]) -> tuple[str, ...]:
 def _plain(value: object) -> JsonValue:
     """Return a value of a record as JSON; by hand, as each session writes and few read."""
     if value is None or type(value) in (str, int, float, bool):
-        return cast("JsonValue", value)
+        is_number = type(value) is not float or math.isfinite(value)
+        return cast("JsonValue", value if is_number else str(value))
     if is_dataclass(value) and not isinstance(value, type):
         return _dumped(value)
     if isinstance(value, Mapping):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_megatron.base.schema import Positive, Texts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered:
@@ -16,11 +18,20 @@ class Considered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The choice of scope, repeats and environment for a CI run.
+class RowChoice:
+    """The scopes that CI runs, how often, and how much of each row."""
+
+    scope: Texts
+    n_repeat: Positive
+    is_lightweight: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision(RowChoice):
+    """The choice of rows, repeats and environment for a CI run.
 
     Attributes:
-        scope, cadence: Words to select by; no cadence is no filter.
+        cadence: Words to select by; none is no filter.
         rule: Name of the rule that decided.
         reason: Why it did, in a sentence.
         considered: All rules in their order.
@@ -31,10 +42,7 @@ class Decision:
         may_repeat_less: Whether a row that asks for fewer repeats gets them.
     """
 
-    scope: tuple[str, ...]
     cadence: tuple[str, ...]
-    n_repeat: int
-    is_lightweight: bool
     environment: str
     image: str
     rule: str

@@ -19,7 +19,7 @@ from typing import IO, TypeVar, cast
 
 from pytest_megatron.base.schema import Count
 from pytest_megatron.errors import TraceError
-from pytest_megatron.runs.equivalence import Phase
+from pytest_megatron.runs.equivalence import TracedTensor
 from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 
 Line = dict[str, object]
@@ -97,16 +97,11 @@ class ParameterShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRecord:
+class TraceRecord(TracedTensor):
     """One tensor, as one rank had it.
 
     Attributes:
-        order: Number of the record in its rank.
-        step: Optimizer step, from 1; the parameters before the first have 0.
-        microbatch: Call of the model in the step, from 0; 0 for parameters.
-        module: Global name, without wrappers; "" is the model itself.
         kind: Class of the module.
-        tensor: `input.0`, `output.0`, `grad_input.0`, `grad_output.0`, or a parameter's name.
         shape: Shape of the local tensor (with `parameter.flat`: of the part that it is taken from).
         norm: In double precision; None where a value is not finite.
         mean: In double precision; None where a value is not finite.
@@ -115,13 +110,7 @@ class TraceRecord:
         at: Offset and number of bytes in `rank_<r>.bin`.
     """
 
-    order: Count
-    step: Count
-    microbatch: Count
-    phase: Phase
-    module: str
     kind: str
-    tensor: str
     shape: tuple[Count, ...]
     dtype: str
     norm: float | None

@@ -42,6 +42,7 @@ from pytest_megatron.workloads.engine.records import JobSpec, write_spec
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
 from pytest_megatron.workloads.recipe.model import Workload, project_words
+from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
 
 _WIDTH = 100
@@ -263,11 +264,9 @@ def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
     paths = ShapePaths(root=root, run_dir=run_dir, logs=context.engine_dir / "logs")
     writer = ScriptWriter(config, paths, context.engine_dir)
     options = JobOptions(
-        root=root,
+        setting=Setting(root=root, env=os.environ, is_lightweight=given["lightweight"]),
         run_dir=run_dir,
-        env=os.environ,
         project=load_config(root),
-        is_lightweight=given["lightweight"],
     )
     checked = make_job(options, writer, workload, node_id)
     checked.require_runnable()

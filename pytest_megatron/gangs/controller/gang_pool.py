@@ -25,6 +25,7 @@ from pytest_megatron.gangs.nodes.leader import Leader, nodes_of
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.logs import open_standard_descriptors
+from pytest_megatron.gangs.rank.process import RankContext
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start import kept
 from pytest_megatron.gangs.start.environment import KEY
@@ -240,11 +241,14 @@ class GangPool:
             _LOG.info("ranks are forked from the session")
             for item in session.items:
                 _ = item.location  # cached by pytest, so that ranks inherit it
-            template = SessionTemplate(
+            context = RankContext(
                 session=session,
                 address=self._listener.address,
                 key=self._listener.key,
                 random_state=state_if_seeded(config.stash[KEY].random_state),
+            )
+            template = SessionTemplate(
+                context=context,
                 coverage=self.rank_configs.coverage,
                 coverage_file=str(self.rank_configs.coverage_dir / "template"),
                 forget=self.supervisor.forget,

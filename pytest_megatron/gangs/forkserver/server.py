@@ -13,8 +13,6 @@ import os
 import select
 import signal
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,14 +37,12 @@ from pytest_megatron.gangs.ipc.messages import (
 )
 from pytest_megatron.gangs.rank.lockstep import NOTE_BYTES, Lockstep, RankPipes, read_note
 from pytest_megatron.gangs.rank.logs import FLIGHT_FILE, STACKS_FILE, file_size
+from pytest_megatron.process.guard import UNKILLABLE_S, kill_descendants, send_signal
 from pytest_megatron.process.tree import (
-    UNKILLABLE_S,
     Descendant,
     become_subreaper,
-    begin_child,
     descendants,
-    kill_descendants,
-    send_signal,
+    fork_child,
     wake_at_death_of_parent,
 )
 
@@ -345,25 +341,15 @@ def fork_rank(
     ) -> int:
         """Fork a rank; return its process id in the parent."""
         del inherited  # a fork has them all
-        fork_server = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `fork_safety`
-            pid = os.fork()
-        if pid:
-            return pid
-        try:
-            begin_child(fork_server)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.setsid()
+
+        def run() -> None:
             for descriptor in unwanted:
                 os.close(descriptor)
             channel.close()
             keeper.forget()
             run_rank(config, pipes)
-        except BaseException:  # noqa: BLE001 - a rank must never go on as a fork server
-            traceback.print_exc()
-        finally:
-            os._exit(70)
+
+        return fork_child(run, leads_session=True)
 
     return start
 

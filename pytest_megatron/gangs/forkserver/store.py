@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.ipc.messages import RankConfig
-from pytest_megatron.process.tree import begin_child, close_descriptors
+from pytest_megatron.process.tree import close_descriptors, fork_child
 
 LOCAL_HOST = "127.0.0.1"
 LOCAL_HOST_IPV6 = "::1"
@@ -141,17 +141,13 @@ class StoreKeeper:
     def _fork(self) -> socket.socket:
         """Fork the process of stores; return the connection to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fork_server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                begin_child(fork_server)
-                close_descriptors([theirs.fileno()])
-                keep_stores(theirs)
-            finally:
-                os._exit(0)
+
+        def run() -> None:
+            close_descriptors([theirs.fileno()])
+            keep_stores(theirs)
+
+        self.pid = fork_child(run)
         theirs.close()
-        self.pid = pid
         return ours
 
 

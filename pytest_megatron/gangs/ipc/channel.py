@@ -20,7 +20,7 @@ from pathlib import Path
 from pytest_megatron.gangs.ipc.messages import Message, Register, decode, encode_within
 from pytest_megatron.process.originals import os, select, socket, time
 
-_LENGTH = struct.Struct("!I")
+_HEAD = struct.Struct("!IB")  # length of a frame, and its number of descriptors
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
@@ -50,6 +50,7 @@ class Channel:
         self._socket = connection
         self._sendall = connection.sendall  # a test may patch the class
         self._buffer = bytearray()
+        self._descriptors: list[int] = []  # of frames in the buffer
         self._owner = getpid()
         self.is_closed = False
         if connection.family != socket.AF_UNIX:
@@ -92,17 +93,19 @@ class Channel:
         self.send_frames([frame])
 
     def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
-        """Send several messages at once."""
+        """Send several messages at once; descriptors are attached to the first."""
         if self.is_closed or getpid() != self._owner:
             return
         longest = max(map(len, frames))
         if longest > _MAX_FRAME_BYTES:
             raise ValueError(_too_long(longest))
-        content = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
+        attached = list(descriptors) if self._socket.family == socket.AF_UNIX else []
+        numbers = (len(attached), *(0 for _ in frames[1:]))
+        heads = map(_HEAD.pack, map(len, frames), numbers)
+        content = b"".join(head + frame for head, frame in zip(heads, frames, strict=True))
         try:
-            if descriptors and self._socket.family == socket.AF_UNIX:
-                num_sent = socket.send_fds(self._socket, [content], list(descriptors))
-                content = content[num_sent:]
+            if attached:
+                content = content[socket.send_fds(self._socket, [content], attached) :]
             if content:  # none is an error where the other side has read all and closed
                 self._sendall(content)
         except OSError:
@@ -114,21 +117,20 @@ class Channel:
 
     def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
         """Wait for a message and its attached descriptors."""
-        descriptors: list[int] = []
-        while (message := self._next()) is None:
+        while (found := self._next_frame()) is None:
             try:
                 if self._socket.family == socket.AF_UNIX:
                     chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
-                    descriptors += fds
+                    self._descriptors += fds
                 else:
                     chunk = self._socket.recv(1 << 16)
             except OSError:
                 chunk = b""
             if not chunk:
                 self.is_closed = True
-                return None, descriptors
+                return None, []
             self._buffer += chunk
-        return message, descriptors
+        return decode(found[0]), found[1]
 
     @property
     def has_message(self) -> bool:
@@ -138,7 +140,8 @@ class Channel:
     def drain(self) -> list[Message]:
         """Return the messages that have arrived; set `is_closed` if no more can follow.
 
-        Bytes that are no message (a test may write to any descriptor) end the connection.
+        Bytes that are no message (a test may write to any descriptor) end the connection, as do
+        descriptors, which only `receive_with_descriptors` takes.
         """
         messages = []
         try:
@@ -163,8 +166,8 @@ class Channel:
             self.is_closed = True
         frames = []
         try:
-            while (frame := self._next_frame()) is not None:
-                frames.append(frame)
+            while (found := self._next_frame()) is not None:
+                frames.append(found[0])
         except ValueError:
             self._give_up()
         return frames
@@ -177,6 +180,8 @@ class Channel:
         """Close the connection; may be called again."""
         self.is_closed = True
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def leave(self) -> None:
         """Detach the connection, so that the kernel closes it when this process exits."""
@@ -192,26 +197,29 @@ class Channel:
 
     def _frame_end(self) -> int | None:
         """Return where the first frame in the buffer ends, None if it is not whole."""
-        if len(self._buffer) < _LENGTH.size:
+        if len(self._buffer) < _HEAD.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
+        length, _ = _HEAD.unpack_from(self._buffer)
         if length > _MAX_FRAME_BYTES:
             raise ValueError(_too_long(length))
-        end = _LENGTH.size + int(length)
+        end = _HEAD.size + int(length)
         return end if len(self._buffer) >= end else None
 
-    def _next(self) -> Message | None:
-        frame = self._next_frame()
-        return None if frame is None else decode(frame)
+    def _next_frame(self) -> tuple[bytes, list[int]] | None:
+        """Return a frame that has arrived, with its descriptors.
 
-    def _next_frame(self) -> bytes | None:
-        """Return the next whole frame, None without one."""
+        Raises:
+            ValueError: It is too long, or came without its descriptors.
+        """
         end = self._frame_end()
         if end is None:
             return None
-        frame = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return frame
+        _, num_attached = _HEAD.unpack_from(self._buffer)
+        frame, attached = bytes(self._buffer[_HEAD.size : end]), self._descriptors[:num_attached]
+        if len(attached) < num_attached:
+            raise ValueError(f"{len(attached)} descriptors came, {num_attached} were expected")
+        del self._buffer[:end], self._descriptors[:num_attached]
+        return frame, attached
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from pytest_megatron.gangs.nodes.leader import (
     nodes_of,
 )
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
-from pytest_megatron.gangs.rank.process import temp_factory
+from pytest_megatron.gangs.rank.process import RankContext, temp_factory
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.forkserver import SessionTemplate
 from pytest_megatron.gangs.start.start_mode import (
@@ -216,16 +216,19 @@ class FollowerPlugin:
             channel.close()
 
         own = {item.nodeid: item for item in session.items}
-        template = SessionTemplate(
+        context = RankContext(
             session=session,
             address=self._address,
             key=key,
             random_state=state_if_seeded(self._random_before),
+            base_temp=self._base_temp,
+        )
+        template = SessionTemplate(
+            context=context,
             coverage={},
             coverage_file="",
             node_rank=self._options.node_rank,
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
-            base_temp=self._base_temp,
             parent_pipe=parent_pipe,
             forget=forget,
             loads=modules_to_load(session),

@@ -134,13 +134,11 @@ class RankContext:
         address: Address of the controller.
         key: Key of the session.
         random_state: State of `random`, if collecting seeded it.
-        plugin: Plugin of the session, from `prepare`.
         base_temp: On other nodes than 0, the directory for temporary files of ranks.
         is_own_session: Whether it collected for one rank alone, and not the controller for all.
     """
 
     session: pytest.Session
-    plugin: RankPlugin
     address: str
     key: bytes
     random_state: bootstrap.RandomState | None
@@ -178,9 +176,11 @@ def prepare(session: pytest.Session) -> RankPlugin:
     return plugin
 
 
-def run_rank(context: RankContext, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
+def run_rank(
+    context: RankContext, plugin: RankPlugin, rank_config: RankConfig, pipes: RankPipes
+) -> NoReturn:
     """Run this process as a rank until it ends."""
-    config, plugin = context.session.config, context.plugin
+    config = context.session.config
     rank_config = with_own_temp(rank_config, context.base_temp)
     if not context.is_own_session:
         atexit._clear()  # functions of the controller

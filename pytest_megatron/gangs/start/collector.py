@@ -308,27 +308,27 @@ class CollectingPlugin:
         )
         context = RankContext(
             session=session,
-            plugin=prepare(session),
             address=self._info.address,
             key=bytes.fromhex(self._info.key),
             random_state=self._random_state,
             base_temp=self._info.base_temp,
             is_own_session=True,
         )
+        run = partial(run_rank, context, prepare(session))
         if obstacle:
-            self._become_rank(context)
+            self._become_rank(run)
         keeper = StoreKeeper()
-        start_rank = fork_rank(self._channel, keeper, partial(run_rank, context))
+        start_rank = fork_rank(self._channel, keeper, run)
         ForkServer(self._channel, start_rank, keeper).serve()
         os._exit(0)
 
-    def _become_rank(self, context: RankContext) -> NoReturn:
+    def _become_rank(self, run: Callable[[RankConfig, RankPipes], NoReturn]) -> NoReturn:
         """Wait for the configuration of a rank, and run it in this process."""
         message = self._channel.receive()  # descriptors of locks that came along stay open
         if not isinstance(message, Fork):
             os._exit(0)
         self._channel.close()
-        run_rank(context, message.configs[0], self._pipes)
+        run(message.configs[0], self._pipes)
 
 
 class _Named:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import time
@@ -23,10 +22,9 @@ from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import connect_unless_ended, remove_socket
 from pytest_megatron.gangs.ipc.messages import Register
 from pytest_megatron.gangs.rank import coverage as measure
-from pytest_megatron.gangs.rank.bootstrap import RandomState
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.process.tree import large_imports, run_guarded
+from pytest_megatron.process.tree import fork, import_installed, run_guarded
 
 _FORK_SERVER_S = 120.0  # to load torch and register
 _CALL_S = 0.02  # between checks whether it has registered
@@ -34,35 +32,28 @@ _CALL_S = 0.02  # between checks whether it has registered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTemplate:
-    """Data of the template process, which ranks inherit.
+    """Data of the template process.
 
     Attributes:
-        address: Address of the controller.
-        key: Key of the session.
-        random_state: State of `random`, if collecting seeded it: a fork reseeds it.
+        context: Data that ranks inherit.
         coverage: What the template itself measures, see `RankConfig`.
         coverage_file: Data file of the coverage.
         forget: Closes descriptors of the session.
         node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
-        base_temp: On other nodes than 0, the directory for temporary files of ranks.
         parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
             the connection to the controller closes instead.
         loads: Modules that it loads first; if one cannot be loaded, it exits.
         loaded: Write end of a pipe, which gets a byte when they are loaded.
     """
 
-    session: pytest.Session
-    address: str
-    key: bytes
-    random_state: RandomState | None
+    context: RankContext
     coverage: Mapping[str, JsonValue]
     coverage_file: str
     forget: Callable[[], None]
     node_rank: int = 0
     items: tuple[pytest.Item | None, ...] | None = None
-    base_temp: str = ""
     parent_pipe: int | None = None
     loads: tuple[str, ...] = ()
     loaded: int | None = None
@@ -71,9 +62,7 @@ class SessionTemplate:
         """Fork the template; return the process that ends after all of its descendants."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do no harm
-            pid = os.fork()
+        pid = fork()
         if pid:
             return pid
         try:
@@ -106,9 +95,10 @@ class SessionTemplate:
 
     def _serve(self) -> None:
         """Import what ranks need, then fork ranks until the controller is gone."""
+        context = self.context
         measurement = measure.start(self.coverage, self.coverage_file)
         if self.items is not None:
-            self.session.items = cast("list[pytest.Item]", list(self.items))
+            context.session.items = cast("list[pytest.Item]", list(self.items))
         try:
             self._load()
         except Exception:  # noqa: BLE001 - ranks that load it report the error
@@ -116,36 +106,26 @@ class SessionTemplate:
         if self.loaded is not None:
             os.write(self.loaded, b"1")
             os.close(self.loaded)
-        plugin = prepare(self.session)
+        plugin = prepare(context.session)
         registration = Register(
             role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
         )
-        channel = connect_unless_ended(self.address, self.key, registration)
+        channel = connect_unless_ended(context.address, context.key, registration)
         if channel is None:  # a worker of pytest-xdist may have no test to run
             return
-        context = RankContext(
-            session=self.session,
-            plugin=plugin,
-            address=self.address,
-            key=self.key,
-            random_state=self.random_state,
-            base_temp=self.base_temp,
-        )
         keeper = StoreKeeper()
-        start_rank = fork_rank(channel, keeper, partial(run_rank, context))
+        start_rank = fork_rank(channel, keeper, partial(run_rank, context, plugin))
         ForkServer(channel, start_rank, keeper, self.parent_pipe).serve()
         if channel.is_closed:
-            remove_socket(self.address)  # a controller that was killed leaves it
+            remove_socket(context.address)  # a controller that was killed leaves it
         if measurement is not None:
             measurement.save()
 
     def _load(self) -> None:
         """Import the modules that every rank would import."""
-        with warnings.catch_warnings(), large_imports():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in self.loads:
-                if importlib.util.find_spec(name) is not None:
-                    importlib.import_module(name)
+            import_installed(self.loads)
 
 
 def wait_for_fork_server(

@@ -53,7 +53,7 @@ from pytest_megatron.gangs.start.kept import (
 from pytest_megatron.gangs.start.preload import main as preload
 from pytest_megatron.gangs.supervisor.connections import Calls
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
-from pytest_megatron.process.tree import close_descriptors, die_with, end_process, large_imports
+from pytest_megatron.process.tree import close_descriptors, die_with, end_process, import_installed
 
 _LOADED = ("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.gangs.controller.plugin")
 _POLL_S = 5.0  # between checks of time and memory
@@ -285,12 +285,10 @@ def _load() -> tuple[str, dict[str, tuple[int, ...]]]:
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed", {}
     began_ns = time.time_ns() - _TICK_NS
-    with warnings.catch_warnings(record=True) as caught, large_imports():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            for name in (*_LOADED, *(f"_pytest.{name}" for name in default_plugins)):
-                if importlib.util.find_spec(name) is not None:
-                    importlib.import_module(name)
+            import_installed([*_LOADED, *(f"_pytest.{name}" for name in default_plugins)])
         except Exception as error:  # noqa: BLE001 - sessions report it
             return f"{type(error).__name__}: {error}", {}
     if caught:  # which a session reports as warnings of the test that imports torch

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
+import importlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,10 +36,12 @@ from pytest_megatron.gangs.start.collector import (
 from pytest_megatron.gangs.start.kept import ForkedProgram
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.process.tree import (
-    begin_child,
     close_descriptors,
     die_with,
     end_process,
+    fork,
+    fork_child,
+    import_installed,
     large_imports,
     python_command,
     run_guarded,
@@ -186,7 +186,7 @@ def _import_in_child(modules: Sequence[str]) -> None:
     """
     parent = os.getpid()
     read_end, write_end = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         die_with(parent)
         os.close(read_end)
@@ -212,10 +212,7 @@ def _import_in_child(modules: Sequence[str]) -> None:
 
 def _load(modules: Sequence[str]) -> None:
     """Import torch, and then modules in a fork that goes on instead of this process."""
-    with large_imports():
-        for name in _PRELOADED:
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
+    import_installed(_PRELOADED)
     if modules:
         _import_in_child(modules)
 
@@ -285,19 +282,13 @@ class LoadingRanks:
     def _fork(self, rank_config: RankConfig) -> None:
         """Fork the process of a rank, with the connection by which it gets what it has to be."""
         own, other = socket.socketpair()
-        parent, pid = os.getpid(), os.fork()
-        if pid == 0:
-            try:
-                begin_child(parent)
-                close_descriptors([other.fileno()])
-                os.setsid()
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                close_stdin()
-                load_and_serve(self._info, rank_config, partial(_receive_rank, Channel(other)))
-            except BaseException:  # noqa: BLE001 - a rank must never go on as its parent
-                traceback.print_exc()
-            finally:
-                os._exit(70)
+
+        def run() -> None:
+            close_descriptors([other.fileno()])
+            close_stdin()
+            load_and_serve(self._info, rank_config, partial(_receive_rank, Channel(other)))
+
+        pid = fork_child(run, leads_session=True)
         other.close()
         self._ranks[rank_config.rank] = pid, Channel(own)
 

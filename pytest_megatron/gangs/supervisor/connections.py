@@ -25,7 +25,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Welcome,
     encode,
 )
-from pytest_megatron.process.tree import send_signal
+from pytest_megatron.process.guard import send_signal
 
 OnRegister: TypeAlias = Callable[[Channel, Register, Sequence[Message]], None]
 

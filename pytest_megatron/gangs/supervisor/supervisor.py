@@ -51,7 +51,8 @@ from pytest_megatron.gangs.supervisor.collectors import RankCollectors
 from pytest_megatron.gangs.supervisor.connections import OF_NODE, Calls, Followers, ForkServers
 from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gangs.topology import describe_node
-from pytest_megatron.process.tree import UNKILLABLE_S, lives_on
+from pytest_megatron.process.guard import UNKILLABLE_S
+from pytest_megatron.process.tree import lives_on
 
 _LOST_S = 2.0  # from the end of a rank's connection to the message of its death
 FORK_SERVER_LIMIT_S = UNKILLABLE_S + 10.0  # for a fork server to kill a gang, or to report a death

@@ -72,7 +72,6 @@ class FlightEntry:
     input_sizes: tuple[tuple[int, ...], ...]
     output_sizes: tuple[tuple[int, ...], ...]
     input_dtypes: tuple[str, ...]
-    output_dtypes: tuple[str, ...]
     state: str
     is_retired: bool
     created_ns: int
@@ -225,7 +224,6 @@ def _entry(raw: dict[str, _Plain]) -> FlightEntry:
         input_sizes=_sizes(raw.get("input_sizes")),
         output_sizes=_sizes(raw.get("output_sizes")),
         input_dtypes=tuple(map(str, _list(raw.get("input_dtypes")))),
-        output_dtypes=tuple(map(str, _list(raw.get("output_dtypes")))),
         state=str(raw["state"]),
         is_retired=bool(raw.get("retired", False)),
         created_ns=_int(raw.get("time_created_ns")),

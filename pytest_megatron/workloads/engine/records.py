@@ -21,14 +21,13 @@ from typing import Self
 from pytest_megatron.base.files import parse_json, read_bytes, write_json_atomically
 from pytest_megatron.base.schema import SchemaError, adapter, parse
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workloads.engine.api import (
-    EngineError,
     FindFailure,
     Planned,
     Submission,
     SubmissionOutcome,
+    SubmissionResult,
 )
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import JudgePace, PhaseEnd, PhaseResult
@@ -63,6 +62,7 @@ class JobSpec:
 
 
 _RESULT = tuple(field.name for field in fields(PhaseResult))
+_SUBMISSION = tuple(field.name for field in fields(SubmissionResult))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
+class JobRecord(SubmissionResult):
     """Outcome that a job writes when it ends.
 
     Attributes:
@@ -112,10 +112,6 @@ class JobRecord:
 
     key: str
     ends: tuple[EndRecord, ...]
-    health: Health | None
-    facts: SessionFacts
-    hosts: tuple[str, ...]
-    trouble: EngineError | None
     job_id: str = ""
     num_restarts: int = 0
     started: float = 0.0
@@ -212,14 +208,14 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
         planned: What the job carried out.
         controller: The commit is known by the controller's checkout.
     """
-    facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
-    return SubmissionOutcome(
+    outcome = SubmissionOutcome(
         ends=_with_plans(record.ends, planned.plan),
-        health=record.health,
-        facts=facts,
-        hosts=record.hosts,
-        trouble=record.trouble,
+        **{name: getattr(record, name) for name in _SUBMISSION},
     )
+    if record.facts is None:
+        return outcome
+    facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
+    return replace(outcome, facts=facts)
 
 
 def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd, ...]:

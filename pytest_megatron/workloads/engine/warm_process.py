@@ -34,7 +34,7 @@ from typing import NoReturn, Protocol, TypeAlias, cast
 
 from pytest_megatron.process import guard
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
-from pytest_megatron.process.tree import die_with
+from pytest_megatron.process.tree import die_with, fork
 
 # Starts the ranks of torch.distributed.run; see `replace_popen`.
 _STARTS_RANKS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
@@ -148,19 +148,8 @@ def _serve(connection: socket.socket, names: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # keep present objects shared with what is forked
     send(connection, {"problem": problem})
-    while not problem:
-        message, descriptors = receive(connection)
-        _collect_ended()
-        if message is None:
-            break
-        pid = _fork()
-        if pid == 0:
-            connection.close()
-            order = _order_of(message)
-            raise _BecomeError(partial(_guard, order, Imports(imported, added), descriptors))
-        for number in descriptors:
-            os.close(number)
-        send(connection, {"pid": pid})
+    if not problem:
+        _serve_forks(connection, partial(_guard, Imports(imported, added)), reports_ends=False)
     os._exit(0)
 
 
@@ -197,14 +186,9 @@ def calling_function(depth: int = 2) -> str:
     return sys._getframe(depth).f_code.co_name
 
 
-def _guard(order: ForkOrder, imports: Imports, descriptors: Sequence[int]) -> NoReturn:
-    """Guard the launcher; `descriptors` are stdout, stderr and what the guard keeps open."""
-    os.setsid()
-    os.dup2(descriptors[0], 1)
-    os.dup2(descriptors[1], 2)
-    kept = descriptors[2:]
-    for number in descriptors[:2]:
-        os.close(number)
+def _guard(imports: Imports, message: Message, kept: Sequence[int]) -> NoReturn:
+    """Guard the launcher; `kept` are the pipes of the guard, and what it keeps open."""
+    order = _order_of(message)
     os.chdir(order.cwd)
     set_environment(order.env)
     # The numbers of control and result are those of the controller.
@@ -380,39 +364,56 @@ def _fork_ranks(connection: socket.socket, launcher: int) -> None:
     """Fork ranks for a launcher and report their ends."""
     die_with(launcher)
     signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_FORKER)
-    ends: dict[int, int] = {}  # descriptor of a rank's process -> the process
+    _serve_forks(connection, _train, reports_ends=True)
+
+
+def _serve_forks(
+    connection: socket.socket,
+    role: Callable[[Message, Sequence[int]], None],
+    *,
+    reports_ends: bool,
+) -> NoReturn:
+    """Fork a process for each order that comes; exit once the connection closes.
+
+    Args:
+        connection: Brings orders with stdout, stderr, and further descriptors.
+        role: What a forked process does with its order and the further descriptors.
+        reports_ends: Whether the other side is told how they end.
+    """
+    ends: dict[int, int] = {}  # descriptor of a process -> the process
     while True:
         asked = connection.fileno()
         readable, _, _ = select.select([asked, *ends], [], [])
         for number in ends.keys() & set(readable):
             os.close(number)
             pid, status = os.waitpid(ends.pop(number), 0)
-            with contextlib.suppress(BrokenPipeError):  # the end of the launcher is seen below
-                send(connection, {"pid": pid, "status": status})
+            with contextlib.suppress(BrokenPipeError):  # the end of the other side is seen below
+                if reports_ends:
+                    send(connection, {"pid": pid, "status": status})
         if asked not in readable:
             continue
         message, descriptors = receive(connection)
         if message is None:
-            os._exit(0)  # nothing but torch is here to be torn down
+            os._exit(0)  # nothing but imports is here to be torn down
         ready, ready_write = os.pipe()
         pid = _fork()
         if pid == 0:
             os.setsid()
-            for target, number in enumerate(descriptors, start=1):
+            for target, number in enumerate(descriptors[:2], start=1):
                 os.dup2(number, target)
             connection.close()
-            for number in (*descriptors, *ends, ready, ready_write):
+            for number in (*descriptors[:2], *ends, ready, ready_write):
                 os.close(number)
-            raise _BecomeError(partial(_train, message))
+            raise _BecomeError(partial(role, message, descriptors[2:]))
         os.close(ready_write)
-        os.read(ready, 1)  # the end of file says that it leads a session and has its logs
+        os.read(ready, 1)  # the end of file says that it leads a session and has its output
         for number in (*descriptors, ready):
             os.close(number)
         ends[os.pidfd_open(pid)] = pid
         send(connection, {"pid": pid})
 
 
-def _train(message: Message) -> None:
+def _train(message: Message, _: Sequence[int]) -> None:
     """Be a rank: `python -u SCRIPT ...`, or `python -u -m MODULE SCRIPT ...`."""
     set_environment(cast("dict[str, str]", message["env"]))
     if os.sched_getaffinity(0) != set(cpus := cast("list[int]", message["cpus"])):
@@ -515,9 +516,7 @@ def _fork() -> int:
     """Fork, without the output that is still in buffers."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `fork_safety`
-        return os.fork()
+    return fork()
 
 
 def _reset_signals() -> None:
@@ -527,10 +526,3 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if faulthandler.is_enabled():
         faulthandler.enable()
-
-
-def _collect_ended() -> None:
-    """Collect exit codes of children that have ended."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            continue

@@ -341,19 +341,28 @@ class MetricsFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class MeasuredValues:
+    """The metrics of a run or a golden.
+
+    Attributes:
+        notes: Unusual things about their files and how they were read.
+        generation: Of an inference program, which has no series.
+    """
+
+    metrics: MetricMap
+    notes: tuple[str, ...] = ()
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed(MeasuredValues):
     """The values of one attempt, and the files they are from.
 
     Attributes:
         files: In the order in which they were merged; a later one wins where steps overlap.
-        notes: Remarks for the verdict: torn files, overlapping steps.
-        generation: The output of an inference program, which has no metrics.
     """
 
-    metrics: MetricMap
     files: tuple[MetricsFile, ...] = ()
-    notes: tuple[str, ...] = ()
-    generation: Generation | None = None
 
 
 def step_interval(steps: Sequence[int]) -> int:
@@ -451,21 +460,16 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Golden:
+class Golden(MeasuredValues):
     """The committed series of one workload.
 
     Attributes:
         path: The file, as messages name it.
         provenance: None in a golden that Megatron-LM wrote.
-        notes: Unusual things about the file and how they were read.
-        generation: In a golden of an inference program, which has no series.
     """
 
     path: str
-    metrics: MetricMap
     provenance: Provenance | None = None
-    notes: tuple[str, ...] = ()
-    generation: Generation | None = None
 
 
 def parse_provenance(value: JsonValue, where: str) -> Provenance:

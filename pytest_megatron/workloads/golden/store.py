@@ -36,8 +36,8 @@ from pytest_megatron.workloads.golden.formats.rows import Curves, lines_of
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.workloads.golden.model import (
     AS_BLOCK,
-    Generation,
     Golden,
+    MeasuredValues,
     MetricMap,
     MetricsFile,
     Observed,
@@ -437,20 +437,14 @@ _VALUE_TYPES = {float, str}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenDocument:
+class GoldenDocument(MeasuredValues):
     """The content of a metric-map file.
 
     Attributes:
-        generation: The output of an inference program, where the file is of that kind; it has
-            no metric then.
         provenance: The value of `_provenance` as it stands there, or None.
-        notes: Unusual things and how they were read.
     """
 
-    metrics: MetricMap
     provenance: JsonValue
-    notes: tuple[str, ...]
-    generation: Generation | None = None
 
 
 def parse_document(text: str, where: str) -> GoldenDocument:

@@ -60,7 +60,7 @@ from pytest_megatron.workloads.items.report import (
 )
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.refresh.transaction import recover
-from pytest_megatron.workloads.training.plan.plan import Replay, require_inputs
+from pytest_megatron.workloads.training.plan.plan import Replay, Setting, require_inputs
 from pytest_megatron.workloads.verdict.attempt import Verdict, evaluate
 from pytest_megatron.workloads.verdict.compare import Judgement, judge
 from pytest_megatron.workloads.verdict.driver import train
@@ -491,16 +491,19 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
     num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens and workload.equivalence is None:
         num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
-    job_options = JobOptions(
+    setting = Setting(
         root=session.root,
-        run_dir=session.run_dir,
         env=os.environ if options.decision is None else {**os.environ, **options.decision.env},
-        project=session.project,
-        is_lightweight=options.is_lightweight,
-        host=None if engine_of(session).is_queue else facts.host,
         tee_ranks=options.tee_ranks,
+        is_lightweight=options.is_lightweight,
         trace=None if options.tensor_trace == "off" else options.tensor_trace,
         is_audited=options.is_audited,
+    )
+    job_options = JobOptions(
+        setting=setting,
+        run_dir=session.run_dir,
+        project=session.project,
+        host=None if engine_of(session).is_queue else facts.host,
         max_attempts=options.max_attempts,
         backoff_s=options.retry_backoff_s,
         table=session.table,

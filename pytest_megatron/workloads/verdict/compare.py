@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.schema import trusted
 from pytest_megatron.errors import CaseError, GoldenError
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.record import RecordedComparison
+from pytest_megatron.runs.record import RecordedComparison, RecordedRepeat
 from pytest_megatron.workloads.golden.compare.compare import compare, compare_resume
 from pytest_megatron.workloads.golden.compare.inference import Pair, compare_generation
 from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    comparison_to_json,
+    recorded,
     relative,
 )
 from pytest_megatron.workloads.golden.compare.rl import RlRules, compare_rl
@@ -258,15 +256,15 @@ class Judgement:
     @property
     def record(self) -> RecordedComparison:
         """The content of `comparison.json`."""
-        rows: JsonValue = [
-            {
-                "repeat": repeat.repeat,
-                "against": repeat.against,
-                "comparisons": [comparison_to_json(c) for c in repeat.comparisons],
-            }
+        repeats = (
+            RecordedRepeat(
+                repeat=repeat.repeat,
+                against=repeat.against,
+                comparisons=tuple(recorded(c) for c in repeat.comparisons),
+            )
             for repeat in self.repeats
-        ]
-        return trusted(RecordedComparison, {"passed": not self.failed, "repeats": rows})
+        )
+        return RecordedComparison(passed=not self.failed, repeats=tuple(repeats))
 
 
 def judge(

@@ -253,25 +253,14 @@ def _submission(
     )
 
 
-def _health_file(health: Health) -> RecordedHealthFile:
-    """Return the health of GPUs for its file."""
-    return RecordedHealthFile(
-        faults=health.faults,
-        notes=health.notes,
-        xids=health.xids,
-        before=health.before,
-        after=health.after,
-        problem=health.problem,
-    )
-
-
 def _judged(
     job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome, *, repeat: int, number: int
 ) -> Attempt:
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
     if health is not None:
-        write_json_atomically(plan.dirs.health, to_json(_health_file(health)))
+        found = RecordedHealthFile(faults=health.faults, notes=health.notes)
+        write_json_atomically(plan.dirs.health, {**to_json(found), **to_json(health)})
     attempt = Attempt(
         repeat=repeat,
         number=number,

@@ -7,7 +7,6 @@ plans and checks a job once.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -49,7 +48,6 @@ from pytest_megatron.workloads.training.plan.plan import (
     require_inputs,
 )
 from pytest_megatron.workloads.training.plan.script import ScriptMachine, look_at_machine
-from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
 from pytest_megatron.workloads.verdict.equivalence import Audit
 from pytest_megatron.workloads.verdict.gradients import tolerance_of
@@ -269,23 +267,15 @@ class JobOptions:
     """Options from which a session or a command makes its jobs.
 
     Attributes:
-        env: The controller's environment, with the variables that labels of CI set.
+        setting: Of all jobs; its environment has the variables that labels of CI set.
         host: The machine whose GPUs run the jobs; None where it is not known.
-        tee_ranks: Ranks whose output is copied to the terminal, see `Setting`.
-        trace: Kind of trace of tensors, see `Setting`.
-        is_audited: Whether each training runs twice, see `Setting`.
         max_attempts: As typed; None leaves it to the row.
     """
 
-    root: Path
+    setting: Setting
     run_dir: Path
-    env: Mapping[str, str]
     project: ProjectConfig
-    is_lightweight: bool
     host: Host | None = None
-    tee_ranks: tuple[int, ...] | None = (0, 3)
-    trace: TraceValues | None = None
-    is_audited: bool = False
     max_attempts: int | None = None
     backoff_s: float = 0.0
     table: Table = field(default_factory=builtin_table)
@@ -311,25 +301,22 @@ def make_job(
         RecipeError: The row's keys about retries are wrong.
     """
     workload = options.replay.resized(workload)
-    setting = Setting(
-        root=options.root,
-        env=options.env,
-        tee_ranks=options.tee_ranks,
-        is_lightweight=options.is_lightweight,
+    setting = replace(
+        options.setting,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
-        machine=ScriptMachine() if workload.script is None else look_at_machine(options.env),
+        machine=ScriptMachine()
+        if workload.script is None
+        else look_at_machine(options.setting.env),
         secret_names=options.project.secret_names,
         kept_variables=options.project.kept_variables,
-        trace=options.trace,
-        is_audited=options.is_audited,
     )
     job = WorkloadJob(
         node_id=node_id,
         workload=workload,
-        case=read_case_of(options.root, workload),
+        case=read_case_of(setting.root, workload),
         dirs=item_dirs(options.run_dir, node_id),
         setting=place.settle(setting, workload),
-        num_repeats=1 if options.is_lightweight else num_repeats,
+        num_repeats=1 if setting.is_lightweight else num_repeats,
         retry=policy_of(
             workload,
             max_attempts=options.max_attempts,

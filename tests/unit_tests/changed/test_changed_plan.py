@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -11,9 +12,9 @@ from pytest_megatron.changed.record import (
     read_record,
     write_record,
 )
-from pytest_megatron.ci.jobs import UnitRow
+from pytest_megatron.ci.jobs import CiJob
 from pytest_megatron.ci.table import built_in_table
-from pytest_megatron.ci.test_jobs import UNCHANGED, shard_jobs
+from pytest_megatron.ci.test_jobs import UNCHANGED, UnitChoice, shard_jobs
 from pytest_megatron.cli import group
 
 
@@ -23,14 +24,15 @@ def test_shards_are_of_the_files_for_which_something_changed(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     for name in ("test_a.py", "test_b.py"):
         (folder / name).touch()
-    row = UnitRow(environment="dev")
+    row = CiJob(id="shard", environment="dev", platform="")
     same = f"{table.unit_tests[0]}/test_a.py"
-    some = shard_jobs(tmp_path, 2, {}, row, table, frozenset((same,)))
+    choice = UnitChoice(environment="dev", platforms=(), tag="", unaffected=frozenset((same,)))
+    some = shard_jobs(tmp_path, 2, {}, row, choice, table)
     assert [job.num_files for job in some.jobs] == [1]
     assert "test_b.py" in some.jobs[0].command
     assert [(one.name, one.reasons) for one in some.left_out] == [(same, (UNCHANGED,))]
-    both = frozenset((same, same.replace("_a", "_b")))
-    assert shard_jobs(tmp_path, 2, {}, row, table, both).jobs == ()
+    both = replace(choice, unaffected=frozenset((same, same.replace("_a", "_b"))))
+    assert shard_jobs(tmp_path, 2, {}, row, both, table).jobs == ()
 
 
 def test_records_of_jobs_are_merged_to_one(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_frames_come_whole_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
     messages: list[Message] = [Broken(problem="x" * 3000), Close(), Closed(problem="")]
     frames = [encode(m) for m in messages]
-    content = b"".join(len(f).to_bytes(4, "big") + f for f in frames)
+    content = b"".join(len(f).to_bytes(4, "big") + b"\0" + f for f in frames)
     with closing(Channel(ours)) as channel, closing(theirs):
         received = []
         for start in range(0, len(content), 7):
@@ -185,10 +185,35 @@ def test_descriptors_come_with_the_message() -> None:
         os.close(readable)
 
 
+def test_descriptors_stay_with_their_message_among_others_that_wait() -> None:
+    left, right = pair()
+    with closing(left), closing(right):
+        readable, writable = os.pipe()
+        left.send(Closed(problem=""))
+        left.send(Close(), [writable])
+        left.send(Broken(problem=""))
+        os.close(writable)
+        assert right.receive_with_descriptors() == (Closed(problem=""), [])
+        message, (received,) = right.receive_with_descriptors()
+        os.write(received, b"hello")
+        assert (message, os.read(readable, 5)) == (Close(), b"hello")
+        os.close(received)
+        os.close(readable)
+        assert right.receive_with_descriptors() == (Broken(problem=""), [])
+
+
+def test_a_frame_without_its_descriptors_ends_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Channel(ours)) as channel, closing(theirs):
+        frame = encode(Close())
+        theirs.sendall(len(frame).to_bytes(4, "big") + b"\1" + frame)
+        assert (channel.drain(), channel.is_closed) == ([], True)
+
+
 def test_a_frame_without_an_end_closes_the_connection_before_it_fills_memory() -> None:
     ours, theirs = socket.socketpair()
     with closing(Channel(ours)) as channel, closing(theirs):
-        theirs.sendall(b"\xff\xff\xff\xff")
+        theirs.sendall(b"\xff\xff\xff\xff\0")
         assert (channel.drain(), channel.is_closed) == ([], True)
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.runs.record import to_json
 from pytest_megatron.workloads.golden.compare.compare import compare
-from pytest_megatron.workloads.golden.compare.result import comparison_to_json
+from pytest_megatron.workloads.golden.compare.result import recorded
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, Value, series_of
 from pytest_megatron.workloads.golden.store import read_golden, write_golden, write_metrics
 
@@ -72,7 +73,7 @@ class MadeRun:
                     {
                         "repeat": repeat,
                         "against": "golden",
-                        "comparisons": [comparison_to_json(c) for c in found],
+                        "comparisons": [to_json(recorded(c)) for c in found],
                     }
                 )
         if golden is not None:

@@ -9,17 +9,17 @@ from made_run import curve
 
 from pytest_megatron.base.schema import SchemaError, validate
 from pytest_megatron.pages.chart import allowed_around
-from pytest_megatron.runs.record import RecordedBand, RecordedMetric
+from pytest_megatron.runs.record import RecordedBand, RecordedMetric, to_json
 from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.layers import band_around, knowledge_of
-from pytest_megatron.workloads.golden.compare.result import Comparison, comparison_to_json
+from pytest_megatron.workloads.golden.compare.result import Comparison, recorded
 from pytest_megatron.workloads.golden.model import Golden, Provenance, series_of
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy, LossLimits
 
 
 def band_of(comparison: Comparison) -> RecordedBand:
     """The band as a page reads it from `comparison.json`."""
-    return validate(RecordedMetric, comparison_to_json(comparison)).allowed or RecordedBand()
+    return validate(RecordedMetric, to_json(recorded(comparison))).allowed or RecordedBand()
 
 
 def shown(

@@ -16,11 +16,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pytest_megatron.runs.record import Deviation
 from pytest_megatron.workloads.golden.compare.layers import is_within, of_summary
 from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    Deviation,
     SeriesSummary,
     StepDifference,
     counting_layer,

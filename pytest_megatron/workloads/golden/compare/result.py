@@ -9,12 +9,21 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import groupby
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
+from pytest_megatron.runs.record import (
+    RELATIVE,
+    Deviation,
+    LayerResult,
+    RecordedBand,
+    RecordedLayer,
+    RecordedMetric,
+    to_json,
+)
 from pytest_megatron.workloads.golden.model import (
     MetricMap,
     Series,
@@ -24,8 +33,6 @@ from pytest_megatron.workloads.golden.model import (
     step_interval,
     to_float32,
 )
-
-RELATIVE = "relative"
 
 
 class ComparisonRule(Enum):
@@ -113,55 +120,22 @@ class SeriesSummary:
     tolerance: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deviation:
-    """The deviation of a run from its golden, over the steps at which both have a finite number.
-
-    Attributes:
-        num_compared: How many steps those are; the numbers below are 0 if there is none.
-        worst_step: Where the relative deviation is largest; None if nothing deviates.
-        largest_relative: |observed - golden| / |golden| there; inf over a golden of 0.
-        largest_absolute: The largest |observed - golden|, maybe of another step.
-        mean_signed_relative: Sum of (observed - golden) / sum of |golden|.
-    """
-
-    num_compared: int = 0
-    worst_step: int | None = None
-    largest_relative: float = 0.0
-    largest_absolute: float = 0.0
-    mean_signed_relative: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One test that a metric was put to, whether or not it decided.
-
-    Attributes:
-        rule: Which.
-        measured: The value found; None where there was nothing to measure.
-        limit: How much may be; more of it, in the layer's direction, fails.
-        unit: Unit of both: `relative`, a deviation as a part of the golden, or things.
-        place: Where it was found, as in `step 19`; None for all steps.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Layer(LayerResult):
+    """One test that a metric was put to, whether or not it decided."""
 
     rule: ComparisonRule
-    passed: bool
-    measured: float | None = None
-    limit: float | None = None
-    unit: str = RELATIVE
-    place: str | None = None
 
     @property
     def text(self) -> str:
         """The layer as text."""
-        return layer_text(self.rule.value, self.measured, self.limit, self.unit, self.place)
+        return layer_text(self.rule.value, self)
 
 
-def layer_text(
-    rule: str, measured: float | None, limit: float | None, unit: str, place: str | None
-) -> str:
-    """Return a layer as text; the arguments are as the attributes of `Layer`."""
-    where = "" if place is None else f" ({place})"
+def layer_text(rule: str, result: LayerResult) -> str:
+    """Return the result of a rule as text, without numbers where one is not known."""
+    measured, limit, unit = result.measured, result.limit, result.unit
+    where = "" if result.place is None else f" ({result.place})"
     if measured is None or limit is None:
         return f"{rule}{where}"
     if unit == RELATIVE:
@@ -238,7 +212,7 @@ class Comparison:
     golden_path: str
     first: StepDifference | None = None
     summary: SeriesSummary | None = None
-    deviation: Deviation = Deviation()
+    deviation: Deviation = field(default_factory=Deviation)
     notes: tuple[str, ...] = ()
     unit: str = "steps"
     layers: tuple[Layer, ...] = ()
@@ -288,61 +262,47 @@ def comparisons_to_json(comparisons: Iterable[Comparison], policy: str) -> dict[
     return {
         "passed": all(c.passed for c in answers),
         "policy": policy,
-        "comparisons": [comparison_to_json(c) for c in answers],
+        "comparisons": [to_json(recorded(c)) for c in answers],
     }
 
 
-def comparison_to_json(comparison: Comparison) -> dict[str, JsonValue]:
-    """Return one comparison as a flat object for JSON.
+def recorded(comparison: Comparison) -> RecordedMetric:
+    """Return one comparison as `comparison.json` has it, flat.
 
     `observed`, `golden` and `tolerance` are those of the summary that decided, else of
-    `first_step`; an observed value that the run does not have is null.
+    `first_step`; an observed value that the run does not have is None.
     """
-    first, summary = comparison.first, comparison.summary
-    deviation = comparison.deviation
+    first, summary, allowed = comparison.first, comparison.summary, comparison.allowed
     decisive = first if summary is None else summary
-    return {
-        "metric": comparison.metric,
-        "passed": comparison.passed,
-        "rule": comparison.rule.value,
-        "judged": comparison.is_judged,
-        "first_step": None if first is None else first.step,
-        "first_place": None if first is None else first.where,
-        "summary": None if summary is None else summary.name,
-        "observed": _json_number(None if decisive is None else decisive.observed),
-        "golden": _json_number(None if decisive is None else decisive.golden),
-        "tolerance": _json_number(None if decisive is None else decisive.tolerance),
-        "num_compared": deviation.num_compared,
-        "worst_step": deviation.worst_step,
-        "largest_relative": _json_number(deviation.largest_relative),
-        "largest_absolute": _json_number(deviation.largest_absolute),
-        "mean_signed_relative": _json_number(deviation.mean_signed_relative),
-        "notes": list(comparison.notes),
-        "allowed": None if comparison.allowed is None else _allowed_to_json(comparison.allowed),
-        "layers": [_layer_to_json(layer) for layer in comparison.layers],
-        "golden_path": comparison.golden_path,
-        "text": render(comparison),
-    }
+    return RecordedMetric(
+        metric=comparison.metric,
+        passed=comparison.passed,
+        rule=comparison.rule.value,
+        judged=comparison.is_judged,
+        first_step=None if first is None else first.step,
+        first_place=None if first is None else first.where,
+        summary=None if summary is None else summary.name,
+        observed=None if decisive is None else decisive.observed,
+        golden=None if decisive is None else decisive.golden,
+        tolerance=None if decisive is None else decisive.tolerance,
+        **vars(comparison.deviation),
+        notes=comparison.notes,
+        allowed=None
+        if allowed is None
+        else RecordedBand(
+            relative={str(step): part for step, part in allowed.relative},
+            absolute=allowed.absolute,
+        ),
+        layers=tuple(_recorded_layer(layer) for layer in comparison.layers),
+        golden_path=comparison.golden_path,
+        text=render(comparison),
+    )
 
 
-def _allowed_to_json(allowed: Allowed) -> JsonValue:
-    """Return the allowed values as JSON."""
-    return {
-        "relative": {str(step): _json_number(part) for step, part in allowed.relative},
-        "absolute": _json_number(allowed.absolute),
-    }
-
-
-def _layer_to_json(layer: Layer) -> JsonValue:
-    """Return a layer as JSON."""
-    return {
-        "layer": layer.rule.value,
-        "passed": layer.passed,
-        "measured": _json_number(layer.measured),
-        "limit": _json_number(layer.limit),
-        "unit": layer.unit,
-        "place": layer.place,
-    }
+def _recorded_layer(layer: Layer) -> RecordedLayer:
+    """Return a layer by the name of its rule."""
+    values = {name: value for name, value in vars(layer).items() if name != "rule"}
+    return RecordedLayer(layer=layer.rule.value, **values)
 
 
 def relative(observed: float, golden: float) -> float:
@@ -406,13 +366,6 @@ def _number(value: Value) -> str:
     if math.isfinite(value) and value.is_integer() and abs(value) < 1 << 53:
         return str(int(value))
     return f"{value:.7g}"
-
-
-def _json_number(value: Value | None) -> JsonValue:
-    """Return a number, as text if it is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 _NUM_DECIMALS = 5  # Megatron-LM's extraction, and so its goldens

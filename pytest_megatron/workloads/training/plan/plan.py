@@ -431,7 +431,7 @@ class Setting:
 
     root: Path
     env: Mapping[str, str]
-    tee_ranks: tuple[int, ...] | None
+    tee_ranks: tuple[int, ...] | None = (0, 3)
     is_lightweight: bool
     devices: tuple[str, ...] | None = None
     python: str = sys.executable

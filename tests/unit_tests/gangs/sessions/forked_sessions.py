@@ -199,6 +199,7 @@ def _call() -> Channel | None:
             channel = connect(kept.address, bytes.fromhex(kept.key), registration)
             if isinstance(_next(channel, ()), Ready):
                 return channel
+            channel.close()  # refused, as a file has changed or memory is short
         _start.cache_clear()
     return None
 

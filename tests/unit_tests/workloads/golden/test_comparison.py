@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from pytest_megatron.runs.record import Deviation
 from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    Deviation,
     Layer,
     SeriesSummary,
     StepDifference,

@@ -40,11 +40,9 @@ def job_of(root: Path, kind: str = "regular", more: str = "", **spec: JsonValue)
     case.write_text(CASE.format(type=kind, more=more))
     (root / "train.py").touch()
     options = JobOptions(
-        root=root,
+        setting=Setting(root=root, env={"PATH": "/bin"}, is_lightweight=False),
         run_dir=root / "run",
-        env={"PATH": "/bin"},
         project=ProjectConfig(),
-        is_lightweight=False,
     )
     row: dict[str, JsonValue] = {
         "model": "gpt",

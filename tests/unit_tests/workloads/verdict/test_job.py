@@ -82,11 +82,13 @@ def job_on(
         gpu = Gpu(index=0, name="NVIDIA H100 NVL", uuid="GPU-0", memory_bytes=gpu_gib * GIB)
         host = Host(gpus=(gpu,), driver="570", cpu="x")
     options = JobOptions(
-        root=tmp_path,
+        setting=Setting(
+            root=tmp_path,
+            env={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "5,6,7"},
+            is_lightweight=False,
+        ),
         run_dir=tmp_path / "run",
-        env={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "5,6,7"},
         project=ProjectConfig(),
-        is_lightweight=False,
         host=host,
     )
     row = parse_row(Row(line=7, spec=ROW, axes=()), file=Path("recipes/r.yaml"), variant=())

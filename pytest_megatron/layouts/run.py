@@ -47,9 +47,17 @@ def main() -> None:
 
 
 def _run_unknown(settings: Settings, argv: list[str]) -> None:
-    """Run ranks that got no object again, the last first: others have sent theirs meanwhile."""
-    records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
-    if any(record.end == "unknown" for record in records):
+    """Run ranks that got no object again, the last first: others have sent theirs meanwhile.
+
+    That goes on as long as fewer ranks lack one.
+    """
+    num_before = settings.world_size + 1
+    while True:
+        records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
+        num_unknown = sum(record.end == "unknown" for record in records)
+        if not 0 < num_unknown < num_before:
+            return
+        num_before = num_unknown
         ranks = sorted(r.rank for r in records if r.end in ("unknown", "failed"))
         _run_all(replace(settings, jobs=1), ranks[::-1], argv)
 

@@ -45,6 +45,14 @@ def test_a_sound_program_agrees_and_one_that_asks_others_is_not_decided(tmp_path
     assert "fake_layout.py:32" in found["undecided"][0]["text"]
 
 
+def test_objects_reach_ranks_that_ran_before_their_sender(tmp_path: Path) -> None:
+    words = ("--fake-ranks", "0,1,32", "-n", "64", "--format", "json", str(GUEST), "--fault")
+    code, text = layout(tmp_path / "objects", *words, "objects")
+    found = json.loads(text)
+    assert (code, found["faults"], found["undecided"]) == (0, [], [])
+    assert [rank["end"] for rank in found["ranks"]] == ["whole"] * 3
+
+
 def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -> None:
     project = Project(root=tmp_path, gpus=8, has_torch=True)
     (tmp_path / "train.py").write_text(GUEST.read_text())

@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -61,10 +62,21 @@ class RecordedFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionFacts(RecordedFacts):
-    """The surroundings of a run: what its files have of them, and all of the host."""
+    """The surroundings of a run: what its files have of them, and all of the host.
+
+    Attributes:
+        has_new_recipes_alone: Whether new recipes, which are committed with their goldens, are all
+            that makes the tree dirty.
+    """
 
     host: Host
     python: str
+    has_new_recipes_alone: bool = False
+
+    @property
+    def is_uncommitted(self) -> bool:
+        """True if the commit does not name the program that a golden is measured with."""
+        return self.commit is None or (self.is_dirty and not self.has_new_recipes_alone)
 
     def versions_on(self, platform_name: str) -> dict[str, str]:
         """Return the facts that decide how a workload of that platform rounds, and the others."""
@@ -79,6 +91,7 @@ class SessionFacts(RecordedFacts):
 
 # Goldens, and what Python itself writes where nobody told git to ignore it.
 _NO_CHANGES = (":(exclude)golden_values", ":(exclude,glob)**/__pycache__/**")
+_NEW_RECIPE = re.compile(r'\?\? "?(.*/)?recipes/.*').fullmatch
 
 
 @functools.cache
@@ -89,6 +102,7 @@ def gather_facts(root: Path) -> SessionFacts:
     return SessionFacts(
         commit=ask_git(root, "rev-parse", "HEAD"),
         is_dirty=bool(status),
+        has_new_recipes_alone=all(map(_NEW_RECIPE, (status or "").splitlines())),
         image=next((os.environ[name] for name in _IMAGE_VARIABLES if name in os.environ), None),
         host=host,
         driver=host.driver,

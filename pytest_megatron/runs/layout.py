@@ -4,7 +4,7 @@
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/{golden,comparison,equivalence,determinism,triage}.json
+    <run-dir>/<item>/{by_hand,golden,comparison,equivalence,determinism,triage}.json
     <run-dir>/<item>/curves.html
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
@@ -31,6 +31,7 @@ DETERMINISM_FILE = "determinism.json"
 TRIAGE_FILE = "triage.json"
 TRACE_DIR = "tensor_trace"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
+BY_HAND = "PYTEST_MEGATRON_BY_HAND"  # variable: metrics of a run by hand, which is one repeat
 _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
 
@@ -200,6 +201,11 @@ class ItemDirs:
     def comparison(self) -> Path:
         """The comparison of every repeat with the golden."""
         return self.root / COMPARISON_FILE
+
+    @property
+    def by_hand(self) -> Path:
+        """What a run of the row's command by hand measured, where `record` ran it first."""
+        return self.root / "by_hand.json"
 
     @property
     def golden(self) -> Path:

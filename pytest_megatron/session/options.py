@@ -25,6 +25,7 @@ from typing_extensions import override
 from pytest_megatron.base.text import one_of as one_word_of
 from pytest_megatron.errors import REMOVED, MegatronError
 from pytest_megatron.rooms import ROOMS, ExtensionPoint
+from pytest_megatron.runs.layout import BY_HAND
 from pytest_megatron.session.short_names import PREFIX, ShortNames
 
 if TYPE_CHECKING:
@@ -1026,6 +1027,11 @@ def early_size(early_config: pytest.Config) -> tuple[int, int] | None:
     return int(words[0]), int(words[1])
 
 
+def least_repeats() -> int:
+    """Return how often a workload whose golden is written has to train in this session."""
+    return MIN_REFRESH_REPEATS - (BY_HAND in os.environ)
+
+
 def _refuse_contradictions(options: Options) -> None:
     """Refuse options that exclude one another."""
     if options.num_gpus is not None and options.num_ranks is not None:
@@ -1059,8 +1065,9 @@ def _refuse_contradictions(options: Options) -> None:
             f"--golden {options.golden}: a lightweight run measures nothing to keep; "
             f"drop --lightweight"
         )
-    if is_writing and options.num_repeats is not None and options.num_repeats < MIN_REFRESH_REPEATS:
+    least = least_repeats()
+    if is_writing and options.num_repeats is not None and options.num_repeats < least:
         raise pytest.UsageError(
-            f"--golden {options.golden}: needs at least {MIN_REFRESH_REPEATS} repeats to know "
+            f"--golden {options.golden}: needs at least {least} repeats to know "
             f"their spread, --n-repeat is {options.num_repeats}; raise or drop it"
         )

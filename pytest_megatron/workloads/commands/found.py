@@ -10,12 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from pytest_megatron.errors import MegatronError
+from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.golden_show import sparkline
-from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files
-from pytest_megatron.workloads.golden.formats.rows import (
-    Curves,
-    read_printed,
-)
+from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files, read_logs
+from pytest_megatron.workloads.golden.formats.rows import Curves
 from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
 from pytest_megatron.workloads.recipe.metrics import (
     NUMBER,
@@ -87,10 +85,14 @@ class MetricSearch:
     Attributes:
         root: Working directory of the program.
         others: Directories outside of it that its arguments name.
+        places: Where metrics were found, the best place first.
+        passed_over: Places whose metrics have two values at a step, a line each.
     """
 
     root: Path
     others: tuple[Path, ...] = ()
+    places: list[Found] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
     _watched: list[tuple[MetricFormat, WatchedFiles]] = field(default_factory=list)
 
     def mark(self) -> None:
@@ -100,11 +102,18 @@ class MetricSearch:
                 self._watched.append((form, WatchedFiles(root, glob)))
                 self._watched[-1][1].mark()
 
-    def found(self, log: Path) -> list[Found]:
-        """Return the places that have metrics to compare, the best first."""
-        places = [one for one in (*self._files(), *self._printed(log)) if one.names]
-        most = max((one.num_steps for one in places), default=0)
-        return sorted(places, key=lambda one: one.num_steps < most * _ENOUGH)
+    def look(self, dirs: PhaseDirs, *, is_joint: bool) -> None:
+        """Find the places that have metrics to compare.
+
+        Args:
+            dirs: The program's logs.
+            is_joint: Whether several ranks print into one log.
+        """
+        found = [
+            one for one in (*self._files(), *self._printed(dirs, is_joint=is_joint)) if one.names
+        ]
+        most = max((one.num_steps for one in found), default=0)
+        self.places = sorted(found, key=lambda one: one.num_steps < most * _ENOUGH)
 
     def _files(self) -> Iterator[Found]:
         """Yield metrics that were found in files, by format and place."""
@@ -115,25 +124,33 @@ class MetricSearch:
                     curves = read_files(part, form, None)
                 except MegatronError:  # no metrics in there: data, or a table of another kind
                     continue
+                self.passed_over += _oddities(glob, curves)
                 keys = {"source": form.value, "path": glob}
                 yield Found(keys=keys, where=f"{form.value}, {glob}", metrics=_sound(curves))
 
-    def _printed(self, log: Path) -> Iterator[Found]:
+    def _printed(self, dirs: PhaseDirs, *, is_joint: bool) -> Iterator[Found]:
         """Yield metrics that were found in printed lines."""
         for name, pattern in READY.items():
-            metrics = _sound(read_printed([log], pattern))
+            metrics = _sound(read_logs(dirs, pattern))
             if any(map(_COMPARED.search, metrics)):
                 keys = {"source": "printed", "pattern": name}
                 yield Found(keys=keys, where=f"printed, as {name} prints", metrics=metrics)
                 return
-        for pattern in _OTHERS:
-            curves = read_printed([log], pattern)
-            if len(curves) and not curves.disagreements:
-                keys = {"source": "printed", "pattern": pattern.values}
-                keys |= {} if pattern.step is None else {"step": pattern.step}
-                where = "printed, counted from 1" if pattern.step is None else "printed, by step"
-                yield Found(keys=keys, where=where, metrics=curves.metrics)
-                return
+        by_step, counted = _OTHERS
+        curves, keys = read_logs(dirs, by_step), {"source": "printed", "pattern": by_step.values}
+        if len(curves) and not curves.disagreements:
+            keys["step"] = str(by_step.step)
+            yield Found(keys=keys, where="printed, by step", metrics=curves.metrics)
+            return
+        self.passed_over += _oddities("printed lines", curves)
+        if not is_joint and len(curves := read_logs(dirs, counted)):
+            yield Found(keys=keys, where="printed, counted from 1", metrics=curves.metrics)
+
+
+def _oddities(where: str, curves: Curves) -> list[str]:
+    """Return a line where metrics to compare have two values at a step."""
+    odd = [text for name, (_, text) in curves.disagreements.items() if _COMPARED.search(name)]
+    return [f"{where}: {text.partition(';')[0]}" for text in odd[:1]]
 
 
 def _sound(curves: Curves) -> MetricMap:
@@ -182,7 +199,8 @@ def description(name: str, series: Series) -> str:
 
 
 _LENGTH = re.compile(
-    r"[-+]*(?:\w+\.)*(?:max|num|train|total)[-_](?:train[-_])?(?:steps?|iters?|iterations)"
+    r"[-+]*(?:\w+\.)*(?:(?:max|num|train|total)[-_](?:train[-_])?|train(?:ing)?\.)"
+    r"(?:steps?|iters?|iterations)"
 )
 
 

@@ -8,7 +8,9 @@ file of the phase; progress, judgement and pages read that file, or else what th
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +20,11 @@ from pytest_megatron.base.files import read_json, write_json_atomically
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs
 from pytest_megatron.workloads.golden.formats.rows import (
+    LINES,
     Curves,
+    FilePlace,
+    PrintedReader,
+    RowReader,
     find_disagreement,
     read_printed,
     read_rows,
@@ -33,6 +39,8 @@ _PROBLEM = "_problem"
 _TAIL_BYTES = 1 << 12
 _PASSED_OVER = frozenset(("__pycache__", "node_modules", "site-packages", OWN_DIR.name, "venv"))
 _MAGIC = frozenset("*?[")
+_BAR = re.compile(r"\b(\d+)/(\d+) \[\d").findall
+_BAR_BYTES, _FURTHER = 1 << 16, 1.5
 
 
 def has_measured(dirs: PhaseDirs) -> bool:
@@ -169,6 +177,8 @@ class Collector:
         self._source = source
         self._dirs = dirs
         self._files: WatchedFiles | None = None
+        self._growing: dict[Path, _GrowingFile] = {}
+        self._printed: dict[tuple[Path, ...], PrintedReader] = {}
         if source.path is not None:
             self._files = WatchedFiles(root, source.path)
             self._files.mark()
@@ -177,10 +187,13 @@ class Collector:
         """Read what is there, and write it to `PhaseDirs.collected`.
 
         Args:
-            is_ended: Whether nothing more is going to be written: then a problem counts.
+            is_ended: Whether nothing more is going to be written: then a problem counts, and all is
+                read once more from its start, also what was written anew.
         """
+        if is_ended:
+            self._growing, self._printed = {}, {}
         try:
-            metrics = self._read()
+            metrics = self._read(is_ended=is_ended)
         except (GoldenError, MetricsError, UnicodeDecodeError) as error:
             if is_ended:
                 where = getattr(error, "where", str(self._source.path))
@@ -189,37 +202,71 @@ class Collector:
             return
         write_json_atomically(self._dirs.collected, metrics_to_json(metrics))
 
-    def _read(self) -> MetricMap:
-        """Return the metrics that changed files hold.
+    def _read(self, *, is_ended: bool) -> MetricMap:
+        """Return the metrics.
 
         Raises:
             MetricsError: There are none, a step has two values, or a file cannot be read.
         """
         source = self._source
         if self._files is None:
-            assert source.lines is not None
-            curves = read_logs(self._dirs, source.lines)
+            curves = self._read_on_logs()
         else:
             assert source.form is not None
-            curves = read_files(self._files, source.form, source.step)
+            is_whole = is_ended or source.form not in LINES
+            curves = (
+                read_files(self._files, source.form, source.step)
+                if is_whole
+                else self._read_on(self._files, source.form)
+            )
         curves.require(source.names)
         if not len(curves):
-            where = ", ".join(map(str, self._files.changed())) if self._files else ""
+            if self._files is None:
+                problem = "no printed line matches metrics.pattern; look at the logs there"
+                raise MetricsError(str(self._dirs.root), f"no metrics: {problem}")
+            where = ", ".join(map(str, self._files.changed()))
             raise MetricsError(where, "no metrics: no row of it has a number")
         return curves.metrics
 
+    def _read_on_logs(self) -> Curves:
+        """Return the metrics that the first rank which prints any has printed so far."""
+        assert self._source.lines is not None
+        for logs in map(tuple, _logs_of_ranks(self._dirs)):
+            reader = self._printed.setdefault(logs, PrintedReader(self._source.lines))
+            if len(curves := reader.read(logs)):
+                return curves
+        return Curves()
+
+    def _read_on(self, files: WatchedFiles, form: MetricFormat) -> Curves:
+        """Return the metrics of files of lines, of which only what is new is read."""
+        curves = Curves()
+        for path, start in files.changed().items():
+            known = self._growing.get(path)
+            if known is None or known.tail != _tail_before(path, known.place.at):
+                known = _GrowingFile(FilePlace(at=start), RowReader(self._source.step))
+                self._growing[path] = known
+            curves.merge(known.rows.read(rows_of(path, form, place=known.place)), str(path))
+            known.tail = _tail_before(path, known.place.at)
+        return curves
+
+
+@dataclass(slots=True)
+class _GrowingFile:
+    """A file of lines that is read while it grows.
+
+    Attributes:
+        tail: Digest of what stands before `place`; another one if the file was written anew.
+    """
+
+    place: FilePlace
+    rows: RowReader
+    tail: int = 0
+
 
 def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:
-    """Return the metrics that the first rank which prints any printed.
-
-    Raises:
-        MetricsError: None printed any.
-    """
-    for logs in _logs_of_ranks(dirs):
-        if len(found := read_printed(logs, pattern)):
-            return found
-    problem = "no metrics: no printed line matches metrics.pattern; look at the logs there"
-    raise MetricsError(str(dirs.root), problem)
+    """Return the metrics of the first rank that printed any; empty ones if none did."""
+    found = (read_printed(logs, pattern) for logs in _logs_of_ranks(dirs))
+    return next((curves for curves in found if len(curves)), Curves())
 
 
 def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Curves:
@@ -254,6 +301,27 @@ def _logs_of_ranks(dirs: PhaseDirs) -> Iterator[list[Path]]:
             ranks.setdefault((node, int(path.parent.name)), []).append(path)
     yield from (logs for _, logs in sorted(ranks.items()))
     yield [dirs.launcher_log]
+
+
+def progress_bar(dirs: PhaseDirs, last: int) -> int | None:
+    """Return how far the training's progress bar, as tqdm prints it, is; None without one.
+
+    Args:
+        dirs: The logs.
+        last: The last step that is logged: a bar to that step, or a little further, is the one.
+    """
+    for log in itertools.chain.from_iterable(_logs_of_ranks(dirs)):
+        bars = _BAR(_end_of(log)) if log.is_file() else []
+        if found := [int(at) for at, end in bars if last <= int(end) < _FURTHER * last]:
+            return found[-1]
+    return None
+
+
+def _end_of(log: Path) -> str:
+    """Return the last lines of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _BAR_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def newest(metrics: MetricMap, names: tuple[str, ...]) -> tuple[int, str, float | str] | None:

@@ -8,6 +8,7 @@ disagrees with its golden leaves one too, for `pytest-megatron golden review` an
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pytest_megatron.base.project import ask_git_for_owner
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
 from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.layout import BY_HAND
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
 from pytest_megatron.session.state import RunSession
 from pytest_megatron.workloads.golden.model import Golden
@@ -97,7 +99,7 @@ class GoldenWriter:
         self.policy.at(ComparedWorkload.of(job.workload)).require_judged(job.metric_names or ())
 
     def copy(self, job: WorkloadJob) -> None:
-        """Copy the golden into the workload's directory.
+        """Copy the golden, and what a run by hand measured, into the workload's directory.
 
         The run is compared with the copy and its page shows the copy, whatever becomes of the
         golden while the training runs. A run that is taken over has the copy already.
@@ -110,6 +112,8 @@ class GoldenWriter:
         if not job.is_compared or self._options.golden == "off":
             return
         try:
+            if by_hand := os.environ.get(BY_HAND):
+                shutil.copyfile(by_hand, job.dirs.by_hand)
             if path.is_file() and not (self._options.is_attached and job.dirs.golden.is_file()):
                 shutil.copyfile(path, job.dirs.golden)
             if job.dirs.golden.is_file():
@@ -168,9 +172,8 @@ class GoldenWriter:
             raise GoldenError(job.node_id, "; ".join(lines))
 
     def _refuse_uncommitted(self, facts: SessionFacts) -> None:
-        """Refuse to write goldens from a tree that no commit is."""
-        is_committed = facts.commit is not None and not facts.is_dirty
-        if not self._options.is_writing_goldens or is_committed or self._options.is_dirty_allowed:
+        is_writing = self._options.is_writing_goldens
+        if not is_writing or not facts.is_uncommitted or self._options.is_dirty_allowed:
             return
         state = "has no git commit" if facts.commit is None else "has uncommitted changes"
         if facts.commit is None and (mend := ask_git_for_owner(self._root)) is not None:
@@ -205,7 +208,7 @@ class GoldenWriter:
         except GoldenError as error:
             return replace(record, problem=error.problem)
         directory = training.job.dirs.root
-        files = [path, *(attempt.whole_path for attempt in training.clean)]
+        files = [path, *(a.whole_path for a in training.clean), training.job.dirs.by_hand]
         digests = {
             file.relative_to(directory).as_posix(): digest_of(file)
             for file in files

@@ -22,11 +22,11 @@ from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.session.options import (
     LOCAL,
-    MIN_REFRESH_REPEATS,
     TRAINING_PLUGIN,
     WORKLOADS_PLUGIN,
     Options,
     has_workers,
+    least_repeats,
     usage_errors,
 )
 from pytest_megatron.session.reporters import register_reporters
@@ -490,7 +490,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
     options, facts = session.options, session.facts
     num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens and workload.equivalence is None:
-        num_repeats = max(num_repeats, MIN_REFRESH_REPEATS)
+        num_repeats = max(num_repeats, least_repeats())
     setting = Setting(
         root=session.root,
         env=os.environ if options.decision is None else {**os.environ, **options.decision.env},

@@ -309,6 +309,7 @@ is_python = re.compile(r"python(3(\.\d+)?)?").fullmatch
 _TORCHRUN = ("torch.distributed.run",)
 # Options of torchrun without a value; all others have one.
 # Source: torch/distributed/run.py, get_args_parser(), v2.11.
+_LOGS = re.compile(r"-[rt]|--(log[-_]dir|redirects|tee)(=.*)?").fullmatch
 _BARE = ("standalone", "no-python", "run-path", "m", "module", "virtual-local-rank")
 # Launchers that start ranks themselves -> their options for the number of processes here.
 _OWN_LAUNCHERS: Mapping[str, tuple[str, ...]] = {
@@ -359,6 +360,15 @@ def _after_torchrun(words: Sequence[str]) -> list[str] | None:
         return list(words[1:])
     is_module = is_python(words[0]) and tuple(words[1:2]) == ("-m",)
     return list(words[3:]) if is_module and tuple(words[2:3]) == _TORCHRUN else None
+
+
+def with_logs_of_ranks(words: Sequence[str], logs: PurePath) -> tuple[str, ...]:
+    """Return a command whose ranks leave a log each, where torchrun starts it and keeps none."""
+    launched = _after_torchrun(words)
+    if launched is None or any(_LOGS(word) for word in launched):
+        return tuple(words)
+    own = words[: len(words) - len(launched)]
+    return (*own, "--log_dir", str(logs), "--tee", "3", *launched)
 
 
 def _split_torchrun(words: list[str]) -> tuple[tuple[str, ...], dict[str, str]]:

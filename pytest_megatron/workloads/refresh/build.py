@@ -17,7 +17,7 @@ from pytest_megatron.runs.environment import SessionFacts, ci_page, utc_now
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance
 from pytest_megatron.workloads.golden.policy import direction_of
-from pytest_megatron.workloads.golden.store import golden_text, project_form
+from pytest_megatron.workloads.golden.store import golden_text, project_form, read_metrics
 from pytest_megatron.workloads.recipe.case import WorkloadCase, case_document, fingerprint
 from pytest_megatron.workloads.refresh.candidate import Candidate
 from pytest_megatron.workloads.refresh.read import CANDIDATE
@@ -48,6 +48,8 @@ def make_candidate(
     """
     generation = training.clean[0].generation
     repeats = [attempt.series for attempt in training.clean]
+    if training.job.dirs.by_hand.is_file():
+        repeats.append(read_metrics(training.job.dirs.by_hand).metrics)
     names = training.job.metric_names or ()
     metrics = repeats[0] if generation is not None else combine(repeats, names)
     provenance = _provenance(training, metrics, repeats, facts)
@@ -76,7 +78,7 @@ def make_prospect(
     job = checked.job
     provenance = Provenance(
         commit=facts.commit,
-        is_dirty=facts.is_dirty,
+        is_dirty=facts.is_dirty and facts.is_uncommitted,
         gpu=_gpu(job, facts) if is_here else None,
         config_hash=_config_hash(job),
         world_size=checked.plan.phases[0].world_size,
@@ -114,7 +116,7 @@ def _provenance(
         is_equal = all(repeat == metrics for repeat in repeats)
     return Provenance(
         commit=facts.commit,
-        is_dirty=facts.is_dirty,
+        is_dirty=facts.is_dirty and facts.is_uncommitted,
         image=facts.image,
         gpu=gpu,
         driver=None if gpu is None else facts.host.driver,

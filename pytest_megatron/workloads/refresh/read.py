@@ -142,6 +142,7 @@ def _with_values(
         return replace(found, damage=(problem,))
     golden = read_golden(path)
     files = [_measured(_attempt_dir(found.directory, attempt)) for attempt in clean]
+    files += [file] if (file := ItemDirs(root=found.directory).by_hand).is_file() else []
     measured = [read_metrics(file) for file in files]
     repeats: list[MetricMap] = [
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured

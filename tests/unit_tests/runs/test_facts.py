@@ -44,6 +44,16 @@ def test_a_tree_is_dirty_where_it_is_not_its_commit(
     assert (facts.commit, facts.is_dirty) == (git(checkout, "rev-parse", "HEAD"), is_dirty)
 
 
+def test_a_new_recipe_is_committed_with_its_golden(checkout: Path) -> None:
+    (checkout / "recipes").mkdir()
+    (checkout / "recipes" / "new.yaml").write_text("rows: []")
+    facts = gather_facts(checkout)
+    assert (facts.is_dirty, facts.is_uncommitted) == (True, False)
+    gather_facts.cache_clear()
+    (checkout / "file").write_text("2")
+    assert gather_facts(checkout).is_uncommitted
+
+
 def test_a_folder_without_git_has_no_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

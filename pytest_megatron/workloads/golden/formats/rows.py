@@ -146,51 +146,87 @@ class Curves:
         return [f"{name}{more}: too long to keep, every {stride}th step is"]
 
 
-def read_rows(rows: Iterable[Row], step: str | None) -> Curves:
-    """Return the metrics of rows.
+@dataclass(slots=True)
+class RowReader:
+    """Reads metrics of rows, as many at a time as there are.
 
-    Args:
-        rows: The rows of one file.
+    Attributes:
         step: Name of the step; None takes a usual name, and counts rows without one.
-
-    Raises:
-        MetricsError: A row cannot be read, or a step is no whole number.
     """
-    found: dict[str | None, Curves] = {}
-    is_counted = step is None
-    for where, row in rows:
+
+    step: str | None
+    _found: dict[str | None, Curves] = field(default_factory=dict)
+    _has_whole_epochs: bool = True
+
+    def read(self, rows: Iterable[Row]) -> Curves:
+        """Add the rows of one file; return the metrics of all that were added.
+
+        Raises:
+            MetricsError: A row cannot be read, or a step is no whole number.
+        """
+        for where, row in rows:
+            self._add(where, row)
+        named = (key for key in (self.step, *_STEPS) if key in self._found and key is not None)
+        return self._found.get(next(named, None), Curves())
+
+    def _add(self, where: str, row: Mapping[str, float]) -> None:
+        """Add one row, by the step that it names or by its place."""
+        step, found = self.step, self._found
         key = next((k for k in ((step,) if step else _STEPS) if k in row), None)
         number = None if key is None else row[key]
         if number is not None and not (math.isfinite(number) and number.is_integer()):
             if key != _EPOCH or step is not None:
                 raise MetricsError(where, f"{key} is {number!r}, expected the number of a step")
             found.pop(_EPOCH, None)
-            key, is_counted = None, False
+            key, self._has_whole_epochs = None, False
         values = [(n, v) for n, v in row.items() if n not in _STEPS and n != step]
-        if key is not None and number is not None and (key != _EPOCH or is_counted):
+        is_step = key is not None and (key != _EPOCH or step == _EPOCH or self._has_whole_epochs)
+        if is_step and number is not None:
             curves = found.setdefault(key, Curves())
             for name, value in values:
                 curves.add(name, int(number), value, where)
         if key in (None, _EPOCH) and step is None:
             for name, value in values:
                 found.setdefault(None, Curves()).count(name, value, where)
-    named = (found[key] for key in (step, *_STEPS) if key in found and key is not None)
-    return next(named, found.get(None, Curves()))
 
 
-def rows_of(path: Path, form: MetricFormat, start: int = 0) -> Iterator[Row]:
+def read_rows(rows: Iterable[Row], step: str | None) -> Curves:
+    """Return the metrics of rows, see `RowReader`."""
+    return RowReader(step).read(rows)
+
+
+@dataclass(slots=True)
+class FilePlace:
+    """Where the reading of a file that grows goes on.
+
+    Attributes:
+        at: The byte.
+        line: The number of the line.
+    """
+
+    at: int = 0
+    line: int = 1
+
+
+def rows_of(
+    path: Path, form: MetricFormat, start: int = 0, place: FilePlace | None = None
+) -> Iterator[Row]:
     """Yield the rows of a file; the last one is left out where it was not written to its end.
 
     Args:
         path: The file.
         form: Format of the files.
         start: Where to begin in a file that a program appends to.
+        place: Where to go on in a file of lines; it moves behind the rows.
 
     Raises:
         MetricsError: It cannot be read, or is not of the format.
     """
     try:
-        yield from _READERS[form](path, start)
+        if form in LINES:
+            yield from LINES[form](path, lines_of(path, start, place), place.at if place else start)
+        else:
+            yield from _READERS[form](path)
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
 
@@ -205,24 +241,34 @@ class FileLine:
     is_whole: bool
 
 
-def lines_of(path: Path, start: int = 0) -> Iterator[FileLine]:
-    """Yield the lines of a file from a byte on; of a very long one only its beginning."""
+def lines_of(path: Path, start: int = 0, place: FilePlace | None = None) -> Iterator[FileLine]:
+    """Yield the lines of a file from a byte on; of a very long one only its beginning.
+
+    Args:
+        path: The file.
+        start: The byte.
+        place: Where to begin instead; it moves behind the lines, all of which have their ends.
+    """
     with open_regular(path) as file:
-        at = file.seek(start)
-        for number in itertools.count(1):
+        at = file.seek(place.at if place else start)
+        for number in itertools.count(place.line if place else 1):
             line = end = file.readline(_LONGEST_LINE)
             while end and not end.endswith(b"\n"):
                 end = file.readline(_LONGEST_LINE)
             if not line:
                 return
             is_whole = line.endswith(b"\n") or end.endswith(b"\n")
+            if place and not is_whole:
+                return
+            if place:
+                place.at, place.line = file.tell(), number + 1
             yield FileLine(number, at, line.decode("utf-8", "replace").rstrip("\r\n"), is_whole)
             at = file.tell()
 
 
-def _json_lines(path: Path, start: int) -> Iterator[Row]:
+def _json_lines(path: Path, lines: Iterable[FileLine], _: int) -> Iterator[Row]:
     """Yield the rows of a file of JSON lines."""
-    for line in lines_of(path, start):
+    for line in lines:
         where = f"{path}:{line.number}"
         if not line.text.strip():
             continue
@@ -235,7 +281,25 @@ def _json_lines(path: Path, start: int) -> Iterator[Row]:
         yield where, _numbers(value)
 
 
-def _trainer_state(path: Path, _: int) -> Iterator[Row]:
+def _csv(path: Path, lines: Iterable[FileLine], start: int) -> Iterator[Row]:
+    """Yield the rows of a CSV file, from an offset."""
+    number = 1
+
+    def texts(lines: Iterable[FileLine]) -> Iterator[str]:
+        nonlocal number
+        for line in lines:
+            if line.is_whole:
+                number = line.number
+                yield line.text
+
+    rows = csv.reader(texts(lines))
+    names = next(csv.reader(texts(lines_of(path))) if start else rows, [])
+    for cells in rows:
+        pairs = zip(names, map(to_number, cells), strict=False)
+        yield f"{path}:{number}", {n: v for n, v in pairs if v is not None}
+
+
+def _trainer_state(path: Path) -> Iterator[Row]:
     """Yield the rows of Hugging Face's trainer_state.json."""
     try:
         value = json.loads(path.read_bytes())
@@ -246,17 +310,6 @@ def _trainer_state(path: Path, _: int) -> Iterator[Row]:
         raise MetricsError(str(path), "has no list 'log_history', expected Trainer's state")
     for number, entry in enumerate(history):
         yield f"{path}: log_history[{number}]", _numbers(entry)
-
-
-def _csv(path: Path, start: int) -> Iterator[Row]:
-    """Yield the rows of a CSV file, from an offset."""
-    whole = (line.text for line in lines_of(path) if line.is_whole)
-    names = next(csv.reader(whole), [])
-    if start:
-        whole = (line.text for line in lines_of(path, start) if line.is_whole)
-    for number, cells in enumerate(csv.reader(whole), start=2):
-        pairs = zip(names, map(to_number, cells), strict=False)
-        yield f"{path}:{number}", {n: v for n, v in pairs if v is not None}
 
 
 def _numbers(value: object, prefix: str = "") -> dict[str, float]:
@@ -282,7 +335,7 @@ _HISTORY, _ITEM, _KEY, _NESTED_KEY, _VALUE_JSON = 2, 1, 1, 2, 16
 _HISTORY_STEP, _STEP_NUMBER = 2, 1
 
 
-def _wandb(path: Path, _: int) -> Iterator[Row]:
+def _wandb(path: Path) -> Iterator[Row]:
     """Yield the rows of an offline run of wandb."""
     for at, record in _wandb_records(path):
         where = f"{path}: byte {at}"
@@ -334,12 +387,40 @@ def _wandb_records(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield at, parts
 
 
-_READERS: Mapping[MetricFormat, Callable[[Path, int], Iterator[Row]]] = {
+LINES: Mapping[MetricFormat, Callable[[Path, Iterable[FileLine], int], Iterator[Row]]] = {
     MetricFormat.JSONL: _json_lines,
     MetricFormat.CSV: _csv,
+}
+_READERS: Mapping[MetricFormat, Callable[[Path], Iterator[Row]]] = {
     MetricFormat.TRAINER_STATE: _trainer_state,
     MetricFormat.WANDB: _wandb,
 }
+
+
+@dataclass(slots=True)
+class PrintedReader:
+    """Reads the metrics that one rank prints, going on in its logs.
+
+    Attributes:
+        pattern: How its lines are read.
+    """
+
+    pattern: LinePattern
+    curves: Curves = field(default_factory=Curves)
+    _places: dict[Path, FilePlace] = field(default_factory=dict)
+
+    def read(self, logs: Sequence[Path]) -> Curves:
+        """Add the lines that logs have by now, if they are there; return all metrics."""
+        for log in filter(Path.is_file, logs):
+            for line in lines_of(log, place=self._places.setdefault(log, FilePlace())):
+                text = line.text.rpartition("\r")[2]  # before it is what a progress bar replaced
+                step, values = self.pattern.read(text)
+                for name, value in values.items():
+                    if step is None:
+                        self.curves.count(name, value, f"{log}:{line.number}")
+                    else:
+                        self.curves.add(name, step, value, f"{log}:{line.number}")
+        return self.curves
 
 
 def read_printed(logs: Sequence[Path], pattern: LinePattern) -> Curves:
@@ -349,19 +430,7 @@ def read_printed(logs: Sequence[Path], pattern: LinePattern) -> Curves:
         logs: Logs of the program; one that is not there is left out.
         pattern: How its lines are read.
     """
-    curves = Curves()
-    for log in logs:
-        if not log.is_file():
-            continue
-        for line in lines_of(log):
-            text = line.text.rpartition("\r")[2]  # before it is what a progress bar replaced
-            step, values = pattern.read(text) if line.is_whole else (None, {})
-            for name, value in values.items():
-                if step is None:
-                    curves.count(name, value, f"{log}:{line.number}")
-                else:
-                    curves.add(name, step, value, f"{log}:{line.number}")
-    return curves
+    return PrintedReader(pattern).read(logs)
 
 
 def find_disagreement(one: MetricMap, other: MetricMap) -> tuple[str, int, float, float] | None:

@@ -23,9 +23,16 @@ from pytest_megatron.process.guarded import (
 )
 from pytest_megatron.process.tree import Activity
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workloads.golden.collect import Collector, newest, read_measured
+from pytest_megatron.workloads.golden.collect import (
+    Collector,
+    newest,
+    progress_bar,
+    read_logs,
+    read_measured,
+)
 from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.recipe.case import ExitPolicy
+from pytest_megatron.workloads.recipe.metrics import READY, MetricFormat, MetricSource
 from pytest_megatron.workloads.training.plan.phases import (
     PhaseRole,
     Target,
@@ -714,21 +721,34 @@ class _Measured:
         began = time.monotonic()
         if self.collector is not None:
             self.collector.refresh(is_ended=is_ended)
-        watch.measured = self._progress()
+        watch.measured = self._progress() or watch.measured
         self._pace.pause(time.monotonic() - began)
 
     def _progress(self) -> Progress | None:
-        """Return how far the training is, by the metrics that it wrote."""
-        assert self.phase.source is not None
+        source, dirs, last = self.phase.source, self.phase.dirs, self.phase.last_iteration
+        assert source is not None
         try:
-            found = newest(read_measured(self.phase.dirs).metrics, self.phase.source.names)
+            found = newest(read_measured(dirs).metrics, source.names)
         except (GoldenError, MetricsError, OSError):  # nothing yet, or half a line
-            return None
+            found = None
+        if found is None and source.form is not None and last is not None:
+            return self._printed(source, last)
         if found is None:
             return None
         step, name, value = found
         loss = f"{value:.6g}" if is_loss(name) and isinstance(value, float) else None
-        return Progress(iteration=step, last=self.phase.last_iteration, loss=loss, loss_name=name)
+        return Progress(iteration=step, last=last, loss=loss, loss_name=name)
+
+    def _printed(self, source: MetricSource, last: int) -> Progress | None:
+        """Return what a program that has not written its metrics yet shows on the terminal."""
+        if (step := progress_bar(self.phase.dirs, last)) is None:
+            return None
+        known = Progress(iteration=step, last=last)
+        said = read_logs(self.phase.dirs, READY["hf_trainer"]).metrics
+        if source.form is MetricFormat.TRAINER_STATE and (found := newest(said, source.names)):
+            _, name, value = found
+            return replace(known, loss=f"{value:.6g}", loss_name=name) if is_loss(name) else known
+        return known
 
 
 class LiveLog:

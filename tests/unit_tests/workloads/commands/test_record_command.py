@@ -17,7 +17,11 @@ mode = sys.argv[1]
 noise = random.SystemRandom().random() if mode == "noisy" else 0.0
 for step in range(last if mode != "early" else 5):
     loss = 3.0 / (1 + 0.111 * step) + noise
-    if mode == "print" or mode == "noisy" or mode == "early":
+    if mode == "rising":
+        loss = 3.0 + step
+    if mode == "elsewhere":
+        loss += "PYTHONFAULTHANDLER" in os.environ
+    if mode in ("rising", "elsewhere") or mode == "print" or mode == "noisy" or mode == "early":
         print(f"step {step} | loss {loss:.5f} | 3 ms", flush=True)
     if mode == "jsonl":
         os.makedirs("out/run_1", exist_ok=True)
@@ -29,6 +33,16 @@ if mode == "two":
         for step in range(1, last):
             print(f"step {step} loss {1 / step:.5f}")
             print(f"{step},{1 / step + (0.1 if step > 5 else 0)}", file=table)
+if mode == "ranks":
+    for step in range(last):
+        print(f"step {step} loss {(2.0 + int(os.environ['RANK'])) / (1 + step):.5f}", flush=True)
+if mode == "joint":
+    for step in range(last):
+        for rank in (0, 1):
+            print(f"step {step} loss {(2.0 + rank) / (1 + step):.5f}")
+if mode == "again":
+    for number, step in enumerate([*range(last), *range(last)]):
+        print(f"step {step} loss {3.0 - 0.1 * number:.5f}")
 if mode == "epochs":
     for step in range(last):
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
@@ -51,12 +65,16 @@ def project(tmp_path: Path) -> Path:
 
 
 def record(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return command(project, "record", *words)
+
+
+def command(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     main = "from pytest_megatron.cli import main; main()"
-    command = [sys.executable, "-c", main, "record", *words]
+    own = [sys.executable, "-c", main, *words]
     return subprocess.run(
-        command, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
+        own, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
     )
 
 
@@ -72,15 +90,16 @@ def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
         "  metrics:\n"
         "    source: jsonl\n"
         "    path: out/**/log.jsonl\n"
-        "    names:\n"
-        "    - train/loss\n"
+        "    names: [train/loss]\n"
         "  platforms: cpu\n"
         "  time_limit: 60\n"
     )
     golden = project / "golden_values/loop/loop/golden_values_dev_cpu.json"
-    assert len(json.loads(golden.read_text())["train/loss"]["values"]) == 12
+    written = json.loads(golden.read_text())
+    assert len(written["train/loss"]["values"]) == 12
+    assert (written["_provenance"]["repeats"], written["_provenance"]["deterministic"]) == (2, True)
     assert "train/loss: 12 steps, 0 to 11 by 1, 3 -> 1.35074  █" in done.stdout
-    assert "train/loss repeats: 12 steps equal in 3 runs" in done.stdout
+    assert "train/loss repeats: 12 steps equal in 2 runs" in done.stdout
 
 
 def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Path) -> None:
@@ -89,8 +108,31 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     assert "left out: loss ends at step 2, others go on to 12; --metric compares" in done.stdout
     row = (project / "recipes" / "loop.yaml").read_text()
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
-    assert row.count("- Loss") == 1
-    assert "- loss" not in row
+    assert "names: [Loss]\n" in row
+
+
+def test_the_metrics_of_ranks_are_those_of_the_first(project: Path) -> None:
+    launch = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = record(project, "--dry-run", "--", *launch, "loop.py", "ranks", "--max_steps=12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss: 12 steps, 0 to 11 by 1, 2 -> 0.16667" in done.stdout
+    assert "  ranks: 2\n  last_step: 11\n" in done.stdout
+
+
+def test_ranks_that_print_into_one_log_are_not_counted_as_one(project: Path) -> None:
+    launch = project / "accelerate"
+    launch.write_text('#!/bin/sh\nshift 3\nexec python "$@"\n')
+    launch.chmod(0o755)
+    words = [str(launch), "launch", "--num_processes", "2", "loop.py", "joint", "--max_steps=12"]
+    done = record(project, "--", *words)
+    assert done.returncode == 2
+    assert "cannot be told apart: printed lines: step 0 has 'loss' again, 3.0" in done.stderr
+
+
+def test_a_step_that_starts_again_is_told_before_values_are_counted(project: Path) -> None:
+    done = record(project, "--dry-run", "--", "python", "loop.py", "again")
+    told = "no metrics are read by step from printed lines: step 0 has 'loss' again after step 11"
+    assert (told in done.stdout, "printed, counted from 1" in done.stdout) == (True, True)
 
 
 def test_places_that_differ_at_a_later_step_are_named(project: Path) -> None:
@@ -106,10 +148,19 @@ def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> Non
     assert sorted(path.name for path in project.iterdir()) == [".git", "loop.py"]
 
 
+def test_a_row_that_differs_from_a_command_that_repeats_is_told(project: Path) -> None:
+    done = record(project, "--", "python", "loop.py", "elsewhere")
+    assert done.returncode == 1
+    assert "loss differs in 12 of 12 steps" in done.stdout
+    assert "loss repeats: 12 steps equal in 2 runs" in done.stdout
+    assert "by hand it repeats, as a row it differs" in done.stdout
+
+
 def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
     done = record(project, "--", "python", "loop.py", "noisy")
     assert done.returncode == 1
     assert "loss differs in 12 of 12 steps, first at step 0: " in done.stdout
+    assert "running once more by hand" in done.stdout
     assert "give the command its seed" in done.stdout
     assert "deterministic" not in (project / "recipes" / "loop.yaml").read_text()
     assert not (project / "golden_values").exists()
@@ -120,6 +171,10 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
     [
         (["python", "loop.py", "nothing"], "wrote no metric, expected a loss in files of"),
         (["python", "loop.py", "crash"], "ended with exit code 1, after step 0 (loss): "),
+        (
+            ["python", "-m", "torch.distributed.run", "loop.py", "crash"],
+            "ValueError: the data ran out; mend it, then record it",
+        ),
         (
             ["python", "loop.py", "early", "--max_steps=12"],
             "ended with exit code 0 at step 4 of its loss, and --max_steps is 12; nothing was",
@@ -143,8 +198,45 @@ def test_a_command_that_does_not_end_is_ended(project: Path) -> None:
     assert "did not end within 2 s, before it wrote any metric; give it an end" in done.stderr
 
 
-def test_another_row_is_never_overwritten(project: Path) -> None:
+def test_a_name_that_has_a_row_is_refused_before_anything_runs(project: Path) -> None:
     (project / "recipes").mkdir()
     (project / "recipes" / "loop.yaml").write_text("rows: []\n")
     done = record(project, "--", "python", "loop.py", "print")
-    assert (done.returncode, "is there already, with other content" in done.stderr) == (2, True)
+    assert (done.returncode, "is there already; give another --name" in done.stderr) == (2, True)
+    assert "running" not in done.stdout
+
+
+def test_variables_of_the_shell_are_told_and_kept_where_asked(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("ASKED", "me")
+    words = ["python", "loop.py", "epochs", "--max_steps=12"]
+    done = record(project, "--dry-run", "--env", "ASKED", "--", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = next(line for line in done.stdout.splitlines() if "not in the row" in line)
+    assert " HF_TOKEN " in told
+    assert " OMP_NUM_THREADS=1" in told
+    assert "  env: {ASKED: me}\n" in done.stdout
+    assert "hf_abcdef" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "problem"), [("NO_SUCH", "is not set"), ("HF_TOKEN", "a secret")])
+def test_a_variable_that_no_row_can_hold_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    done = record(project, "--env", name, "--", "python", "loop.py", "print")
+    assert (done.returncode, problem in done.stderr, "running" in done.stdout) == (2, True, False)
+
+
+def test_a_refused_golden_is_accepted_by_its_reason_alone(project: Path) -> None:
+    commit = ["git", "-c", "user.name=u", "-c", "user.email=u@u", "commit", "-qm", "base"]
+    subprocess.run(["git", "add", "-A"], cwd=project, check=True)  # noqa: S607 - the user's
+    subprocess.run(commit, cwd=project, check=True)
+    done = record(project, "--", "python", "loop.py", "rising")
+    assert (done.returncode, "with --golden-reason TEXT" in done.stdout) == (1, True)
+    run = next((project / ".pytest_megatron" / "runs").iterdir())
+    accepted = command(project, "golden", "accept", str(run), "--reason", "it rises")
+    assert accepted.returncode == 0, accepted.stdout + accepted.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from pytest_megatron.workloads.golden.collect import (
     newest,
     read_measured,
 )
+from pytest_megatron.workloads.golden.formats import rows
+from pytest_megatron.workloads.golden.formats.rows import FileLine, FilePlace, lines_of
 from pytest_megatron.workloads.golden.model import series_of
 from pytest_megatron.workloads.recipe.metrics import MetricSource, parse_source
 
@@ -103,6 +106,56 @@ def test_printed_lines_are_those_of_the_first_rank_that_has_any(tmp_path: Path) 
         log.write_text(text)
     collected.refresh()
     assert read_measured(dirs).metrics["loss"].values == (4.0,)
+
+
+@pytest.mark.parametrize(
+    ("form", "lines"),
+    [
+        ("csv", ["step,loss\n", "1,4.0\n", "2,3.0\n", "3,2.0\n"]),
+        ("jsonl", ["\n", *(f'{{"step": {n}, "loss": {5.0 - n}}}\n' for n in (1, 2, 3))]),
+    ],
+)
+def test_a_file_that_grows_is_read_on_where_reading_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, lines: list[str]
+) -> None:
+    source = parse_source({"source": form, "path": "log"}, ("loss",))
+    collected, dirs = collector(source, tmp_path)
+    starts: list[int] = []
+
+    def noted(path: Path, start: int = 0, place: FilePlace | None = None) -> Iterator[FileLine]:
+        starts.append(start if place is None else place.at)
+        return lines_of(path, start, place)
+
+    monkeypatch.setattr(rows, "lines_of", noted)
+    log = tmp_path / "log"
+    half = lines[2][:3]
+    log.write_text(lines[0] + lines[1] + half)
+    collected.refresh()
+    assert dict(read_measured(dirs).metrics["loss"].items()) == {1: 4.0}
+    log.write_text("".join(lines))
+    collected.refresh()
+    assert dict(read_measured(dirs).metrics["loss"].items()) == {1: 4.0, 2: 3.0, 3: 2.0}
+    assert len(lines[0] + lines[1]) in starts
+    log.write_text(lines[0] + lines[1].replace("4", "9") + lines[2] + lines[3])  # written anew
+    collected.refresh()
+    assert read_measured(dirs).metrics["loss"].values[0] == 9.0
+    assert starts.count(0) >= 2
+
+
+def test_printed_lines_that_are_counted_are_counted_once(tmp_path: Path) -> None:
+    source = parse_source({"source": "printed", "pattern": "loss (?P<loss>[0-9.]+)"}, ("loss",))
+    collected, dirs = collector(source, tmp_path)
+    for number in (1, 2, 3):
+        with dirs.launcher_log.open("a") as log:
+            log.write(f"loss {number}.5\nloss")
+        collected.refresh()
+        with dirs.launcher_log.open("a") as log:
+            log.write(f" {number}.75\n")
+        collected.refresh()
+    expected = {1: 1.5, 2: 1.75, 3: 2.5, 4: 2.75, 5: 3.5, 6: 3.75}
+    assert dict(read_measured(dirs).metrics["loss"].items()) == expected
+    collected.refresh(is_ended=True)
+    assert dict(read_measured(dirs).metrics["loss"].items()) == expected
 
 
 def test_jsonlines_and_tensorboard_of_one_phase_must_agree(tmp_path: Path) -> None:

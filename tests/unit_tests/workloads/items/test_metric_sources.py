@@ -25,6 +25,9 @@ for step in range(last + 1):
         continue
     if kind == "printed":
         print(f"iter {step}: loss {loss:.4f}, time 3.1ms", flush=True)
+    if kind == "trainer":
+        print(f"\\r 50%| | {step}/22 [00:01<00:02, 8.1it/s]", end="", flush=True)
+        print(f"\\r{{'loss': {loss:.4f}, 'epoch': 0.1}}", flush=True)
     if kind == "csv":
         print(f"0,{step},{loss},", file=out, flush=True)
 if args.get("--end") == "hang":
@@ -46,6 +49,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "METRICS_FROM": {"source": "csv", "path": "${OUTPUT_PATH}/*.csv"},
     }
 
+    trainer: dict[str, JsonValue] = {
+        "METRICS": ["loss"],
+        "METRICS_FROM": {"source": "trainer_state", "path": "${OUTPUT_PATH}/**/trainer_state.json"},
+    }
+
     def case(name: str, config: Mapping[str, JsonValue], **arguments: JsonValue) -> None:
         given: dict[str, JsonValue] = {
             "tensorboard_dir": None,
@@ -63,6 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     case("hangs", printed, kind="printed", really=12, end="hang")
     project.entries[-1]["products"][0]["time_limit"] = [5]  # type: ignore[index, call-overload]
     case("silent", printed, kind="none")
+    case("trainer", trainer, kind="trainer", really=15, exit=3)
     case("csv", file, kind="csv", out="${OUTPUT_PATH}/metrics.csv")
     case("empty", file, kind="empty", out="${OUTPUT_PATH}/metrics.csv")
     case("no_file", file, kind="printed")
@@ -85,7 +94,8 @@ def test_metrics_are_judged_and_summed_up_wherever_they_are(run: Run) -> None:
     [
         ("early", "the training ended with exit code 0, but loss stops at step 10, expected it"),
         ("fails", "ended with exit code 3, after iteration 10 of 21"),
-        ("hangs", "time limit of 5 s reached at train.py:19 in <module>, after iteration 10 of 21"),
+        ("hangs", "time limit of 5 s reached at train.py:22 in <module>, after iteration 10 of 21"),
+        ("trainer", "ended with exit code 3, after iteration 15 of 21"),
         ("silent", "no metrics: no printed line matches metrics.pattern"),
         ("empty", "metrics.csv: no metrics: no row of it has a number"),
         ("no_file", "no metrics: the program wrote no such file; see metrics.path"),

@@ -23,6 +23,7 @@ from pytest_megatron.ci.jobs import (
     CiJob,
     PlanBudget,
     integration_matrix,
+    layout_jobs,
     unit_matrix,
     workload_jobs,
 )
@@ -192,7 +193,8 @@ class CiPlan:
 
     Attributes:
         workloads: The rows that run, in the order of the recipes.
-        jobs: One for each row, then one for each bucket or shard.
+        jobs: One for each row, then one for each bucket or shard; before them those that try
+            layouts, where the project has them.
         left_out: Every other row, with its reasons.
         budget: What became of the request's.
     """
@@ -297,16 +299,24 @@ def make_plan(request: PlanRequest) -> CiPlan:
             LeftOut(name=one.name, reasons=(f"budget {limit.text}: {one.reason}",))
             for one in budget.dropped
         ]
+    programs = {_node_id(row) for row in workloads if _is_program(row)}
+    of_programs = [job for job in jobs if job.node_id in programs]
+    tried = layout_jobs(of_programs, table) if table.workflow.layouts else ()
     return CiPlan(
         trigger=trigger,
         decision=decision,
         platforms=request.platforms,
         workloads=workloads,
-        jobs=tuple(jobs),
+        jobs=(*tried, *jobs),
         left_out=tuple(left_out),
         suggestion=suggestion,
         budget=budget,
     )
+
+
+def _is_program(row: Workload) -> bool:
+    """Return whether single ranks of a row can be run: its ranks run a Python program."""
+    return row.script is None and (row.training_script_path or "").endswith(".py")
 
 
 def _node_id(row: Workload) -> str:

@@ -517,7 +517,11 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
         lines += ["", "rules, the first that holds decides:"]
         for one in plan.decision.considered:
             lines.append(f"  {'->' if one.decides else '  '} {one.rule}: {one.why}")
-    for kind, title, rest in (("workload", "workload", ""), ("unit", "job", " of unit tests")):
+    for kind, title, rest in (
+        ("layout", "layout", " tried without GPUs"),
+        ("workload", "workload", ""),
+        ("unit", "job", " of unit tests"),
+    ):
         jobs = [job for job in plan.jobs if job.kind == kind]
         if not jobs:
             continue
@@ -589,11 +593,16 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
         "docs_only": _word(plan.suggestion is not None and plan.suggestion.docs_only),
         "has_workloads": _word(kinds["workload"] > 0),
         "has_units": _word(kinds["unit"] > 0),
+        "has_layouts": _word(kinds["layout"] > 0),
         "integration-tests": _line(integration_matrix(plan.jobs)),
         "unit-tests": _line(unit_matrix(plan.jobs)),
-        "workload_jobs": _line([asdict(job) for job in plan.jobs if job.kind == "workload"]),
-        "unit_jobs": _line([asdict(job) for job in plan.jobs if job.kind == "unit"]),
+        **{f"{kind}_jobs": jobs_of(kind, plan.jobs) for kind in ("workload", "unit", "layout")},
     }
+
+
+def jobs_of(kind: str, jobs: Sequence[CiJob]) -> str:
+    """Return the jobs of a kind as a matrix of GitHub."""
+    return _line([asdict(job) for job in jobs if job.kind == kind])
 
 
 def outputs_text(outputs: Mapping[str, str]) -> str:

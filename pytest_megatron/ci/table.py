@@ -129,6 +129,9 @@ class Workflow:
     cache: Annotated[Texts, About("Paths kept from run to run.")] = ()
     keeps_history: Annotated[bool, About("Keep history and durations.")] = False
     comments: Annotated[bool, About("Write the summary on the pull request.")] = False
+    layouts: Annotated[
+        bool, About("Try rows for GPUs with --fake-ranks first; one that fails gets no GPU.")
+    ] = False
 
     @property
     def light_setup(self) -> tuple[str, ...]:

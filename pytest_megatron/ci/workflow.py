@@ -45,6 +45,22 @@ _COMMENT = """\
   env:
     GITHUB_TOKEN: ${{ github.token }}
   run: pytest-megatron ci comment summary/comment.md"""
+_WITHOUT_LAYOUTS = {
+    "workload_needs": "plan",
+    "workload_if": "needs.plan.outputs.has_workloads == 'true'",
+    "workload_matrix": "needs.plan.outputs.workload_jobs",
+    "verdict_needs": "",
+    "layout_results": "",
+}
+_AFTER_LAYOUTS = {
+    "workload_needs": "[plan, rows]",
+    "workload_if": "needs.plan.outputs.has_workloads == 'true' && !cancelled() && "
+    "(needs.rows.result == 'success' || needs.plan.outputs.has_layouts == 'false') && "
+    "needs.rows.outputs.workload_jobs != '[]'",
+    "workload_matrix": "needs.rows.outputs.workload_jobs || needs.plan.outputs.workload_jobs",
+    "verdict_needs": "layouts, rows, ",
+    "layout_results": '"layouts": "${{ needs.layouts.result }}", ',
+}
 _MOST_ENTRIES = 50_000  # of the history, sorted by time: some 16 MB
 _SHARED_MEMORY = "--ipc=host --ulimit memlock=-1"
 _GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
@@ -105,9 +121,12 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
         f"{kind}_job": _fill(
             _read("github_job.yml"), blocks, {**words, "arguments": _arguments(workflow, kind)}
         )
-        for kind in ("unit", "workload")
+        for kind in ("unit", "workload", "layout")
     }
-    return _fill(_read("github.yml"), {**blocks, **jobs}, words)
+    layouts = _fill(_read("github_layouts.yml"), {**blocks, **jobs}, words)
+    blocks |= {**jobs, "layouts": layouts if workflow.layouts else ""}
+    words |= _AFTER_LAYOUTS if workflow.layouts else _WITHOUT_LAYOUTS
+    return _fill(_read("github.yml"), blocks, words)
 
 
 def _is_other_label(labels: Sequence[str]) -> str:
@@ -270,8 +289,9 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         CiError: It has no jobs, or one without a command.
     """
     image = workflow.images.get(plan.image)
-    jobs: dict[str, JsonValue] = {"stages": ["plan", "jobs", "verdict"]}
+    jobs: dict[str, JsonValue] = {"stages": ["plan", "layouts", "jobs", "verdict"]}
     jobs["plan"] = _fetch_plan(workflow)
+    layouts = {job.name: f"test {job.id}" for job in plan.jobs if job.kind == "layout"}
     for job in plan.jobs:
         if not job.command:
             raise CiError(where, f"job {job.id!r} has no command; expected what 'plan' prints")
@@ -279,6 +299,8 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
             raise CiError(where, f"has two jobs with the id {job.id!r}, expected each once")
         jobs[f"test {job.id}"] = {
             **_child_job(job, workflow, image),
+            **({"stage": "layouts"} if job.kind == "layout" else {}),
+            **_child_needs(job, layouts),
             "interruptible": plan.event == "pull_request",
             "retry": {"max": 1, "when": ["runner_system_failure", "scheduler_failure"]},
         }
@@ -308,6 +330,18 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         verdict["after_script"] = ["pytest-megatron ci comment summary/comment.md"]
     jobs["verdict"] = verdict
     return yaml.safe_dump(jobs, sort_keys=False, width=1000)
+
+
+def _child_needs(job: CiJob, layouts: Mapping[str, str]) -> dict[str, JsonValue]:
+    """Return what a job waits for; without `needs` that is all of the earlier stages.
+
+    Args:
+        job: A job of the plan.
+        layouts: Node id of a workload -> the job that tries its layout.
+    """
+    if not layouts or job.kind == "layout":
+        return {}
+    return {"needs": [layouts.get(job.node_id or "", "plan")]}
 
 
 def _fetch_plan(workflow: Workflow) -> dict[str, JsonValue]:

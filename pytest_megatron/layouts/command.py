@@ -17,7 +17,7 @@ from pytest_megatron.base.command import EXIT_FAILED, PATH, echo_json, format_op
 from pytest_megatron.base.text import printable
 from pytest_megatron.layouts.report import headline, problem_text, table
 from pytest_megatron.layouts.settings import NUM_RANKS, Settings
-from pytest_megatron.layouts.start import chosen, memory_of, run_layout
+from pytest_megatron.layouts.start import memory_of, run_layout
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -60,11 +60,7 @@ def command(  # noqa: PLR0913 - one for each option
             ranks_per_node=min(ranks_per_node, world_size),
             steps=steps,
         )
-        layout = run_layout(
-            chosen(fake_ranks, world_size, settings),
-            program,
-            memory_bytes=memory_of(platform),
-        )
+        layout = run_layout(settings.choose(fake_ranks), program, memory_bytes=memory_of(platform))
     problem = problem_text(layout)
     if form == "json":
         echo_json(asdict(layout))

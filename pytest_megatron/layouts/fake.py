@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 BACKEND = "layout"
 _EXTREMES = {"max": torch.maximum, "min": torch.minimum}
-_FILLING = 0.01  # of what nobody has sent; 0 and 1 are special to many programs
+_FILLINGS = (0.01, 1.7)  # of what nobody has sent, in the first and in the second run of a rank
 
 
 class FakeWork(dist.Work):
@@ -112,7 +113,7 @@ class FakeGroup(dist.ProcessGroup):
         waited = self._recorder.call(self.name_of_group, kind, _flat(given), **more)
         with plain():
             is_known = bool(fill())  # it is what the other rank has sent
-            is_plain = self._recorder.noise is None or self._recorder.is_object
+            is_plain = self._recorder.noise is None or self._recorder.is_internal
             if not is_known and not is_plain:
                 self._disturb(kind, _flat(results), more)
         return FakeWork(waited, _flat(results))
@@ -181,7 +182,7 @@ class FakeGroup(dist.ProcessGroup):
                     mail.post(keys, tensor)
                 elif not mail.fetch(keys, tensor):
                     is_known = False
-                    _fill(tensor)
+                    self._fill(tensor)
             return is_known
 
         return self._call("broadcast", tensors, tensors, fill, root=root)
@@ -194,7 +195,7 @@ class FakeGroup(dist.ProcessGroup):
             """Copy this rank's tensor into the part of each rank."""
             for parts, tensor in zip(outputs, inputs, strict=True):
                 for part in parts:
-                    _copy(part, tensor)
+                    self._copy(part, tensor)
 
         return self._call("all_gather", inputs, outputs, fill)
 
@@ -205,7 +206,7 @@ class FakeGroup(dist.ProcessGroup):
             """Copy this rank's tensors into the parts of each rank."""
             for parts in outputs:
                 for part, tensor in zip(parts, inputs, strict=False):
-                    _copy(part, tensor)
+                    self._copy(part, tensor)
 
         return self._call("all_gather", inputs, outputs, fill)
 
@@ -221,7 +222,7 @@ class FakeGroup(dist.ProcessGroup):
             for output, tensor in zip(outputs, inputs, strict=True):
                 flat = output.view(-1)
                 for part in flat.chunk(self.size()) if flat.numel() else ():
-                    _copy(part, tensor)
+                    self._copy(part, tensor)
 
         return self._call("all_gather", inputs, outputs, fill)
 
@@ -231,7 +232,7 @@ class FakeGroup(dist.ProcessGroup):
 
         def fill() -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                _copy(output, parts[self._own])
+                self._copy(output, parts[self._own])
 
         return self._call("reduce_scatter", inputs, outputs, fill, reduction=_reduction(opts))
 
@@ -248,7 +249,7 @@ class FakeGroup(dist.ProcessGroup):
             """Copy this rank's chunk of each tensor."""
             for output, tensor in zip(outputs, inputs, strict=True):
                 if output.numel():
-                    _copy(output, tensor.reshape(-1).chunk(self.size())[self._own])
+                    self._copy(output, tensor.reshape(-1).chunk(self.size())[self._own])
 
         return self._call("reduce_scatter", inputs, outputs, fill, reduction=_reduction(opts))
 
@@ -256,18 +257,18 @@ class FakeGroup(dist.ProcessGroup):
         self, output: Any, tensor: Any, received: Any = None, sent: Any = None, opts: Any = None
     ) -> FakeWork:
         """Exchange parts of one tensor; without sizes they are equal."""
-        row = tensor[0].numel() if tensor.dim() and tensor.shape[0] else 0
+        row = math.prod(tensor.shape[1:])
         parts = {"sent": sent, "received": received}
         has_parts = all(part is not None and len(part) for part in parts.values())
         splits = {k: [int(n) * row for n in part] for k, part in parts.items() if has_parts}
 
         def fill() -> None:
             """Copy this rank's chunk into the part of each rank."""
-            _fill(output)
+            self._fill(output)
             if not splits and tensor.numel() == output.numel():
                 own = tensor.reshape(-1).chunk(self.size())[self._own] if tensor.numel() else tensor
                 for part in output.view(-1).chunk(self.size()) if output.numel() else ():
-                    _copy(part, own)
+                    self._copy(part, own)
 
         return self._call("all_to_all", tensor, output, fill, **splits)
 
@@ -277,7 +278,7 @@ class FakeGroup(dist.ProcessGroup):
 
         def fill() -> None:
             for output in outputs:
-                _copy(output, inputs[self._own])
+                self._copy(output, inputs[self._own])
 
         sizes = {
             "sent": [t.numel() for t in inputs],
@@ -291,20 +292,31 @@ class FakeGroup(dist.ProcessGroup):
 
         def fill() -> None:
             for part in _flat(outputs):
-                _copy(part, _flat(inputs)[0])
+                self._copy(part, _flat(inputs)[0])
 
         return self._call("gather", inputs, outputs, fill, root=self.ranks[opts.rootRank])
 
     @override
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         """Record a scatter, and fill this rank's part."""
+        mail, where = self._recorder.mail, self._recorder.place()
 
-        def fill() -> None:
-            """Copy this rank's part if it is here, else fill with values."""
-            if inputs:
-                _copy(_flat(outputs)[0], inputs[0][self._own])
-            else:
-                _fill(_flat(outputs)[0])
+        def keys(index: int) -> tuple[str, str]:
+            """Return the keys of the part of a member."""
+            return (f"scatter {self.name_of_group} {index}", f"scatter {where} {index}")
+
+        def fill() -> bool:
+            """Copy this rank's part, or fetch it; return whether it is what the root has sent."""
+            (output,) = _flat(outputs)
+            if not inputs:
+                is_known = mail.fetch(keys(self._own), output)
+                if not is_known:
+                    self._fill(output)
+                return is_known
+            for index, part in enumerate(inputs[0]):
+                mail.post(keys(index), part)
+            self._copy(output, inputs[0][self._own])
+            return True
 
         return self._call("scatter", outputs, outputs, fill, root=self.ranks[opts.rootRank])
 
@@ -318,33 +330,47 @@ class FakeGroup(dist.ProcessGroup):
     def send(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
         """Record a send, and keep its tensors for a receiver that runs here."""
         own, peer = self.ranks[self._own], self.ranks[rank]
-        keys = (f"send {self.name_of_group} {own} {peer} {tag}", f"like {self._shape(tensors)}")
         for tensor in tensors:
-            self._recorder.mail.post(keys, tensor)
+            self._recorder.mail.post(self._message(own, peer, tag), tensor, side="send ")
         return self._call("send", tensors, tensors, peer=peer, tag=tag)
 
     @override
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> FakeWork:
         """Record a receive, and fill its tensors."""
         own, peer = self.ranks[self._own], self.ranks[rank]
-        keys = (f"send {self.name_of_group} {peer} {own} {tag}", f"like {self._shape(tensors)}")
+        keys = self._message(peer, own, tag)
 
         def fill() -> bool:
             """Copy what the sender sent if it ran here, else fill with values."""
             is_known = self._recorder.mail.fetch(keys, tensors[0])
             if not is_known:
-                _fill(tensors[0])
+                self._fill(tensors[0])
             return is_known
 
         return self._call("recv", tensors, tensors, fill, peer=peer, tag=tag)
 
+    def _message(self, source: int, target: int, tag: int) -> tuple[str, str]:
+        """Return the key of a message, and that of one between two others at equal distance."""
+        exact = f"send {self.name_of_group} {source} {target} {tag}"
+        return exact, f"send {target - source} {tag}"
+
     def recv_anysource(self, tensors: Any, tag: int = 0) -> FakeWork:
         """Receive from whoever sends."""
-        return self._call("recv", tensors, tensors, lambda: _fill(tensors[0]), tag=tag)
+        return self._call("recv", tensors, tensors, lambda: self._fill(tensors[0]), tag=tag)
 
-    @staticmethod
-    def _shape(tensors: Sequence[torch.Tensor]) -> str:
-        return f"{tensors[0].dtype} {tuple(tensors[0].shape)}"
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Fill a tensor with another, as far as that goes."""
+        if target.data_ptr() == source.data_ptr() and target.numel() == source.numel():
+            return
+        if target.numel() == source.numel():
+            target.copy_(source.reshape(target.shape))
+        else:
+            self._fill(target)
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor that nobody has sent; 0 and 1 are special to many programs."""
+        filling = _FILLINGS[self._recorder.noise is not None]
+        tensor.fill_(filling) if tensor.is_floating_point() else tensor.zero_()
 
     # What torch asks of a backend.
 
@@ -402,21 +428,6 @@ def _reduction(opts: Any) -> str:
         if operation == getattr(dist.ReduceOp, name):
             return name.lower()
     return str(operation)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Fill a tensor with another, as far as that goes."""
-    if target.data_ptr() == source.data_ptr() and target.numel() == source.numel():
-        return
-    if target.numel() == source.numel():
-        target.copy_(source.reshape(target.shape))
-    else:
-        _fill(target)
-
-
-def _fill(tensor: torch.Tensor) -> None:
-    """Fill a tensor that nobody has sent."""
-    tensor.fill_(_FILLING) if tensor.is_floating_point() else tensor.zero_()
 
 
 def install(recorder: RankRecorder, rank: int, world_size: int) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product, takewhile
+from operator import itemgetter
 
+from pytest_megatron.base.text import name_ranks
+from pytest_megatron.layouts.held_layers import judge_layers
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.layouts.report import size_text
+from pytest_megatron.layouts.representatives import kinds_of
 from pytest_megatron.layouts.simulate import Blocked, Simulation, channel_of
 from pytest_megatron.runs.record import RecordedFakeRank, RecordedFault, RecordedLayout
 
@@ -37,30 +42,35 @@ def judge(
         others: Ranks of the same that ran once more, with other data from all others.
         memory_bytes: Memory of the GPU of a rank; None compares none.
     """
-    pairs = [(records[other.rank], other) for other in others if other.rank in records]
-    undecided = [fault for pair in pairs if (fault := _hangs_on_data(*pair)) is not None]
-    found = _RankComparison(
-        records=dict(sorted(records.items())), of_data=frozenset(_sizes_of_data(pairs))
-    )
-    faults = [*_failures(found.records)]
-    if any(record.end == "unknown" for record in records.values()):  # others may fail by it
-        undecided, faults = [replace(f, kind="undecided") for f in faults] + undecided, []
-    groups = [*_groups(found.records)]
+    ran = dict(sorted(records.items()))
+    again = {other.rank: other for other in others}
+    decided, undecided = _cut_at_data(ran, again)
+    found = _RankComparison(records=decided, of_data=frozenset(_sizes_of_data(ran, again)))
+    faults = [*_failures(decided)]
+    if undecided:  # others may fail by what these did not do
+        undecided, faults = undecided + [replace(f, kind="undecided") for f in faults], []
+    groups = [*_groups(decided)]
     faults += groups
     if not groups:
-        names = {group.name: tuple(group.ranks) for r in records.values() for group in r.groups}
+        made = [group for r in (*ran.values(), *decided.values()) for group in r.groups]
+        names = {group.name: tuple(group.ranks) for group in made}
         communication = [*_collectives(found, names), *_messages(found)]
-        faults += communication or _cycle(found.records, names)
-    faults += _micro_batches(found.records)
-    faults += _memory(found.records, memory_bytes)
-    uncertain = {line for fault in undecided for _, line in fault.lines}
-    faults = [f for f in faults if not uncertain.intersection(line for _, line in f.lines)]
+        faults += communication or _cycle(decided, names)
+    faults += _micro_batches(decided)
+    of_layers, unknown = judge_layers(ran)
+    faults += [*of_layers, *_memory(ran, memory_bytes)]
     left_out = [f"sizes at {line}, which follow the data" for line in sorted(found.of_data)]
+    left_out += [
+        f"rank {rank} with other data, on which it fails: {other.problem}"
+        for rank, other in again.items()
+        if other.end == "failed" != ran[rank].end
+    ]
+    left_out += unknown
     if found.num_left_out:
         left_out.append(f"{found.num_left_out} calls, since their other ranks were not run")
     return RecordedLayout(
         world_size=max(record.world_size for record in records.values()) or len(records),
-        ranks=tuple(map(_row, found.records.values())),
+        ranks=tuple(map(_row, ran.values())),
         faults=tuple(faults[:_MOST_FAULTS]),
         undecided=tuple(undecided[:_MOST_FAULTS]),
         left_out=tuple(left_out),
@@ -68,42 +78,98 @@ def judge(
     )
 
 
-def _hangs_on_data(here: RankRecord, other: RankRecord) -> RecordedFault | None:
-    """Return where a rank does something else when others have sent something else."""
-    rank = here.rank
-    pairs = zip(here.calls, other.calls, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if _what(a) != _what(b)), None)
-    if at is None:
-        is_whole = "failed" not in (here.end, other.end)
-        is_longer = len(here.calls) != len(other.calls) and is_whole
-        has_failed_alike = (here.end, here.problem_line) == (other.end, other.problem_line)
-        if not is_longer and (here.end != "failed" or has_failed_alike):
-            return None
-        at = min(len(here.calls), len(other.calls))
-    calls = [record.calls[at] for record in (here, other) if at < len(record.calls)]
+def _cut_at_data(
+    records: Mapping[int, RankRecord], again: Mapping[int, RankRecord]
+) -> tuple[dict[int, RankRecord], list[RecordedFault]]:
+    """Cut each rank where what it does next hangs on what other ranks have sent.
+
+    Returns:
+        The ranks, of which those that are cut end as `unknown`, and a fault for each kind of these.
+    """
+    decided, undecided = dict(records), []
+    for kind in kinds_of(records.values()):
+        first, other = kind[0], again.get(kind[0].rank)
+        at = _hangs_at(first, other)
+        if at is None:
+            continue
+        undecided.append(_undecided(first, other, at))
+        num_groups = sum(group.after <= at for group in first.groups)
+        if other is not None:
+            num_groups = min(num_groups, _num_alike(first, other))
+        for record in kind:
+            decided[record.rank] = replace(
+                record, calls=record.calls[:at], groups=record.groups[:num_groups], end="unknown"
+            )
+    return decided, undecided
+
+
+def _hangs_at(here: RankRecord, other: RankRecord | None) -> int | None:
+    """Return the index of the first call that hangs on data of others; None if none does.
+
+    Args:
+        here: A rank.
+        other: The same rank with other data from all others; None if it did not run again.
+    """
+    if here.end == "unknown":
+        return len(here.calls)
+    if other is None:
+        return None
+    pairs = enumerate(zip(here.calls, other.calls, strict=False))
+    found = [index for index, (a, b) in pairs if _what(a) != _what(b)][:1]
+    if other.end not in _BROKEN or here.end in _BROKEN:
+        num_groups = _num_alike(here, other)
+        found += [group.after for r in (here, other) for group in r.groups[num_groups:][:1]]
+    if found:
+        return min(found)
+    has_failed_alike = (here.end, here.problem_line) == (other.end, other.problem_line)
+    is_longer = len(here.calls) != len(other.calls) and other.end not in _BROKEN
+    hangs = not has_failed_alike if here.end == "failed" else is_longer
+    return min(len(here.calls), len(other.calls)) if hangs else None
+
+
+def _num_alike(here: RankRecord, other: RankRecord) -> int:
+    """Return the number of groups that both make alike before one that they do not."""
+    pairs = zip(here.groups, other.groups, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].ranks == pair[1].ranks, pairs))
+
+
+def _undecided(here: RankRecord, other: RankRecord | None, at: int) -> RecordedFault:
+    """Return where a rank hangs on data of others, with the line that reads it."""
+    runs = [record for record in (here, other) if record is not None]
+    calls = [record.calls[at] for record in runs if at < len(record.calls)]
     reads = [call.read for call in (*calls, *reversed(here.calls[:at])) if call.read]
-    lines = [*reads[:1], *dict.fromkeys(call.line for call in calls), here.problem_line]
+    is_object = here.end == "unknown"
+    lines = [here.problem_line] if is_object else reads[:1]
+    lines += [*(call.line for call in calls), here.problem_line]
     return RecordedFault(
         kind="undecided",
-        ranks=(rank,),
-        text=f"what rank {rank} does after its call {at} hangs on what other ranks have sent"
-        + (f", which line {reads[0]} reads" if reads else ""),
-        lines=tuple((rank, line) for line in lines if line),
+        ranks=(here.rank,),
+        text=f"what rank {here.rank} does after its call {at} hangs on what other ranks have sent"
+        + (f", which line {lines[0]} reads" if is_object or reads else ""),
+        lines=tuple((here.rank, line) for line in dict.fromkeys(lines) if line),
     )
 
 
 def _what(call: Call) -> tuple[object, ...]:
-    return (call.kind, call.group, call.peer, call.root)
+    """Return what two runs of a rank do alike unless data of others decides it."""
+    return (call.kind, call.group, call.peer, call.root, call.reduction, call.dtype, call.line)
 
 
-def _sizes_of_data(pairs: Iterable[tuple[RankRecord, RankRecord]]) -> Iterator[str]:
+def _sizes_of_data(
+    records: Mapping[int, RankRecord], again: Mapping[int, RankRecord]
+) -> Iterator[str]:
     """Yield the lines whose calls have another size when others have sent something else."""
-    for here, other in pairs:
-        for one, same in zip(here.calls, other.calls, strict=False):
+    for rank, other in again.items():
+        for one, same in zip(records[rank].calls, other.calls, strict=False):
             if _what(one) != _what(same):
                 break
-            if one.num_elements != same.num_elements:
+            if _sizes(one) != _sizes(same):
                 yield one.line
+
+
+def _sizes(call: Call) -> tuple[object, ...]:
+    """Return sizes that data of others may decide."""
+    return (call.num_elements, call.sent, call.received)
 
 
 def _row(record: RankRecord) -> RecordedFakeRank:
@@ -124,6 +190,7 @@ def _row(record: RankRecord) -> RecordedFakeRank:
         optimizer=memory.optimizer,
         activations=memory.activations,
         sent={size: number // max(record.steps, 1) for size, number in sorted(sent.items())},
+        layers=tuple(f"{name_ranks(of, 'layer')} of {name}" for name, of in record.layers.items()),
     )
 
 
@@ -151,16 +218,14 @@ def _failures(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
     """Yield ranks that failed, each cause once."""
     seen: dict[tuple[str, str], int] = {}
     for rank, record in records.items():
-        if record.end in _BROKEN:
+        if record.end in ("failed", "lost"):
             what = record.problem, record.problem_line
             if what not in seen:
                 seen[what] = rank
                 yield RecordedFault(
                     kind="failed",
                     ranks=(rank,),
-                    text=f"rank {rank} reads an object that nobody has sent here"
-                    if record.end == "unknown"
-                    else f"rank {rank} failed: {record.problem}",
+                    text=f"rank {rank} failed: {record.problem}",
                     lines=((rank, record.problem_line),),
                 )
 
@@ -171,7 +236,8 @@ def _groups(records: Mapping[int, RankRecord]) -> Iterator[RecordedFault]:
     for rank in ranks[1:]:
         here = records[rank]
         for other in ranks[: ranks.index(rank)]:
-            fault = _first_other_group(records[other], here)
+            there = records[other]
+            fault = _first_other_group(there, here) or _first_other_group(here, there)
             if fault is not None:
                 yield fault
                 return
@@ -243,6 +309,50 @@ def _collectives(
             ):
                 seen.add(key)
                 yield fault
+        if not any(call.sent for rank in run for call in calls[rank][name]):
+            continue
+        parts = [
+            _first_uneven(
+                names[name],
+                (source, calls[source][name]),
+                (target, calls[target][name]),
+                of_data=found.of_data,
+            )
+            for source, target in product(run, repeat=2)
+        ]
+        if uneven := [part for part in parts if part is not None]:
+            yield min(uneven, key=itemgetter(0))[1]
+
+
+def _first_uneven(
+    ranks: Sequence[int],
+    source: tuple[int, Sequence[Call]],
+    target: tuple[int, Sequence[Call]],
+    *,
+    of_data: Collection[str],
+) -> tuple[int, RecordedFault] | None:
+    """Return the first exchange in which one rank sends more or less than another expects of it."""
+    here, there = ranks.index(source[0]), ranks.index(target[0])
+    for index, (sent, received) in enumerate(zip(source[1], target[1], strict=False)):
+        if sent.kind != received.kind:
+            return None  # a fault of its own
+        has_own = sent.has_own_size and not {sent.line, received.line} & set(of_data)
+        if not (sent.sent or received.received) or not has_own:
+            continue
+        parts = [
+            part[index] if part else call.num_elements / len(ranks)
+            for call, part, index in ((sent, sent.sent, there), (received, received.received, here))
+        ]
+        if parts[0] != parts[1]:
+            return index, RecordedFault(
+                kind="collective",
+                ranks=(source[0], target[0]),
+                text=f"collective {index} of the group {members(ranks)}, in step {sent.step}, "
+                f"differs in size: rank {source[0]} {describe(sent)} sends {parts[0]:g} elements "
+                f"to rank {target[0]}, which expects {parts[1]:g}",
+                lines=((source[0], sent.line), (target[0], received.line)),
+            )
+    return None
 
 
 def _first_difference(
@@ -301,9 +411,9 @@ def _difference(here: Call, there: Call, of_data: Collection[str]) -> str:
         return ""
     if here.dtype != there.dtype:
         return "differs in dtype"
-    if not (here.has_own_size and there.has_own_size) or here.line in of_data:
+    if not (here.has_own_size and there.has_own_size) or {here.line, there.line} & set(of_data):
         return ""
-    if here.sent or there.sent:
+    if here.sent or there.sent:  # compared pair by pair
         return ""
     return "" if here.num_elements == there.num_elements else "differs in size"
 

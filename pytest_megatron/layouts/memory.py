@@ -126,11 +126,16 @@ def _held() -> tuple[int, int, int]:
     """Return the bytes of parameters, of gradients, and of the states of optimizers."""
     weights: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
+    holds: dict[type, bool] = {}
     for found in gc.get_objects():
         kind = type(found)
+        if kind not in holds:
+            holds[kind] = issubclass(kind, torch.nn.Module | torch.optim.Optimizer)
+        if not holds[kind]:
+            continue
         if issubclass(kind, torch.nn.Module):
             weights += [p for p in vars(found).get("_parameters", {}).values() if p is not None]
-        elif issubclass(kind, torch.optim.Optimizer):
+        else:
             states += _tensors(found.state)
             states += [p for group in found.param_groups for p in group["params"]]
     gradients = [

@@ -21,12 +21,14 @@ class MadeGroup:
         ranks: Global ranks, in the group's order.
         backend: As the program named it.
         line: Where it was made.
+        after: Number of calls that the rank had made before.
     """
 
     name: str
     ranks: list[int]
     backend: str
     line: str
+    after: int = 0
 
 
 @dataclass(slots=True)
@@ -120,6 +122,7 @@ class RankRecord:
         steps: Steps of the optimizer that ended.
         forwards: Calls of models in each step: micro-batches times chunks.
         models: Classes of the models.
+        layers: Numbers of layers, by the name of what contains them.
         last_step_call: Number of calls when the last step ended.
         end: `whole`, `cut` after the steps, `failed`, or `unknown` at an object that a rank that
             was not run would have sent.
@@ -133,6 +136,7 @@ class RankRecord:
     steps: int = 0
     forwards: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    layers: dict[str, list[int]] = field(default_factory=dict)
     last_step_call: int = 0
     end: str = ""
     problem: str = ""

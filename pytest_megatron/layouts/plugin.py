@@ -10,7 +10,7 @@ from typing_extensions import override
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.layouts.report import headline, problem_text, table
 from pytest_megatron.layouts.settings import Settings
-from pytest_megatron.layouts.start import chosen, memory_of, run_layout
+from pytest_megatron.layouts.start import memory_of, run_layout
 from pytest_megatron.runs.record import RecordedLayout, RecordedWorkload
 from pytest_megatron.workloads.items.collect import WorkloadItem
 from pytest_megatron.workloads.items.training import TrainingPlugin, make_item_job
@@ -69,8 +69,7 @@ class FakeTrainingPlugin(TrainingPlugin):
             directory=job.dirs.root / LAYOUT_DIR,
             world_size=phase.world_size,
             ranks_per_node=phase.world_size // phase.num_nodes,
-        )
-        settings = chosen(self._session.options.fake_ranks, phase.world_size, settings)
+        ).choose(self._session.options.fake_ranks)
         begin = time.monotonic()
         assert phase.start is not None
         layout = run_layout(

@@ -8,9 +8,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -31,13 +32,15 @@ _SKIPPED = (
 
 
 _NUM_FRAMES = 2
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")  # in DDP, a compiled module, FSDP
 _LARGEST_MESSAGE = 1 << 16  # bytes; larger ones carry data, not sizes or objects
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
-def _is_skipped(code: CodeType | None, name: str) -> bool:
+@cache
+def _is_skipped(name: str, function: str) -> bool:
     """Return true for a line of torch or of ours, or of a mode that stands between."""
-    if code is not None and code.co_name in ("__torch_function__", "__torch_dispatch__"):
+    if function in ("__torch_function__", "__torch_dispatch__"):
         return True
     if name.endswith("typing_extensions.py"):  # its wrapper of what is deprecated
         return True
@@ -52,15 +55,21 @@ class Mail:
         self._directory = directory
         self._counts: dict[str, int] = {}
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str, side: str = "") -> Path:
         """Return the file of the next value under a key."""
-        number = self._counts[key] = self._counts.get(key, -1) + 1
+        number = self._counts[side + key] = self._counts.get(side + key, -1) + 1
         digest = hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:24]
         return self._directory / digest
 
-    def post(self, keys: Sequence[str], tensor: torch.Tensor) -> None:
-        """Keep a message; of equal keys the first sender's stays."""
-        for path in map(self._path, keys):
+    def post(self, keys: Sequence[str], tensor: torch.Tensor, side: str = "") -> None:
+        """Keep a message; of equal keys the first sender's stays.
+
+        Args:
+            keys: By which it is fetched.
+            tensor: The message.
+            side: Tells what this rank sends from what it fetches, where these are counted apart.
+        """
+        for path in [self._path(key, side) for key in keys]:
             if not (tensor.is_floating_point() or path.exists()) and _is_small(tensor):
                 torch.save(tensor.detach().cpu(), path)
 
@@ -86,6 +95,9 @@ class RankRecorder:
         mail: Messages of ranks that ran before.
         batch: Number of the batch of point-to-point calls that is being issued.
         asked_backend: The backend of the default group as the program named it.
+        is_object: Whether a call is one part of sending an object.
+        is_internal: Whether a call only serves torch itself; this and `is_object` hold for the line
+            that `place` returned last.
         noise: Changes what others are taken to have sent; None changes nothing.
     """
 
@@ -104,20 +116,22 @@ class RankRecorder:
         self.asked_backend = ""
         self._last_read = ""
         self.noise = torch.Generator().manual_seed(1) if is_other else None
-        self.is_object = False
+        self.is_object = self.is_internal = False
 
     def place(self) -> str:
         """Return the innermost line that is neither torch's nor ours, and who calls its file."""
         frame: FrameType | None = sys._getframe(1)
-        self.is_object = False
+        self.is_object = self.is_internal = False
         found: list[FrameType] = []
         while frame is not None and len(found) < _NUM_FRAMES:
             name = frame.f_code.co_filename
-            if not _is_skipped(frame.f_code, name):
+            if not _is_skipped(name, frame.f_code.co_name):
                 if not found or name != found[-1].f_code.co_filename:
                     found.append(frame)
             elif not found:
-                self.is_object |= "object" in frame.f_code.co_name  # `all_gather_object`, others
+                name = frame.f_code.co_name
+                self.is_object |= "object" in name  # `all_gather_object`, others
+                self.is_internal |= "object" in name or "verify" in name  # as DDP does
             frame = frame.f_back
         lines = [
             f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -127,7 +141,8 @@ class RankRecorder:
 
     def group(self, name: str, ranks: list[int], backend: str) -> None:
         """Note that the program makes a group."""
-        self._record.groups.append(MadeGroup(name, ranks, backend, self.place()))
+        made = MadeGroup(name, ranks, backend, self.place(), after=len(self._record.calls))
+        self._record.groups.append(made)
 
     def call(
         self,
@@ -186,6 +201,8 @@ class RankRecorder:
             if next(module.parameters(), None) is None:
                 return
             self._record.models.append(type(module).__name__)
+            for container, numbers in _layers(module, ""):
+                self._record.layers.setdefault(container, []).extend(numbers)
             self.memory.look()
             vars(module)["_layout_model"] = True
         if "_layout_model" not in vars(module) or not torch.is_grad_enabled():
@@ -224,6 +241,23 @@ class RankRecorder:
         write_record(self._file, self._record)
 
 
+def _layers(module: torch.nn.Module, name: str) -> Iterator[tuple[str, list[int]]]:
+    """Yield the outermost containers of layers, with the numbers of these."""
+    parts = dict(module.named_children())
+    if parts and all(word.isdecimal() for word in parts):
+        numbers = [getattr(part, "layer_number", None) for part in parts.values()]
+        known = [number for number in numbers if isinstance(number, int)]
+        yield (
+            name or type(module).__name__,
+            known if len(known) == len(parts) else list(map(int, parts)),
+        )
+        return
+    for word, part in parts.items():
+        is_wrapped = word in _WRAPPED
+        yield from _layers(part, name if is_wrapped else f"{name}.{word}".lstrip("."))
+
+
+@cache
 def _short(path: str) -> str:
     """Return a path as a person knows it: below site-packages, or below the working directory."""
     installed = path.rpartition("site-packages" + os.sep)[2]
@@ -233,6 +267,6 @@ def _short(path: str) -> str:
 def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line of a traceback that is neither torch's nor ours."""
     for frame in reversed(frames):
-        if not _is_skipped(None, frame.filename):
+        if not _is_skipped(frame.filename, frame.name):
             return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
     return ""

@@ -45,13 +45,15 @@ def _candidates(world_size: int, first: RankRecord | None) -> Iterator[int]:
         yield partition[len(partition) // 2][0]
 
 
-def one_of_each(records: Iterable[RankRecord]) -> list[RankRecord]:
-    """Return a rank of each kind: those of a kind make the same calls from the same lines."""
-    kinds: dict[tuple[object, ...], RankRecord] = {}
+def kinds_of(records: Iterable[RankRecord]) -> list[list[RankRecord]]:
+    """Return ranks by kind: those of a kind make the same calls from the same lines.
+
+    The lowest rank of a kind comes first, and stands for the others.
+    """
+    kinds: dict[tuple[object, ...], list[RankRecord]] = {}
     for record in sorted(records, key=lambda record: record.rank):
-        if record.calls:
-            kind = (record.problem, frozenset((call.kind, call.line) for call in record.calls))
-            kinds.setdefault(kind, record)
+        calls = frozenset((call.kind, call.line) for call in record.calls)
+        kinds.setdefault((record.problem, calls), []).append(record)
     return list(kinds.values())
 
 

@@ -8,5 +8,9 @@ ROOM = Room(
     commands={
         "layout": ("command:command", "Run single ranks of a program without GPUs, compare them."),
     },
-    provides={"fake_training": "plugin:FakeTrainingPlugin"},
+    provides={
+        "fake_training": "plugin:FakeTrainingPlugin",
+        "fake_ranks": "settings:read_ranks",
+        "item_section": "report:section",
+    },
 )

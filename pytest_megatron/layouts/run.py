@@ -17,10 +17,11 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.layouts.model import read_record
-from pytest_megatron.layouts.representatives import choose, one_of_each
+from pytest_megatron.layouts.representatives import choose, kinds_of
 from pytest_megatron.layouts.settings import Settings
 
 _MODULES = "modules.json"
@@ -41,13 +42,31 @@ def main() -> None:
         record = read_record(path) if path.exists() else None
         others = choose(settings.world_size, settings.count, record)[1:]
     _run_all(settings, others, argv)
+    _run_unknown(settings, argv)
     _run_others(settings, argv)
+
+
+def _run_unknown(settings: Settings, argv: list[str]) -> None:
+    """Run ranks that got no object again, the last first: others have sent theirs meanwhile.
+
+    That goes on as long as fewer ranks lack one.
+    """
+    num_before = settings.world_size + 1
+    while True:
+        records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
+        num_unknown = sum(record.end == "unknown" for record in records)
+        if not 0 < num_unknown < num_before:
+            return
+        num_before = num_unknown
+        ranks = sorted(r.rank for r in records if r.end in ("unknown", "failed"))
+        _run_all(replace(settings, jobs=1), ranks[::-1], argv)
 
 
 def _run_others(settings: Settings, argv: list[str]) -> None:
     """Run a rank of each kind once more, with other data from all others."""
     records = [read_record(path) for path in settings.directory.glob("rank_*.json")]
-    _run_all(settings, [record.rank for record in one_of_each(records)], argv, is_other=True)
+    firsts = [kind[0].rank for kind in kinds_of(records) if kind[0].calls]
+    _run_all(settings, firsts, argv, is_other=True)
 
 
 def _import_what_it_did(directory: Path) -> None:

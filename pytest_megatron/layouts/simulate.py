@@ -49,10 +49,10 @@ class Simulation:
         self._posted: dict[tuple[int, Key], int] = defaultdict(int)  # of a rank on a channel
         self._done: set[int] = set()
         self._queues: dict[tuple[int, Key], list[tuple[Call, Key, int]]] = defaultdict(list)
-        self._totals: dict[tuple[int, Key], int] = defaultdict(int)
+        self._sides: dict[tuple[int, Key], list[Call]] = defaultdict(list)
         for rank, record in records.items():
             for call in record.calls:
-                self._totals[rank, self._matching(rank, call)] += 1
+                self._sides[rank, self._matching(rank, call)].append(call)
 
     def run(self) -> list[Blocked]:
         """Return a chain of waits, each for the next one's rank; empty if all ranks end."""
@@ -100,18 +100,15 @@ class Simulation:
     def _missing(self, rank: int, call: Call, matching: Key, number: int) -> int | None:
         """Return a rank whose side of a call has not begun; None if all have."""
         for other in self._others(rank, call):
-            if number > self._totals[other, matching]:
+            theirs = self._sides[other, matching]
+            if number > len(theirs):
                 continue  # what one rank does after its last step
+            there = theirs[number - 1]
             if self._posted[other, matching] < number:
                 return other
-            for kind in (("free",), ("ordered",)):
-                for peer in ((), (rank,)):
-                    key = other, (*kind, call.group, *peer)
-                    waiting = [
-                        one for one in self._queues.get(key, ()) if one[1:] == (matching, number)
-                    ]
-                    if waiting and waiting[0] not in self._heads(key):
-                        return other
+            heads = self._heads((other, self._communicator(there)))
+            if id(there) not in self._done and all(one[0] is not there for one in heads):
+                return other
         return None
 
     def _others(self, rank: int, call: Call) -> list[int]:

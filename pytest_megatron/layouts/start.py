@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.errors import LaunchError
@@ -22,25 +21,6 @@ _GIB = 1 << 30
 _GRACE_S = 5.0
 _POLL_S = 3600.0
 _TAIL = 3  # lines of the log of a rank that left nothing else
-
-
-def chosen(text: str, world_size: int, settings: Settings) -> Settings:
-    """Return settings with the ranks that `--fake-ranks` names.
-
-    Raises:
-        LaunchError: A rank is none of the world.
-    """
-    if text == "all":
-        return replace(settings, ranks=tuple(range(world_size)))
-    numbers = [int(word) for word in text.split(",") if word.strip()]
-    if "," not in text:
-        return replace(settings, count=numbers[0])
-    beyond = [rank for rank in numbers if rank >= world_size]
-    if beyond:
-        raise LaunchError(
-            "--fake-ranks", f"rank {beyond[0]} of {world_size}, expected 0 to {world_size - 1}"
-        )
-    return replace(settings, ranks=tuple(sorted(set(numbers))))
 
 
 def run_layout(

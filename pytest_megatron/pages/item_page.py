@@ -10,7 +10,7 @@ import math
 import shlex
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,8 +19,9 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.chart import choose, deviations, shares
 from pytest_megatron.pages.html import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
+from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.equivalence import TensorDivergence
-from pytest_megatron.runs.record import RecordedLayer
+from pytest_megatron.runs.record import RecordedLayer, RecordedWorkload
 
 if TYPE_CHECKING:
     from pytest_megatron.workloads.golden.model import Value
@@ -192,6 +193,7 @@ def _finite(value: Value | None) -> float:
 
 
 _MOST_TEXTS = 6  # of one chart
+_SECTIONS: ExtensionPoint[Callable[[RecordedWorkload], str]] = ExtensionPoint("item_section")
 
 
 def item_page(
@@ -230,6 +232,7 @@ def item_page(
             ("started", run.started),
             *run.facts,
         ),
+        sections=[section for make in _SECTIONS.all() if (section := make(record))],
         data={"charts": _charts(item.charts, most_bytes)},
         tree=() if item.trace is None else module_tree(item.trace.divergences),
         again=f"pytest-megatron repro {shlex.quote(run.name)} {words}\npytest -p megatron {words}",

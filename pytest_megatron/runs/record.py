@@ -181,7 +181,8 @@ class RecordedFault:
     """Something on which ranks disagree that ran on fake process groups.
 
     Attributes:
-        kind: `failed`, `groups`, `collective`, `message`, `cycle`, `micro-batches`, `memory`.
+        kind: `failed`, `groups`, `collective`, `message`, `cycle`, `micro-batches`, `parameters`,
+            `memory`, `undecided`.
         ranks: Those that disagree.
         lines: (rank, line of code) of each side.
     """
@@ -199,6 +200,7 @@ class RecordedFakeRank:
     Attributes:
         end: `whole`, `cut` after its steps, `failed`, or `lost` without a record.
         sent: Size of the group -> bytes that the rank gave to its calls, in a step.
+        layers: Layers that it holds, as `layers 3-4 of decoder.layers`.
     """
 
     rank: _Count
@@ -211,6 +213,7 @@ class RecordedFakeRank:
     optimizer: _Count = 0
     activations: _Count = 0
     sent: dict[str, _Count] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -315,14 +315,11 @@ def _ranks(where: str, value: object) -> tuple[int, ...] | None:
     return tuple(sorted({int(word) for word in numbers}))
 
 
-def _fake_ranks(where: str, value: object) -> str:
-    """Parse a value of `--fake-ranks`."""
-    words = str(value).split(",")
-    is_sound = value == "all" or all(word.strip().isdecimal() for word in words)
-    if not is_sound or (len(words) == 1 and value == "0"):
-        raise pytest.UsageError(
-            f"{where}: {value!r} names no ranks, expected all, how many (12), or which (0,8,511)"
-        )
+def _fake_ranks(_: str, value: object) -> str:
+    """Return the value of `--fake-ranks`, if its room can read it."""
+    with usage_errors():
+        for read in _RANK_CHOICE.all():
+            read(str(value))
     return str(value)
 
 
@@ -396,6 +393,7 @@ SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=V
     "workload-start",
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
+_RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
 _DECIDE: ExtensionPoint[Callable[[Path, str, str, str | None, str | None], Decision]] = (
     ExtensionPoint("decide")
 )

@@ -146,8 +146,8 @@ class _Parser:
             arguments.append(self._or())
             self._takes(",")
         match name:
-            case "always":
-                return True
+            case "always" | "cancelled":
+                return name == "always"
             case "fromJSON":
                 return cast("JsonValue", json.loads(shown(arguments[0])))
             case "contains":

@@ -31,7 +31,7 @@ class Scenario:
     """What happens to a run of CI, and what its summary must say.
 
     Attributes:
-        fails, waits, differs, trains: As `make_project` takes them.
+        fails, waits, differs, trains, layout_fails: As `make_project` takes them.
         lost: Words of the ids of jobs whose runner goes away.
         killed: Words of the ids of jobs that are killed in a test.
         expected: Texts of the summary; a verdict that passes has no others.
@@ -42,6 +42,7 @@ class Scenario:
     waits: bool = False
     differs: bool = False
     trains: bool = True
+    layout_fails: bool = False
     lost: str | None = None
     killed: str | None = None
     is_green: bool = False
@@ -77,6 +78,11 @@ SCENARIOS = (
             "left no run.json: it was killed early, or pytest did not start",
         ),
     ),
+    Scenario(
+        name="failing-layout",
+        layout_fails=True,
+        expected=("failed: 1 of 5 items", "8 ranks do not divide 5 layers"),
+    ),
 )
 
 
@@ -89,6 +95,7 @@ def simulate(scenario: Scenario, root: Path) -> tuple[Simulation, dict[str, str]
         waits=scenario.waits,
         differs=scenario.differs,
         trains=scenario.trains,
+        layout_fails=scenario.layout_fails,
     )
     ids = job_ids(origin)
     repository = {"full_name": "tiny/tiny"}

@@ -96,7 +96,8 @@ class Simulation:
         results = [shown(cast("dict[str, JsonValue]", needs[n])["result"]) for n in _needs(job)]
         condition = shown(job.get("if") or "")
         is_due = is_true(evaluate(condition, context)) if condition else True
-        if not is_due or ("always()" not in condition and set(results) - {"success"}):
+        is_asked = "always()" in condition or "cancelled()" in condition
+        if not is_due or (not is_asked and set(results) - {"success"}):
             return {"result": "skipped", "outputs": {}}
         strategy = job.get("strategy")
         rows: list[JsonValue] = [{}]

@@ -21,7 +21,8 @@ SUCCESS = "success"
 FAILURE = "failure"
 SKIPPED = "skipped"
 _Policy: TypeAlias = Mapping[str, object]
-_GROUPS = {"unit": "unit", "integration": "workload"}  # job of the workflow -> kind of its jobs
+# job of the workflow -> kind of its jobs
+_GROUPS = {"unit": "unit", "integration": "workload", "layouts": "layout"}
 _NO_POLICY = (
     "the plan has no policies, so that those of the jobs were not compared with it; make the plan "
     "with the version of pytest-megatron that runs the jobs"
@@ -161,9 +162,9 @@ def merge(
         results: Job of the workflow -> `success`, `failure`, `cancelled` or `skipped`, as the CI
             system reports; None where it does not.
     """
-    by_name: dict[str, list[JobRun]] = {}
-    for run in runs:
-        by_name.setdefault(run.name, []).append(run)
+    by_name = _by_name(runs)
+    if expected is not None:
+        expected = replace(expected, jobs=jobs_that_run(expected, runs))
     planned = {} if expected is None else {job.id: job for job in expected.jobs}
     jobs: list[JobRun] = []
     notes: list[str] = []
@@ -186,6 +187,22 @@ def merge(
         headline=None if expected is None else expected.headline,
         budget=None if expected is None else expected.budget,
     )
+
+
+def jobs_that_run(plan: PlanFile, runs: Sequence[JobRun]) -> tuple[CiJob, ...]:
+    """Return the jobs of a plan without workloads whose layout was to be tried and did not pass."""
+    lasts = [_last(tries)[0] for tries in _by_name(runs).values()]
+    passed = {run.name for run in lasts if run.verdict in ("passed", "flaky")}
+    held = {job.name for job in plan.jobs if job.kind == "layout" and job.id not in passed}
+    return tuple(job for job in plan.jobs if job.node_id not in held)
+
+
+def _by_name(runs: Sequence[JobRun]) -> dict[str, list[JobRun]]:
+    """Return the tries of each job."""
+    found: dict[str, list[JobRun]] = {}
+    for run in runs:
+        found.setdefault(run.name, []).append(run)
+    return found
 
 
 def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:

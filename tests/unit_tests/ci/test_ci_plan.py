@@ -218,6 +218,28 @@ def test_a_label_sets_variables_of_the_commands() -> None:
     assert str(job["command"]).startswith("RECORD_CHECKPOINTS=true pytest -p megatron ")
 
 
+def test_layouts_of_programs_for_gpus_are_tried_first_where_the_project_says_so(
+    project: Path,
+) -> None:
+    programs = RECIPE.replace("script: run", "training_script_path: train.py")
+    write(
+        project / "recipes/gpt.yaml", programs.replace("[dgx_h100, dgx_gb200]", "[dgx_h100, cpu]")
+    )
+    asked = ("--labels", "Run functional tests", "--only", "workloads", "--test-case", "slim")
+    assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == {"workload"}
+    write(project / "pyproject.toml", "[tool.pytest-megatron.ci.workflow]\nlayouts = true\n")
+    first, *others = rows(plan(*asked)["jobs"])
+    row = "recipes/gpt.yaml::slim[dev-dgx_h100-L1]"
+    assert (first["kind"], first["name"], first["gpus"]) == ("layout", row, 0)
+    assert first["command"] == f"pytest -p megatron '{row}' --megatron-fake-ranks=12"
+    assert {(job["kind"], job["platform"]) for job in others} == {
+        ("workload", "cpu"),
+        ("workload", "dgx_h100"),
+    }
+    write(project / "recipes/gpt.yaml", RECIPE)  # a script starts its ranks itself
+    assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == {"workload"}
+
+
 def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
     found = plan("--only", "units", "--platform", "dgx_h100", "--explain")
     common = (

@@ -31,4 +31,15 @@ for step in range(2):
         dist.all_reduce(flag, group=stages[0 if is_first else 1])
         if flag.item() > 0:
             dist.barrier()
+if "objects" in fault.fault:  # both ways along a pipeline, and to each rank its own
+    theirs: list[object] = [None]
+    if is_first:
+        dist.send_object_list([{"shape": [rank]}], rank + half)
+        dist.recv_object_list(theirs, rank + half)
+    else:
+        dist.recv_object_list(theirs, rank - half)
+        dist.send_object_list([f"{theirs} taken"], rank - half)
+    parts = [f"part {index}" for index in range(2 * half)] if rank == 0 else None
+    dist.scatter_object_list(theirs, parts)
+    assert theirs == [f"part {rank}"]
 dist.destroy_process_group()

@@ -45,6 +45,14 @@ def test_a_sound_program_agrees_and_one_that_asks_others_is_not_decided(tmp_path
     assert "fake_layout.py:32" in found["undecided"][0]["text"]
 
 
+def test_objects_reach_ranks_that_ran_before_their_sender(tmp_path: Path) -> None:
+    words = ("--fake-ranks", "0,1,32", "-n", "64", "--format", "json", str(GUEST), "--fault")
+    code, text = layout(tmp_path / "objects", *words, "objects")
+    found = json.loads(text)
+    assert (code, found["faults"], found["undecided"]) == (0, [], [])
+    assert [rank["end"] for rank in found["ranks"]] == ["whole"] * 3
+
+
 def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -> None:
     project = Project(root=tmp_path, gpus=8, has_torch=True)
     (tmp_path / "train.py").write_text(GUEST.read_text())
@@ -57,13 +65,20 @@ def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -
     record = run.record("sound")["layout"]
     assert isinstance(record, dict)
     assert (record["world_size"], record["faults"]) == (8, [])
+    (page,) = [p for p in run.directory.glob("*/curves.html") if "size" in p.parent.name]
+    text = page.read_text()
+    assert text.index("differs in size") < text.index("3 of 8 ranks run") < text.index("<svg")
     assert not (tmp_path / ".pytest_megatron" / "history.jsonl").exists()
 
 
-def test_a_rank_outside_of_the_world_is_refused(tmp_path: Path) -> None:
-    command = [*MAIN, "layout", "-n", "4", "--fake-ranks", "0,9", str(GUEST)]
+def test_a_choice_that_names_no_ranks_is_refused(tmp_path: Path) -> None:
+    command = [*MAIN, "layout", "-n", "4", "--fake-ranks", "abc", str(GUEST)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "pytest-megatron: --fake-ranks: rank 9 of 4, expected 0 to 3\n",
-    )
+    problem = "'abc' names no ranks, expected all, how many (12), or which (0,8,511)"
+    assert (done.returncode, done.stderr) == (2, f"pytest-megatron: --fake-ranks: {problem}\n")
+
+
+def test_a_session_refuses_such_a_choice_as_the_command_does(tmp_path: Path) -> None:
+    run = Project(root=tmp_path).run("recipes", "--fake-ranks=abc", run_dir="")
+    assert run.returncode == 4
+    assert "ERROR: --fake-ranks: 'abc' names no ranks, expected all, how many (12)" in run.text

@@ -167,7 +167,10 @@ def test_an_object_that_nobody_has_sent_decides_nothing(records: Records) -> Non
     records[1].calls, records[3].calls = records[1].calls[:1], records[3].calls[:1]
     found = judge(records)
     assert found.faults == ()
-    assert [fault.kind for fault in found.undecided] == ["undecided"] * 2
+    assert [(fault.kind, fault.ranks) for fault in found.undecided] == [
+        ("undecided", (1,)),
+        ("undecided", (3,)),
+    ]
     assert found.undecided[0].lines == ((1, "m.py:3"),)
 
 
@@ -186,6 +189,34 @@ def test_a_rank_that_hangs_on_data_of_others_is_not_decided(records: Records) ->
     (found,) = layout.undecided
     assert (layout.faults, found.ranks) == ((), (3,))
     assert found.lines[0] == (3, "train.py:9")
+
+
+def test_what_ranks_of_its_kind_do_then_is_not_compared() -> None:
+    records = {rank: rank_of(rank) for rank in (0, 1, 3)}
+    for rank, record in records.items():
+        add(record)
+        if rank:  # has read that it is to make a group, and to reduce in the world once more
+            record.groups.append(MadeGroup("2", [0, rank], "nccl", "train.py:20", after=2))
+            add(record, line="train.py:21", read="train.py:19")
+    again = deepcopy(records[1])
+    assert [fault.kind for fault in judge(records, others=[again]).faults] == ["groups"]
+    again.calls[-1].line = "train.py:22"  # the same call, of what comes next
+    layout = judge(records, others=[again])
+    (found,) = layout.undecided
+    assert (layout.faults, found.lines[0]) == ((), (1, "train.py:19"))
+    assert "hangs on what other ranks have sent, which line train.py:19 reads" in found.text
+
+
+def test_groups_that_hang_on_data_of_others_are_not_decided(records: Records) -> None:
+    records[3].groups.append(MadeGroup("2", [0, 3], "nccl", "train.py:20", after=2))
+    assert [fault.kind for fault in judge(records).faults] == ["groups"]
+    again = deepcopy(records[3])
+    again.groups.pop()
+    layout = judge(records, others=[again])
+    assert [fault.ranks for fault in layout.undecided] == [(3,)]
+    assert layout.faults == ()
+    again.end = "failed"  # on data that no rank sends: it tells nothing
+    assert [fault.kind for fault in judge(records, others=[again]).faults] == ["groups"]
 
 
 def test_a_failure_on_data_of_others_is_not_decided(records: Records) -> None:
@@ -210,3 +241,51 @@ def test_calls_of_groups_with_one_rank_here_are_counted_as_left_out(records: Rec
     del records[1]
     layout = judge(records)
     assert layout.left_out == ("2 calls, since their other ranks were not run",)
+
+
+def exchange(record: RankRecord, sent: list[int], received: list[int]) -> None:
+    add(record, "all_to_all", shapes=[[sum(sent)]], sent=sent, received=received)
+
+
+def test_parts_of_an_exchange_are_compared_pair_by_pair() -> None:
+    records = {rank: rank_of(rank, 3) for rank in range(3)}
+    exchange(records[0], [4, 4, 4], [4, 4, 4])
+    exchange(records[1], [4, 4, 4], [4, 4, 4])
+    exchange(records[2], [4, 4, 4], [4, 4, 4])
+    assert judge(records).faults == ()
+    records[2].calls[0].sent = [4, 5, 3]
+    (first, *_) = judge(records).faults
+    assert (first.kind, first.ranks) == ("collective", (2, 1))
+    assert first.text.endswith(
+        "rank 2 all_to_all of float32 [12] sends 5 elements to rank 1, which expects 4"
+    )
+    records[1].calls[0].received = [4, 4, 5]
+    assert only_fault(judge(records)).ranks == (2, 2)  # what it keeps
+
+
+def test_equal_parts_meet_parts_of_given_sizes() -> None:
+    records = {rank: rank_of(rank, 2) for rank in range(2)}
+    add(records[0], "all_to_all", shapes=[[8]])
+    exchange(records[1], [4, 6], [4, 6])
+    assert judge(records).faults == ()
+    records[1].calls[0].received = [3, 7]
+    assert only_fault(judge(records)).ranks == (0, 1)
+
+
+def test_parts_that_follow_data_are_not_compared() -> None:
+    records = {rank: rank_of(rank, 2) for rank in range(2)}
+    exchange(records[0], [5, 3], [4, 4])
+    exchange(records[1], [4, 4], [4, 4])
+    others = [deepcopy(records[1])]
+    others[0].calls[0].received = [6, 2]
+    assert judge(records, others=others).faults == ()
+
+
+def test_a_call_that_waits_behind_another_of_its_rank_blocks() -> None:
+    """Rank 0 awaits a message unbatched, which rank 1 sends behind a batch that rank 0 lacks."""
+    records = {rank: rank_of(rank, 2) for rank in (0, 1)}
+    add(records[0], "recv", peer=1)
+    add(records[0], "all_reduce")
+    add(records[1], "all_reduce")
+    add(records[1], "send", peer=0)
+    assert only_fault(judge(records)).kind == "cycle"

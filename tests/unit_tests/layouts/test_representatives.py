@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
-from pytest_megatron.layouts.representatives import choose, one_of_each, partitions_of
+from pytest_megatron.layouts.representatives import choose, kinds_of, partitions_of
 
 
 def grid(tp: int, dp: int, pp: int) -> RankRecord:
@@ -47,4 +47,5 @@ def test_one_rank_stands_for_those_that_make_the_same_calls() -> None:
     first, last, same = grid(2, 2, 2), grid(2, 2, 2), grid(2, 2, 2)
     last.rank, same.rank = 7, 3
     last.calls[0].kind = "recv"
-    assert [record.rank for record in one_of_each([same, last, first])] == [0, 7]
+    kinds = kinds_of([same, last, first])
+    assert [[record.rank for record in kind] for kind in kinds] == [[0, 3], [7]]

@@ -69,7 +69,7 @@ def parameters_of(given: ModelArgs, sizes: ParallelSizes) -> Parameters | None:
     mlp = (held - with_experts) * hidden * width * gates / sizes.tp
     mlp += with_experts * (hidden * shared * gates / sizes.tp + hidden * num_experts)
     return Parameters(
-        dense=held * (attention + 4 * hidden) + mlp + vocabulary,
+        dense=held * (attention + 4 * hidden) + mlp + vocabulary + _positions(given, hidden),
         experts=with_experts * num_experts / sizes.ep * hidden * expert_width * gates / sizes.etp,
         num_experts=num_experts,
         has_vocabulary=vocabulary > 0,
@@ -92,6 +92,13 @@ def _vocabulary(given: ModelArgs, sizes: ParallelSizes, hidden: int) -> float:
     is_tied = not given.is_on("--untie-embeddings-and-output-weights")
     copies = 1 if is_tied or sizes.pp > 1 else 2
     return words * hidden * copies / sizes.tp
+
+
+def _positions(given: ModelArgs, hidden: int) -> float:
+    """Return the parameters of learned position embeddings, which no rank shares with another."""
+    kind = given.text("--position-embedding-type") or "learned_absolute"
+    is_learned = kind == "learned_absolute" and not given.is_on("--use-rotary-position-embeddings")
+    return hidden * (given.number("--max-position-embeddings") or 0) * is_learned
 
 
 def _attention(given: ModelArgs, hidden: int, heads: int) -> float:

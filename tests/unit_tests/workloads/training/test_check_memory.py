@@ -61,6 +61,25 @@ def test_what_megatron_measured_for_weights_gradients_and_optimizer_comes_out() 
     assert (found.total - found.rest) / GIB == pytest.approx(62.66, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({}, 2048),
+        ({"--tensor-model-parallel-size": "8"}, 2048),  # which does not divide them
+        ({"--position-embedding-type": "rope"}, 0),
+        ({"--use-rotary-position-embeddings": "true"}, 0),
+    ],
+)
+def test_learned_position_embeddings_are_on_each_rank_of_a_stage(
+    changes: dict[str, str | None], number: int
+) -> None:
+    without, has = (
+        estimate(case({**changes, "--max-position-embeddings": most}, sound=MOE), gpus=8, nodes=1)
+        for most in (None, "2048")
+    )
+    assert has.parameters.dense - without.parameters.dense == number * 1024
+
+
 def test_experts_are_split_by_ep_and_etp_and_not_by_tp() -> None:
     held = [
         estimate(case(changes, sound=MOE), gpus=8, nodes=1).parameters.experts / EXPERT

@@ -219,7 +219,9 @@ def _slurm(case: Case, stage: Stage, place: _Place) -> int | None:
 
 def _session(case: Case, stage: Stage, place: _Place) -> int | None:
     """A pytest session of this project, over a workload that needs no torch in its ranks."""
-    sys.path.insert(0, str(HERE.parent / "unit_tests" / "hooks"))
+    sys.path[:0] = [
+        str(HERE.parent / "unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
+    ]
     from tiny_project import Project
 
     project = Project(root=place.work, gpus=stage.num_ranks, has_torch=True)

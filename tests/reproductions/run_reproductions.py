@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "unit_tests/hooks"))
+sys.path[:0] = [
+    str(HERE.parent / "unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
+]
 
 from reproduction_cases import CASES, Case  # noqa: E402
 from tiny_project import Project  # noqa: E402

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 import pytest_megatron
 
@@ -29,3 +34,18 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
         if path.name != "__init__.py"
     )
     assert {folder: count for folder, count in modules.items() if count > MOST_MODULES} == {}
+
+
+PROGRAMS = sorted(
+    path
+    for path in (Path(__file__).parents[1]).glob("*/run_*.py")
+    if "argparse" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_an_examination_finds_what_it_imports(program: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(program), "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -7,12 +7,12 @@ when it is loaded, as a compiled Python file does, and is trusted as those are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import logging
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -57,16 +57,14 @@ def rows_of(path: Path, words: Vocabulary, directory: Path | None) -> tuple[Work
 def _key(path: Path, words: Vocabulary) -> bytes:
     """Return the digest of everything that rows are made of, the code that reads them included."""
     known = [sorted(getattr(words, name)) for name in Vocabulary.__slots__]
-    code = [(str(file), (at := file.stat()).st_mtime_ns, at.st_size) for file in _code()]
-    facts = repr((str(path), known, code)).encode()
+    facts = repr((str(path), known, _code())).encode()
     return hashlib.sha256(facts + path.read_bytes()).digest()
 
 
-def _code() -> Iterator[Path]:
-    """Yield the files whose code decides how recipes are expanded."""
-    for package in ("base", "workloads/recipe"):
-        yield from sorted((_PACKAGE / package).glob("*.py"))
-    for library in ("yaml", "pydantic"):
-        spec = importlib.util.find_spec(library)
-        if spec is not None and spec.origin is not None:
-            yield Path(spec.origin)
+@functools.cache
+def _code() -> tuple[tuple[str, int, int], ...]:
+    """Return path, time and size of the files that this process reads recipes with."""
+    files = [f for name in ("base", "workloads/recipe") for f in (_PACKAGE / name).glob("*.py")]
+    specs = map(importlib.util.find_spec, ("yaml", "pydantic"))
+    files += [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return tuple((str(f), (at := f.stat()).st_mtime_ns, at.st_size) for f in sorted(files))

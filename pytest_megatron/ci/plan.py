@@ -47,6 +47,7 @@ from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload, project_words
 from pytest_megatron.workloads.recipe.select import Filters, failing, select, values
+from pytest_megatron.workloads.training.plan.phases import find_command
 
 _INI_KEY = "megatron_golden_policy"
 # Files of settings in the order in which pytest tries them, with the table each keeps them in.
@@ -299,9 +300,12 @@ def make_plan(request: PlanRequest) -> CiPlan:
             LeftOut(name=one.name, reasons=(f"budget {limit.text}: {one.reason}",))
             for one in budget.dropped
         ]
-    programs = {_node_id(row) for row in workloads if _is_program(row)}
-    of_programs = [job for job in jobs if job.node_id in programs]
-    tried = layout_jobs(of_programs, table) if table.workflow.layouts else ()
+    tried: tuple[CiJob, ...] = ()
+    if table.workflow.layouts:  # of rows whose ranks run a Python program
+        programs = {
+            _node_id(row) for row in workloads if row.script is None and find_command(row) is None
+        }
+        tried = layout_jobs((job for job in jobs if job.node_id in programs), table)
     return CiPlan(
         trigger=trigger,
         decision=decision,
@@ -312,11 +316,6 @@ def make_plan(request: PlanRequest) -> CiPlan:
         suggestion=suggestion,
         budget=budget,
     )
-
-
-def _is_program(row: Workload) -> bool:
-    """Return whether single ranks of a row can be run: its ranks run a Python program."""
-    return row.script is None and (row.training_script_path or "").endswith(".py")
 
 
 def _node_id(row: Workload) -> str:

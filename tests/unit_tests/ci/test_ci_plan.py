@@ -240,6 +240,24 @@ def test_layouts_of_programs_for_gpus_are_tried_first_where_the_project_says_so(
     assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == {"workload"}
 
 
+@pytest.mark.parametrize(
+    ("program", "kinds"),
+    [
+        ("train.py --lr 1e-3", {"layout", "workload"}),
+        ("accelerate launch train.py", {"workload"}),
+        ("-m package.train", {"workload"}),
+    ],
+)
+def test_only_layouts_that_can_be_run_are_tried(
+    project: Path, program: str, kinds: set[str]
+) -> None:
+    text = RECIPE.replace("script: run", f"training_script_path: {program}")
+    write(project / "recipes/gpt.yaml", text)
+    write(project / "pyproject.toml", "[tool.pytest-megatron.ci.workflow]\nlayouts = true\n")
+    asked = ("--labels", "Run functional tests", "--only", "workloads", "--test-case", "slim")
+    assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == kinds
+
+
 def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
     found = plan("--only", "units", "--platform", "dgx_h100", "--explain")
     common = (

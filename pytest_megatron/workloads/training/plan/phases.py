@@ -279,10 +279,10 @@ def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | Non
         return "a script of the recipe starts its ranks"
     if case.mode is not CaseMode.PRETRAINING:
         return f"MODE is {case.mode.value}"
-    return _find_command(workload)
+    return find_command(workload)
 
 
-def _find_command(workload: Workload) -> str | None:
+def find_command(workload: Workload) -> str | None:
     """Return why a row has no Python program, None if it has one."""
     program = shlex.split(workload.training_script_path or "")
     if program and not program[0].endswith(".py"):
@@ -652,7 +652,7 @@ def _why_not_traced(workload: Workload, case: WorkloadCase, equivalence: Equival
             f"{case.path} has TEST_TYPE {case.test_type.value} and MODE {case.mode.value}, "
             f"expected regular and pretraining"
         )
-    if problem := _find_command(workload):
+    if problem := find_command(workload):
         return problem
     if any(not argument.name.startswith("-") for argument in case.arguments):
         return f"{case.path} gives its program key=value, expected flags"

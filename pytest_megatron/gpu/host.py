@@ -45,6 +45,11 @@ class GpuModel:
     architecture: int
     memory_gib: int
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in bytes."""
+        return self.memory_gib << 30
+
 
 # The word in a platform's name -> its GPUs. Source: NVIDIA's data sheets, nvidia-smi.
 GPU_MODELS: Mapping[str, GpuModel] = {

@@ -17,7 +17,6 @@ from pytest_megatron.process.guarded import GuardedProcess
 from pytest_megatron.runs.record import RecordedLayout
 
 _RUN = ("-u", "-m", "pytest_megatron.layouts.run")
-_GIB = 1 << 30
 _GRACE_S = 5.0
 _POLL_S = 3600.0
 _TAIL = 3  # lines of the log of a rank that left nothing else
@@ -67,7 +66,7 @@ def run_layout(
 def memory_of(platform: str) -> int | None:
     """Return the bytes that a GPU of a platform has; None for cpu and unknown ones."""
     model = gpu_model_of(platform)
-    return None if model is None else model.memory_gib * _GIB
+    return None if model is None else model.memory_bytes
 
 
 def _read(directory: Path) -> dict[int, RankRecord]:

@@ -341,7 +341,7 @@ def check_memory(start: CheckedStart, memory_bytes: int | None = None) -> Iterat
         memory_bytes: Memory of a GPU that it will run on, if one is known; else the platform's.
     """
     model = gpu_model_of(start.platform)
-    capacity = memory_bytes or (0 if model is None else model.memory_gib * GIB)
+    capacity = memory_bytes or (0 if model is None else model.memory_bytes)
     if not capacity or not start.ranks:
         return
     found = estimate_memory(start)

@@ -18,7 +18,7 @@ project = "pytest-megatron"
 author = "The pytest-megatron authors"
 version = release = version_of(project)
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+include_patterns = ["docs/**.md", "README.md", "CONTRIBUTING.md", "benchmarks/*.md"]
 exclude_patterns = [".*", "build"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 smartquotes = False  # `--` is an option

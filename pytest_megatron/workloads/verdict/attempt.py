@@ -77,6 +77,7 @@ def diagnose_phase(
     write.
     """
     dirs, progress = end.plan.dirs, end.progress
+    at = progress if progress is not None and progress.has_step else None
     places = (dirs.root, dirs.logs)  # the latter where the launcher left no log
     own = next((unit for unit in _units(dirs.root) if unit.root in places), None)
     known = Known(
@@ -84,7 +85,9 @@ def diagnose_phase(
         returncode=end.returncode,
         ended=_ENDED.get(end.end),
         limit_s=time_limit_s,
-        iteration=None if progress is None else (progress.iteration, progress.last),
+        iteration=None if at is None else (at.iteration, at.last),
+        far=None if progress is None else progress.text,
+        quiet_s=end.quiet_s,
         world_size=None if end.plan.is_script else end.plan.world_size,
     )
     assets = AttemptDirs(root=dirs.root.parent).assets
@@ -609,7 +612,7 @@ def _when(end: PhaseEnd) -> str:
     """Describe how far a phase was."""
     if end.progress is None:
         return "before the first iteration"
-    return f"after iteration {end.progress.text}"
+    return f"after {end.progress.text}"
 
 
 def _phase(end: PhaseEnd) -> str:

@@ -361,8 +361,9 @@ def judge_attempt(
         try:
             metrics = measured_in(end.plan.dirs, is_rl=is_rl)
         except MetricsError as error:
+            far = "" if end.progress is None else f" {_when(end)}"
             return tuple(measured), FailureCause(
-                text=f"the training ended with exit code 0, but {error}"
+                text=f"the training ended with exit code 0{far}, but {error}"
             )
         measured.append(metrics)
         last = end.plan.last_iteration

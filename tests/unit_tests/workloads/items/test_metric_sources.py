@@ -73,6 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     project.entries[-1]["products"][0]["time_limit"] = [5]  # type: ignore[index, call-overload]
     case("silent", printed, kind="none")
     case("trainer", trainer, kind="trainer", really=15, exit=3)
+    case("gone", trainer, kind="trainer", really=15)
     case("no_bar", trainer, kind="trainer", really=15, exit=3, **{"no-bar": 1})
     case("csv", file, kind="csv", out="${OUTPUT_PATH}/metrics.csv")
     case("empty", file, kind="empty", out="${OUTPUT_PATH}/metrics.csv")
@@ -101,7 +102,8 @@ def test_metrics_are_judged_and_summed_up_wherever_they_are(run: Run) -> None:
         ("no_bar", "ended with exit code 3, after logged value 5"),
         ("silent", "no metrics: no printed line matches metrics.pattern"),
         ("empty", "metrics.csv: no metrics: no row of it has a number"),
-        ("no_file", "no metrics: the program wrote no such file; see metrics.path"),
+        ("no_file", "no metrics: the program wrote no such file; metrics.path names it"),
+        ("gone", "ended with exit code 0 after iteration 15 of 21, but "),
     ],
 )
 def test_what_failed_says_how_far_it_was_by_the_same_metrics(

@@ -419,10 +419,10 @@ def measured_in(dirs: PhaseDirs, *, is_rl: bool) -> MetricMap:
 
 def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
     """Say what is wrong with what a training measured: missing, ended early, not finite."""
-    return _incomplete(metrics, names, last) or find_non_finite(metrics, names)
+    return find_incomplete(metrics, names, last) or find_non_finite(metrics, names)
 
 
-def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
+def find_incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
     """Say which metric is missing, or that the training stopped early.
 
     One value alone, as of an evaluation, says nothing about its distance to the next one: another
@@ -464,12 +464,17 @@ def _not_resumed(
 
 
 def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
-    """Return the text for a loss that is not finite, None without one."""
-    for name in names:
-        for step, value in metrics[name].items():
-            if not is_finite(value) and is_loss(name):
-                return f"{name} is {value} at step {step}, the first that is not finite"
-    return None
+    """Return the text for the first loss that is not finite, None without one."""
+    odd = [
+        (step, name, value)
+        for name in filter(is_loss, names)
+        for step, value in metrics[name].items()
+        if not is_finite(value)
+    ]
+    if not odd:
+        return None
+    step, name, value = min(odd, key=lambda one: one[0])
+    return f"{name} is {value} at step {step}, the first that is not finite"
 
 
 def _is_near(series: Series, last: int) -> bool:

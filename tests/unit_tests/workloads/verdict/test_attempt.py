@@ -205,3 +205,10 @@ def test_a_training_ended_early_if_another_value_was_due(
 ) -> None:
     found = find_problem(metrics, tuple(metrics), 19)
     assert (found or "").partition(", expected")[0].rpartition("but ")[2] == (problem or "")
+
+
+def test_of_two_losses_the_one_that_was_not_finite_first_is_named() -> None:
+    late, early = (series_of({3: 1.0, 7: 1.0, 11: n, 15: n}) for n in (1.0, float("nan")))
+    late = series_of({**dict(late.items()), 15: float("nan")})
+    found = find_problem({"train/loss": late, "val/loss": early}, ("train/loss", "val/loss"), 15)
+    assert found == "val/loss is nan at step 11, the first that is not finite"

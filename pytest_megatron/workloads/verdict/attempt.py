@@ -60,6 +60,7 @@ from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.equivalence import Audit
 
+_PROGRAM = "the program"
 _ENDED = {
     End.EXITED: LaunchEnd.EXITED,
     End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
@@ -106,7 +107,35 @@ def diagnose_phase(
             return found
     if own is None:
         return None
+    if _program(end) == _PROGRAM and end.end is End.EXITED:
+        own = _with_ranks_of_its_own(own)
     return triage_unit(replace(own, known=replace(known, command=own.known.command)), table)
+
+
+# What launchers and ranks write into a log that they share.
+_OF_RANKS = re.compile(
+    rb"^\[rank[1-9]\d*\]: |\(local_rank: \d+\)|failed \(exitcode: |exits with return code = ",
+    re.MULTILINE,
+)
+_SHARED_BYTES = 1 << 18  # at a log's end
+
+
+def _with_ranks_of_its_own(unit: Unit) -> Unit:
+    """Return the launch of a program that was started alone as that of the ranks that it started.
+
+    Its log is then that of a launcher; ours knows of one process, and counts no more.
+    """
+    own = [replace(log, rank=None) for log in unit.logs if log.rank is not None]
+    if not any(_OF_RANKS.search(_end_of(log.path)) for log in own):
+        return unit
+    return replace(unit, logs=tuple(own))
+
+
+def _end_of(log: Path) -> bytes:
+    """Return the last bytes of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _SHARED_BYTES))
+        return file.read()
 
 
 def _units(directory: Path) -> tuple[Unit, ...]:
@@ -631,7 +660,7 @@ def _phase(end: PhaseEnd) -> str:
 def _program(end: PhaseEnd) -> str:
     """Name what was started: the program, the script or the launcher."""
     if end.plan.start is not None and end.plan.start.ranks.starter is Launcher.NONE:
-        return "the program"
+        return _PROGRAM
     return "the script" if end.plan.is_script else "the launcher"
 
 

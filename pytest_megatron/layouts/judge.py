@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product, takewhile
 from operator import itemgetter
 
@@ -178,17 +178,12 @@ def _row(record: RankRecord) -> RecordedFakeRank:
     sent: dict[str, int] = defaultdict(int)
     for call in record.calls:
         sent[str(sizes[call.group])] += 0 if call.kind == "recv" else call.num_bytes
-    memory = record.memory
     return RecordedFakeRank(
         rank=record.rank,
         end=record.end,
         num_calls=len(record.calls),
         micro_batches=tuple(record.forwards),
-        peak=memory.peak,
-        parameters=memory.parameters,
-        gradients=memory.gradients,
-        optimizer=memory.optimizer,
-        activations=memory.activations,
+        **asdict(record.memory),
         sent={size: number // max(record.steps, 1) for size, number in sorted(sent.items())},
         layers=tuple(f"{name_ranks(of, 'layer')} of {name}" for name, of in record.layers.items()),
     )
@@ -209,7 +204,7 @@ def _memory(records: Mapping[int, RankRecord], memory_bytes: int | None) -> Iter
         f"{size_text(memory.activations)}; the largest tensors:",
         lines=tuple(
             (fullest.rank, f"{size_text(t.num_bytes)} {t.dtype} {t.shape}, {t.line}")
-            for t in memory.largest
+            for t in fullest.largest
         ),
     )
 

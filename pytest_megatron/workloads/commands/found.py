@@ -118,7 +118,9 @@ class MetricSearch:
     def _files(self) -> Iterator[Found]:
         """Yield metrics that were found in files, by format and place."""
         for form, watched in self._watched:
-            for glob in dict.fromkeys(_glob_of(path, self.root) for path in watched.changed()):
+            globs = dict.fromkeys(_glob_of(path, self.root) for path in watched.changed())
+            covered = {glob.replace("**/", "") for glob in globs if "**/" in glob}
+            for glob in (glob for glob in globs if glob not in covered):
                 part = watched.narrowed(self.root, glob)
                 try:
                     curves = read_files(part, form, None)

@@ -28,8 +28,7 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
 )
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
-from pytest_megatron.session.state import NOTE_PREFIX, RunSession
+from pytest_megatron.session.state import FOLDING_LOG, NOTE_PREFIX, FoldingLog, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
 from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind, Saved

@@ -64,8 +64,19 @@ class MetricsKeys(MetricsFrom):
     names: Texts
 
 
+class RowSettings(TypedDict):
+    """Keys that a row in the short form has as the spec of a recipe has them."""
+
+    time_limit: NotRequired[Annotated[Positive | None, About("Seconds.")]]
+    n_repeat: NotRequired[Positive | None]
+    max_attempts: NotRequired[Positive | None]
+    transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
+    never_transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
+    quarantine: NotRequired[QuarantineKeys | None]
+
+
 @closed
-class ShortRow(TypedDict):
+class ShortRow(RowSettings):
     """One program that trains, as it is started by hand."""
 
     name: Annotated[_Name, About("Name of the item and of its golden.")]
@@ -99,12 +110,6 @@ class ShortRow(TypedDict):
     scope: NotRequired[Annotated[_Words, About("Every one by default.")]]
     cadence: NotRequired[Texts]
     tag: NotRequired[Text]
-    time_limit: NotRequired[Annotated[Positive, About("Seconds.")]]
-    n_repeat: NotRequired[Positive]
-    max_attempts: NotRequired[Positive]
-    transient: NotRequired[Annotated[Texts, About("Ids of signatures.")]]
-    never_transient: NotRequired[Annotated[Texts, About("Ids of signatures.")]]
-    quarantine: NotRequired[QuarantineKeys]
 
 
 @closed
@@ -119,11 +124,6 @@ class ShortRecipe(TypedDict):
     maintainers: NotRequired[tuple[str, ...]]
 
 
-# Keys of a row that are the same in the spec of a recipe.
-_OF_SPEC = (
-    *("tag", "time_limit", "n_repeat", "max_attempts"),
-    *("transient", "never_transient", "quarantine"),
-)
 # Keys of a row -> the key of a case.
 _OF_CASE = {
     "last_step": "LAST_STEP",
@@ -236,7 +236,7 @@ class _ShortReader:
             "gpus": row.get("gpus", command.ranks),
             "nodes": nodes,
             "training_script_path": shlex.join(command.words),
-            **{key: row[key] for key in _OF_SPEC if key in row},
+            **{key: row[key] for key in ("tag", *RowSettings.__annotations__) if key in row},
             **({} if row.get("compare") in (None, _NONE) else {_COMPARE: row["compare"]}),
         }
 

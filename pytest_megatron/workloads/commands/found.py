@@ -58,9 +58,17 @@ class Found:
         """Metrics to compare: losses and their like, with more than one value where some have."""
         if self.wanted:
             return self.wanted
-        chosen = [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
-        lasting = [name for name in chosen if len(self.metrics[name]) > 1]
-        return tuple(sorted(lasting or chosen, key=_rank_of))
+        lasting = [name for name in self._like_losses if name not in self.single]
+        return tuple(sorted(lasting or self._like_losses, key=_rank_of))
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Losses and their like that have one value."""
+        return tuple(name for name in self._like_losses if len(self.metrics[name]) == 1)
+
+    @property
+    def _like_losses(self) -> list[str]:
+        return [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
 
     @property
     def num_steps(self) -> int:

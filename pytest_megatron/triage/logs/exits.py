@@ -1,7 +1,8 @@
-"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun, DeepSpeed. Pure.
+"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun and others. Pure.
 
 Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
-Slurm's srun, task exit messages; deepspeed/launcher/launch.py, 0.19.
+Slurm's srun, task exit messages; deepspeed/launcher/launch.py, 0.19; accelerate/commands/launch.py,
+1.15, whose `simple_launcher` starts one process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pytest_megatron.triage.logs.lines import parse_line, parse_time
 # In every line that tells of an end, and so looked for.
 LITERALS = (
     *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
-    *("forcefully exiting via", "exits with return code = "),
+    *("forcefully exiting via", "exits with return code = ", "died with <Signals."),
 )
 NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
 
@@ -39,6 +40,7 @@ _MPIRUN = re.compile(r"process rank (?P<rank>\d+) .*exited on signal (?P<number>
 _DEEPSPEED = re.compile(
     r"'--local_rank=(?P<rank>\d+)'.*\] exits with return code = (?P<code>-?\d+)$"
 )
+_ACCELERATE = re.compile(r"CalledProcessError: .* died with <Signals\.(?P<how>SIG\w+): \d+>")
 _WORDS = {
     "Killed": "SIGKILL",
     "Segmentation fault": "SIGSEGV",
@@ -115,7 +117,8 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if (process := _MPIRUN.search(text)) is not None:
         killed = how_it_ended(-int(process["number"]))
         return (ProcessExit(rank=int(process["rank"]), how=killed, shown=text),)
-    return ()
+    lone = _ACCELERATE.search(text) if "in simple_launcher" in around[:at] else None
+    return () if lone is None else (ProcessExit(rank=0, how=lone["how"], shown=text),)
 
 
 def stubborn_pid(line: str) -> int | None:

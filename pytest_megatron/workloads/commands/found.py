@@ -28,7 +28,8 @@ _NOT_COMPARED = re.compile(r"time|per[-_ ]sec|scale|runtime|/s\b", re.IGNORECASE
 # Lines of programs without a ready pattern: those with a step, and those that have to be counted.
 _LOSSES = (
     rf"(?P<name>\b(?:(?:train|training|val|valid|validation|test|eval) )?[\w/.-]*"
-    rf"(?:loss|ppl|perplexity|accuracy|reward))\s*[:=]?\s*(?P<value>{NUMBER})"
+    rf"(?:loss|ppl|perplexity|accuracy|reward|grad(?:ient)?[-_ ]norm))"
+    rf"\s*[:=]?\s*(?P<value>{NUMBER})"
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))

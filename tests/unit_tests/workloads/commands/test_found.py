@@ -32,3 +32,14 @@ def test_a_file_and_its_copies_below_are_one_place(tmp_path: Path) -> None:
         (directory / "log.csv").write_text("step,loss\n1,2.5\n2,2.25\n")
     search.look(PhaseDirs(root=tmp_path / "logs"), is_joint=False)
     assert [place.where for place in search.places] == ["csv, out/**/log.csv"]
+
+
+def test_a_norm_of_gradients_that_is_printed_is_compared(tmp_path: Path) -> None:
+    dirs = PhaseDirs(root=tmp_path / "logs")
+    dirs.root.mkdir()
+    dirs.launcher_log.write_text(
+        "grad norm: 0.59 ::train loss: 5.5\ngrad norm: 0.61 ::train loss: 5.4\n"
+    )
+    search = MetricSearch(tmp_path)
+    search.look(dirs, is_joint=False)
+    assert [place.names for place in search.places] == [("train loss", "grad norm")]

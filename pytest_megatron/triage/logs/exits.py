@@ -2,7 +2,7 @@
 
 Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
 Slurm's srun, task exit messages; deepspeed/launcher/launch.py, 0.19; accelerate/commands/launch.py,
-1.15, whose `simple_launcher` starts one process.
+1.15, whose `simple_launcher` starts one process; lightning/fabric/strategies/launchers, 2.6.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pytest_megatron.triage.logs.lines import parse_line, parse_time
 LITERALS = (
     *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
     *("forcefully exiting via", "exits with return code = ", "died with <Signals."),
+    "] Child process with PID ",
 )
 NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
 
@@ -37,8 +38,10 @@ _SRUN = re.compile(
 )
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via .*forcefully exiting via")
 _MPIRUN = re.compile(r"process rank (?P<rank>\d+) .*exited on signal (?P<number>\d+)")
-_DEEPSPEED = re.compile(
-    r"'--local_rank=(?P<rank>\d+)'.*\] exits with return code = (?P<code>-?\d+)$"
+_OF_OTHERS = re.compile(  # of DeepSpeed, of Lightning
+    r"(?:'--local_rank=(?P<local>\d+)'.*\] exits with return code ="
+    r"|^\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code)"
+    r" (?P<code>-?\d+)\b"
 )
 _ACCELERATE = re.compile(r"CalledProcessError: .* died with <Signals\.(?P<how>SIG\w+): \d+>")
 _WORDS = {
@@ -96,12 +99,12 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if "(local_rank: " in text:
         found = _table_row(around, at)
         return () if found is None else (found,)
-    # Of both launchers that end the others then; DeepSpeed's says nothing of these.
-    if (seen := _SEEN.search(text) or _DEEPSPEED.search(text)) is not None:
-        how, pid = how_it_ended(int(seen["code"])), seen.groupdict().get("pid")
+    # Launchers that end the others then; DeepSpeed's and Lightning's say nothing of these.
+    if (seen := _SEEN.search(text) or _OF_OTHERS.search(text)) is not None:
+        how, pid = how_it_ended(int(seen["code"])), seen["pid"]
         return (
             ProcessExit(
-                rank=int(seen["rank"]),
+                rank=int(seen["rank"] or seen["local"]),
                 how=how,
                 is_first=True,
                 pid=None if pid is None else int(pid),

@@ -135,6 +135,10 @@ def test_a_header_without_an_exception_is_no_traceback() -> None:
             "[ERROR] [launch.py:259:x] ['p', '--local_rank=1', '-l'] exits with return code = -9",
             [(1, "SIGKILL")],
         ),
+        (
+            "[rank: 1] Child process with PID 27721 terminated with code -9. Forcefully t",
+            [(1, "SIGKILL")],
+        ),
         ("srun: error: Unable to create step", []),
         ("srun: error: n1: task 2: Confused", []),
     ],

@@ -79,6 +79,7 @@ rows:
   - {<<: *sound, name: raises, command: python ranks.py raises 1}
   - {<<: *sound, name: killed, command: python ranks.py killed -9}
   - {<<: *sound, name: lone, command: python ranks.py lone}
+  - {<<: *sound, name: syntax, command: python broken.py}
   - {<<: *sound, name: endless, stop: none}
   - {<<: *sound, name: takes_less, command: python train.py --max_steps 12 --exit-interval 12}
 """
@@ -89,6 +90,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root=tmp_path_factory.mktemp("own") / "project")
     (project.root / "train.py").write_text(PROGRAM)
     (project.root / "ranks.py").write_text(RANKS)
+    (project.root / "broken.py").write_text("import os\nprint(os.name\n")
     (project.root / "recipes").mkdir()
     (project.root / "recipes" / "own.yaml").write_text(ROWS)
     return project
@@ -156,6 +158,11 @@ def test_of_ranks_that_a_program_starts_the_one_that_failed_is_named(
     run: Run, case: str, problem: str
 ) -> None:
     assert run.problem(case).startswith(problem)
+
+
+def test_the_place_of_a_syntax_error_is_told(run: Run) -> None:
+    problem = run.problem("syntax")
+    assert problem.startswith("rank 0 raised SyntaxError: '(' was never closed at broken.py:2, ")
 
 
 def test_an_argument_that_the_program_does_not_take_is_its_own_error(run: Run) -> None:

@@ -115,7 +115,7 @@ def diagnose_phase(
 # What launchers and ranks write into a log that they share.
 _OF_RANKS = re.compile(
     rb"^\[rank[1-9]\d*\]: |\(local_rank: \d+\)|failed \(exitcode: |exits with return code = "
-    rb"|, in simple_launcher$|^\[rank: \d+\] Child process with PID ",
+    rb"|, in simple_launcher$|^\[rank: \d+\] Child process with PID |/gloo/transport/tcp/",
     re.MULTILINE,
 )
 _SHARED_BYTES = 1 << 18  # at a log's end

@@ -52,6 +52,9 @@ if how == "lone":
     print("Traceback (most recent call last):", file=sys.stderr)
     print(f'  File "{at}", line 999, in simple_launcher\\n    raise x', file=sys.stderr)
     sys.exit("subprocess.CalledProcessError: Command '[9]' died with <Signals.SIGKILL: 9>.")
+for rank in (0, 1):
+    print(f"[INFO] [launch.py:245:main] process 422{rank} spawned with command: ['/x/python', "
+          f"'-u', 'train.py', '--local_rank={rank}', '--lr', '1']")
 print("[2026-11-26 21:50:05,717] [INFO] [launch.py:253:sigkill_handler] Killing subprocess 4223")
 print(f"[2026-11-26 21:50:05,788] [ERROR] [launch.py:259:sigkill_handler] ['/x/python', '-u', "
       f"'train.py', '--local_rank=1', '--lr', '1'] exits with return code = {sys.argv[2]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,6 +177,29 @@ def _strength(failed: Comparison) -> float:
     return max((abs(part) / most for part, most in found if part is not None and most), default=1.0)
 
 
+def _most_telling_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Return comparisons by strength, and before all others the one that was off first.
+
+    Where the strongest has no step of its own, as a mean has none, it stays before all others.
+    """
+    ordered = sorted(failed, key=lambda one: -_strength(one))
+    steps = {index: _step_of(one) for index, one in enumerate(ordered)}
+    stepped = {index: step for index, step in steps.items() if step is not None}
+    if 0 in stepped:
+        first = min(stepped, key=lambda index: stepped[index])
+        ordered.insert(0, ordered.pop(first))
+    return tuple(ordered)
+
+
+def _step_of(failed: Comparison) -> int | None:
+    """Return the first step of a training that is wrong; None where it says little, or is none."""
+    first, is_weak = failed.first, _strength(failed) <= 1.0
+    is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
+    if first is None or first.place is not None or failed.summary is not None or is_weak or is_cost:
+        return None
+    return first.step
+
+
 GOLDEN = "golden"  # what a repeat was compared with
 
 
@@ -204,9 +227,8 @@ class RepeatComparison:
 
     @property
     def failed(self) -> tuple[Comparison, ...]:
-        """The metrics that disagree, the one that is off furthest for its limit first."""
-        failed = (c for c in self.comparisons if not c.passed)
-        return tuple(sorted(failed, key=lambda one: -_strength(one)))
+        """The metrics that disagree: the one that was off first, then by how far they are off."""
+        return _most_telling_first(c for c in self.comparisons if not c.passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +257,7 @@ class Judgement:
     def in_short(self) -> str:
         """The metric that disagrees and where, for a line that ends at the terminal's width."""
         failed = [c for repeat in self.failed for c in repeat.failed]
-        first = max(failed, key=_strength)
+        first = _most_telling_first(failed)[0]
         num_more = len({comparison.metric for comparison in failed} - {first.metric})
         step = None if first.summary is not None else first.first
         where = "" if step is None else f" at {step.where}"

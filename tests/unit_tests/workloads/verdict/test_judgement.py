@@ -13,6 +13,7 @@ from pytest_megatron.workloads.verdict.compare import GOLDEN, Judgement, RepeatC
 
 SOUND: dict[str, dict[int, float]] = {
     "lm loss": {s: 5.0 - s / 20 for s in range(1, 51)},
+    "val loss": {s: 5.0 - s / 20 for s in range(1, 51)},
     "num-zeros": {s: 2000.0 + s for s in range(1, 51)},
     "iteration-time": {s: 0.1 + s / 1e6 for s in range(1, 51)},
 }
@@ -64,6 +65,11 @@ def judgement(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) ->
             },
             "lm loss is nan at step 7 (and 1 more)",
             id="a value that is none",
+        ),
+        pytest.param(
+            {"lm_loss": {30: 9.0}, "val_loss": {20: 3.96}},
+            "val loss is off at step 20 (and 1 more)",
+            id="of those with a step the one that was off first",
         ),
         pytest.param(
             {"lm_loss": HARDLY, "iteration-time": {50: None}},

@@ -41,6 +41,7 @@ from pytest_megatron.session import options
 from pytest_megatron.session.arguments import (
     are_recipes_asked_for,
     findable,
+    leave_out_of_environment,
     refuse_root_of_values,
 )
 from pytest_megatron.session.deselected import (
@@ -49,7 +50,6 @@ from pytest_megatron.session.deselected import (
     note_deselected,
     take_deselected,
 )
-from pytest_megatron.session.inherited import leave_out_of_environment
 from pytest_megatron.session.options import has_workers
 from pytest_megatron.session.short_names import PREFIX, ShortNames
 
@@ -315,8 +315,8 @@ def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     """Have the results of distributed tests kept and shown, once for a session."""
     from pytest_megatron.gangs.controller.results import NAME, GangResults
-    from pytest_megatron.session.reporters import register_reporters
     from pytest_megatron.session.run_file import run_file_of
+    from pytest_megatron.session.state import register_reporters
 
     if not config.pluginmanager.has_plugin(NAME):
         results = GangResults(session, run_file_of(config, session))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from generated_page import write_tables
 
-from pytest_megatron.doctor.examine import rules
+from pytest_megatron.doctor.command import rules
 from pytest_megatron.doctor.facts import compat
 from pytest_megatron.workloads.training.checks.rules import CheckRule, check_rules
 

@@ -73,7 +73,7 @@ def begin(*, job: str, test_case: str | None, directory: Path) -> None:
     Prints the artifact's name, and hands it to later steps through GITHUB_OUTPUT.
     """
     from pytest_megatron.ci.plan_command import outputs_text  # noqa: PLC0415
-    from pytest_megatron.ci.summary.job_file import (  # noqa: PLC0415 - each command its own
+    from pytest_megatron.ci.summary.model import (  # noqa: PLC0415 - each command its own
         new_job,
         write_job,
     )

@@ -22,8 +22,7 @@ from pytest_megatron.base.text import (
     within_limit,
     workflow_command,
 )
-from pytest_megatron.session.reporters import FOLDING_LOG
-from pytest_megatron.session.state import RunSession
+from pytest_megatron.session.state import FOLDING_LOG, RunSession
 
 _MOST_CHARS = 4000  # of an annotation
 # Long parts of a failure, which follow what they explain.

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from pytest_megatron.layouts.model import LargeTensor, Memory
+from pytest_megatron.layouts.model import LargeTensor
+from pytest_megatron.runs.record import RankMemory
 
 _NUM_LARGEST = 10
 _READS = (
@@ -98,8 +99,8 @@ class MemoryTracker(TorchDispatchMode):
         """Measure what models and optimizers hold now."""
         self._held = _held()
 
-    def result(self) -> Memory:
-        """Return the peak, what of it models and optimizers hold, and its largest tensors."""
+    def result(self) -> tuple[RankMemory, list[LargeTensor]]:
+        """Return the peak with what of it models and optimizers hold, and its largest tensors."""
         if not any(self._held):
             self.look()
         parameters, gradients, states = self._held
@@ -112,14 +113,14 @@ class MemoryTracker(TorchDispatchMode):
         largest = sorted((self._made[n] for n in at_peak), key=lambda t: -t.num_bytes)
         peak = torch.cuda.max_memory_allocated() if self._has_cuda else self._peak
         held = parameters + gradients + states
-        return Memory(
+        memory = RankMemory(
             peak=peak,
             parameters=parameters,
             gradients=gradients,
             optimizer=states,
             activations=max(peak - held, 0),
-            largest=largest[:_NUM_LARGEST],
         )
+        return memory, largest[:_NUM_LARGEST]
 
 
 def _held() -> tuple[int, int, int]:

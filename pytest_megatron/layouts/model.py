@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
+from pytest_megatron.runs.record import RankMemory
 
 
 @dataclass(slots=True)
@@ -85,24 +86,6 @@ class LargeTensor:
     line: str
 
 
-@dataclass(slots=True)
-class Memory:
-    """Memory of a rank, in bytes.
-
-    Attributes:
-        peak: The most at one time.
-        activations: The part of the peak that is none of the others.
-        largest: At the peak.
-    """
-
-    peak: int = 0
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    largest: list[LargeTensor] = field(default_factory=list)
-
-
 class CallOptions(TypedDict, total=False):
     """What only some kinds of calls have."""
 
@@ -127,6 +110,7 @@ class RankRecord:
         end: `whole`, `cut` after the steps, `failed`, or `unknown` at an object that a rank that
             was not run would have sent.
         problem: Last line of the traceback.
+        largest: Tensors at the peak of the memory.
     """
 
     rank: int
@@ -141,7 +125,8 @@ class RankRecord:
     end: str = ""
     problem: str = ""
     problem_line: str = ""
-    memory: Memory = field(default_factory=Memory)
+    memory: RankMemory = field(default_factory=RankMemory)
+    largest: list[LargeTensor] = field(default_factory=list)
 
 
 def write_record(path: Path, record: RankRecord) -> None:

@@ -229,7 +229,7 @@ class RankRecorder:
     def finish(self, end: str, problem: str = "", line: str = "") -> None:
         """Write the record of this rank."""
         self._record.end, self._record.problem, self._record.problem_line = end, problem, line
-        self._record.memory = self.memory.result()
+        self._record.memory, self._record.largest = self.memory.result()
         modules = self._directory / "modules.json"
         if not modules.exists():
             installed = [

@@ -21,8 +21,7 @@ from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.errors import MegatronError, ReproError
 from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
-from pytest_megatron.repro.order import smallest_cause
-from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage
+from pytest_megatron.repro.run import ReproExit, ReproOutcome, Stage, smallest_cause
 from pytest_megatron.runs.choose import Chosen, choose, find_plan, read_own_run
 from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts

@@ -194,7 +194,23 @@ class RecordedFault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedFakeRank:
+class RankMemory:
+    """Memory of a rank, in bytes.
+
+    Attributes:
+        peak: The most at one time.
+        activations: The part of the peak that is none of the others.
+    """
+
+    peak: _Count = 0
+    parameters: _Count = 0
+    gradients: _Count = 0
+    optimizer: _Count = 0
+    activations: _Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedFakeRank(RankMemory):
     """A rank that ran on fake process groups; sizes are bytes.
 
     Attributes:
@@ -207,11 +223,6 @@ class RecordedFakeRank:
     end: str = "whole"
     num_calls: _Count = 0
     micro_batches: tuple[_Count, ...] = ()
-    peak: _Count = 0
-    parameters: _Count = 0
-    gradients: _Count = 0
-    optimizer: _Count = 0
-    activations: _Count = 0
     sent: dict[str, _Count] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
 

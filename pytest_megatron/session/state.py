@@ -1,4 +1,4 @@
-"""State that every role of one pytest session shares: options, run directory, arguments."""
+"""State that every role of one pytest session shares: options, run directory, arguments, log."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import faulthandler
 import fcntl
 import functools
 import json
+import logging
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
+from typing_extensions import override
 
 from pytest_megatron.base.project import ProjectConfig, load_config
+from pytest_megatron.rooms import ROOMS, ExtensionPoint
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import (
     HISTORY_FILE,
@@ -26,12 +30,12 @@ from pytest_megatron.runs.layout import (
     make_results_dir,
 )
 from pytest_megatron.runs.ledger import RunLedger
-from pytest_megatron.session.log import SessionLog
 from pytest_megatron.session.options import Options, read_options, usage_errors
 
 if TYPE_CHECKING:
     from pytest_megatron.runs.redact import Redactor
     from pytest_megatron.triage.signatures import Table
+
 
 _ARGUMENTS_KEY = "megatron_arguments"
 NOTE_PREFIX = ".progress-"  # the name of a worker follows
@@ -302,3 +306,74 @@ def link_latest(run_dir: Path) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(run_dir.name)
     new.replace(run_dir.parent / "latest")
+
+
+# Rooms log what they decide to `pytest_megatron.<room>`. pytest shows it with --log-cli-level=INFO.
+_LOG_FILE = "megatron.log"
+_LOGGERS = [logging.getLogger(f"pytest_megatron.{room}") for room in ROOMS]
+_LOG_FORMAT = logging.Formatter("%(asctime)s %(name)s: %(message)s")
+
+
+class SessionLog(logging.Filter):
+    """Writes records into the run directory once it is there; until then it keeps them.
+
+    It is a filter, and not a handler, so that pytest does not take the records for output of a
+    test where the root logger's level is higher.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._run_dir = run_dir
+        self._kept: list[str] = []
+
+    def begin(self) -> None:
+        """Keep the log records of all rooms from here on."""
+        for logger in _LOGGERS:
+            logger.setLevel(logging.INFO)
+            logger.addFilter(self)
+
+    def end(self) -> None:
+        """Keep no more log records."""
+        self._write()
+        for logger in _LOGGERS:
+            logger.setLevel(logging.NOTSET)
+            logger.removeFilter(self)
+
+    @override
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep a record; return whether the root logger's level lets it through."""
+        self._kept.append(f"{_LOG_FORMAT.format(record)}\n")
+        self._write()
+        return logging.getLogger().isEnabledFor(record.levelno)
+
+    def _write(self) -> None:
+        """Append what is kept to the log of the run."""
+        if not self._kept or not self._run_dir.is_dir():
+            return
+        # Opened for each record: ranks are forks of this process. Others report a full disk.
+        with (
+            contextlib.suppress(OSError),
+            (self._run_dir / _LOG_FILE).open("a", encoding="utf-8") as file,
+        ):
+            file.write("".join(self._kept))
+        self._kept.clear()
+
+
+FOLDING_LOG = "megatron-ci-log"  # the name of the plugin that is one
+_REPORTERS: ExtensionPoint[Callable[[pytest.Config, RunSession], None]] = ExtensionPoint("reporter")
+
+
+class FoldingLog(Protocol):
+    """A log whose sections can be folded."""
+
+    def fold(self, title: str) -> None:
+        """Begin a section."""
+
+    def unfold(self) -> None:
+        """End it."""
+
+
+def register_reporters(config: pytest.Config, session: RunSession) -> None:
+    """Register those of all rooms; each registers itself once."""
+    for register in _REPORTERS.all():
+        register(config, session)

@@ -33,6 +33,7 @@ from pytest_megatron.trace.files import (
     read_end,
     read_header,
 )
+from pytest_megatron.workloads.training.plan.trace_settings import TraceTools
 
 _MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
 _STEP = re.compile(rb'"step": ?(\d+)')
@@ -320,3 +321,10 @@ def _depth(module: str) -> int:
     if (found := _LAYER.search(module)) is not None:
         return 1 + int(found[1])
     return 0 if module.startswith("embedding") else sys.maxsize
+
+
+TOOLS = TraceTools(
+    record=("-m", "pytest_megatron.trace.run"),
+    compare=("-m", "pytest_megatron.trace.compare"),
+    compare_bits=compare_bits,
+)

@@ -96,27 +96,36 @@ class ParameterShard:
     attributes: Mapping[str, bool | int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorMeasurement:
+    """What is recorded of a tensor's values.
+
+    Attributes:
+        norm: In double precision; None where a value is not finite.
+        mean: In double precision; None where a value is not finite.
+        hash: 16 hex digits, a function of the bits.
+        not_finite: Number of values that are NaN or infinite.
+    """
+
+    norm: float | None
+    mean: float | None
+    hash: str
+    not_finite: Count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRecord(TracedTensor):
+class TraceRecord(TracedTensor, TensorMeasurement):
     """One tensor, as one rank had it.
 
     Attributes:
         kind: Class of the module.
         shape: Shape of the local tensor (with `parameter.flat`: of the part that it is taken from).
-        norm: In double precision; None where a value is not finite.
-        mean: In double precision; None where a value is not finite.
-        hash: 16 hex digits, a function of the bits.
-        not_finite: Number of values that are NaN or infinite.
         at: Offset and number of bytes in `rank_<r>.bin`.
     """
 
     kind: str
     shape: tuple[Count, ...]
     dtype: str
-    norm: float | None
-    mean: float | None
-    hash: str
-    not_finite: Count
     at: tuple[int, int] | None = None
     parameter: ParameterShard | None = None
 

@@ -21,21 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pytest_megatron.trace.files import TensorMeasurement
+
 Array: TypeAlias = NDArray[np.float64]  # or of another type
 _CHUNK = 1 << 20  # words that are hashed at once; part of the definition of the hash
 _DOUBLES = 1 << 13  # at once: what is much longer the allocator maps anew each time, page by page
 _MASK = (1 << 64) - 1
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeasurement:
-    """What is recorded of a tensor's values; norm and mean are None where one is not finite."""
-
-    norm: float | None
-    mean: float | None
-    not_finite: int
-    hash: str
 
 
 @dataclass(frozen=True, slots=True)

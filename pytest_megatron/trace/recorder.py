@@ -27,11 +27,16 @@ import torch
 
 from pytest_megatron.runs.equivalence import Phase
 from pytest_megatron.trace import layout
-from pytest_megatron.trace.files import ParameterShard, TraceEnd, TraceRecord, TraceWriter
+from pytest_megatron.trace.files import (
+    ParameterShard,
+    TensorMeasurement,
+    TraceEnd,
+    TraceRecord,
+    TraceWriter,
+)
 from pytest_megatron.trace.measure import (
     Array,
     Pending,
-    TensorMeasurement,
     bits_on_cpu,
     flat_values,
     hash_on_cpu,
@@ -258,14 +263,7 @@ class Recorder:
         arrived = iter(resolve([one for _, one in self._pending if isinstance(one, Pending)]))
         for make, found in self._pending:
             measured = next(arrived) if isinstance(found, Pending) else found
-            self._writer.write_record(
-                make(
-                    norm=measured.norm,
-                    mean=measured.mean,
-                    hash=measured.hash,
-                    not_finite=measured.not_finite,
-                )
-            )
+            self._writer.write_record(make(**vars(measured)))
         self._pending.clear()
         self._writer.flush()
 

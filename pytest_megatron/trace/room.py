@@ -8,5 +8,5 @@ ROOM = Room(
     commands={
         "trace": ("command:command", "Compare and print traces of tensors."),
     },
-    provides={"trace_tools": "tools:TOOLS"},
+    provides={"trace_tools": "bits:TOOLS"},
 )

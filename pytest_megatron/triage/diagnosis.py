@@ -11,6 +11,7 @@ from pathlib import Path
 from pytest_megatron.base.text import name_ranks
 from pytest_megatron.runs.headline import make_headline
 from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
+from pytest_megatron.triage.launch import LaunchEnd
 from pytest_megatron.triage.logs.lines import parse_iteration
 from pytest_megatron.triage.logs.scan import line_number
 from pytest_megatron.triage.rank_log import LogLine, RankLog, Root
@@ -188,12 +189,20 @@ def _who(rank_log: RankLog, root: Root) -> str:
     return f"{name_ranks(root.ranks)}{of}"
 
 
+_QUIET_S = 10.0  # a training that goes on is rarely silent for so long
+
+
 def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
-    """Describe how far the training was."""
+    """Describe how far the training was, and how long it had been silent where a limit ended it."""
+    known = rank_log.unit.known
+    when = "before the first iteration that was logged" if rank_log.unit.logs else ""
     if iteration is not None:
         last = "" if iteration[1] is None else f" of {iteration[1]}"
-        return f"after iteration {iteration[0]}{last}"
-    return "before the first iteration that was logged" if rank_log.unit.logs else ""
+        when = f"after iteration {iteration[0]}{last}"
+    elif known.far is not None:
+        when = f"after {known.far}"
+    is_silent = known.ended is LaunchEnd.TIME_LIMIT and known.quiet_s >= _QUIET_S
+    return f"{when}, nothing logged for {known.quiet_s:.0f} s" if is_silent else when
 
 
 def _say_memory(facts: Mapping[str, str]) -> str:

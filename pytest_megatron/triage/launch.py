@@ -50,6 +50,8 @@ class Known:
         returncode: Exit code of the launcher, negative for a signal.
         limit_s: Time limit of the launch.
         iteration: How far it is known to have come: N of M.
+        far: The same, such as `logged value 9`, where no iteration is known.
+        quiet_s: Seconds in which nothing was logged before it was stopped.
         command: What runs it again, as typed in a shell.
         record: A failed comparison with a golden, or the health of GPUs, in our run directory.
     """
@@ -59,6 +61,8 @@ class Known:
     ended: LaunchEnd | None = None
     limit_s: float | None = None
     iteration: tuple[int, int | None] | None = None
+    far: str | None = None
+    quiet_s: float = 0.0
     world_size: int | None = None
     command: str | None = None
     record: LogFile | None = None

@@ -196,13 +196,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--packages", default="golden,recipe,ci")
+    parser.add_argument("--packages", default="workloads/golden,workloads/recipe,ci")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for all mutations")
     parser.add_argument("--slow", type=float, default=1.0, help="seconds, from which tests are out")
     parser.add_argument("--directory", help="of an earlier copy, with its record, to use it again")
     given = parser.parse_args()
     packages = given.packages.split(",")
     tests = [f"tests/unit_tests/{package}" for package in packages]
+    for tested in tests:
+        if not (ROOT / tested).is_dir():
+            parser.error(f"argument --packages: {tested} is no directory, expected one of tests")
     results: list[MutationResult] = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
         root = Path(given.directory or temporary, "copy").resolve()

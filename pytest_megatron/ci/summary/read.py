@@ -15,8 +15,14 @@ from pathlib import Path, PurePath
 from pytest_megatron.base.files import read_json
 from pytest_megatron.base.schema import SchemaError, parse, validate
 from pytest_megatron.ci.jobs import PlanFile
-from pytest_megatron.ci.summary.job_file import FILE_NAME, LOG_NAME, CiJobRecord
-from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
+from pytest_megatron.ci.summary.model import (
+    FILE_NAME,
+    LOG_NAME,
+    CiJobRecord,
+    ItemCause,
+    JobItem,
+    JobRun,
+)
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below

@@ -28,9 +28,9 @@ from pytest_megatron.gangs.ipc.messages import (
     DebuggerWrote,
     Message,
 )
+from pytest_megatron.gangs.lifecycle import GangState
 from pytest_megatron.gangs.rank.logs import Tail
 from pytest_megatron.gangs.supervisor.supervisor import Gang
-from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.session.options import Options
 
 _COPY_EVERY_S = 0.05

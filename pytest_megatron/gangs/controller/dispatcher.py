@@ -16,6 +16,7 @@ from pytest_megatron.gangs.controller.gang_pool import GangPool, has_left
 from pytest_megatron.gangs.controller.reports import merge_problem
 from pytest_megatron.gangs.crash import crash_stack
 from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, Run
+from pytest_megatron.gangs.lifecycle import GangState
 from pytest_megatron.gangs.markers import PhaseLimits, num_reruns_of
 from pytest_megatron.gangs.merge import (
     Merged,
@@ -30,7 +31,6 @@ from pytest_megatron.gangs.record import execution_record
 from pytest_megatron.gangs.schedule import Schedule
 from pytest_megatron.gangs.spec import GangSpec, RankResult, RunEnd
 from pytest_megatron.gangs.supervisor.supervisor import Gang
-from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gpu.host import is_awaited
 from pytest_megatron.runs.record import RecordedExecution
 from pytest_megatron.session.options import Options

@@ -20,7 +20,7 @@ from pytest_megatron.gangs.controller.console import Console, Tee
 from pytest_megatron.gangs.controller.rank_config import RankConfigs, refuse_unfit_host
 from pytest_megatron.gangs.ipc.channel import listen_locally
 from pytest_megatron.gangs.ipc.messages import RankConfig, Welcome
-from pytest_megatron.gangs.lifecycle import Lifecycle
+from pytest_megatron.gangs.lifecycle import GangState, Lifecycle
 from pytest_megatron.gangs.nodes.leader import Leader, nodes_of
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
@@ -33,7 +33,6 @@ from pytest_megatron.gangs.start.forkserver import SessionTemplate, TemplateProc
 from pytest_megatron.gangs.start.learnt import learn
 from pytest_megatron.gangs.start.start_mode import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
-from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
 from pytest_megatron.process.fork_safety import find_obstacle

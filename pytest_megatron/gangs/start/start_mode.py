@@ -32,6 +32,7 @@ from pytest_megatron.gangs.controller.worker_contract import (
 from pytest_megatron.gangs.crash import shorten_stack
 from pytest_megatron.gangs.ipc.channel import Listener
 from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
+from pytest_megatron.gangs.lifecycle import START_LIMIT_S
 from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start.collector import SessionInfo
@@ -45,7 +46,6 @@ from pytest_megatron.gangs.start.forkserver import wait_for_fork_server
 from pytest_megatron.gangs.start.preload import PreloadedProcess, PreloadMode, start_preloaded
 from pytest_megatron.gangs.supervisor.collectors import CollectorMessage
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
-from pytest_megatron.gangs.timers import START_LIMIT_S
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
 from pytest_megatron.process.fork_safety import find_obstacle

@@ -36,7 +36,7 @@ from pytest_megatron.gangs.ipc.messages import (
     StoreOpened,
     encode,
 )
-from pytest_megatron.gangs.lifecycle import ORPHANED, Lifecycle
+from pytest_megatron.gangs.lifecycle import ORPHANED, GangState, Lifecycle
 from pytest_megatron.gangs.spec import (
     Action,
     AskForStacks,
@@ -49,7 +49,6 @@ from pytest_megatron.gangs.spec import (
 )
 from pytest_megatron.gangs.supervisor.collectors import RankCollectors
 from pytest_megatron.gangs.supervisor.connections import OF_NODE, Calls, Followers, ForkServers
-from pytest_megatron.gangs.timers import GangState
 from pytest_megatron.gangs.topology import describe_node
 from pytest_megatron.process.guard import UNKILLABLE_S
 from pytest_megatron.process.tree import lives_on

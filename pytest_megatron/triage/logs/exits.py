@@ -1,7 +1,8 @@
-"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun. Pure.
+"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun and others. Pure.
 
 Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
-Slurm's srun, task exit messages.
+Slurm's srun, task exit messages; deepspeed/launcher/launch.py, 0.19; accelerate/commands/launch.py,
+1.15, whose `simple_launcher` starts one process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pytest_megatron.triage.logs.lines import parse_line, parse_time
 # In every line that tells of an end, and so looked for.
 LITERALS = (
     *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
-    "forcefully exiting via",
+    *("forcefully exiting via", "exits with return code = ", "died with <Signals."),
 )
 NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
 
@@ -36,6 +37,10 @@ _SRUN = re.compile(
 )
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via .*forcefully exiting via")
 _MPIRUN = re.compile(r"process rank (?P<rank>\d+) .*exited on signal (?P<number>\d+)")
+_DEEPSPEED = re.compile(
+    r"'--local_rank=(?P<rank>\d+)'.*\] exits with return code = (?P<code>-?\d+)$"
+)
+_ACCELERATE = re.compile(r"CalledProcessError: .* died with <Signals\.(?P<how>SIG\w+): \d+>")
 _WORDS = {
     "Killed": "SIGKILL",
     "Segmentation fault": "SIGSEGV",
@@ -91,10 +96,18 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if "(local_rank: " in text:
         found = _table_row(around, at)
         return () if found is None else (found,)
-    if (seen := _SEEN.search(text)) is not None:
-        code, rank = int(seen["code"]), int(seen["rank"])
-        how, pid = how_it_ended(code), int(seen["pid"])
-        return (ProcessExit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
+    # Of both launchers that end the others then; DeepSpeed's says nothing of these.
+    if (seen := _SEEN.search(text) or _DEEPSPEED.search(text)) is not None:
+        how, pid = how_it_ended(int(seen["code"])), seen.groupdict().get("pid")
+        return (
+            ProcessExit(
+                rank=int(seen["rank"]),
+                how=how,
+                is_first=True,
+                pid=None if pid is None else int(pid),
+                shown=text,
+            ),
+        )
     if (task := _SRUN.match(text)) is not None:
         word = task["word"]
         how = f"exit code {task['code']}" if word is None else _WORDS.get(word.strip(), "")
@@ -104,7 +117,8 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if (process := _MPIRUN.search(text)) is not None:
         killed = how_it_ended(-int(process["number"]))
         return (ProcessExit(rank=int(process["rank"]), how=killed, shown=text),)
-    return ()
+    lone = _ACCELERATE.search(text) if "in simple_launcher" in around[:at] else None
+    return () if lone is None else (ProcessExit(rank=0, how=lone["how"], shown=text),)
 
 
 def stubborn_pid(line: str) -> int | None:

@@ -21,7 +21,11 @@ from pytest_megatron.gpu.host import Gpu, lease_gpus
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.found import Found, MetricSearch
-from pytest_megatron.workloads.recipe.short_rows import is_python, with_logs_of_ranks
+from pytest_megatron.workloads.recipe.short_rows import (
+    after_torchrun,
+    is_python,
+    with_logs_of_ranks,
+)
 from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
@@ -45,24 +49,38 @@ class RunByHand:
 def in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command whose interpreter is named in full where it is not the one of pytest.
 
-    Rows start `python` as the interpreter that pytest runs in.
+    Rows start `python` as the interpreter that pytest runs in, and so the ranks of torchrun.
     """
     found = shutil.which(words[0])
     if found is None:
         raise LaunchError(
             words[0], "is no command that can be found, expected a program; nothing was run"
         )
+    is_launched = after_torchrun(words) is not None
     is_ours = Path(found).parent == Path(sys.executable).parent
-    if is_python(words[0]) is None or is_ours or _prefix_of(found) == sys.prefix:
+    is_program = is_python(words[0]) is None and not is_launched
+    if is_program or is_ours or _prefix_of(Path(found)) == sys.prefix:
         return words
-    click.echo(f"{words[0]} is {found}, and pytest runs in {sys.prefix}: the row names it in full")
+    told = f"{words[0]} is {found}, and pytest runs in {sys.prefix}"
+    if is_launched:
+        click.echo(f"{told}: so do the ranks of the row; install pytest-megatron there instead")
+        return words
+    click.echo(f"{told}: the row names it in full")
     return (found, *words[1:])
 
 
-def _prefix_of(python: str) -> str:
-    """Return the environment that a Python belongs to."""
+def _prefix_of(program: Path) -> str:
+    """Return the environment of a Python, or of a script of one; of others that of pytest."""
+    with program.open("rb") as file:
+        head = file.readline()
+    python = shlex.split(head[2:].decode()) if head.startswith(b"#!") else [str(program)]
+    if not any("python" in word for word in python):
+        return sys.prefix
     shown = subprocess.run(
-        [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=False
+        [*python, "-c", "import sys; print(sys.prefix)"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return shown.stdout.strip()
 

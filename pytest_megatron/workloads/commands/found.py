@@ -28,7 +28,8 @@ _NOT_COMPARED = re.compile(r"time|per[-_ ]sec|scale|runtime|/s\b", re.IGNORECASE
 # Lines of programs without a ready pattern: those with a step, and those that have to be counted.
 _LOSSES = (
     rf"(?P<name>\b(?:(?:train|training|val|valid|validation|test|eval) )?[\w/.-]*"
-    rf"(?:loss|ppl|perplexity|accuracy|reward))\s*[:=]?\s*(?P<value>{NUMBER})"
+    rf"(?:loss|ppl|perplexity|accuracy|reward|grad(?:ient)?[-_ ]norm))"
+    rf"\s*[:=]?\s*(?P<value>{NUMBER})"
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))
@@ -58,9 +59,17 @@ class Found:
         """Metrics to compare: losses and their like, with more than one value where some have."""
         if self.wanted:
             return self.wanted
-        chosen = [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
-        lasting = [name for name in chosen if len(self.metrics[name]) > 1]
-        return tuple(sorted(lasting or chosen, key=_rank_of))
+        lasting = [name for name in self._like_losses if name not in self.single]
+        return tuple(sorted(lasting or self._like_losses, key=_rank_of))
+
+    @property
+    def single(self) -> tuple[str, ...]:
+        """Losses and their like that have one value."""
+        return tuple(name for name in self._like_losses if len(self.metrics[name]) == 1)
+
+    @property
+    def _like_losses(self) -> list[str]:
+        return [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
 
     @property
     def num_steps(self) -> int:
@@ -118,7 +127,9 @@ class MetricSearch:
     def _files(self) -> Iterator[Found]:
         """Yield metrics that were found in files, by format and place."""
         for form, watched in self._watched:
-            for glob in dict.fromkeys(_glob_of(path, self.root) for path in watched.changed()):
+            globs = dict.fromkeys(_glob_of(path, self.root) for path in watched.changed())
+            covered = {glob.replace("**/", "") for glob in globs if "**/" in glob}
+            for glob in (glob for glob in globs if glob not in covered):
                 part = watched.narrowed(self.root, glob)
                 try:
                     curves = read_files(part, form, None)

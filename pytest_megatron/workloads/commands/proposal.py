@@ -89,6 +89,8 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
 def _lasting(found: Found) -> tuple[str, ...]:
     """Return the metrics that go on to the last step, after the others were named."""
     lasting = []
+    if single := [name for name in found.single if name not in found.names]:
+        click.echo(f"left out: {', '.join(single)}, one value each; --metric compares it")
     for name in found.names:
         last, last_step = found.metrics[name].steps[-1], found.last_step
         if last + _gap(found, name) < last_step:

@@ -278,7 +278,9 @@ def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Cur
     changed, curves = files.changed(), Curves()
     if not changed:
         where = str(files.root / files.glob)
-        raise MetricsError(where, "no metrics: the program wrote no such file; see metrics.path")
+        raise MetricsError(
+            where, "no metrics: the program wrote no such file; metrics.path names it"
+        )
     if form is MetricFormat.TENSORBOARD:
         for directory in dict.fromkeys(path.parent for path in changed):
             own = [path for path in find_event_files(directory) if path in changed]

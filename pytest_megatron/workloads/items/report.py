@@ -28,8 +28,7 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
 )
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.session.reporters import FOLDING_LOG, FoldingLog
-from pytest_megatron.session.state import NOTE_PREFIX, RunSession
+from pytest_megatron.session.state import FOLDING_LOG, NOTE_PREFIX, FoldingLog, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
 from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind, Saved
@@ -227,7 +226,7 @@ def _text_of(note: Path) -> str:
 def progress_text(name: str, phase: str, progress: Progress) -> str:
     """Return how far a training is, in words; short, as 80 columns have to do."""
     of_phase = "" if phase == ONLY_PHASE else f", {phase}"
-    parts = [f"{name}{of_phase}: iteration {progress.text.replace(' of ', '/')}"]
+    parts = [f"{name}{of_phase}: {progress.text.replace(' of ', '/')}"]
     if progress.loss is not None:
         parts.append(f"{progress.loss_name} {_rounded(progress.loss)}")
     if progress.iteration_ms is not None:

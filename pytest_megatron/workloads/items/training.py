@@ -29,7 +29,6 @@ from pytest_megatron.session.options import (
     least_repeats,
     usage_errors,
 )
-from pytest_megatron.session.reporters import register_reporters
 from pytest_megatron.session.run_file import (
     RecordCarrier,
     RunFile,
@@ -38,7 +37,7 @@ from pytest_megatron.session.run_file import (
     register_history,
     run_file_of,
 )
-from pytest_megatron.session.state import RunSession, show_no_stacks
+from pytest_megatron.session.state import RunSession, register_reporters, show_no_stacks
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem

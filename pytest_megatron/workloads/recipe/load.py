@@ -53,6 +53,7 @@ from pytest_megatron.workloads.recipe.model import (
 )
 from pytest_megatron.workloads.recipe.short_rows import (
     QuarantineKeys,
+    RowSettings,
     ShortRecipe,
     expand_rows,
     is_short,
@@ -63,7 +64,7 @@ _Flags: TypeAlias = dict[str, object]
 
 
 @open_to_others
-class RecipeSpec(TypedDict):
+class RecipeSpec(RowSettings):
     """Keys that all rows of the file share; any further key is a placeholder for the templates."""
 
     model: Annotated[Text, About("Directory of the test cases, such as gpt.")]
@@ -76,8 +77,6 @@ class RecipeSpec(TypedDict):
     scope: NotRequired[str | None]
     tag: NotRequired[str | None]
     test_case: NotRequired[str | None]
-    n_repeat: NotRequired[Positive | None]
-    time_limit: NotRequired[Annotated[Positive | None, About("Seconds.")]]
     max_windows: NotRequired[Annotated[Positive | None, About("Windows that a release may take.")]]
     script: NotRequired[Annotated[str | None, About("Template, run under bash.")]]
     script_setup: NotRequired[Annotated[str | None, About("Never run by us.")]]
@@ -89,10 +88,6 @@ class RecipeSpec(TypedDict):
     data_path: NotRequired[str | None]
     data_cache_path: NotRequired[str | None]
     checkpoint_load_path: NotRequired[str | None]
-    max_attempts: NotRequired[Positive | None]
-    transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
-    never_transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
-    quarantine: NotRequired[QuarantineKeys | None]
     equivalent_to: NotRequired[
         Annotated[_Flags | None, About("MODEL_ARGS of the reference layout, and maybe its gpus.")]
     ]

@@ -64,8 +64,19 @@ class MetricsKeys(MetricsFrom):
     names: Texts
 
 
+class RowSettings(TypedDict):
+    """Keys that a row in the short form has as the spec of a recipe has them."""
+
+    time_limit: NotRequired[Annotated[Positive | None, About("Seconds.")]]
+    n_repeat: NotRequired[Positive | None]
+    max_attempts: NotRequired[Positive | None]
+    transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
+    never_transient: NotRequired[Annotated[Texts | None, About("Ids of signatures.")]]
+    quarantine: NotRequired[QuarantineKeys | None]
+
+
 @closed
-class ShortRow(TypedDict):
+class ShortRow(RowSettings):
     """One program that trains, as it is started by hand."""
 
     name: Annotated[_Name, About("Name of the item and of its golden.")]
@@ -99,12 +110,6 @@ class ShortRow(TypedDict):
     scope: NotRequired[Annotated[_Words, About("Every one by default.")]]
     cadence: NotRequired[Texts]
     tag: NotRequired[Text]
-    time_limit: NotRequired[Annotated[Positive, About("Seconds.")]]
-    n_repeat: NotRequired[Positive]
-    max_attempts: NotRequired[Positive]
-    transient: NotRequired[Annotated[Texts, About("Ids of signatures.")]]
-    never_transient: NotRequired[Annotated[Texts, About("Ids of signatures.")]]
-    quarantine: NotRequired[QuarantineKeys]
 
 
 @closed
@@ -119,11 +124,6 @@ class ShortRecipe(TypedDict):
     maintainers: NotRequired[tuple[str, ...]]
 
 
-# Keys of a row that are the same in the spec of a recipe.
-_OF_SPEC = (
-    *("tag", "time_limit", "n_repeat", "max_attempts"),
-    *("transient", "never_transient", "quarantine"),
-)
 # Keys of a row -> the key of a case.
 _OF_CASE = {
     "last_step": "LAST_STEP",
@@ -236,7 +236,7 @@ class _ShortReader:
             "gpus": row.get("gpus", command.ranks),
             "nodes": nodes,
             "training_script_path": shlex.join(command.words),
-            **{key: row[key] for key in _OF_SPEC if key in row},
+            **{key: row[key] for key in ("tag", *RowSettings.__annotations__) if key in row},
             **({} if row.get("compare") in (None, _NONE) else {_COMPARE: row["compare"]}),
         }
 
@@ -314,7 +314,7 @@ _BARE = ("standalone", "no-python", "run-path", "m", "module", "virtual-local-ra
 # Launchers that start ranks themselves -> their options for the number of processes here.
 _OWN_LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "accelerate": ("--num_processes", "--num-processes"),
-    "deepspeed": ("--num_gpus",),
+    "deepspeed": ("--num_gpus", "--num_accelerators"),
 }
 
 
@@ -338,7 +338,7 @@ def read_command(words: Sequence[str], asked: JsonValue = None) -> _Command:
     ranks = asked if isinstance(asked, int) else None
     if asked == _NONE:
         return _Command(_without_python(rest), 1, 1, is_alone=True, env=env)
-    if (launched := _after_torchrun(rest)) is not None:
+    if (launched := after_torchrun(rest)) is not None:
         program, options = _split_torchrun(launched)
         found = _number(options, "nproc-per-node", "ranks") or ranks or 1
         if ranks not in (None, found):
@@ -348,13 +348,14 @@ def read_command(words: Sequence[str], asked: JsonValue = None) -> _Command:
         nodes = _number(options, "nnodes", "nodes") or 1
         return _Command(program, found, nodes, is_alone=False, env=env)
     if options_of := _OWN_LAUNCHERS.get(PurePath(rest[0]).name):
-        pairs = itertools.pairwise(rest)
+        parts = list(itertools.chain.from_iterable(word.split("=", 1) for word in rest))
+        pairs = itertools.pairwise(parts)
         found = next((int(b) for a, b in pairs if a in options_of and b.isdecimal()), 1)
         return _Command(tuple(rest), ranks or found, 1, is_alone=True, env=env)
     return _Command(_without_python(rest), ranks or 1, 1, is_alone=ranks is None, env=env)
 
 
-def _after_torchrun(words: Sequence[str]) -> list[str] | None:
+def after_torchrun(words: Sequence[str]) -> list[str] | None:
     """Return the words behind torchrun, None of another command."""
     if PurePath(words[0]).name == "torchrun":
         return list(words[1:])
@@ -364,7 +365,7 @@ def _after_torchrun(words: Sequence[str]) -> list[str] | None:
 
 def with_logs_of_ranks(words: Sequence[str], logs: PurePath) -> tuple[str, ...]:
     """Return a command whose ranks leave a log each, where torchrun starts it and keeps none."""
-    launched = _after_torchrun(words)
+    launched = after_torchrun(words)
     if launched is None or any(_LOGS(word) for word in launched):
         return tuple(words)
     own = words[: len(words) - len(launched)]

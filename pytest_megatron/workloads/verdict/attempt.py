@@ -60,6 +60,7 @@ from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.equivalence import Audit
 
+_PROGRAM = "the program"
 _ENDED = {
     End.EXITED: LaunchEnd.EXITED,
     End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
@@ -77,6 +78,7 @@ def diagnose_phase(
     write.
     """
     dirs, progress = end.plan.dirs, end.progress
+    at = progress if progress is not None and progress.has_step else None
     places = (dirs.root, dirs.logs)  # the latter where the launcher left no log
     own = next((unit for unit in _units(dirs.root) if unit.root in places), None)
     known = Known(
@@ -84,7 +86,9 @@ def diagnose_phase(
         returncode=end.returncode,
         ended=_ENDED.get(end.end),
         limit_s=time_limit_s,
-        iteration=None if progress is None else (progress.iteration, progress.last),
+        iteration=None if at is None else (at.iteration, at.last),
+        far=None if progress is None else progress.text,
+        quiet_s=end.quiet_s,
         world_size=None if end.plan.is_script else end.plan.world_size,
     )
     assets = AttemptDirs(root=dirs.root.parent).assets
@@ -103,7 +107,36 @@ def diagnose_phase(
             return found
     if own is None:
         return None
+    if _program(end) == _PROGRAM and end.end is End.EXITED:
+        own = _with_ranks_of_its_own(own)
     return triage_unit(replace(own, known=replace(known, command=own.known.command)), table)
+
+
+# What launchers and ranks write into a log that they share.
+_OF_RANKS = re.compile(
+    rb"^\[rank[1-9]\d*\]: |\(local_rank: \d+\)|failed \(exitcode: |exits with return code = "
+    rb"|, in simple_launcher$",
+    re.MULTILINE,
+)
+_SHARED_BYTES = 1 << 18  # at a log's end
+
+
+def _with_ranks_of_its_own(unit: Unit) -> Unit:
+    """Return the launch of a program that was started alone as that of the ranks that it started.
+
+    Its log is then that of a launcher; ours knows of one process, and counts no more.
+    """
+    own = [replace(log, rank=None) for log in unit.logs if log.rank is not None]
+    if not any(_OF_RANKS.search(_end_of(log.path)) for log in own):
+        return unit
+    return replace(unit, logs=tuple(own))
+
+
+def _end_of(log: Path) -> bytes:
+    """Return the last bytes of a log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _SHARED_BYTES))
+        return file.read()
 
 
 def _units(directory: Path) -> tuple[Unit, ...]:
@@ -358,8 +391,9 @@ def judge_attempt(
         try:
             metrics = measured_in(end.plan.dirs, is_rl=is_rl)
         except MetricsError as error:
+            far = "" if end.progress is None else f" {_when(end)}"
             return tuple(measured), FailureCause(
-                text=f"the training ended with exit code 0, but {error}"
+                text=f"the training ended with exit code 0{far}, but {error}"
             )
         measured.append(metrics)
         last = end.plan.last_iteration
@@ -415,10 +449,10 @@ def measured_in(dirs: PhaseDirs, *, is_rl: bool) -> MetricMap:
 
 def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
     """Say what is wrong with what a training measured: missing, ended early, not finite."""
-    return _incomplete(metrics, names, last) or find_non_finite(metrics, names)
+    return find_incomplete(metrics, names, last) or find_non_finite(metrics, names)
 
 
-def _incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
+def find_incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
     """Say which metric is missing, or that the training stopped early.
 
     One value alone, as of an evaluation, says nothing about its distance to the next one: another
@@ -460,12 +494,17 @@ def _not_resumed(
 
 
 def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
-    """Return the text for a loss that is not finite, None without one."""
-    for name in names:
-        for step, value in metrics[name].items():
-            if not is_finite(value) and is_loss(name):
-                return f"{name} is {value} at step {step}, the first that is not finite"
-    return None
+    """Return the text for the first loss that is not finite, None without one."""
+    odd = [
+        (step, name, value)
+        for name in filter(is_loss, names)
+        for step, value in metrics[name].items()
+        if not is_finite(value)
+    ]
+    if not odd:
+        return None
+    step, name, value = min(odd, key=lambda one: one[0])
+    return f"{name} is {value} at step {step}, the first that is not finite"
 
 
 def _is_near(series: Series, last: int) -> bool:
@@ -609,7 +648,7 @@ def _when(end: PhaseEnd) -> str:
     """Describe how far a phase was."""
     if end.progress is None:
         return "before the first iteration"
-    return f"after iteration {end.progress.text}"
+    return f"after {end.progress.text}"
 
 
 def _phase(end: PhaseEnd) -> str:
@@ -622,7 +661,7 @@ def _phase(end: PhaseEnd) -> str:
 def _program(end: PhaseEnd) -> str:
     """Name what was started: the program, the script or the launcher."""
     if end.plan.start is not None and end.plan.start.ranks.starter is Launcher.NONE:
-        return "the program"
+        return _PROGRAM
     return "the script" if end.plan.is_script else "the launcher"
 
 

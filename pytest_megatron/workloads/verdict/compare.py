@@ -24,6 +24,7 @@ from pytest_megatron.workloads.golden.model import (
     Golden,
     MetricMap,
     RunEnvironment,
+    is_finite,
     why_not_timed,
 )
 from pytest_megatron.workloads.golden.policy import (
@@ -236,10 +237,11 @@ class Judgement:
         failed = [c for repeat in self.failed for c in repeat.failed]
         first = max(failed, key=_strength)
         num_more = len({comparison.metric for comparison in failed} - {first.metric})
-        where = (
-            "" if first.first is None or first.summary is not None else f" at {first.first.where}"
-        )
+        step = None if first.summary is not None else first.first
+        where = "" if step is None else f" at {step.where}"
         what = f": {first.rule.value}" if first.is_golden_to_blame else " is off"
+        if step is not None and step.observed is not None and not is_finite(step.observed):
+            what = f" is {step.observed}"
         return f"{first.metric}{what}{where}" + (f" (and {num_more} more)" if num_more else "")
 
     @property

@@ -194,7 +194,7 @@ def _repeat(
         outcomes.append(outcome)
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
-        judged = _judged(job, plan, outcome, repeat=repeat, number=len(outcomes))
+        judged = _judged(job, plan, outcome, early_stop, repeat=repeat, number=len(outcomes))
         is_stopped = bool(outcome.ends) and outcome.ends[-1].end is End.STOPPED
         if early_stop is not None and is_stopped and outcome.trouble is None:
             judged = early_stop.account(plan, judged)
@@ -254,7 +254,13 @@ def _submission(
 
 
 def _judged(
-    job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome, *, repeat: int, number: int
+    job: WorkloadJob,
+    plan: AttemptPlan,
+    outcome: SubmissionOutcome,
+    early_stop: EarlyStop | None,
+    *,
+    repeat: int,
+    number: int,
 ) -> Attempt:
     """Clean up, read and judge what an attempt left."""
     health = outcome.health
@@ -286,6 +292,8 @@ def _judged(
     if outcome.trouble is not None:
         return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))
     judged = judge_files(job, plan, attempt)
+    if early_stop is not None:
+        judged = early_stop.explain(plan, judged)
     cause = with_policy(with_health(judged.cause, health), job.retry)
     if cause is not None and outcome.ends:
         last = outcome.ends[-1]

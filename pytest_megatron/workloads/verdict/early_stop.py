@@ -29,6 +29,7 @@ from pytest_megatron.workloads.verdict.attempt import (
     StoppedEarly,
     Verdict,
     diagnose_phase,
+    find_incomplete,
     find_non_finite,
     join_windows,
     measured_in,
@@ -143,6 +144,25 @@ class EarlyStop:
             compared=tuple((one.against, one.comparisons) for one in failed),
         )
         return replace(attempt, stopped=stopped)
+
+    def explain(self, plan: AttemptPlan, attempt: Attempt) -> Attempt:
+        """Return an attempt with the first value that was off, where its metrics end too early.
+
+        It may have left out a step, and then all that follows is off, which explains its end.
+        """
+        cause, names = attempt.cause, self.job.metric_names
+        if cause is None or names is None or not attempt.metrics or not attempt.ends[-1].is_clean:
+            return attempt
+        last = _last_iteration(plan, attempt.ends[-1])
+        if find_incomplete(attempt.metrics[-1], names, last) is None:
+            return attempt
+        failed: tuple[RepeatComparison, ...] = ()
+        with contextlib.suppress(MegatronError):
+            failed = self._disagreeing(plan, attempt)
+        if not failed:
+            return attempt
+        first = Judgement(repeats=failed, policy=self.policy).in_short
+        return replace(attempt, cause=replace(cause, text=f"{cause.text}; before that, {first}"))
 
     @property
     def _is_rl(self) -> bool:

@@ -305,33 +305,6 @@ def test_on_a_platform_that_is_opted_into_only_marked_files_count(project: Path)
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        pytest.param(
-            UNITS.replace(
-                "  - test_case: [tests/unit_tests/**/*.py]",
-                "  - test_case: [tests/unit_tests/ssm/**/*.py]",
-            ),
-            "recipes/unit-tests.yaml: no bucket holds tests/unit_tests/test_a.py, ",
-            id="a file in no bucket",
-        ),
-        pytest.param(
-            UNITS.replace("moe/**/*.py", "mo/**/*.py"),
-            "recipes/unit-tests.yaml:8: bucket 'tests/unit_tests/mo/**/*.py' holds no test file",
-            id="a misspelt bucket",
-        ),
-    ],
-)
-def test_buckets_that_miss_files_are_an_error(project: Path, text: str, error: str) -> None:
-    write(project / "recipes/unit-tests.yaml", text)
-    result = invoke("--only", "units")
-    assert (type(result.exception).__name__, str(result.exception)[: len(error)]) == (
-        "RecipeError",
-        error,
-    )
-
-
 def test_a_bucket_that_two_recipes_name_is_an_error(project: Path) -> None:
     write(project / "recipes/z.yaml", UNITS)
     result = invoke("--only", "units")
@@ -529,7 +502,7 @@ def test_the_profile_of_megatrons_parser_may_be_asked_for(project: Path) -> None
 
 EXPLAINED = """\
 scope L1, cadence pr, 5 repeats, full, environment dev, platform dgx_h100, image dev
-because of rule 'CI workload': event push, ref -
+because of rule 'CI workload': event push, ref refs/heads/main
 
 rules, the first that holds decides:
      merge group: needs event 'merge_group', it is push
@@ -540,7 +513,7 @@ rules, the first that holds decides:
      weekly: needs event 'schedule' or 'workflow_dispatch', it is push
      nightly: needs event 'schedule', it is push
      dispatch: needs event 'workflow_dispatch', it is push
-  -> CI workload: event push, ref -
+  -> CI workload: event push, ref refs/heads/main
      otherwise: not looked at, 'CI workload' comes first
 
 2 workloads
@@ -563,7 +536,8 @@ left out: 8 rows
 
 
 def test_explain_says_why_each_rule_and_row_is_in_or_out() -> None:
-    result = invoke("--only", "workloads", "--event", "push", "--explain", "--platform", "dgx_h100")
+    push = ("--event", "push", "--ref", "refs/heads/main")
+    result = invoke("--only", "workloads", *push, "--explain", "--platform", "dgx_h100")
     assert result.stdout.replace("recipes/gpt.yaml", "G") == EXPLAINED
 
 

@@ -53,6 +53,7 @@ HEADLINES = {
     "time_limit": (
         rf"time limit of {LIMIT_S} s reached at train.py:\d+ in wait_for_others \(rank 0\), "
         r"train.py:\d+ in hang_for_ever \(rank 1\), after iteration 4 of 10"
+        r"(, nothing logged for \d+ s)?"
     ),
     "nan": (r"lm loss is nan at step 3, the first that is not finite"),
     "oom": (

@@ -13,9 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pytest_megatron.culprit import command as culprit
-from pytest_megatron.culprit import run as runner
-from pytest_megatron.culprit.command import command
-from pytest_megatron.culprit.run import Worktrees
+from pytest_megatron.culprit.command import Worktrees, command
 from pytest_megatron.culprit.search import CulpritRun, CulpritState
 from pytest_megatron.errors import CulpritError
 
@@ -70,7 +68,7 @@ def test_the_first_bad_commit_is_found_and_the_checkout_is_as_it_was(project: Pa
 @pytest.fixture
 def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Return a function after which Ctrl-C comes in the given run."""
-    original, number = runner.run_at, 0
+    original, number = culprit.run_at, 0
 
     def after(wanted: int) -> None:
         def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:

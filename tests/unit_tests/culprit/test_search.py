@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.culprit.run import judge
+from pytest_megatron.culprit.command import judge
 from pytest_megatron.culprit.search import (
     CulpritRun,
     CulpritState,

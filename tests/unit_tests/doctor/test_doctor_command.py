@@ -16,8 +16,7 @@ from staged_environment import Staged
 
 from pytest_megatron.doctor.checks.machine import check_machine
 from pytest_megatron.doctor.checks.project import read_needs
-from pytest_megatron.doctor.command import FORMATS, command
-from pytest_megatron.doctor.examine import examine, finding_of, rules
+from pytest_megatron.doctor.command import FORMATS, command, examine, finding_of, rules
 from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineFacts, Python
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 

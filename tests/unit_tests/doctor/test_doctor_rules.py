@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.doctor.checks.machine import check_communication
-from pytest_megatron.doctor.examine import finding_of, rules
+from pytest_megatron.doctor.command import finding_of, rules
 from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, Python, compat
 from pytest_megatron.doctor.probes.packages import (
     SharedObject,

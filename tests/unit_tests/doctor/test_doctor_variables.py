@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.doctor.checks.machine import check_variables
-from pytest_megatron.doctor.examine import finding_of
+from pytest_megatron.doctor.command import finding_of
 from pytest_megatron.doctor.facts import Devices, EnvironmentFacts, MachineFacts, Python, Torch
 from pytest_megatron.gpu.host import Gpu
 

@@ -13,7 +13,7 @@ from staged_environment import Staged
 from stages import STAGES
 
 from pytest_megatron.base.findings import Severity
-from pytest_megatron.doctor.examine import examine
+from pytest_megatron.doctor.command import examine
 from pytest_megatron.doctor.probes.devices import last_words
 
 # What the machine of the tests may have of itself.

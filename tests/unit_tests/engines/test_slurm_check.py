@@ -9,12 +9,17 @@ import pytest
 from labs import SlurmLab
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.engines.slurm.checks import Around, SlurmChecks, ask_slurm, look_around
+from pytest_megatron.engines.slurm.checks import (
+    Around,
+    Cluster,
+    SlurmChecks,
+    ask_slurm,
+    look_around,
+)
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.engine.api import EngineContext, Resources
 from pytest_megatron.workloads.engine.config import ContainerConfig, SlurmConfig
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
-from pytest_megatron.workloads.training.checks.cluster import Cluster
 from pytest_megatron.workloads.training.plan.plan import Setting
 
 NEEDED = Resources(

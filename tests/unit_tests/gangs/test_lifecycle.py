@@ -33,6 +33,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Killed,
     Ready,
 )
+from pytest_megatron.gangs.lifecycle import START_LIMIT_S, GangState
 from pytest_megatron.gangs.spec import (
     AskForStacks,
     Finish,
@@ -43,7 +44,6 @@ from pytest_megatron.gangs.spec import (
     SendClose,
     SendRuns,
 )
-from pytest_megatron.gangs.timers import START_LIMIT_S, GangState
 
 
 def test_a_test_ends_once_every_rank_has_ended_it() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.session.inherited import _without_ours
+from pytest_megatron.session.arguments import _without_ours
 
 # Declarations as public projects have them; docs/reference/other-plugins.md names those.
 SHAPES = {

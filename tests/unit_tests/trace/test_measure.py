@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pytest_megatron.trace.files import TensorMeasurement
 from pytest_megatron.trace.measure import (
-    TensorMeasurement,
     bits_on_cpu,
     hash_on_cpu,
     measure_on_cpu,

@@ -131,6 +131,10 @@ def test_a_header_without_an_exception_is_no_traceback() -> None:
             "E1121 09:00:00 x] failed (exitcode: -6) local_rank: 3 (pid: 7) of binary: p",
             [(3, "SIGABRT")],
         ),
+        (
+            "[ERROR] [launch.py:259:x] ['p', '--local_rank=1', '-l'] exits with return code = -9",
+            [(1, "SIGKILL")],
+        ),
         ("srun: error: Unable to create step", []),
         ("srun: error: n1: task 2: Confused", []),
     ],

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import stat
 import tarfile
 import zipfile
 from pathlib import Path
@@ -168,25 +167,10 @@ def test_an_artifact(tmp_path: Path, suffix: str) -> None:
     assert found.evidence[0].file.endswith("logs/none_x/attempt_0/2/stderr.log")
 
 
-def zipped(path: Path, **members: str) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name, text in members.items():
-            packed.writestr(name, text)
-    return path
-
-
 def refusal(path: Path) -> str:
     with pytest.raises(TriageError) as caught:
         triage([path])
     return str(caught.value)
-
-
-def test_a_name_that_leads_out_of_an_archive_is_refused(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "a.zip", **{"../../evil.log": "x"})
-    assert refusal(path) == (
-        f"{path}!../../evil.log: leads out of the archive, expected a name within it"
-    )
-    assert not (tmp_path.parent / "evil.log").exists()
 
 
 def test_an_absolute_name_is_refused(tmp_path: Path) -> None:
@@ -194,24 +178,6 @@ def test_an_absolute_name_is_refused(tmp_path: Path) -> None:
     with tarfile.open(path, "w") as tar:
         tar.addfile(tarfile.TarInfo("/tmp/evil.log"), io.BytesIO())  # noqa: S108 - never made
     assert "leads out of the archive" in refusal(path)
-
-
-def test_a_link_in_a_tar_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    info = tarfile.TarInfo("a.log")
-    info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    with tarfile.open(path, "w") as tar:
-        tar.addfile(info)
-    assert refusal(path) == f"{path}!a.log: is a link or a device, expected plain files only"
-
-
-def test_a_link_in_a_zip_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.zip"
-    info = zipfile.ZipInfo("a.log")
-    info.external_attr = (stat.S_IFLNK | 0o777) << 16
-    with zipfile.ZipFile(path, "w") as packed:
-        packed.writestr(info, "/etc/passwd")
-    assert "is a link or a device" in refusal(path)
 
 
 @pytest.mark.parametrize("suffix", [".zip", ".tar.gz", ".gz"])
@@ -242,7 +208,9 @@ def test_what_is_not_unpacked_may_be_of_any_ratio(tmp_path: Path) -> None:
 
 
 def test_a_member_that_is_longer_than_it_says_is_refused(tmp_path: Path) -> None:
-    path = zipped(tmp_path / "a.zip", **{"a.log": "x" * 5000})
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("a.log", "x" * 5000)
     data = bytearray(path.read_bytes())
     for mark, shift in ((b"PK\x01\x02", 24), (b"PK\x03\x04", 22)):
         at = data.index(mark) + shift

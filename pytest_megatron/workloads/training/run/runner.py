@@ -77,6 +77,7 @@ class Progress:
         loss: Loss that was printed or measured, or None without one.
         iteration_ms: Time of this iteration, or None.
         loss_name: Name of the loss.
+        has_step: Whether `iteration` is a step; else it counts the values that were logged.
     """
 
     iteration: int
@@ -84,11 +85,13 @@ class Progress:
     loss: str | None = None
     iteration_ms: float | None = None
     loss_name: str = "lm loss"
+    has_step: bool = True
 
     @property
     def text(self) -> str:
         """The iteration, and the last one where that is known."""
-        return f"{self.iteration}" + (f" of {self.last}" if self.last is not None else "")
+        last = "" if self.last is None else f" of {self.last}"
+        return f"{'iteration' if self.has_step else 'logged value'} {self.iteration}{last}"
 
     @property
     def time_left_s(self) -> float | None:
@@ -161,6 +164,7 @@ class LogWatch:
         measured: The latest that was measured, or None; where lines say nothing, it counts.
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
         is_exiting: Whether a program said last that it exits.
+        changed_at: When anything was logged or measured last, on the monotonic clock.
     """
 
     dirs: PhaseDirs
@@ -172,6 +176,8 @@ class LogWatch:
     measured: Progress | None = None
     hung_rank: int | None = None
     is_exiting: bool = False
+    changed_at: float = field(default_factory=time.monotonic)
+    _num_bytes: int = 0
     _launcher: FollowedFile = field(init=False)
     _ranks: dict[Path, FollowedFile] = field(default_factory=dict)
     _look_again_at: float = 0.0
@@ -202,6 +208,8 @@ class LogWatch:
                 shown.append(f"[rank{tee[1]}]: {tee[2]}")
             elif self.scripts is not None:  # which may start a program without a launcher
                 self._take(line, rank=0)
+        if (num_bytes := self._num_bytes_read()) != self._num_bytes:
+            self._num_bytes, self.changed_at = num_bytes, time.monotonic()
         return shown
 
     def drain(self) -> list[str]:
@@ -338,6 +346,7 @@ class PhaseResult:
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
         waiting: The ranks that had not exited, where `end` is NOT_EXITED.
+        quiet_s: Seconds in which nothing was logged before it was stopped.
     """
 
     end: End
@@ -350,6 +359,7 @@ class PhaseResult:
     script: ScriptEnd | None = None
     saved: int | None = None
     waiting: tuple[int, ...] = ()
+    quiet_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -599,7 +609,7 @@ def _train(
     exit_watch = _ExitWatch(phase, watch)
     measured = _Measured.of(phase, plan.cwd)
     end, problem = End.EXITED, None
-    hung_at = 0.0
+    hung_at = quiet_s = 0.0
     with start(phase, plan.cwd) as process:
         while (ended := process.poll(_POLL_S)) is None:
             _tell(listener, phase, watch, measured)
@@ -608,6 +618,7 @@ def _train(
                 deadline = 0.0
             if time.monotonic() >= deadline:
                 end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
+                quiet_s = time.monotonic() - watch.changed_at  # until their stacks are logged
                 ended = _stop(process)
                 break
             if exit_watch.is_overdue(process):
@@ -631,6 +642,7 @@ def _train(
         progress=watch.progress,
         problem=problem,
         waiting=exit_watch.waiting,
+        quiet_s=quiet_s,
     )
 
 
@@ -721,7 +733,8 @@ class _Measured:
         began = time.monotonic()
         if self.collector is not None:
             self.collector.refresh(is_ended=is_ended)
-        watch.measured = self._progress() or watch.measured
+        if (progress := self._progress()) not in (None, watch.measured):
+            watch.measured, watch.changed_at = progress, time.monotonic()
         self._pace.pause(time.monotonic() - began)
 
     def _progress(self) -> Progress | None:
@@ -741,14 +754,20 @@ class _Measured:
 
     def _printed(self, source: MetricSource, last: int) -> Progress | None:
         """Return what a program that has not written its metrics yet shows on the terminal."""
-        if (step := progress_bar(self.phase.dirs, last)) is None:
+        found = None
+        if source.form is MetricFormat.TRAINER_STATE:
+            said = read_logs(self.phase.dirs, READY["hf_trainer"]).metrics
+            found = newest(said, source.names)
+        if (step := progress_bar(self.phase.dirs, last)) is not None:
+            known = Progress(iteration=step, last=last)
+        elif found is not None:  # Trainer with `--disable_tqdm` prints no steps
+            known = Progress(iteration=found[0], last=None, has_step=False)
+        else:
             return None
-        known = Progress(iteration=step, last=last)
-        said = read_logs(self.phase.dirs, READY["hf_trainer"]).metrics
-        if source.form is MetricFormat.TRAINER_STATE and (found := newest(said, source.names)):
-            _, name, value = found
-            return replace(known, loss=f"{value:.6g}", loss_name=name) if is_loss(name) else known
-        return known
+        if found is None or not is_loss(found[1]):
+            return known
+        _, name, value = found
+        return replace(known, loss=f"{value:.6g}", loss_name=name)
 
 
 class LiveLog:

@@ -49,6 +49,7 @@ if mode == "epochs":
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
         if step % 6 == 5:
             print(f"Test Average loss: {2.0 / step:.5f}, asked by {os.environ['ASKED']}")
+    print("Final accuracy: 0.97")
 if mode == "gpus":
     seen = os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-")
     for step in range(last):
@@ -114,6 +115,7 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     done = record(project, "--", "ASKED=me", "python", "loop.py", "epochs", "--max_steps=12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left out: loss ends at step 2, others go on to 12; --metric compares" in done.stdout
+    assert "left out: accuracy, one value each; --metric compares it" in done.stdout
     row = (project / "recipes" / "loop.yaml").read_text()
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
     assert "names: [Loss]\n" in row

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from golden_command import run
+from golden_command import Ran, run
 
 from pytest_megatron.workloads.golden.model import Provenance, Value, series_of
 from pytest_megatron.workloads.golden.store import write_golden, write_metrics
@@ -27,31 +27,20 @@ def observed(tmp_path: Path) -> Path:
     return path
 
 
-def check(monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path, *more: str) -> int:
-    return run(monkeypatch, "check", "--golden", golden, "--observed", observed, *more)
+def check(golden: Path, observed: Path, *more: str) -> Ran:
+    return run("check", "--golden", golden, "--observed", observed, *more)
 
 
-def test_an_equal_run_passes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    golden: Path,
-    observed: Path,
-) -> None:
-    assert check(monkeypatch, golden, observed) == 0
-    assert capsys.readouterr().out == (
-        f"lm loss: passed, 50 steps; bitwise equal; {golden}\nstrict: all passed\n"
-    )
+def test_an_equal_run_passes(golden: Path, observed: Path) -> None:
+    told = f"lm loss: passed, 50 steps; bitwise equal; {golden}\nstrict: all passed\n"
+    assert check(golden, observed) == (0, told, "")
 
 
-def test_a_different_run_fails_and_says_where(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    golden: Path,
-    observed: Path,
-) -> None:
+def test_a_different_run_fails_and_says_where(golden: Path, observed: Path) -> None:
     write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 4.94})})
-    assert check(monkeypatch, golden, observed, "--format", "json") == 1
-    answer = json.loads(capsys.readouterr().out)
+    found = check(golden, observed, "--format", "json")
+    assert found.code == 1
+    answer = json.loads(found.out)
     assert (answer["passed"], answer["policy"], answer["notes"]) == (False, "strict", [])
     (comparison,) = answer["comparisons"]
     assert {"layer": "presence", "measured": 50.0}.items() <= comparison["layers"][0].items()
@@ -59,13 +48,11 @@ def test_a_different_run_fails_and_says_where(
     assert [comparison[key] for key in wanted] == ["lm loss", "early window", 7, 7]
 
 
-def test_the_policy_and_its_mode_can_be_chosen(
-    monkeypatch: pytest.MonkeyPatch, golden: Path, observed: Path
-) -> None:
+def test_the_policy_and_its_mode_can_be_chosen(golden: Path, observed: Path) -> None:
     write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 99.0})})
     megatron = ("--golden-policy", "megatron", "--metric", "lm loss")
-    assert check(monkeypatch, golden, observed, *megatron) == 1
-    assert check(monkeypatch, golden, observed, *megatron, "--nondeterministic") == 0
+    assert check(golden, observed, *megatron).code == 1
+    assert check(golden, observed, *megatron, "--nondeterministic").code == 0
 
 
 @pytest.mark.parametrize(
@@ -91,8 +78,6 @@ def test_the_policy_and_its_mode_can_be_chosen(
 )
 @pytest.mark.usefixtures("golden", "observed")
 def test_unusable_input_is_named_on_stderr_with_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     texts: dict[str, str | None],
     more: tuple[str, ...],
@@ -101,28 +86,24 @@ def test_unusable_input_is_named_on_stderr_with_exit_code_2(
     for name, text in texts.items():
         path = tmp_path / f"{name}.json"
         path.unlink() if text is None else path.write_text(text)
-    assert check(monkeypatch, tmp_path / "golden.json", tmp_path / "metrics.json", *more) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, message in captured.err) == ("", True)
+    found = check(tmp_path / "golden.json", tmp_path / "metrics.json", *more)
+    assert (found.code, found.out, message in found.err) == (2, "", True)
 
 
 def test_megatron_without_its_default_metrics_compares_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    golden: Path,
-    observed: Path,
+    golden: Path, observed: Path
 ) -> None:
     for path in (golden, observed):
         path.write_text('{"iteration-time": {"values": {"1": 1}}}')
-    assert check(monkeypatch, golden, observed, "--golden-policy", "megatron") == 2
-    assert "no metric that megatron compares by default" in capsys.readouterr().err
+    found = check(golden, observed, "--golden-policy", "megatron")
+    assert found.code == 2
+    assert "no metric that megatron compares by default" in found.err
 
 
-def test_show_prints_one_line_a_metric_and_the_provenance(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], golden: Path
-) -> None:
-    assert run(monkeypatch, "show", golden) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_show_prints_one_line_a_metric_and_the_provenance(golden: Path) -> None:
+    found = run("show", golden)
+    assert found.code == 0
+    assert found.out.splitlines() == [
         "metric   values  steps  first  last  least  most  precision  curve",
         "lm loss  50      1-50   4.99   4.5   4.5    4.99  full       ███▇▇▇▆▆▆▅▅▅▄▄▄▃▃▃▂▂▂▁▁▁",
         "deterministic: true",
@@ -141,7 +122,6 @@ def test_show_prints_one_line_a_metric_and_the_provenance(
     ],
 )
 def test_bits_count_where_the_run_was_where_the_golden_is_from(
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     observed: Path,
     *,
@@ -160,17 +140,12 @@ def test_bits_count_where_the_run_was_where_the_golden_is_from(
     write_golden(golden, {"lm loss": series_of(near, is_full_precision=True)}, origin)
     words = [word for version in versions for word in ("--version", version)]
     place = ("--host-class", "a host", "--image", "an@sha256:1")
-    assert check(monkeypatch, golden, observed, *place, *words) == int(is_same)
-    assert check(monkeypatch, golden, observed, "--version", "torch") == 2
+    assert check(golden, observed, *place, *words).code == int(is_same)
+    assert check(golden, observed, "--version", "torch").code == 2
 
 
 @pytest.mark.parametrize("command", ["show", "lint", "check"])
-def test_what_a_file_says_cannot_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    command: str,
-) -> None:
+def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, command: str) -> None:
     """A name of a metric that clears the screen and retitles the window."""
     evil = tmp_path / "golden_values_dev_dgx_h100.json"
     name = "lm loss\x1b[2J\x1b]0;owned\x07\x9b1m"
@@ -178,8 +153,7 @@ def test_what_a_file_says_cannot_steer_the_terminal(
     block = {"start_step": 1, "end_step": 9, "step_interval": 1, "values": values}
     evil.write_text(json.dumps({name: block, "ok": {**block, "values": {"1": 1, "2": 2}}}))
     words = ("--golden", evil, "--observed", evil) if command == "check" else (evil,)
-    run(monkeypatch, command, *words)
-    printed = capsys.readouterr()
+    printed = run(command, *words)
     text = printed.out + printed.err
     assert r"\x1b[2J\x1b]0;owned\x07\x9b1m" in text
     assert not {"\x1b", "\x07", "\x9b"} & set(text)

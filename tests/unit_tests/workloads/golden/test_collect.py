@@ -76,7 +76,7 @@ def test_a_file_that_was_never_written_is_one_clear_line(tmp_path: Path) -> None
         read_measured(dirs)
     assert str(caught.value) == (
         f"{tmp_path}/out/**/metrics.csv: no metrics: the program wrote no such file; "
-        "see metrics.path"
+        "metrics.path names it"
     )
 
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.compare import compare, compare_resume
 from pytest_megatron.workloads.golden.compare.result import Comparison, ComparisonRule
 from pytest_megatron.workloads.golden.model import Golden, Series, Value, series_of
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
@@ -220,6 +220,15 @@ def test_iteration_time_thirty_percent_faster_fails() -> None:
 def test_iteration_time_without_a_number_in_the_golden_fails() -> None:
     assert not judge("iteration-time", {30: "nan"}, {30: 0.5}).passed
     assert not judge("iteration-time", {1: 0.5, 2: 0.5}, {1: 0.5, 2: 0.5}).passed
+
+
+def test_iteration_time_of_a_resume_is_that_of_its_warm_up() -> None:
+    first = {"iteration-time": series_of(TIMES)}
+    second = {"iteration-time": series_of({s: 3.0 if s < 55 else 0.5 for s in range(51, 101)})}
+    (found,) = compare_resume(
+        first, second, train_iters=100, metrics=[*first], policy=ComparisonPolicy.MEGATRON
+    )
+    assert not found.passed
 
 
 def test_memory_with_a_single_threefold_peak_passes() -> None:

@@ -124,7 +124,8 @@ def test_a_hang_ends_at_its_time_limit_and_says_where_each_rank_was(run: Run) ->
     problem = run.problem("hang")
     assert re.fullmatch(
         rf"time limit of {HANG_LIMIT_S} s reached at train.py:\d+ in wait_for_others \(rank 0\), "
-        r"train.py:\d+ in hang_for_ever \(rank 1\), after iteration 4 of 10",
+        r"train.py:\d+ in hang_for_ever \(rank 1\), after iteration 4 of 10"
+        r"(, nothing logged for \d+ s)?",  # unless the start took most of the time
         problem.splitlines()[0],
     )
 

@@ -26,7 +26,8 @@ for step in range(last + 1):
     if kind == "printed":
         print(f"iter {step}: loss {loss:.4f}, time 3.1ms", flush=True)
     if kind == "trainer":
-        print(f"\\r 50%| | {step}/22 [00:01<00:02, 8.1it/s]", end="", flush=True)
+        if "--no-bar" not in args:
+            print(f"\\r 50%| | {step}/22 [00:01<00:02, 8.1it/s]", end="", flush=True)
         print(f"\\r{{'loss': {loss:.4f}, 'epoch': 0.1}}", flush=True)
     if kind == "csv":
         print(f"0,{step},{loss},", file=out, flush=True)
@@ -72,6 +73,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     project.entries[-1]["products"][0]["time_limit"] = [5]  # type: ignore[index, call-overload]
     case("silent", printed, kind="none")
     case("trainer", trainer, kind="trainer", really=15, exit=3)
+    case("gone", trainer, kind="trainer", really=15)
+    case("no_bar", trainer, kind="trainer", really=15, exit=3, **{"no-bar": 1})
     case("csv", file, kind="csv", out="${OUTPUT_PATH}/metrics.csv")
     case("empty", file, kind="empty", out="${OUTPUT_PATH}/metrics.csv")
     case("no_file", file, kind="printed")
@@ -94,11 +97,13 @@ def test_metrics_are_judged_and_summed_up_wherever_they_are(run: Run) -> None:
     [
         ("early", "the training ended with exit code 0, but loss stops at step 10, expected it"),
         ("fails", "ended with exit code 3, after iteration 10 of 21"),
-        ("hangs", "time limit of 5 s reached at train.py:22 in <module>, after iteration 10 of 21"),
+        ("hangs", "time limit of 5 s reached at train.py:23 in <module>, after iteration 10 of 21"),
         ("trainer", "ended with exit code 3, after iteration 15 of 21"),
+        ("no_bar", "ended with exit code 3, after logged value 5"),
         ("silent", "no metrics: no printed line matches metrics.pattern"),
         ("empty", "metrics.csv: no metrics: no row of it has a number"),
-        ("no_file", "no metrics: the program wrote no such file; see metrics.path"),
+        ("no_file", "no metrics: the program wrote no such file; metrics.path names it"),
+        ("gone", "ended with exit code 0 after iteration 15 of 21, but "),
     ],
 )
 def test_what_failed_says_how_far_it_was_by_the_same_metrics(

@@ -36,6 +36,27 @@ with open(os.environ["PYTEST_MEGATRON_METRICS"], "w") as log:
         if args.out and step == args.save_at:
             (args.out / f"at-{step}.json").write_text(json.dumps({"weight": weight, "step": step}))
 """
+# Prints what DeepSpeed 0.19 did, whose second rank raised or was killed; or accelerate 1.15.
+RANKS = """
+import sys
+how = sys.argv[1]
+trace = "Traceback (most recent call last):\\n  File {0}/{1}.py{0}, line 5, in {1}\\n    x()\\n{2}"
+lost = "RuntimeError: [x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:75"
+ranks = {} if how == "lone" else {0: trace.format(chr(34), "reduce", lost)}
+if how == "raises":
+    ranks = {1: trace.format(chr(34), "step", "IndexError: index out of range in self"), **ranks}
+for rank, text in ranks.items():
+    sys.stderr.writelines(f"[rank{rank}]: {line}\\n" for line in text.split("\\n"))
+if how == "lone":
+    at = "accelerate/commands/launch.py"
+    print("Traceback (most recent call last):", file=sys.stderr)
+    print(f'  File "{at}", line 999, in simple_launcher\\n    raise x', file=sys.stderr)
+    sys.exit("subprocess.CalledProcessError: Command '[9]' died with <Signals.SIGKILL: 9>.")
+print("[2026-11-26 21:50:05,717] [INFO] [launch.py:253:sigkill_handler] Killing subprocess 4223")
+print(f"[2026-11-26 21:50:05,788] [ERROR] [launch.py:259:sigkill_handler] ['/x/python', '-u', "
+      f"'train.py', '--local_rank=1', '--lr', '1'] exits with return code = {sys.argv[2]}")
+sys.exit(1)
+"""
 ROWS = """
 model: gpt
 rows:
@@ -55,6 +76,9 @@ rows:
   - <<: *sound
     name: saves_nothing
     resume: {save: "--out {dir} --save_at 99", load: "--resume {dir}", at: 5}
+  - {<<: *sound, name: raises, command: python ranks.py raises 1}
+  - {<<: *sound, name: killed, command: python ranks.py killed -9}
+  - {<<: *sound, name: lone, command: python ranks.py lone}
   - {<<: *sound, name: endless, stop: none}
   - {<<: *sound, name: takes_less, command: python train.py --max_steps 12 --exit-interval 12}
 """
@@ -64,6 +88,7 @@ rows:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root=tmp_path_factory.mktemp("own") / "project")
     (project.root / "train.py").write_text(PROGRAM)
+    (project.root / "ranks.py").write_text(RANKS)
     (project.root / "recipes").mkdir()
     (project.root / "recipes" / "own.yaml").write_text(ROWS)
     return project
@@ -117,6 +142,20 @@ def test_a_start_that_saves_nothing_is_told(run: Run) -> None:
     assert "is empty, expected what `save` of resume has it save there" in run.problem(
         "saves_nothing"
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "problem"),
+    [
+        ("raises", "rank 1 of 2 raised IndexError: index out of range in self at step.py:5 in st"),
+        ("killed", "rank 1 of 2 was killed by SIGKILL, before the first iteration"),
+        ("lone", "rank 0 was killed by SIGKILL, before the first iteration"),
+    ],
+)
+def test_of_ranks_that_a_program_starts_the_one_that_failed_is_named(
+    run: Run, case: str, problem: str
+) -> None:
+    assert run.problem(case).startswith(problem)
 
 
 def test_an_argument_that_the_program_does_not_take_is_its_own_error(run: Run) -> None:

@@ -71,16 +71,6 @@ def test_a_step_off_the_golden_ends_the_training(project: Project) -> None:
     assert measured.is_file()
 
 
-def test_a_training_that_agrees_so_far_goes_on(project: Project) -> None:
-    case = project.case("late", fault=[HANGS], env=SLOW)
-    project.row(case, time_limit=[4])
-    wrong_golden(project, case, 9)
-    run = project.run("recipes")
-    assert re.match(
-        r"time limit of 4 s reached at .*, after iteration 7 of 10\n", run.problem("late")
-    )
-
-
 @pytest.mark.parametrize("arguments", [("-o", "megatron_stop_early=off"), ("--golden", "off")])
 def test_not_asked_for_nothing_is_stopped(project: Project, arguments: tuple[str, str]) -> None:
     case = project.case("off", fault=[HANGS], env=SLOW)
@@ -116,16 +106,6 @@ def test_a_resumed_phase_off_the_first_one_is_ended(project: Project) -> None:
         "stopped after iteration 7 of 10, in phase 2: lm loss is off at step 6"
     )
     assert "repeat 1 against the first phase:" in run.stdout
-
-
-def test_a_training_that_is_nearly_over_goes_on(project: Project) -> None:
-    case = project.case("off", fault=["hang@10"], env={"TINY_TRAIN_STEP_MS": "5000.0"})
-    project.row(case, time_limit=[4])
-    wrong_golden(project, case, 3)
-    run = project.run("recipes")
-    assert re.match(
-        r"time limit of 4 s reached at .*, after iteration 9 of 10\n", run.problem("off")
-    )
 
 
 def test_the_first_repeat_that_is_stopped_is_the_last(project: Project) -> None:

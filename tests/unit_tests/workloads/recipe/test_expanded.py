@@ -11,7 +11,7 @@ import pytest
 from recipe_texts import HEAD
 
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.workloads.recipe.expanded import rows_of
+from pytest_megatron.workloads.items.plugin import rows_of
 from pytest_megatron.workloads.recipe.load import load_recipe
 from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS
 
@@ -19,7 +19,7 @@ ROWS = "products:\n- test_case: [a, b]\n  products:\n  - environment: [dev]\n   
 LIBRARIES = """
 import sys
 from pathlib import Path
-from pytest_megatron.workloads.recipe.expanded import rows_of
+from pytest_megatron.workloads.items.plugin import rows_of
 from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS
 print(len(rows_of(Path("r.yaml"), BUILT_IN_WORDS, Path("kept"))))
 print(sorted({"pydantic", "yaml"} & set(sys.modules)))

@@ -88,6 +88,18 @@ def test_a_hung_collective_is_seen_on_a_rank_that_nobody_watches(dirs: PhaseDirs
     assert watch.hung_rank == 5
 
 
+def test_only_what_is_new_ends_a_silence(dirs: PhaseDirs) -> None:
+    write(dirs, 3, "started")
+    watch = LogWatch(dirs)
+    watch.poll()
+    began = watch.changed_at
+    watch.poll()
+    assert watch.changed_at == began
+    write(dirs, 3, ", and goes on")  # a line without its end, as a progress bar has none
+    watch.poll()
+    assert watch.changed_at > began
+
+
 def test_progress_behind_megabytes_of_output_is_found(dirs: PhaseDirs) -> None:
     watch = LogWatch(dirs)
     write(dirs, 0, ("x" * 1023 + "\n") * 3072 + LINE.format(9, "2.0") + "\n")

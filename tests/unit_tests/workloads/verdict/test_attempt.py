@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,12 +144,18 @@ def test_a_hung_collective_names_the_rank_that_reported_it(tmp_path: Path) -> No
 def test_a_time_limit_is_never_transient(tmp_path: Path) -> None:
     end = phase(tmp_path, returncode=-15, end=End.TIME_LIMIT)
     end.plan.dirs.launcher_log.write_text("RuntimeError: EADDRINUSE\n")
-    cause = cause_of(end)
+    text = "time limit of 60 s reached, after iteration 4 of 10"
+    for one, silence in ((end, ""), (replace(end, quiet_s=51.2), ", nothing logged for 51 s")):
+        cause = cause_of(one)
+        assert cause is not None
+        assert (cause.is_transient, cause.text) == (False, text + silence)
+
+
+def test_values_without_steps_are_counted_as_such(tmp_path: Path) -> None:
+    far = Progress(iteration=7, last=None, has_step=False)
+    cause = cause_of(replace(phase(tmp_path, returncode=1), progress=far))
     assert cause is not None
-    assert (cause.is_transient, cause.text) == (
-        False,
-        "time limit of 60 s reached, after iteration 4 of 10",
-    )
+    assert cause.text.endswith(", after logged value 7")
 
 
 def test_a_rank_that_ran_out_of_memory_is_known_and_not_run_again(tmp_path: Path) -> None:
@@ -198,3 +205,10 @@ def test_a_training_ended_early_if_another_value_was_due(
 ) -> None:
     found = find_problem(metrics, tuple(metrics), 19)
     assert (found or "").partition(", expected")[0].rpartition("but ")[2] == (problem or "")
+
+
+def test_of_two_losses_the_one_that_was_not_finite_first_is_named() -> None:
+    late, early = (series_of({3: 1.0, 7: 1.0, 11: n, 15: n}) for n in (1.0, float("nan")))
+    late = series_of({**dict(late.items()), 15: float("nan")})
+    found = find_problem({"train/loss": late, "val/loss": early}, ("train/loss", "val/loss"), 15)
+    assert found == "val/loss is nan at step 11, the first that is not finite"

@@ -19,6 +19,7 @@ from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
+from pytest_megatron.workloads.verdict.attempt import FailureCause
 from pytest_megatron.workloads.verdict.early_stop import EarlyStop
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
 
@@ -227,3 +228,23 @@ def test_what_is_saved_are_the_iterations_left_of_all_phases(tmp_path: Path) -> 
     assert saved(alone, first(6, at_5=0.5)) == (6, 20, 140.0, 4)  # 10 s each
     resumed = job_of(tmp_path / "resumed", "ckpt-resume")
     assert saved(resumed, first(6, at_5=0.5)) == (6, 20, 240.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        (first(12), ""),
+        # the 8th step is left out, and the others are counted on
+        ({s: LOSSES[s if s < 8 else s + 1] for s in range(1, 17)}, "lm loss is off at step 8"),
+    ],
+)
+def test_a_training_that_ends_early_says_where_it_was_off(
+    tmp_path: Path, losses: dict[int, float], told: str
+) -> None:
+    attempt = Attempted(job_of(tmp_path))
+    attempt.measure(losses, is_running=False)
+    measured = attempt.early.attempt_of(attempt.plan, attempt.ends)
+    ended = replace(measured, cause=FailureCause(text="it ended early"))
+    cause = attempt.early.explain(attempt.plan, ended).cause
+    assert cause is not None
+    assert cause.text == "it ended early" + (f"; before that, {told}" if told else "")

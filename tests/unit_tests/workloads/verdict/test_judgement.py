@@ -62,7 +62,7 @@ def judgement(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) ->
                 "lm_loss": {7: float("nan")},
                 "num-zeros": {s: 2.2 * v for s, v in SOUND["num-zeros"].items()},
             },
-            "lm loss is off at step 7 (and 1 more)",
+            "lm loss is nan at step 7 (and 1 more)",
             id="a value that is none",
         ),
         pytest.param(

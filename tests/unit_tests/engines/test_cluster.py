@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.workloads.training.checks.check import findings_of
-from pytest_megatron.workloads.training.checks.cluster import (
+from pytest_megatron.engines.slurm.checks import (
     NamedPath,
     Wanted,
     check_partition,
@@ -16,6 +15,7 @@ from pytest_megatron.workloads.training.checks.cluster import (
     parse_cluster,
     parse_mounts,
 )
+from pytest_megatron.workloads.training.checks.check import findings_of
 from pytest_megatron.workloads.training.checks.rules import check_rules
 
 MOUNTS = parse_mounts(

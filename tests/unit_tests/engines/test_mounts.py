@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.workloads.training.checks.cluster import (
+from pytest_megatron.engines.slurm.checks import (
     MountEntry,
     Reach,
     mount_of,

@@ -1,0 +1,43 @@
+"""How `record` starts a command by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_megatron.workloads.commands.by_hand import in_this_environment
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "told"),
+    [
+        ("torchrun", "{python}", "so do the ranks of the row"),
+        ("torchrun", "/usr/bin/env bash", ""),  # of a version manager, which may start any
+        ("python3", "{python}", "the row names it in full"),
+        ("accelerate", "{python}", ""),  # which the row starts as it is
+    ],
+)
+def test_a_program_of_another_environment_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    head: str,
+    told: str,
+) -> None:
+    python, program = tmp_path / "python", tmp_path / "bin" / name
+    program.parent.mkdir()
+    python.write_text("#!/bin/sh\necho /another\n")
+    program.write_text(f"#!{head.format(python=python)}\n")
+    for file in (python, program):
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    words = (name, "train.py", "--lr", "1")
+    is_named = "in full" in told
+    assert in_this_environment(words) == ((str(program), *words[1:]) if is_named else words)
+    out = capsys.readouterr().out
+    assert (
+        (told in out and f"{program}, and pytest runs in {sys.prefix}" in out) if told else not out
+    )

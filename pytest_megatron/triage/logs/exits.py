@@ -2,7 +2,7 @@
 
 Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
 Slurm's srun, task exit messages; deepspeed/launcher/launch.py, 0.19; accelerate/commands/launch.py,
-1.15, whose `simple_launcher` starts one process.
+1.15, whose `simple_launcher` starts one process; lightning/fabric/strategies/launchers, 2.6.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pytest_megatron.triage.logs.lines import parse_line, parse_time
 # In every line that tells of an end, and so looked for.
 LITERALS = (
     *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
-    *("forcefully exiting via", "exits with return code = ", "died with <Signals."),
+    *("forcefully exiting via", "died with <Signals.", "] Child process with PID "),
+    *(" spawned with command: ", "exits with return code = "),
 )
 NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
 
@@ -37,9 +38,13 @@ _SRUN = re.compile(
 )
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via .*forcefully exiting via")
 _MPIRUN = re.compile(r"process rank (?P<rank>\d+) .*exited on signal (?P<number>\d+)")
-_DEEPSPEED = re.compile(
-    r"'--local_rank=(?P<rank>\d+)'.*\] exits with return code = (?P<code>-?\d+)$"
+_LIGHTNING = re.compile(
+    r"^\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code "
+    r"(?P<code>-?\d+)\b"
 )
+# DeepSpeed's names the rank that it started last, whichever failed.
+_SPAWNED = re.compile(r"process \d+ spawned with command: .*'--local_rank=(?P<rank>\d+)'")
+_ENDED = re.compile(r"\[launch\.py:\d+:\w+\] .*\] exits with return code = (?P<code>-\d+)$")
 _ACCELERATE = re.compile(r"CalledProcessError: .* died with <Signals\.(?P<how>SIG\w+): \d+>")
 _WORDS = {
     "Killed": "SIGKILL",
@@ -96,18 +101,10 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if "(local_rank: " in text:
         found = _table_row(around, at)
         return () if found is None else (found,)
-    # Of both launchers that end the others then; DeepSpeed's says nothing of these.
-    if (seen := _SEEN.search(text) or _DEEPSPEED.search(text)) is not None:
-        how, pid = how_it_ended(int(seen["code"])), seen.groupdict().get("pid")
-        return (
-            ProcessExit(
-                rank=int(seen["rank"]),
-                how=how,
-                is_first=True,
-                pid=None if pid is None else int(pid),
-                shown=text,
-            ),
-        )
+    if (seen := _SEEN.search(text) or _LIGHTNING.search(text)) is not None:
+        code, rank = int(seen["code"]), int(seen["rank"])
+        how, pid = how_it_ended(code), int(seen["pid"])
+        return (ProcessExit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
     if (task := _SRUN.match(text)) is not None:
         word = task["word"]
         how = f"exit code {task['code']}" if word is None else _WORDS.get(word.strip(), "")
@@ -119,6 +116,18 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
         return (ProcessExit(rank=int(process["rank"]), how=killed, shown=text),)
     lone = _ACCELERATE.search(text) if "in simple_launcher" in around[:at] else None
     return () if lone is None else (ProcessExit(rank=0, how=lone["how"], shown=text),)
+
+
+def spawned_rank(line: str) -> int | None:
+    """Return the rank that DeepSpeed's launcher says it started."""
+    found = _SPAWNED.search(line)
+    return None if found is None else int(found["rank"])
+
+
+def unnamed_signal(line: str) -> str | None:
+    """Return the signal that ended a rank of DeepSpeed's launcher, which does not say which."""
+    found = _ENDED.search(line)
+    return None if found is None else how_it_ended(int(found["code"]))
 
 
 def stubborn_pid(line: str) -> int | None:

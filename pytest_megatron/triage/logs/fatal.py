@@ -45,6 +45,8 @@ _TRACE_BYTES = 1 << 20
 _BEFORE_BYTES = 1 << 12
 _MOST_TRACES = 12  # of a rank that are read, from the last one on
 _MOST_BEHIND = 7  # lines that may follow an exception without a traceback that ended a program
+_SYNTAX_LINES = 4  # its place, the line, and what points into it
+_SYNTAX_PLACE = re.compile(r"  File \"(?P<file>[^\"]+)\", line (?P<line>\d+)$")
 _OF_CONNECTIONS = ("network", "http_read", "hf_hub", "service", "dns", "port_in_use")
 _UNCAUGHT = re.compile(
     r"\[rank\d+\]: ?Traceback"
@@ -169,8 +171,22 @@ def find_bare(
         place = LogLine(log=log, offset=offset, text=bare.message.partition("\n")[0])
         verb = "raised" if bare.is_exception else "wrote"
         whose = parsed[index].rank if log.rank is None else None
-        return Fatal(signature=signature, message=bare.message, verb=verb, place=place, rank=whose)
+        above = [parsed[i].text for i in own[max(0, bare.index - _SYNTAX_LINES) : bare.index]]
+        return Fatal(
+            signature=signature,
+            message=bare.message,
+            frame=_place_of_syntax(above),
+            verb=verb,
+            place=place,
+            rank=whose,
+        )
     return None
+
+
+def _place_of_syntax(above: Sequence[str]) -> str | None:
+    """Return `file:line` of a program that cannot be compiled, from the lines above its error."""
+    found = next(filter(None, map(_SYNTAX_PLACE.match, above)), None)
+    return None if found is None else f"{found['file'].rpartition('/')[2]}:{found['line']}"
 
 
 def fatal_of_lines(lines: Sequence[Line], table: Table) -> Fatal | None:

@@ -21,7 +21,7 @@ from pytest_megatron.workloads.commands.by_hand import RunByHand
 from pytest_megatron.workloads.commands.found import Found, description, disagreement, length_of
 from pytest_megatron.workloads.recipe.model import Vocabulary
 
-_LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 60, 3, 30
+_LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 120, 5, 30
 _PLATFORMS = Vocabulary().platforms
 _SHOWN = 12  # metrics
 _ANY = ("main", "run", "train")  # names that say nothing

@@ -115,7 +115,7 @@ def diagnose_phase(
 # What launchers and ranks write into a log that they share.
 _OF_RANKS = re.compile(
     rb"^\[rank[1-9]\d*\]: |\(local_rank: \d+\)|failed \(exitcode: |exits with return code = "
-    rb"|, in simple_launcher$",
+    rb"|, in simple_launcher$|^\[rank: \d+\] Child process with PID |/gloo/transport/tcp/",
     re.MULTILINE,
 )
 _SHARED_BYTES = 1 << 18  # at a log's end
@@ -495,16 +495,22 @@ def _not_resumed(
 
 def find_non_finite(metrics: MetricMap, names: Sequence[str]) -> str | None:
     """Return the text for the first loss that is not finite, None without one."""
-    odd = [
+    odd = first_non_finite(metrics, names)
+    if odd is None:
+        return None
+    step, name, value = odd
+    return f"{name} is {value} at step {step}, the first that is not finite"
+
+
+def first_non_finite(metrics: MetricMap, names: Sequence[str]) -> tuple[int, str, Value] | None:
+    """Return step, name and value of the first loss that is not finite, None without one."""
+    odd = (
         (step, name, value)
         for name in filter(is_loss, names)
         for step, value in metrics[name].items()
         if not is_finite(value)
-    ]
-    if not odd:
-        return None
-    step, name, value = min(odd, key=lambda one: one[0])
-    return f"{name} is {value} at step {step}, the first that is not finite"
+    )
+    return min(odd, key=lambda one: one[0], default=None)
 
 
 def _is_near(series: Series, last: int) -> bool:

@@ -31,6 +31,7 @@ from pytest_megatron.workloads.verdict.attempt import (
     diagnose_phase,
     find_incomplete,
     find_non_finite,
+    first_non_finite,
     join_windows,
     measured_in,
     signature_of,
@@ -146,19 +147,23 @@ class EarlyStop:
         return replace(attempt, stopped=stopped)
 
     def explain(self, plan: AttemptPlan, attempt: Attempt) -> Attempt:
-        """Return an attempt with the first value that was off, where its metrics end too early.
+        """Return an attempt with what was off before its metrics end too early, or are not finite.
 
         It may have left out a step, and then all that follows is off, which explains its end.
         """
         cause, names = attempt.cause, self.job.metric_names
         if cause is None or names is None or not attempt.metrics or not attempt.ends[-1].is_clean:
             return attempt
-        last = _last_iteration(plan, attempt.ends[-1])
-        if find_incomplete(attempt.metrics[-1], names, last) is None:
-            return attempt
+        *earlier, latest = attempt.metrics
+        if find_incomplete(latest, names, _last_iteration(plan, attempt.ends[-1])) is None:
+            if (odd := first_non_finite(latest, names)) is None:
+                return attempt
+            latest = {
+                name: series.where(lambda s, _: s < odd[0]) for name, series in latest.items()
+            }
         failed: tuple[RepeatComparison, ...] = ()
         with contextlib.suppress(MegatronError):
-            failed = self._disagreeing(plan, attempt)
+            failed = self._disagreeing(plan, replace(attempt, metrics=(*earlier, latest)))
         if not failed:
             return attempt
         first = Judgement(repeats=failed, policy=self.policy).in_short

@@ -132,7 +132,7 @@ def test_a_header_without_an_exception_is_no_traceback() -> None:
             [(3, "SIGABRT")],
         ),
         (
-            "[ERROR] [launch.py:259:x] ['p', '--local_rank=1', '-l'] exits with return code = -9",
+            "[rank: 1] Child process with PID 27721 terminated with code -9. Forcefully t",
             [(1, "SIGKILL")],
         ),
         ("srun: error: Unable to create step", []),

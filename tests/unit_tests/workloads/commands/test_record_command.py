@@ -101,7 +101,7 @@ def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
         "    path: out/**/log.jsonl\n"
         "    names: [train/loss]\n"
         "  platforms: cpu\n"
-        "  time_limit: 60\n"
+        "  time_limit: 120\n"
     )
     golden = project / "golden_values/loop/loop/golden_values_dev_cpu.json"
     written = json.loads(golden.read_text())

@@ -52,6 +52,9 @@ if how == "lone":
     print("Traceback (most recent call last):", file=sys.stderr)
     print(f'  File "{at}", line 999, in simple_launcher\\n    raise x', file=sys.stderr)
     sys.exit("subprocess.CalledProcessError: Command '[9]' died with <Signals.SIGKILL: 9>.")
+for rank in (0, 1):
+    print(f"[INFO] [launch.py:245:main] process 422{rank} spawned with command: ['/x/python', "
+          f"'-u', 'train.py', '--local_rank={rank}', '--lr', '1']")
 print("[2026-11-26 21:50:05,717] [INFO] [launch.py:253:sigkill_handler] Killing subprocess 4223")
 print(f"[2026-11-26 21:50:05,788] [ERROR] [launch.py:259:sigkill_handler] ['/x/python', '-u', "
       f"'train.py', '--local_rank=1', '--lr', '1'] exits with return code = {sys.argv[2]}")
@@ -79,6 +82,7 @@ rows:
   - {<<: *sound, name: raises, command: python ranks.py raises 1}
   - {<<: *sound, name: killed, command: python ranks.py killed -9}
   - {<<: *sound, name: lone, command: python ranks.py lone}
+  - {<<: *sound, name: syntax, command: python broken.py}
   - {<<: *sound, name: endless, stop: none}
   - {<<: *sound, name: takes_less, command: python train.py --max_steps 12 --exit-interval 12}
 """
@@ -89,6 +93,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root=tmp_path_factory.mktemp("own") / "project")
     (project.root / "train.py").write_text(PROGRAM)
     (project.root / "ranks.py").write_text(RANKS)
+    (project.root / "broken.py").write_text("import os\nprint(os.name\n")
     (project.root / "recipes").mkdir()
     (project.root / "recipes" / "own.yaml").write_text(ROWS)
     return project
@@ -156,6 +161,11 @@ def test_of_ranks_that_a_program_starts_the_one_that_failed_is_named(
     run: Run, case: str, problem: str
 ) -> None:
     assert run.problem(case).startswith(problem)
+
+
+def test_the_place_of_a_syntax_error_is_told(run: Run) -> None:
+    problem = run.problem("syntax")
+    assert problem.startswith("rank 0 raised SyntaxError: '(' was never closed at broken.py:2, ")
 
 
 def test_an_argument_that_the_program_does_not_take_is_its_own_error(run: Run) -> None:

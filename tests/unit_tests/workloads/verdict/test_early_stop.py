@@ -236,9 +236,11 @@ def test_what_is_saved_are_the_iterations_left_of_all_phases(tmp_path: Path) -> 
         (first(12), ""),
         # the 8th step is left out, and the others are counted on
         ({s: LOSSES[s if s < 8 else s + 1] for s in range(1, 17)}, "lm loss is off at step 8"),
+        (first(ITERS, at_9=math.nan), ""),
+        (first(ITERS, at_4=0.5, at_9=math.nan), "lm loss is off at step 4"),
     ],
 )
-def test_a_training_that_ends_early_says_where_it_was_off(
+def test_what_was_off_before_an_end_or_a_value_that_is_not_finite_is_told(
     tmp_path: Path, losses: dict[int, float], told: str
 ) -> None:
     attempt = Attempted(job_of(tmp_path))

@@ -2,6 +2,8 @@
 
 `pytest_megatron.entry` loads it in a session that asks for it. It must import nothing heavy (no
 torch, no pydantic, no yaml) and run tests as ever while none of our options is given.
+
+PYTEST_DONT_REWRITE: see `entry`; without these words pytest warns where this module is loaded.
 """
 
 from __future__ import annotations

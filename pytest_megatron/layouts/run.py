@@ -23,6 +23,7 @@ from pathlib import Path
 from pytest_megatron.layouts.model import read_record
 from pytest_megatron.layouts.representatives import choose, kinds_of
 from pytest_megatron.layouts.settings import Settings
+from pytest_megatron.process.tree import large_imports
 
 _MODULES = "modules.json"
 _UNPICKLES = "_tensor_to_object"  # of torch.distributed: an object that a rank has received
@@ -32,7 +33,8 @@ def main() -> None:
     """Run one rank, choose the others by its groups, and run those."""
     settings, argv = Settings.from_json(sys.argv[1]), sys.argv[2:]
     (settings.directory / "mail").mkdir(parents=True, exist_ok=True)
-    import torch  # noqa: F401 - each rank has it without importing it again
+    with large_imports():
+        import torch  # noqa: F401 - each rank has it without importing it again
 
     first, *others = settings.ranks or (0,)
     _run_all(settings, [first], argv)
@@ -80,9 +82,10 @@ def _import_what_it_did(directory: Path) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # `is_available` would begin to use it
     of_cuda = vars(torch.cuda)
     begin, of_cuda["_lazy_init"] = of_cuda["_lazy_init"], _refuse_cuda
-    for name in json.loads(path.read_text()) if path.exists() else ():
-        with contextlib.suppress(BaseException):
-            importlib.import_module(name)
+    with large_imports():
+        for name in json.loads(path.read_text()) if path.exists() else ():
+            with contextlib.suppress(BaseException):
+                importlib.import_module(name)
     of_cuda["_lazy_init"] = begin
 
 

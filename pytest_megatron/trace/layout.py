@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from pytest_megatron.trace.files import TraceHeader, TraceLayout
+from pytest_megatron.trace.shards import is_dtensor
 
 
 def header(
@@ -77,7 +77,7 @@ def _layout_by_meshes(model: torch.nn.Module | None) -> TraceLayout:
 
 def _widest_mesh(model: torch.nn.Module) -> DeviceMesh | None:
     """Return the mesh with the most dimensions that a parameter is placed on."""
-    meshes = [one.device_mesh for one in model.parameters() if isinstance(one, DTensor)]
+    meshes = [one.device_mesh for one in model.parameters() if is_dtensor(one)]
     return max(meshes, key=lambda mesh: mesh.ndim, default=None)
 
 

@@ -24,7 +24,6 @@ from typing import Protocol, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from pytest_megatron.runs.equivalence import Phase
 from pytest_megatron.trace import layout
@@ -47,6 +46,7 @@ from pytest_megatron.trace.measure import (
 )
 from pytest_megatron.trace.shards import (
     NamedParameter,
+    is_dtensor,
     is_partial,
     local_tensors,
     local_values,
@@ -80,9 +80,9 @@ class Noise:
 
     def disturb(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor disturbed, in its type; the gradient is disturbed alike."""
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             local = self.disturb(tensor.to_local(), name)
-            return DTensor.from_local(
+            return type(tensor).from_local(
                 local, tensor.device_mesh, tensor.placements, run_check=False,
                 shape=tensor.shape, stride=tensor.stride(),
             )  # fmt: skip
@@ -429,7 +429,7 @@ class Recorder:
             self._record("forward", place, tensor, microbatch)
         # torch's tensor parallelism hands a module a `DTensor` of its own of what others use too,
         # so its gradient is not that of the whole tensor.
-        is_own = isinstance(tensor, DTensor) and place.tensor.startswith("input")
+        is_own = is_dtensor(tensor) and place.tensor.startswith("input")
         if tensor.requires_grad and torch.is_grad_enabled() and not is_own:
             self._watch(place, tensor, microbatch)
 

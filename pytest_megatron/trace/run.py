@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from pytest_megatron.errors import TraceError
+from pytest_megatron.process.tree import large_imports
 from pytest_megatron.trace import start
 
 _USAGE = "usage: python -m pytest_megatron.trace.run {PROGRAM | -m MODULE} [ARGUMENT ...]"
@@ -25,7 +26,8 @@ def main() -> None:
     argv = sys.argv[2 if is_module else 1 :]
     if not argv or (argv[0].startswith("-") and not is_module):
         raise SystemExit(_USAGE)
-    recorder = start()
+    with large_imports():  # torch, before the program loads anything
+        recorder = start()
     if recorder is None:
         _run(argv, is_module=is_module)
         return

@@ -11,17 +11,18 @@ numbered over all pipeline stages and model chunks, experts over all expert-para
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from pytest_megatron.trace.files import ParameterShard
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from torch.distributed.tensor import DTensor
 
 _EXPERT_PARAMETER = re.compile(r"(weight|bias)(\d+)").fullmatch
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -190,10 +191,16 @@ def local_tensors(model: torch.nn.Module, prefix: str) -> list[LocalTensor]:
     ]
 
 
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return True for a `DTensor`; a program without them does not load them, which takes 1 s."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return isinstance(value, getattr(loaded, "DTensor", ()))
+
+
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values that this rank holds, without gradients."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor.to_local()
     # A functional collective returns a tensor that is not there yet.
     wait: Callable[[], torch.Tensor] | None = getattr(tensor, "trigger_wait", None)
@@ -202,12 +209,12 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_partial(tensor: torch.Tensor) -> bool:
     """Return True for a tensor of which each rank has a part of the sum."""
-    return isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements)
+    return is_dtensor(tensor) and any(one.is_partial() for one in tensor.placements)
 
 
 def reduced(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a gradient placed as its parameter is; the optimizer's operations reduce it so too."""
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+    if is_dtensor(gradient) and is_dtensor(parameter):
         detached = cast("DTensor", gradient.detach())
         placed: torch.Tensor = detached.redistribute(placements=parameter.placements)
         return placed
@@ -236,7 +243,7 @@ def _plain(name: str, tensor: torch.Tensor) -> LocalTensor:
     """Return a tensor that is whole on this rank, or a part by its DTensor."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.dim()
     is_main = torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         _, offset = compute_local_shape_and_global_offset(

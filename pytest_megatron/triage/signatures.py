@@ -24,7 +24,7 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import TriageError
 from pytest_megatron.gpu.health import xid_pattern
 
-__all__ = ["SIGNATURES", "Signature", "is_exception", "is_named", "is_raised", "match_signature"]
+__all__ = ["Signature", "is_exception", "is_named", "is_raised", "match_signature"]
 
 
 _MOST_MESSAGE = 1 << 13  # characters of an exception that are matched; patterns look back and forth
@@ -364,7 +364,6 @@ def _place(path: Path, index: int, row: JsonValue) -> str:
 _EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|error|Timeout)\b(?::|$)"
 )
-SIGNATURES: tuple[Signature, ...] = builtin_table().signatures
 _NAMELESS = frozenset({"exception", "exit_code", "silent_exit", "terminated", "unknown", "usage"})
 
 

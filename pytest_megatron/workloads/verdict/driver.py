@@ -23,7 +23,7 @@ from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedHealthFile, to_json
 from pytest_megatron.runs.redact import Redactor, redact_tree
-from pytest_megatron.triage.signatures import SIGNATURES, Signature, Table
+from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.workloads.engine.api import (
     Engine,
     Planned,
@@ -490,7 +490,7 @@ def with_health(cause: FailureCause | None, health: Health | None) -> FailureCau
             cause,
             text=f"{first.text}; {cause.text}",
             evidence=(*(fault.text for fault in health.faults), *cause.evidence),
-            signature=_signature(first.signature),
+            signature=builtin_table()[first.signature],
         )
     signature = cause.signature
     if signature is not None and signature.id == _OOM and health.foreign is not None:
@@ -500,11 +500,6 @@ def with_health(cause: FailureCause | None, health: Health | None) -> FailureCau
             signature=replace(signature, is_transient=True, advice="end that process"),
         )
     return cause
-
-
-def _signature(name: str) -> Signature:
-    (found,) = (signature for signature in SIGNATURES if signature.id == name)
-    return found
 
 
 def cause_of(outcome: SubmissionOutcome, table: Table) -> FailureCause:

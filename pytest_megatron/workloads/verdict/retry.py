@@ -6,6 +6,7 @@ attempt's files alone. What disagrees with a golden never comes here: it is no c
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pytest_megatron.base.text import nearest
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.triage.signatures import SIGNATURES, RetryAdvice, Table, builtin_table
+from pytest_megatron.triage.signatures import RetryAdvice, Table, builtin_table
 from pytest_megatron.workloads.recipe.model import Workload
 
 if TYPE_CHECKING:  # sessions without workloads need none
@@ -31,7 +32,6 @@ _OWN_FAMILIES = frozenset(
     {"assert", "config", "cuda_oom", "device_assert", "golden_mismatch", "illegal_access"}
     | {"import", "mismatch", "nonfinite_loss"}
 )
-NEVER_TRANSIENT = frozenset(row.id for row in SIGNATURES if row.family in _OWN_FAMILIES)
 # Of these, each has a cause of its own outside of the run, however alike their texts are.
 _FROM_OUTSIDE = frozenset(
     {"engine_boot_fail", "engine_cancelled", "engine_node_fail", "engine_preempted"}
@@ -106,8 +106,9 @@ def policy_of(
                     f"{', '.join(sorted(known))}{nearest(name, known)}",
                 )
     for name in workload.transient:
-        if name in NEVER_TRANSIENT or name in workload.never_transient:
-            why = "is never transient" if name in NEVER_TRANSIENT else "is in never_transient too"
+        is_own = name in _own_signatures()
+        if is_own or name in workload.never_transient:
+            why = "is never transient" if is_own else "is in never_transient too"
             raise RecipeError(workload.where, f"transient: {name!r} {why}; remove it")
     return RetryPolicy(
         max_attempts=max_attempts or workload.max_attempts or DEFAULT_MAX_ATTEMPTS,
@@ -115,6 +116,11 @@ def policy_of(
         transient=frozenset(workload.transient),
         never_transient=frozenset(workload.never_transient),
     )
+
+
+@functools.cache
+def _own_signatures() -> frozenset[str]:
+    return frozenset(row.id for row in builtin_table().signatures if row.family in _OWN_FAMILIES)
 
 
 def with_policy(cause: FailureCause | None, policy: RetryPolicy) -> FailureCause | None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_sessions import run_session
 from test_changed_select import commit_all
 
 from pytest_megatron.base.project import run_git
@@ -178,10 +179,7 @@ class Project:
     def pytest_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         names = ("PYTEST_", "COV_", "COVERAGE_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "megatron", *arguments]
-        return subprocess.run(
-            command, cwd=root, env=env, capture_output=True, text=True, check=False
-        )
+        return run_session(["-q", "-p", "megatron", *arguments], root, env)
 
     def selected(self) -> set[str]:
         """Return the tests for which something changed since they were recorded."""

@@ -43,8 +43,11 @@ def main() -> None:
     children: list[int] = []
     are_weights_written = True
     program = sys.argv[1]
-    if Path(program).name == _GPT:
-        import gpt_training  # noqa: F401 - megatron-core, once for all ranks
+    if Path(program).name == _GPT:  # what all ranks need, once
+        import gpt_training  # noqa: F401 - megatron-core
+    else:
+        import torch._dynamo  # of optimizers
+        import torch.distributed.tensor.parallel  # noqa: F401
     gc.freeze()  # no rank searches all of torch for garbage
     for settings, world_size, port, *arguments in json.loads(sys.argv[2]):
         if json.loads(settings)["weights_from"] is not None and not are_weights_written:

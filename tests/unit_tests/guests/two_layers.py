@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+import types
 from pathlib import Path
 
 import torch
@@ -53,6 +55,18 @@ def other_each_time() -> float:
     return 1.0 + int.from_bytes(os.urandom(2), "little") * 2.0**-22
 
 
+def leave_out_compiler() -> None:
+    """Take the place of torch's compiler, of which optimizers ask only to be left alone.
+
+    It takes 2 s of CPU to load. Where ranks are forked it is there already.
+    """
+    name = "torch._dynamo"
+    if name not in sys.modules:
+        stand_in = types.ModuleType(name)
+        vars(stand_in).update(disable=lambda method, *_, **__: method, graph_break=lambda: None)
+        sys.modules[name] = vars(torch)["_dynamo"] = stand_in
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--train-iters", type=int, default=4)
@@ -67,6 +81,7 @@ def main() -> None:
         model.second.factor *= other_each_time()
     if given.disturb == "order":
         model.second.factor *= by_order_of_a_set()
+    leave_out_compiler()
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(1, min(given.train_iters, given.exit_interval) + 1):
         loss = model(torch.rand(4, 8)).square().mean()

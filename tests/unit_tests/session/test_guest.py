@@ -259,3 +259,18 @@ def test_the_entry_point_imports_next_to_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["pytest_megatron", "pytest_megatron.entry"]
+
+
+def test_a_second_session_of_a_process_may_name_it_otherwise(tmp_path: Path) -> None:
+    project(tmp_path, "", "def test(): pass")
+    call = "pytest.main(['-p', 'no:cacheprovider', '-W', 'error', '-p', '{}'])"
+    calls = "; ".join(call.format(name) for name in ("megatron", "pytest_megatron.plugin"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import pytest; {calls}"],
+        cwd=tmp_path,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.count("1 passed"), done.stderr) == (2, "")

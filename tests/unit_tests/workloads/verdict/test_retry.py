@@ -9,7 +9,7 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.triage.signatures import SIGNATURES, match_signature
+from pytest_megatron.triage.signatures import builtin_table, match_signature
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.workloads.verdict.retry import (
@@ -87,7 +87,7 @@ def test_a_port_in_use_does_not_wait() -> None:
 
 @pytest.mark.parametrize("name", ["engine_node_fail", "engine_preempted"])
 def test_what_machines_do_may_happen_twice_with_the_same_words(name: str) -> None:
-    (row,) = [row for row in SIGNATURES if row.id == name]
+    row = builtin_table()[name]
     text = "job 41235 on node0007 ended as it did: the numbers are no part of a fingerprint"
     found = attempts(*(FailureCause(text=text.replace("7", n), signature=row) for n in "78"))
     assert len({fingerprint(a.cause) for a in found if a.cause is not None}) == 1

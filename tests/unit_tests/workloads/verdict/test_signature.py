@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.triage.signatures import SIGNATURES, builtin_table, is_raised, match_signature
+from pytest_megatron.triage.signatures import is_raised, match_signature
 
 GENUINE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
@@ -57,8 +57,3 @@ def test_a_genuine_cause_comes_before_a_transient_one() -> None:
 )
 def test_what_a_log_only_mentions_was_not_raised(line: str, *, expected: bool) -> None:
     assert is_raised(line) is expected
-
-
-def test_there_is_one_table() -> None:
-    """In Megatron-LM two lists give the same failure two verdicts."""
-    assert builtin_table().signatures == SIGNATURES

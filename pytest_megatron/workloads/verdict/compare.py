@@ -193,11 +193,11 @@ def _most_telling_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
 
 def _step_of(failed: Comparison) -> int | None:
     """Return the first step of a training that is wrong; None where it says little, or is none."""
-    first, is_weak = failed.first, _strength(failed) <= 1.0
+    first = failed.first
     is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
-    if first is None or first.place is not None or failed.summary is not None or is_weak or is_cost:
+    if first is None or first.place is not None or failed.summary is not None:
         return None
-    return first.step
+    return None if is_cost or failed.is_golden_to_blame else first.step
 
 
 GOLDEN = "golden"  # what a repeat was compared with

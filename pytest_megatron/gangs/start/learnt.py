@@ -133,6 +133,7 @@ def _modules(config: pytest.Config, readers: RankReaders) -> tuple[str, ...]:
     if any(is_library(text.partition(" in ")[2]) for text in places):
         return ()
     plugins = {_top(getattr(p, "__name__", "")) for p in config.pluginmanager.get_plugins()}
+    plugins.add(_top(__name__))
     return tuple(
         name
         for name, module in list(sys.modules.items())

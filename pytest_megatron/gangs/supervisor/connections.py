@@ -129,6 +129,10 @@ class Calls:
             if self._on_wrong_key is not None and isinstance(error, WrongKeyError):
                 self._on_wrong_key()
             return
+        except BaseException:  # Ctrl-C in between: the proof cannot go on, the caller hears of it
+            self._selector.unregister(descriptor)
+            source.close()
+            raise
         if channel is not None:
             self._selector.unregister(descriptor)
             self._selector.register(channel, selectors.EVENT_READ, self._on_first_message)

@@ -58,6 +58,13 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return data
 
 
+def read_end(path: Path, most: int) -> bytes:
+    """Return the last bytes of a file that may grow, so many at most."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read()
+
+
 def append_lines(path: Path, text: str) -> int:
     """Add whole lines to the end of a file in one piece, and return its size in bytes.
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.base.files import read_json, write_json_atomically
+from pytest_megatron.base.files import read_end, read_json, write_json_atomically
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs
 from pytest_megatron.workloads.golden.formats.rows import (
@@ -313,17 +313,11 @@ def progress_bar(dirs: PhaseDirs, last: int) -> int | None:
         last: The last step that is logged: a bar to that step, or a little further, is the one.
     """
     for log in itertools.chain.from_iterable(_logs_of_ranks(dirs)):
-        bars = _BAR(_end_of(log)) if log.is_file() else []
+        said = read_end(log, _BAR_BYTES).decode(errors="replace") if log.is_file() else ""
+        bars = _BAR(said)
         if found := [int(at) for at, end in bars if last <= int(end) < _FURTHER * last]:
             return found[-1]
     return None
-
-
-def _end_of(log: Path) -> str:
-    """Return the last lines of a log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _BAR_BYTES))
-        return file.read().decode(errors="replace")
 
 
 def newest(metrics: MetricMap, names: tuple[str, ...]) -> tuple[int, str, float | str] | None:

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.base.files import JsonValue, read_json, write_json_atomically
+from pytest_megatron.base.files import JsonValue, read_end, read_json, write_json_atomically
 from pytest_megatron.base.text import describe_exit, name_ranks, rough_time
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.gpu.health import Health
@@ -127,16 +127,9 @@ def _with_ranks_of_its_own(unit: Unit) -> Unit:
     Its log is then that of a launcher; ours knows of one process, and counts no more.
     """
     own = [replace(log, rank=None) for log in unit.logs if log.rank is not None]
-    if not any(_OF_RANKS.search(_end_of(log.path)) for log in own):
+    if not any(_OF_RANKS.search(read_end(log.path, _SHARED_BYTES)) for log in own):
         return unit
     return replace(unit, logs=tuple(own))
-
-
-def _end_of(log: Path) -> bytes:
-    """Return the last bytes of a log."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _SHARED_BYTES))
-        return file.read()
 
 
 def _units(directory: Path) -> tuple[Unit, ...]:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pytest_megatron.base.files import read_end
+
 _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 10
 _TRACE_LINES = 30
@@ -25,10 +27,7 @@ def tail(path: Path, is_noise: Callable[[str], bool] | None = None) -> tuple[str
         is_noise: Returns if a line is meaningless; empty ones always are.
     """
     try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        text = read_end(path, _TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ()
     said = _plain(text.splitlines())

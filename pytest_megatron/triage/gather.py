@@ -273,13 +273,13 @@ def _read_log(
             continue
         if _STACK in line.text:
             book.stacks.append((log, raw.start))
+        place = LogLine(log=log, offset=raw.start, text=line.text)
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
             books[None].exits += _exits_at(log, raw)
             books[None].stubborn.add(stubborn_pid(line.text))
             books[None].spawned.add(spawned_rank(line.text))
-        place = LogLine(log=log, offset=raw.start, text=line.text)
-        if log.rank is None and (how := unnamed_signal(line.text)) is not None:
-            books[None].signals.append((how, place))
+            if (how := unnamed_signal(line.text)) is not None:
+                books[None].signals.append((how, place))
         if line.text.startswith(_WHAT):
             message = f"c10::Error: {line.text.removeprefix(_WHAT)}"
             signature = classify_message(table, message)

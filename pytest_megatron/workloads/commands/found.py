@@ -59,8 +59,9 @@ class Found:
         """Metrics to compare: losses and their like, with more than one value where some have."""
         if self.wanted:
             return self.wanted
-        lasting = [name for name in self._like_losses if name not in self.single]
-        return tuple(sorted(lasting or self._like_losses, key=_rank_of))
+        chosen = self._like_losses
+        lasting = [name for name in chosen if len(self.metrics[name]) > 1]
+        return tuple(sorted(lasting or chosen, key=_rank_of))
 
     @property
     def single(self) -> tuple[str, ...]:

@@ -183,11 +183,9 @@ def _most_telling_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
     Where the strongest has no step of its own, as a mean has none, it stays before all others.
     """
     ordered = sorted(failed, key=lambda one: -_strength(one))
-    steps = {index: _step_of(one) for index, one in enumerate(ordered)}
-    stepped = {index: step for index, step in steps.items() if step is not None}
-    if 0 in stepped:
-        first = min(stepped, key=lambda index: stepped[index])
-        ordered.insert(0, ordered.pop(first))
+    steps = {i: step for i, one in enumerate(ordered) if (step := _step_of(one)) is not None}
+    if 0 in steps:
+        ordered.insert(0, ordered.pop(min(steps, key=lambda index: steps[index])))
     return tuple(ordered)
 
 

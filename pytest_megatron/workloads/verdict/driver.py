@@ -195,9 +195,6 @@ def _repeat(
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
         judged = _judged(job, plan, outcome, early_stop, repeat=repeat, number=len(outcomes))
-        is_stopped = bool(outcome.ends) and outcome.ends[-1].end is End.STOPPED
-        if early_stop is not None and is_stopped and outcome.trouble is None:
-            judged = early_stop.account(plan, judged)
         attempts.append(judged)
         step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
         where = f"{job.node_id}, repeat {repeat}, attempt {len(attempts)}"
@@ -293,7 +290,9 @@ def _judged(
         return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))
     judged = judge_files(job, plan, attempt)
     if early_stop is not None:
-        judged = early_stop.explain(plan, judged)
+        is_stopped = bool(outcome.ends) and outcome.ends[-1].end is End.STOPPED
+        look = early_stop.account if is_stopped else early_stop.explain
+        judged = look(plan, judged)
     cause = with_policy(with_health(judged.cause, health), job.retry)
     if cause is not None and outcome.ends:
         last = outcome.ends[-1]

@@ -9,6 +9,7 @@ import pytest
 from gang_suite import Suite, wait_until
 
 SUITE = """
+    import contextlib
     import os
     import time
     from pathlib import Path
@@ -60,7 +61,8 @@ SUITE = """
                 if process.pid not in mine and os.getsid(process.pid) == process.pid
             ]
             for process in others:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # stopped when the one before died
+                    process.kill()
             wait_until(lambda: not any(process.is_running() for process in others))
 
     def test_last(rank):

@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.workloads.golden.model import Golden
 from pytest_megatron.workloads.golden.store import read_golden
-from pytest_megatron.workloads.refresh.clusters import cluster
-from pytest_megatron.workloads.refresh.difference import FileDifference, differ
+from pytest_megatron.workloads.refresh.difference import FileDifference, cluster, differ
 
 GOLDENS = "tests/functional_tests/test_cases/*golden_values*.json"
 LEAST = 3

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from golden_tree import write_tree
 
-from pytest_megatron.workloads.golden.formats.layout import Form
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, is_finite, series_of
-from pytest_megatron.workloads.golden.store import read_golden, write_golden
+from pytest_megatron.workloads.golden.store import Form, read_golden, write_golden
 
 REPEATS = 5
 NUM_REFRESHES = 10

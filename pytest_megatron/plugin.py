@@ -98,7 +98,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         return
     run = options.early_words(early_config, "attach")
     if run:
-        from pytest_megatron.workloads.items.attach import add_recorded
+        from pytest_megatron.workloads.items.queue import add_recorded
 
         add_recorded(early_config, args, ",".join(run))
     for begin in _BEGIN.all():

@@ -11,9 +11,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from pytest_megatron.engines.slurm.commands import SlurmRefusedError
 from pytest_megatron.engines.slurm.states import SlurmJob
-from pytest_megatron.engines.slurm.submit import JobScript
+from pytest_megatron.engines.slurm.submit import JobScript, SlurmRefusedError
 from pytest_megatron.workloads.engine.api import Resources
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import Setting

@@ -13,10 +13,10 @@ from pytest_megatron.base.command import HintingGroup, echo_json
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import SHORT_COMMIT
 from pytest_megatron.base.text import columns, counted, printable
-from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
-from pytest_megatron.changed.drawn import read_drawn
 from pytest_megatron.changed.record import DEFAULT_FILE, merge_records, read_record, write_record
 from pytest_megatron.changed.replay import ReplayedCommit, ReplayReport, replay
+from pytest_megatron.changed.select import FILE_NAME as DRAWN
+from pytest_megatron.changed.select import read_drawn
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.runs.history import durations_of, outcomes_by_commit, wilson_interval
 from pytest_megatron.runs.history_options import read_known_entries

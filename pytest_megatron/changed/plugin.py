@@ -28,14 +28,6 @@ import pytest
 from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.changed import watch
-from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
-from pytest_megatron.changed.drawn import (
-    DrawnRun,
-    append_drawn,
-    draw,
-    open_failures,
-    read_drawn,
-)
 from pytest_megatron.changed.record import (
     COLLECT,
     DEFAULT_FILE,
@@ -50,7 +42,17 @@ from pytest_megatron.changed.record import (
     restamped,
     write_record,
 )
-from pytest_megatron.changed.select import Changes, blocks_at, summary
+from pytest_megatron.changed.select import FILE_NAME as DRAWN
+from pytest_megatron.changed.select import (
+    Changes,
+    DrawnRun,
+    append_drawn,
+    blocks_at,
+    draw,
+    open_failures,
+    read_drawn,
+    summary,
+)
 from pytest_megatron.changed.sources import (
     ParsedFiles,
     Sources,

@@ -1,18 +1,26 @@
-"""Decide which tests run: those that used what has changed, and all of which that is not known."""
+"""Decide which tests run: those that used what has changed, and all of which that is not known.
+
+A session that leaves out tests also draws some of them to run, and appends a line about these to a
+file: a test that fails then was to be selected, or is flaky.
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
+import json
 import os
+import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
+from pytest_megatron.base.files import append_lines, parse_json, read_bytes
 from pytest_megatron.base.project import ask_git, read_git
+from pytest_megatron.base.schema import SchemaError, validate
 from pytest_megatron.base.text import counted
-from pytest_megatron.changed.drawn import FILE_NAME as DRAWN
 from pytest_megatron.changed.record import (
     DEFAULT_FILE,
     ProjectState,
@@ -35,7 +43,106 @@ from pytest_megatron.changed.sources import (
     files_of,
     is_listed,
 )
-from pytest_megatron.errors import SelectionError
+from pytest_megatron.errors import ConfigError, SelectionError
+
+FILE_NAME = "drawn.jsonl"
+SHARE = 0.05  # of the time that is saved
+_LEAST_S = 0.01  # of a test, whose duration is rounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnRun:
+    """A session that left out tests.
+
+    Attributes:
+        time: `2026-01-31T12:00:00Z`, when it ended.
+        commit: None outside of a commit.
+        seed: With which the same tests are drawn from the same ones.
+        num_left_out: Tests that nothing changed for, the drawn ones among them.
+        drawn: Node ids of those that ran.
+        failed: Those of them that failed, and those that failed when drawn before and now again.
+        passed: Those that failed when drawn before, and passed now.
+    """
+
+    time: str
+    commit: str | None
+    seed: int
+    num_left_out: int
+    drawn: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+
+    @property
+    def missed(self) -> frozenset[str]:
+        """The drawn that failed."""
+        return frozenset(self.drawn) & frozenset(self.failed)
+
+
+def draw(durations_s: Mapping[str, float], seed: int, *, costly: Collection[str]) -> list[str]:
+    """Return items drawn by a seed, of a share of the time of all.
+
+    Args:
+        durations_s: Node id -> recorded duration.
+        seed: Any number.
+        costly: Items that are only drawn if they fit into that share; of all others one is
+            drawn in any case.
+    """
+    names = sorted(durations_s)
+    random.Random(seed).shuffle(names)  # noqa: S311 - no secret
+    costs = {name: max(_LEAST_S, durations_s[name]) for name in names}
+    left = SHARE * sum(costs.values())
+    found: list[str] = []
+    for name in names:
+        if costs[name] <= left:
+            found.append(name)
+            left -= costs[name]
+    return found or [name for name in names if name not in costly][:1]
+
+
+def open_failures(runs: Iterable[DrawnRun]) -> set[str]:
+    """Return the tests that failed when they were drawn, and have not passed since."""
+    found: set[str] = set()
+    for run in runs:
+        found = (found | set(run.failed)) - set(run.passed)
+    return found
+
+
+def read_drawn(path: Path) -> list[DrawnRun]:
+    """Return the lines of a file, in their order; none where it is not there.
+
+    A line that a killed session left unfinished is left out.
+
+    Raises:
+        ConfigError: It cannot be read, or a line is none of such a file.
+    """
+    try:
+        lines = read_bytes(path).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = parse_json(line)
+        except ValueError:
+            continue
+        try:
+            found.append(validate(DrawnRun, value))
+        except SchemaError:
+            problem = "is no line about drawn tests; remove it"
+            raise ConfigError(f"{path}:{number}", problem) from None
+    return found
+
+
+def append_drawn(path: Path, run: DrawnRun) -> None:
+    """Add a line to a file, in one piece.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    append_lines(path, f"{json.dumps(asdict(run))}\n")
+
 
 FOR_ALL = (  # a change of these is one of the environment
     *("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "pytest.toml", "tox.ini"),
@@ -272,6 +379,6 @@ def unaffected_since(root: Path, base: str, files: Sequence[Path]) -> frozenset[
     top, start = checkout_of(root.resolve())
     paths = [file.resolve() for file in files or (DEFAULT_FILE,)]
     record = merge_records(map(read_record, paths))
-    paths += [path.with_name(DRAWN) for path in paths]
+    paths += [path.with_name(FILE_NAME) for path in paths]
     now = ProjectState(environment={}, files=files_of(top, *paths), root=start)
     return find_unaffected(record, Changes(record, Sources(top), now, blocks_at(top, base)))

@@ -20,8 +20,7 @@ from pytest_megatron.errors import ConfigError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.history import HistoryEntry, device_time
 from pytest_megatron.workloads.recipe.lint import RowCheck
-from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload
-from pytest_megatron.workloads.recipe.select import failing
+from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload, failing
 
 _BUDGET = re.compile(BUDGET).fullmatch
 _SECONDS = {"h": 3600.0, "min": 60.0}

@@ -16,7 +16,7 @@ import click
 from pytest_megatron.base.command import EXIT_FAILED, PATH, HintingGroup, echo_json, format_option
 from pytest_megatron.base.text import without_commands
 from pytest_megatron.errors import CiError, MegatronError
-from pytest_megatron.runs.pictures import WRITE_PAGES
+from pytest_megatron.runs.record import WRITE_PAGES
 
 if TYPE_CHECKING:
     from pytest_megatron.ci.summary.merge import CiSummary

@@ -20,24 +20,22 @@ from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.budget import Budget, item_histories, keep_within
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.jobs import (
+    UNCHANGED,
     CiJob,
+    LeftOut,
     PlanBudget,
+    UnitChoice,
+    UnitJobs,
+    bucket_jobs,
     integration_matrix,
     layout_jobs,
+    shard_jobs,
     unit_matrix,
+    unit_rows,
     workload_jobs,
 )
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
-from pytest_megatron.ci.test_jobs import (
-    UNCHANGED,
-    LeftOut,
-    UnitChoice,
-    UnitJobs,
-    bucket_jobs,
-    shard_jobs,
-    unit_rows,
-)
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError
 from pytest_megatron.runs.history import HistoryEntry, device_time
 from pytest_megatron.session.decision import Decision
@@ -45,8 +43,16 @@ from pytest_megatron.workloads.golden.policy import Base, ComparisonPolicy, poli
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
-from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Vocabulary, Workload, project_words
-from pytest_megatron.workloads.recipe.select import Filters, failing, select, values
+from pytest_megatron.workloads.recipe.model import (
+    UNIT_MODEL,
+    Filters,
+    Vocabulary,
+    Workload,
+    failing,
+    project_words,
+    select,
+    values,
+)
 from pytest_megatron.workloads.training.plan.phases import find_command
 
 _INI_KEY = "megatron_golden_policy"

@@ -36,9 +36,8 @@ from pytest_megatron.ci.decide import (
     parse_changes,
     parse_labels,
 )
-from pytest_megatron.ci.jobs import CiJob, integration_matrix, unit_matrix
+from pytest_megatron.ci.jobs import CiJob, LeftOut, integration_matrix, unit_matrix
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
-from pytest_megatron.ci.test_jobs import LeftOut
 from pytest_megatron.errors import EmptySelectionError, SelectionError
 from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.history import (

@@ -37,8 +37,7 @@ from pytest_megatron.culprit.search import (
 )
 from pytest_megatron.errors import CiError, ConfigError, CulpritError
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess
-from pytest_megatron.runs.choose import check_node_id, choose, read_own_item, read_own_run
-from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.find import check_node_id, choose, find_runs, read_own_item, read_own_run
 from pytest_megatron.runs.headline import headline_fingerprint
 from pytest_megatron.runs.history import misleading_share, read
 from pytest_megatron.runs.junit import JUnitCase, read_junit

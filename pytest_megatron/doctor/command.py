@@ -39,7 +39,6 @@ from pytest_megatron.doctor.facts import (
     compat,
     here,
 )
-from pytest_megatron.doctor.probes.child import ask
 from pytest_megatron.doctor.probes.devices import (
     SCRIPTS,
     look_at_devices,
@@ -47,6 +46,7 @@ from pytest_megatron.doctor.probes.devices import (
     try_collectives,
 )
 from pytest_megatron.doctor.probes.machine import (
+    ask,
     look_at_checkout,
     look_at_machine,
     look_at_slurm,

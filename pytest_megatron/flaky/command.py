@@ -15,8 +15,13 @@ import click
 
 from pytest_megatron.base.command import format_option
 from pytest_megatron.base.files import JsonValue, read_text, write_text_atomically
-from pytest_megatron.base.project import load_config
-from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine, today
+from pytest_megatron.base.project import (
+    Quarantine,
+    QuarantineError,
+    load_config,
+    parse_quarantine,
+    today,
+)
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, printable
 from pytest_megatron.errors import ConfigError

@@ -17,8 +17,13 @@ from dataclasses import asdict, replace
 import pytest
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.project import load_config
-from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine, today
+from pytest_megatron.base.project import (
+    Quarantine,
+    QuarantineError,
+    load_config,
+    parse_quarantine,
+    today,
+)
 from pytest_megatron.base.text import counted
 from pytest_megatron.flaky.quarantine import TABLE, matches, project_quarantines
 from pytest_megatron.gangs.markers import QUARANTINE, is_quarantined_by_us

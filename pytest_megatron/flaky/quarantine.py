@@ -8,8 +8,12 @@ import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from pytest_megatron.base.project import ProjectConfig
-from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
+from pytest_megatron.base.project import (
+    ProjectConfig,
+    Quarantine,
+    QuarantineError,
+    parse_quarantine,
+)
 from pytest_megatron.errors import ConfigError
 
 _LEAST_LETTERS = 3  # of a pattern, beside * and signs

@@ -15,8 +15,8 @@ import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.base.text import printable
+from pytest_megatron.layouts.model import NUM_RANKS, Settings
 from pytest_megatron.layouts.report import headline, problem_text, table
-from pytest_megatron.layouts.settings import NUM_RANKS, Settings
 from pytest_megatron.layouts.start import memory_of, run_layout
 
 

@@ -8,8 +8,8 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.errors import LaunchError, MegatronError
+from pytest_megatron.layouts.model import Settings
 from pytest_megatron.layouts.report import headline, problem_text, table
-from pytest_megatron.layouts.settings import Settings
 from pytest_megatron.layouts.start import memory_of, run_layout
 from pytest_megatron.runs.record import RecordedLayout, RecordedWorkload
 from pytest_megatron.workloads.items.collect import WorkloadItem

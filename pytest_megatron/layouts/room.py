@@ -10,7 +10,7 @@ ROOM = Room(
     },
     provides={
         "fake_training": "plugin:FakeTrainingPlugin",
-        "fake_ranks": "settings:read_ranks",
+        "fake_ranks": "model:read_ranks",
         "item_section": "report:section",
     },
 )

@@ -20,9 +20,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_megatron.layouts.model import read_record
-from pytest_megatron.layouts.representatives import choose, kinds_of
-from pytest_megatron.layouts.settings import Settings
+from pytest_megatron.layouts.model import Settings, choose, kinds_of, read_record
 from pytest_megatron.process.tree import large_imports
 
 _MODULES = "modules.json"

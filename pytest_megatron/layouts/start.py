@@ -11,8 +11,7 @@ from pathlib import Path
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import gpu_model_of
 from pytest_megatron.layouts.judge import judge
-from pytest_megatron.layouts.model import RankRecord, read_record
-from pytest_megatron.layouts.settings import Settings
+from pytest_megatron.layouts.model import RankRecord, Settings, read_record
 from pytest_megatron.process.guarded import GuardedProcess
 from pytest_megatron.runs.record import RecordedLayout
 

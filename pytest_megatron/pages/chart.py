@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from pytest_megatron.base.templates import render
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.pictures import MermaidChart
-from pytest_megatron.runs.record import RecordedBand, finite
+from pytest_megatron.runs.record import MermaidChart, RecordedBand, finite
 
 if TYPE_CHECKING:
     from pytest_megatron.workloads.golden.model import Series

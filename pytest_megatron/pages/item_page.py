@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.pages.chart import choose, deviations, shares
-from pytest_megatron.pages.html import document
+from pytest_megatron.pages.index_page import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
 from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.equivalence import TensorDivergence

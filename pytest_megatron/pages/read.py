@@ -31,8 +31,8 @@ from pytest_megatron.pages.model import (
 from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
-from pytest_megatron.runs.pictures import Picture
 from pytest_megatron.runs.record import (
+    Picture,
     RecordedAttempt,
     RecordedBand,
     RecordedComparison,

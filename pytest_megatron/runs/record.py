@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
@@ -34,11 +34,13 @@ from pytest_megatron.base.schema import (
 from pytest_megatron.errors import RunError
 from pytest_megatron.gpu.health import Fault
 from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.environment import RecordedFacts
 from pytest_megatron.runs.layout import RUN_FILE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
 
 FORMAT_VERSION = 1  # files of before this key are of the first format
 _VERSION_KEY = "format_version"
@@ -748,3 +750,41 @@ def is_variable(name: str) -> bool:
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of `run.json`."""
     return schema.json_schema(RecordedRun, "run.json of a pytest-megatron run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MermaidChart:
+    """A small picture for Markdown of GitHub and GitLab, which render mermaid and no SVG.
+
+    Attributes:
+        legend: The lines, by their colours.
+        source: No text of anybody is in it; below 1,000 characters.
+    """
+
+    legend: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A metric of a workload that disagrees with its golden.
+
+    Attributes:
+        mermaid: None where no two steps can be compared.
+    """
+
+    metric: str
+    svg: str
+    mermaid: MermaidChart | None
+
+
+# Of a run directory, the node id and the record of a workload: the metric that is off, if one is.
+DRAW_FAILED: ExtensionPoint[Callable[[Path, str, RecordedWorkload], Picture | None]] = (
+    ExtensionPoint("failed_picture")
+)
+# Whether a file of a run is needed for that.
+IS_DRAWN: ExtensionPoint[Callable[[PurePath], bool]] = ExtensionPoint("drawn_files")
+# Writes pages of runs below a path; returns the index, and an error for each run that it lacks.
+WRITE_PAGES: ExtensionPoint[
+    Callable[[Sequence[Path], Path | None], tuple[Path, list[RunError]]]
+] = ExtensionPoint("pages")

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from pytest_megatron.runs.equivalence import Phase
-from pytest_megatron.trace import layout
 from pytest_megatron.trace.files import (
     ParameterShard,
     TensorMeasurement,
@@ -56,7 +55,7 @@ from pytest_megatron.trace.shards import (
     reduced,
     unwrap,
 )
-from pytest_megatron.trace.weights import read_weights, write_weights
+from pytest_megatron.trace.weights import header_of, read_weights, write_weights
 from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 
@@ -252,7 +251,7 @@ class Recorder:
     def _open(self, model: torch.nn.Module | None, device: torch.device) -> TraceWriter:
         """Open the files of this rank's trace, and write the header."""
         values = self._settings.values
-        header = layout.header(model, device, values, batch_first=self._settings.batch_first)
+        header = header_of(model, device, values, batch_first=self._settings.batch_first)
         writer = TraceWriter(self._settings.directory, header.rank, has_values=values == "full")
         writer.write_header(header)
         return writer

@@ -10,11 +10,9 @@ from pathlib import Path
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
 from pytest_megatron.triage.diagnosis import Diagnosis, diagnose, evidence_of
-from pytest_megatron.triage.find import find_units
+from pytest_megatron.triage.find import find_units, with_records
 from pytest_megatron.triage.gather import gather, make_scanner
-from pytest_megatron.triage.launch import Unit
-from pytest_megatron.triage.rank_log import RankLog
-from pytest_megatron.triage.records import with_records
+from pytest_megatron.triage.rank_log import RankLog, Unit
 from pytest_megatron.triage.root_cause import find_root
 from pytest_megatron.triage.signatures import Table, builtin_table
 

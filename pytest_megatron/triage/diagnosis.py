@@ -11,10 +11,9 @@ from pathlib import Path
 from pytest_megatron.base.text import name_ranks
 from pytest_megatron.runs.headline import make_headline
 from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
-from pytest_megatron.triage.launch import LaunchEnd
 from pytest_megatron.triage.logs.lines import parse_iteration
 from pytest_megatron.triage.logs.scan import line_number
-from pytest_megatron.triage.rank_log import LogLine, RankLog, Root
+from pytest_megatron.triage.rank_log import LaunchEnd, LogLine, RankLog, Root
 from pytest_megatron.triage.signatures import RetryAdvice, Signature
 
 # Where in a training a frame is; the first that some frame matches, innermost frame first.

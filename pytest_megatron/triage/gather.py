@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.collectives import CollectiveMismatch, analyse
-from pytest_megatron.triage.launch import LogFile, Stream, Unit
 from pytest_megatron.triage.logs.exits import LITERALS as EXIT_LITERALS
 from pytest_megatron.triage.logs.exits import (
     NEAR_BYTES,
@@ -42,7 +41,17 @@ from pytest_megatron.triage.logs.lines import (
 )
 from pytest_megatron.triage.logs.scan import RawLine, Scanner, lines_at, read_from
 from pytest_megatron.triage.logs.traceback import HEADER, frame_of
-from pytest_megatron.triage.rank_log import Enqueued, Event, Fatal, LogLine, RankLog, RankStory
+from pytest_megatron.triage.rank_log import (
+    Enqueued,
+    Event,
+    Fatal,
+    LogFile,
+    LogLine,
+    RankLog,
+    RankStory,
+    Stream,
+    Unit,
+)
 from pytest_megatron.triage.signatures import LineRole, Table, match_line
 
 _WHAT = "  what():  "  # what an exception of C++ says when it ends a process

@@ -16,9 +16,16 @@ from enum import IntEnum
 from pytest_megatron.base.text import name_ranks
 from pytest_megatron.runs.headline import where_ranks_were
 from pytest_megatron.triage.collectives import Desync
-from pytest_megatron.triage.launch import LaunchEnd
 from pytest_megatron.triage.logs.exits import how_it_ended
-from pytest_megatron.triage.rank_log import Event, Fatal, LogLine, RankLog, RankStory, Root
+from pytest_megatron.triage.rank_log import (
+    Event,
+    Fatal,
+    LaunchEnd,
+    LogLine,
+    RankLog,
+    RankStory,
+    Root,
+)
 from pytest_megatron.triage.signatures import LineRole, Signature, Table
 
 _FINGERPRINT = re.compile(

@@ -18,8 +18,7 @@ from pytest_megatron.errors import CiError
 from pytest_megatron.runs.junit import Junit
 from pytest_megatron.runs.layout import make_results_dir
 from pytest_megatron.runs.nowhere import Deselected
-from pytest_megatron.runs.pictures import Picture
-from pytest_megatron.runs.record import RecordedFile, to_json
+from pytest_megatron.runs.record import Picture, RecordedFile, to_json
 
 BAD = ("failed", "broken")
 _ASSERTION = re.compile(r"(?:\[rank \d+\] )?(?:E +)?(?:AssertionError\b|assert\b)")

@@ -29,8 +29,9 @@ from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.nowhere import Deselected
-from pytest_megatron.runs.pictures import DRAW_FAILED, IS_DRAWN
 from pytest_megatron.runs.record import (
+    DRAW_FAILED,
+    IS_DRAWN,
     OptionValue,
     RecordedAttempt,
     RecordedEvidence,

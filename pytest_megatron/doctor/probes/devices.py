@@ -16,7 +16,7 @@ from typing import cast
 from pytest_megatron.base.schema import trusted
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.doctor.facts import CollectiveProbe, Devices, Package, SystemView, Torch
-from pytest_megatron.doctor.probes.child import ask
+from pytest_megatron.doctor.probes.machine import ask
 from pytest_megatron.doctor.probes.packages import torch_symbols, torch_version_file
 from pytest_megatron.gpu.health import GpuState, HealthWatch
 from pytest_megatron.gpu.host import Gpu, Host

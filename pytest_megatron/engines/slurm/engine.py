@@ -21,12 +21,6 @@ from pytest_megatron.base.files import append_lines
 from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.base.text import counted
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
-from pytest_megatron.engines.slurm.commands import (
-    RealSlurm,
-    SlurmAwayError,
-    SlurmCommands,
-    who_cancelled,
-)
 from pytest_megatron.engines.slurm.journal import JobEnd, Journal
 from pytest_megatron.engines.slurm.script import ScriptWriter
 from pytest_megatron.engines.slurm.shape import ShapePaths
@@ -44,12 +38,16 @@ from pytest_megatron.engines.slurm.states import (
     why_never,
 )
 from pytest_megatron.engines.slurm.submit import (
+    RealSlurm,
     RefusedSubmission,
     Scripts,
+    SlurmAwayError,
+    SlurmCommands,
     SlurmSettings,
     Submitted,
     Submitter,
     scancel_labels,
+    who_cancelled,
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir

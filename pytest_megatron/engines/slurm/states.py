@@ -35,7 +35,7 @@ from pytest_megatron.workloads.engine.records import (
     read_record,
     remove_requests,
 )
-from pytest_megatron.workloads.training.run.last_words import tail
+from pytest_megatron.workloads.training.run.runner import tail
 
 Place: TypeAlias = tuple[int, "int | None"]  # a job, and which element of an array
 # Width of each field of `squeue -O`; the sign after it ends a field, whatever its width.

@@ -28,9 +28,8 @@ from pytest_megatron.gangs.rank.logs import open_standard_descriptors
 from pytest_megatron.gangs.rank.process import RankContext
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start import kept
-from pytest_megatron.gangs.start.environment import KEY
+from pytest_megatron.gangs.start.environment import KEY, learn
 from pytest_megatron.gangs.start.forkserver import SessionTemplate, TemplateProcess
-from pytest_megatron.gangs.start.learnt import learn
 from pytest_megatron.gangs.start.start_mode import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.topology import Nodes, count_gpus

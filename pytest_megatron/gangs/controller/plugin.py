@@ -25,8 +25,10 @@ from pytest_megatron.gangs.controller.dispatcher import Dispatcher
 from pytest_megatron.gangs.controller.gang_pool import GangPool
 from pytest_megatron.gangs.controller.other_plugins import (
     Allure,
+    is_of_controller,
     is_of_phases,
     keep_unused_snapshots,
+    module_of,
     notes_on_hang,
     refuse_what_is_lost,
 )
@@ -37,7 +39,6 @@ from pytest_megatron.gangs.controller.reports import (
     warn_again,
 )
 from pytest_megatron.gangs.controller.results import LEFT, add_way_back
-from pytest_megatron.gangs.controller.worker_contract import is_of_controller, module_of
 from pytest_megatron.gangs.markers import (
     PhaseLimits,
     labels_of,

@@ -19,7 +19,6 @@ from _pytest.junitxml import xml_key
 
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.collection import digest_of
 from pytest_megatron.gangs.controller.reports import replay
 from pytest_megatron.gangs.ipc.channel import Channel, WrongKeyError, connect
 from pytest_megatron.gangs.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
@@ -34,6 +33,7 @@ from pytest_megatron.gangs.nodes.leader import (
 )
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.process import RankContext, temp_factory
+from pytest_megatron.gangs.start.collector import digest_of
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.forkserver import SessionTemplate
 from pytest_megatron.gangs.start.start_mode import (

@@ -23,11 +23,11 @@ from _pytest.logging import (
 )
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gangs.controller.other_plugins import leave_to_controller
-from pytest_megatron.gangs.controller.worker_contract import (
+from pytest_megatron.gangs.controller.other_plugins import (
     WORKER_VARIABLE,
     encode,
     is_of_controller,
+    leave_to_controller,
 )
 from pytest_megatron.gangs.ipc.channel import Channel, connect
 from pytest_megatron.gangs.ipc.messages import (

@@ -21,21 +21,26 @@ from typing_extensions import override
 
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.collection import CollectionDifference, compare, digest_of, last_line
-from pytest_megatron.gangs.controller.rank_config import RankConfigs
-from pytest_megatron.gangs.controller.worker_contract import (
+from pytest_megatron.gangs.controller.other_plugins import (
     RankNode,
     configure_node,
     encode,
     node_down,
 )
+from pytest_megatron.gangs.controller.rank_config import RankConfigs
 from pytest_megatron.gangs.crash import shorten_stack
 from pytest_megatron.gangs.ipc.channel import Listener
 from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
 from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of
 from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.start.collector import SessionInfo
+from pytest_megatron.gangs.start.collector import (
+    CollectionDifference,
+    SessionInfo,
+    compare,
+    digest_of,
+    last_line,
+)
 from pytest_megatron.gangs.start.environment import (
     KEY,
     StartEnvironment,
@@ -44,7 +49,7 @@ from pytest_megatron.gangs.start.environment import (
 )
 from pytest_megatron.gangs.start.forkserver import wait_for_fork_server
 from pytest_megatron.gangs.start.preload import PreloadedProcess, PreloadMode, start_preloaded
-from pytest_megatron.gangs.supervisor.collectors import CollectorMessage
+from pytest_megatron.gangs.supervisor.connections import CollectorMessage
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease

@@ -47,8 +47,13 @@ from pytest_megatron.gangs.spec import (
     SendClose,
     SendRuns,
 )
-from pytest_megatron.gangs.supervisor.collectors import RankCollectors
-from pytest_megatron.gangs.supervisor.connections import OF_NODE, Calls, Followers, ForkServers
+from pytest_megatron.gangs.supervisor.connections import (
+    OF_NODE,
+    Calls,
+    Followers,
+    ForkServers,
+    RankCollectors,
+)
 from pytest_megatron.gangs.topology import describe_node
 from pytest_megatron.process.guard import UNKILLABLE_S
 from pytest_megatron.process.tree import lives_on

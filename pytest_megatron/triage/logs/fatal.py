@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_bytes
 from pytest_megatron.errors import TriageError
-from pytest_megatron.triage.launch import LogFile, Stream
 from pytest_megatron.triage.logs.exits import ProcessExit
 from pytest_megatron.triage.logs.lines import Line, parse_line
 from pytest_megatron.triage.logs.scan import read_from
@@ -31,7 +30,7 @@ from pytest_megatron.triage.logs.traceback import (
     lines_after,
     read_chain,
 )
-from pytest_megatron.triage.rank_log import Fatal, LogLine
+from pytest_megatron.triage.rank_log import Fatal, LogFile, LogLine, Stream
 from pytest_megatron.triage.signatures import (
     LineRole,
     Signature,

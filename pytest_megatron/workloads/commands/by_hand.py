@@ -26,8 +26,7 @@ from pytest_megatron.workloads.recipe.short_rows import (
     is_python,
     with_logs_of_ranks,
 )
-from pytest_megatron.workloads.training.run.last_words import tail
-from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
+from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile, tail
 
 _POLL_S = 0.2
 

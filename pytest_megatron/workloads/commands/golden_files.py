@@ -25,9 +25,8 @@ from pytest_megatron.base.text import counted, printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.formats.convert import Converted, ConvertOptions
 from pytest_megatron.workloads.golden.formats.convert import convert as convert_text
-from pytest_megatron.workloads.golden.formats.layout import Form
 from pytest_megatron.workloads.golden.lint import Project, find_goldens, lint_goldens
-from pytest_megatron.workloads.golden.store import place_of, project_form, read_text
+from pytest_megatron.workloads.golden.store import Form, place_of, project_form, read_text
 from pytest_megatron.workloads.recipe.case import CASES, GOLDENS
 from pytest_megatron.workloads.recipe.model import project_words
 from pytest_megatron.workloads.refresh.transaction import locked, replace_together

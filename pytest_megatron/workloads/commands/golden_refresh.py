@@ -36,11 +36,12 @@ from pytest_megatron.workloads.refresh.accept import (
 )
 from pytest_megatron.workloads.refresh.accept import accept as accept_candidates
 from pytest_megatron.workloads.refresh.candidate import Candidate, GateRule, hard
-from pytest_megatron.workloads.refresh.clusters import MIN_CLUSTERED, cluster
 from pytest_megatron.workloads.refresh.difference import (
+    MIN_CLUSTERED,
     FileChange,
     FileDifference,
     MetricDifference,
+    cluster,
 )
 from pytest_megatron.workloads.refresh.gate import MIN_REPEATS
 from pytest_megatron.workloads.refresh.pull_request import (

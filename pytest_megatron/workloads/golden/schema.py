@@ -14,7 +14,6 @@ from typing_extensions import TypedDict
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import About, Count, Positive, closed
-from pytest_megatron.workloads.golden.formats.layout import PROVENANCE_KEY
 from pytest_megatron.workloads.golden.model import (
     LOGPROBS,
     PROVENANCE_COUNTS,
@@ -26,6 +25,7 @@ from pytest_megatron.workloads.golden.model import (
     TOKENS,
     Provenance,
 )
+from pytest_megatron.workloads.golden.store import PROVENANCE_KEY
 
 _VALUE: JsonValue = {"type": ["number", "string"]}
 _VALUES: dict[str, JsonValue] = {

@@ -1,4 +1,4 @@
-"""Golden files and the metrics files of runs: places, names, JSON, reading and writing.
+"""Golden files and the metrics files of runs: places, names, JSON, its lines, reading and writing.
 
 The JSON is Megatron-LM's metric map, one block a metric:
 
@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path, PurePath
 
 from pytest_megatron.base.files import (
@@ -31,7 +32,6 @@ from pytest_megatron.base.files import (
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import EmptyGoldenError, GoldenError, MetricsError
-from pytest_megatron.workloads.golden.formats.layout import PROVENANCE_KEY, Form, lay_out
 from pytest_megatron.workloads.golden.formats.rows import Curves, lines_of
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.workloads.golden.model import (
@@ -64,6 +64,93 @@ from pytest_megatron.workloads.recipe.case import (
     golden_paths,
 )
 from pytest_megatron.workloads.recipe.model import Workload
+
+PROVENANCE_KEY = "_provenance"
+_INDENT = "  "
+# Containers that are broken into lines: the fields of a request, and provenance with its objects.
+_REQUEST_DEPTH = 2
+_PROVENANCE_DEPTH = 3
+
+
+class Form(Enum):
+    """Layouts, by the content of a line."""
+
+    COMPACT = "compact"
+    STEPS = "steps"
+    LIST = "list"
+    MEGATRON = "megatron"
+
+
+def lay_out(document: Mapping[str, JsonValue], form: Form) -> str:
+    """Return the text of a golden, with a final newline; keys in the order given.
+
+    `compact` has a line for each metric, each field of a request and each key of the provenance;
+    `steps` and `megatron` have one for each step, the latter indented as Megatron-LM does it;
+    `list` is `compact` without the steps of a metric that stand at equal distances.
+    """
+    match form:
+        case Form.STEPS:
+            text = json.dumps(document, indent=2, allow_nan=False)
+        case Form.MEGATRON:
+            text = json.dumps(document, indent=4, allow_nan=False)
+        case Form.COMPACT:
+            text = _compact(document)
+        case Form.LIST:
+            text = _compact({name: _without_steps(value) for name, value in document.items()})
+    return text + "\n"
+
+
+def is_block(value: JsonValue) -> bool:
+    """Return True if a top-level value is a metric's block."""
+    return isinstance(value, dict) and "values" in value
+
+
+def _compact(document: Mapping[str, JsonValue]) -> str:
+    parts = {name: _nested(value, 1, _depth(name, value)) for name, value in document.items()}
+    return _braced(parts, 0)
+
+
+def _depth(name: str, value: JsonValue) -> int:
+    """Return how many levels of a key get lines of their own."""
+    if name == PROVENANCE_KEY:
+        return _PROVENANCE_DEPTH
+    return 1 if is_block(value) else _REQUEST_DEPTH
+
+
+def _nested(value: JsonValue, level: int, depth: int) -> str:
+    """Return `value` with its objects broken into lines down to `depth`."""
+    if level >= depth or not isinstance(value, dict) or not value:
+        return json.dumps(value, allow_nan=False)
+    return _braced({k: _nested(v, level + 1, depth) for k, v in value.items()}, level)
+
+
+def _braced(parts: Mapping[str, str], level: int) -> str:
+    """Return an object with a line for each key."""
+    outer = _INDENT * level
+    lines = [f"{outer}{_INDENT}{json.dumps(name)}: {text}" for name, text in parts.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{outer}}}" if lines else "{}"
+
+
+def _without_steps(value: JsonValue) -> JsonValue:
+    """Return a block with a list of values, if start and interval give every step of it."""
+    if not isinstance(value, dict) or not isinstance(values := value.get("values"), dict):
+        return value
+    steps = list(map(int, values))
+    interval = _interval(steps)
+    if interval is None or value.get("start_step") != steps[0]:
+        return value
+    numbers: list[JsonValue] = list(values.values())
+    return value | {"step_interval": interval, "values": numbers}
+
+
+def _interval(steps: Sequence[int]) -> int | None:
+    """Return the distance of the steps, None where it is not the same everywhere."""
+    if len(steps) < 2:  # noqa: PLR2004 - a distance is between two
+        return None
+    interval = steps[1] - steps[0]
+    is_regular = interval > 0 and steps == list(range(steps[0], steps[-1] + 1, interval))
+    return interval if is_regular else None
+
 
 _STEP = "step"
 

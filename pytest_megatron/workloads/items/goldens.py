@@ -37,10 +37,9 @@ from pytest_megatron.workloads.refresh.accept import (
     consider_early,
     write_pages,
 )
-from pytest_megatron.workloads.refresh.build import make_candidate, make_prospect
 from pytest_megatron.workloads.refresh.candidate import Candidate, GateRule, hard
 from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
-from pytest_megatron.workloads.refresh.read import read_candidate
+from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
 from pytest_megatron.workloads.verdict.compare import check_golden_kind
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
 

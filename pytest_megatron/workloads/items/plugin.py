@@ -28,8 +28,7 @@ from pytest_megatron.session.deselected import REASON
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
 from pytest_megatron.session.state import RunSession, session_of
 from pytest_megatron.workloads.items.collect import WorkloadItem
-from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, project_words
-from pytest_megatron.workloads.recipe.select import select
+from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, project_words, select
 
 
 def register_roles(config: pytest.Config) -> None:

@@ -16,7 +16,6 @@ from pytest_megatron.base.text import counted, plain
 from pytest_megatron.workloads.golden.compare.result import relative
 from pytest_megatron.workloads.golden.model import Series, is_loss
 from pytest_megatron.workloads.refresh.candidate import Refusal
-from pytest_megatron.workloads.refresh.clusters import clusters_of
 from pytest_megatron.workloads.refresh.difference import (
     BUCKETS,
     NOISE,
@@ -25,6 +24,7 @@ from pytest_megatron.workloads.refresh.difference import (
     FileDifference,
     MetricDifference,
     Trend,
+    clusters_of,
 )
 
 MOST_BYTES = 60_000

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, plain
 from pytest_megatron.workloads.refresh.accept import AcceptOutcome
-from pytest_megatron.workloads.refresh.clusters import MOST_OUTLIERS, cluster, clusters_of
 from pytest_megatron.workloads.refresh.difference import (
     BUCKETS,
+    MOST_OUTLIERS,
     FileChange,
     FileDifference,
     MetricDifference,
+    cluster,
+    clusters_of,
 )
 from pytest_megatron.workloads.refresh.pull_request import interpret, markdown
 

@@ -30,9 +30,9 @@ from pytest_megatron.runs.record import (
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
-from pytest_megatron.triage.launch import Known, LaunchEnd, Unit
 from pytest_megatron.triage.logs.lines import is_noise
 from pytest_megatron.triage.logs.traceback import frame_of
+from pytest_megatron.triage.rank_log import Known, LaunchEnd, Unit
 from pytest_megatron.triage.signatures import (
     Signature,
     Table,
@@ -56,8 +56,7 @@ from pytest_megatron.workloads.golden.model import (
 from pytest_megatron.workloads.golden.store import read_metrics
 from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
 from pytest_megatron.workloads.training.plan.phases import PhaseRole, Saved, Target
-from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
-from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
+from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, tail, traceback_at
 from pytest_megatron.workloads.verdict.equivalence import Audit
 
 _PROGRAM = "the program"

@@ -49,8 +49,7 @@ from pytest_megatron.workloads.training.plan.plan import (
 )
 from pytest_megatron.workloads.training.plan.script import ScriptMachine, look_at_machine
 from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
-from pytest_megatron.workloads.verdict.equivalence import Audit
-from pytest_megatron.workloads.verdict.gradients import tolerance_of
+from pytest_megatron.workloads.verdict.equivalence import Audit, tolerance_of
 from pytest_megatron.workloads.verdict.retry import (
     RetryPolicy,
     policy_of,

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from test_changed_session import Project
 
-from pytest_megatron.changed.drawn import DrawnRun, append_drawn, draw, open_failures, read_drawn
+from pytest_megatron.changed.select import DrawnRun, append_drawn, draw, open_failures, read_drawn
 from pytest_megatron.cli import group
 from pytest_megatron.errors import ConfigError
 

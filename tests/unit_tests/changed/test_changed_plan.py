@@ -12,9 +12,8 @@ from pytest_megatron.changed.record import (
     read_record,
     write_record,
 )
-from pytest_megatron.ci.jobs import CiJob
+from pytest_megatron.ci.jobs import UNCHANGED, CiJob, UnitChoice, shard_jobs
 from pytest_megatron.ci.table import built_in_table
-from pytest_megatron.ci.test_jobs import UNCHANGED, UnitChoice, shard_jobs
 from pytest_megatron.cli import group
 
 

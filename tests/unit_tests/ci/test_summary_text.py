@@ -19,7 +19,7 @@ from pytest_megatron.ci.summary.render import (
 )
 from pytest_megatron.pages.chart import mermaid_chart
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.pictures import Picture
+from pytest_megatron.runs.record import Picture
 from pytest_megatron.workloads.golden.model import series_of
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pytest_megatron.engines.slurm.commands import SlurmAwayError
 from pytest_megatron.engines.slurm.states import Place, SlurmJob
+from pytest_megatron.engines.slurm.submit import SlurmAwayError
 
 
 @dataclass

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from labs import DEADLINE_S, SlurmLab
 
-from pytest_megatron.engines.slurm.commands import RealSlurm, SlurmCommands
 from pytest_megatron.engines.slurm.engine import SlurmEngine
 from pytest_megatron.engines.slurm.journal import Journal
-from pytest_megatron.engines.slurm.submit import JobScript, SlurmSettings
+from pytest_megatron.engines.slurm.submit import JobScript, RealSlurm, SlurmCommands, SlurmSettings
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import AttemptDirs

@@ -14,11 +14,15 @@ import pytest
 from pretend_slurm import PretendSlurm
 from slurm_orders import Run
 
-from pytest_megatron.engines.slurm.commands import RealSlurm, SlurmAwayError, SlurmRefusedError
 from pytest_megatron.engines.slurm.engine import SlurmEngine
 from pytest_megatron.engines.slurm.journal import Journal
 from pytest_megatron.engines.slurm.states import JobFiles
-from pytest_megatron.engines.slurm.submit import SlurmSettings
+from pytest_megatron.engines.slurm.submit import (
+    RealSlurm,
+    SlurmAwayError,
+    SlurmRefusedError,
+    SlurmSettings,
+)
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.engine.api import (

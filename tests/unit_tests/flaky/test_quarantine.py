@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.quarantine import Quarantine, QuarantineError, parse_quarantine
+from pytest_megatron.base.project import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.flaky.quarantine import (
     check_pattern,
     edit_table,

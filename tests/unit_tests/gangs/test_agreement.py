@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pytest_megatron.gangs.collection import CollectionDifference, compare, digest_of
+from pytest_megatron.gangs.start.collector import CollectionDifference, compare, digest_of
 
 
 def test_equal_tests_in_another_order_have_one_digest() -> None:

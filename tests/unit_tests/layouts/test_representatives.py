@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
-from pytest_megatron.layouts.representatives import choose, kinds_of, partitions_of
+from pytest_megatron.layouts.model import (
+    Call,
+    MadeGroup,
+    RankRecord,
+    choose,
+    kinds_of,
+    partitions_of,
+)
 
 
 def grid(tp: int, dp: int, pp: int) -> RankRecord:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.layouts.settings import Settings
+from pytest_megatron.layouts.model import Settings
 
 FOUR = Settings(directory=Path("out"), world_size=4)
 

@@ -16,7 +16,7 @@ from made_run import MadeRun, changed, curve
 from pytest_megatron.cli import group
 from pytest_megatron.pages.chart import chart_svg, mermaid_chart, scale_of
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.pictures import MermaidChart
+from pytest_megatron.runs.record import MermaidChart
 from pytest_megatron.workloads.golden.model import Series, series_of
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pytest_megatron.repro.run import smallest_cause
+from pytest_megatron.repro.command import smallest_cause
 
 TESTS = tuple(f"t{number}" for number in range(40))
 

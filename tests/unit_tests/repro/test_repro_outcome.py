@@ -9,7 +9,7 @@ import pytest
 from recorded_runs import a_row, a_test, chosen_of
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.repro.run import ReproExit, judge_again
+from pytest_megatron.repro.command import ReproExit, judge_again
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.runs.choose import Chosen, choose, read_own_run
+from pytest_megatron.runs.find import Chosen, choose, read_own_run
 from pytest_megatron.runs.layout import item_dirs
 
 TEST = "test_a.py::test_x"

@@ -8,7 +8,7 @@ import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, execution, write_run
 
 from pytest_megatron.errors import ReproError
-from pytest_megatron.runs.choose import choose
+from pytest_megatron.runs.find import choose
 from pytest_megatron.runs.record import read_run
 
 

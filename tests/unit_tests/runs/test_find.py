@@ -10,8 +10,7 @@ import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, write_run
 
 from pytest_megatron.errors import ReproError, RunError
-from pytest_megatron.runs.choose import find_plan
-from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.find import find_plan, find_runs
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.runs.record import read_run
 

@@ -15,8 +15,7 @@ from recorded_runs import TEST, a_test, write_run
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import ReproError, RunError
-from pytest_megatron.runs.choose import read_own_run
-from pytest_megatron.runs.find import find_runs
+from pytest_megatron.runs.find import find_runs, read_own_run
 
 RUN = json.dumps({"schema": 1, "items": {TEST: a_test()}})
 

@@ -11,12 +11,13 @@ from typing import cast
 import pytest
 
 from pytest_megatron.gangs.controller.other_plugins import (
+    decode,
     draw_same_examples,
+    encode,
     is_of_phases,
     keep_unused_snapshots,
     refuse_what_is_lost,
 )
-from pytest_megatron.gangs.controller.worker_contract import decode, encode
 from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.rank import bootstrap
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.workloads.golden.formats.layout import PROVENANCE_KEY, Form, is_block, lay_out
 from pytest_megatron.workloads.golden.model import (
     AS_BLOCK,
     Generation,
@@ -25,8 +24,12 @@ from pytest_megatron.workloads.golden.model import (
     step_interval,
 )
 from pytest_megatron.workloads.golden.store import (
+    PROVENANCE_KEY,
+    Form,
     GoldenDocument,
     document_of,
+    is_block,
+    lay_out,
     load_object,
     parse_document,
 )

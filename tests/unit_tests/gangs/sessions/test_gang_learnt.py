@@ -13,8 +13,7 @@ import pytest
 from gang_suite import Suite, wait_until
 
 from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.start.environment import EnvWatch
-from pytest_megatron.gangs.start.learnt import learn, recall
+from pytest_megatron.gangs.start.environment import EnvWatch, learn, recall
 
 CACHE = ".pytest_cache/v/megatron/ranks_that_collect"
 # A rank notes that it has collected. The controller collects until the ranks have.

@@ -7,8 +7,7 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.formats.convert import ConvertOptions, convert
-from pytest_megatron.workloads.golden.formats.layout import Form
-from pytest_megatron.workloads.golden.store import parse_document
+from pytest_megatron.workloads.golden.store import Form, parse_document
 
 COMPACT = ConvertOptions(form=Form.COMPACT)
 MEGATRON = ConvertOptions(form=Form.MEGATRON, is_plain=True)

@@ -8,9 +8,8 @@ import pytest
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.workloads.golden.formats.layout import Form, lay_out
 from pytest_megatron.workloads.golden.model import Provenance, series_of
-from pytest_megatron.workloads.golden.store import read_golden, write_golden
+from pytest_megatron.workloads.golden.store import Form, lay_out, read_golden, write_golden
 
 GOLDEN: dict[str, JsonValue] = {
     "lm loss": {

@@ -9,9 +9,9 @@ import pytest
 from pytest_megatron.base.project import GOLDEN_FORMS
 from pytest_megatron.base.yaml import parse_document
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.workloads.golden.formats.layout import Form
 from pytest_megatron.workloads.golden.model import Provenance, series_of
 from pytest_megatron.workloads.golden.store import (
+    Form,
     golden_path,
     new_golden_path,
     project_form,

@@ -23,7 +23,7 @@ from pytest_megatron.workloads.items.report import (
 )
 from pytest_megatron.workloads.recipe.case import read_case
 from pytest_megatron.workloads.recipe.model import Equivalence, Row, parse_row
-from pytest_megatron.workloads.refresh.build import make_candidate
+from pytest_megatron.workloads.refresh.read import make_candidate
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,

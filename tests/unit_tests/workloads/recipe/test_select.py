@@ -4,8 +4,7 @@ import pytest
 from recipe_texts import read
 
 from pytest_megatron.errors import SelectionError
-from pytest_megatron.workloads.recipe.model import Vocabulary
-from pytest_megatron.workloads.recipe.select import Filters, select
+from pytest_megatron.workloads.recipe.model import Filters, Vocabulary, select
 
 WORKLOADS = read(
     """products:

@@ -18,8 +18,7 @@ from pytest_megatron.workloads.recipe.case import (
 )
 from pytest_megatron.workloads.recipe.lint import lint_recipes
 from pytest_megatron.workloads.recipe.load import read_recipe
-from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
-from pytest_megatron.workloads.recipe.select import select
+from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, select
 from pytest_megatron.workloads.training.checks.check import lint_checks
 
 

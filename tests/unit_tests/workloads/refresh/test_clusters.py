@@ -9,8 +9,12 @@ import pytest
 from staged_run import curve, metric_map
 
 from pytest_megatron.workloads.golden.model import Golden, Provenance
-from pytest_megatron.workloads.refresh.clusters import GoldenCluster, cluster
-from pytest_megatron.workloads.refresh.difference import FileDifference, differ
+from pytest_megatron.workloads.refresh.difference import (
+    FileDifference,
+    GoldenCluster,
+    cluster,
+    differ,
+)
 from pytest_megatron.workloads.refresh.pull_request import markdown
 from pytest_megatron.workloads.refresh.text import differences_text
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.workloads.training.run.last_words import tail, traceback_at
+from pytest_megatron.workloads.training.run.runner import tail, traceback_at
 
 RAISED = """\
 + python train.py

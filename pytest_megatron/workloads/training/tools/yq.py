@@ -151,7 +151,7 @@ class _Parser:
             return self._path()
         left = self._binary(level + 1)
         while (sign := self._take(*_LEVELS[level])) is not None:
-            left = _applied(_BINARY[sign], left, self._binary(level + 1))
+            left = _applied(sign, left, self._binary(level + 1))
         return left
 
     def _path(self) -> Expression:
@@ -229,9 +229,9 @@ class _Parser:
             self._need(")")
         match arguments:
             case [] if name in _PLAIN:
-                return _PLAIN[name]
+                return lambda place: iter([Assignable(_PLAIN[name](place.value))])
             case [one] if name in _OF_ONE:
-                return lambda place: _OF_ONE[name](place, one)
+                return _OF_ONE[name](one)
             case [path, change] if name == "with":
                 return lambda place: _with(place, path, change)
         raise YqError(f"{name!r} of {self._text!r} is not known here; install yq 4 for it")
@@ -292,92 +292,53 @@ def _indexed(base: Expression, index: Expression) -> Expression:
     return look_up
 
 
-def _applied(
-    function: Callable[[Iterator[Assignable], Iterator[Assignable]], Iterator[Yaml]],
-    left: Expression,
-    right: Expression,
-) -> Expression:
-    """Return the expression that applies an operator."""
-    return lambda place: (Assignable(value) for value in function(left(place), right(place)))
+def _applied(sign: str, left: Expression, right: Expression) -> Expression:
+    """Return the expression that applies an operator to each pair of values."""
+    if sign == "//":
+        return lambda place: iter([*filter(_is_true, left(place))] or right(place))
+    function = _BINARY[sign]
+
+    def apply(place: Assignable) -> Iterator[Assignable]:
+        """Yield the results, those of a value on the left together."""
+        others = list(right(place))
+        for one in left(place):
+            yield from (Assignable(function(one.value, other.value)) for other in others)
+
+    return apply
 
 
-def _or_else(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
-    found = [place.value for place in left if truth(place.value)]
-    yield from found or [place.value for place in right]
-
-
-def _equal(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
-    others = [place.value for place in right]
-    yield from (_same(place.value, other) for place in left for other in others)
+def _is_true(place: Assignable) -> bool:
+    return truth(place.value)
 
 
 def _same(left: Yaml, right: Yaml) -> bool:
     return left == right and isinstance(left, bool) == isinstance(right, bool)
 
 
-def _unequal(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
-    yield from (not value for value in _equal(left, right))
-
-
-def _both(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
-    others = [place.value for place in right]
-    yield from (truth(place.value) and truth(other) for place in left for other in others)
-
-
-def _either(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
-    others = [place.value for place in right]
-    yield from (truth(place.value) or truth(other) for place in left for other in others)
-
-
-def _plus(left: Iterator[Assignable], right: Iterator[Assignable]) -> Iterator[Yaml]:
+def _plus(left: Yaml, right: Yaml) -> Yaml:
     """Add numbers, lists or texts."""
-    others = [place.value for place in right]
-    for place in left:
-        for other in others:
-            a, b = place.value, other
-            numbers = (int, float)
-            if isinstance(a, numbers) and isinstance(b, numbers):
-                yield a + b
-            elif isinstance(a, list) and isinstance(b, list):
-                yield [*a, *b]
-            else:
-                yield ("" if a is None else spell(a)) + ("" if b is None else spell(b))
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return left + right
+    if isinstance(left, list) and isinstance(right, list):
+        return [*left, *right]
+    return "".join(spell(value) for value in (left, right) if value is not None)
 
 
 _LEVELS = (("//",), ("or",), ("and",), ("==", "!="), ("+",))
-_BINARY = {
-    "//": _or_else,
-    "==": _equal,
-    "!=": _unequal,
-    "and": _both,
-    "or": _either,
+_BINARY: dict[str, Callable[[Yaml, Yaml], Yaml]] = {
+    "==": _same,
+    "!=": lambda left, right: not _same(left, right),
+    "and": lambda left, right: truth(left) and truth(right),
+    "or": lambda left, right: truth(left) or truth(right),
     "+": _plus,
 }
 
 
-def _to_entries(place: Assignable) -> Iterator[Assignable]:
-    """Yield the keys and values of a mapping as a list."""
-    if place.value is not None and not isinstance(place.value, dict):
-        raise YqError(f"to_entries: {spell(place.value)!r} is no mapping")
-    items = (place.value or {}).items()
-    yield Assignable([{"key": key, "value": value} for key, value in items])
-
-
-def _keys(place: Assignable) -> Iterator[Assignable]:
-    value = place.value
-    yield Assignable(list(value) if isinstance(value, dict) else [])
-
-
-def _has(place: Assignable, key: Expression) -> Iterator[Assignable]:
-    """Yield whether a mapping has a key."""
-    value = place.value
-    for found in key(place):
-        yield Assignable(isinstance(value, dict) and found.value in value)
-
-
-def _select(place: Assignable, condition: Expression) -> Iterator[Assignable]:
-    if any(truth(found.value) for found in condition(place)):
-        yield place
+def _to_entries(value: Yaml) -> Yaml:
+    """Return the keys and values of a mapping as a list."""
+    if value is not None and not isinstance(value, dict):
+        raise YqError(f"to_entries: {spell(value)!r} is no mapping")
+    return [{"key": key, "value": one} for key, one in (value or {}).items()]
 
 
 def _with(place: Assignable, path: Expression, change: Expression) -> Iterator[Assignable]:
@@ -388,35 +349,38 @@ def _with(place: Assignable, path: Expression, change: Expression) -> Iterator[A
     yield place
 
 
-def _join(place: Assignable, by: Expression) -> Iterator[Assignable]:
+def _join(value: Yaml, by: Yaml) -> Yaml:
     """Join a list to a text."""
-    values = place.value if isinstance(place.value, list) else []
-    for found in by(place):
-        yield Assignable(spell(found.value).join("" if v is None else spell(v) for v in values))
+    values = value if isinstance(value, list) else []
+    return spell(by).join("" if one is None else spell(one) for one in values)
 
 
-def _test(place: Assignable, pattern: Expression) -> Iterator[Assignable]:
-    for found in pattern(place):
-        yield Assignable(re.search(spell(found.value), spell(place.value)) is not None)
-
-
-_PLAIN: dict[str, Expression] = {
-    "keys": _keys,
-    "length": lambda place: iter([Assignable(_length(place.value))]),
+_PLAIN: dict[str, Callable[[Yaml], Yaml]] = {
+    "keys": lambda value: list(value) if isinstance(value, dict) else [],
+    "length": lambda value: len(value) if isinstance(value, dict | list | str) else 0,
     "to_entries": _to_entries,
-    "tostring": lambda place: iter([Assignable(spell(place.value))]),
+    "tostring": spell,
 }
-_OF_ONE: dict[str, Callable[[Assignable, Expression], Iterator[Assignable]]] = {
-    "explode": lambda place, _: iter([place]),  # anchors are resolved when a file is read
-    "has": _has,
-    "join": _join,
+
+
+def _by_value(function: Callable[[Yaml, Yaml], Yaml]) -> Callable[[Expression], Expression]:
+    """Return what makes an expression of a function of a place's value and an argument."""
+    return lambda argument: (
+        lambda place: (Assignable(function(place.value, found.value)) for found in argument(place))
+    )
+
+
+def _select(condition: Expression) -> Expression:
+    return lambda place: iter([place] if any(map(_is_true, condition(place))) else [])
+
+
+_OF_ONE: dict[str, Callable[[Expression], Expression]] = {
+    "explode": lambda _: _identity,  # anchors are resolved when a file is read
+    "has": _by_value(lambda value, key: isinstance(value, dict) and key in value),
+    "join": _by_value(_join),
     "select": _select,
-    "test": _test,
+    "test": _by_value(lambda value, pattern: bool(re.search(spell(pattern), spell(value)))),
 }
-
-
-def _length(value: Yaml) -> int:
-    return len(value) if isinstance(value, dict | list | str) else 0
 
 
 _TAG = "tag:yaml.org,2002:"

@@ -239,22 +239,21 @@ class SchemaError(Exception):
         return self.problems[0].message
 
 
-def validate(kind: type[_T], value: JsonValue, at: YamlPath = ()) -> _T:
+def validate(kind: type[_T], value: JsonValue) -> _T:
     """Return a value as `kind`.
 
     Args:
         kind: The type of the value.
         value: Plain data, read from YAML, TOML or JSON.
-        at: Where it is in its document.
 
     Raises:
         SchemaError: With everything that is wrong, in the order of the document's keys.
     """
     # As JSON: a list is a tuple there, and a word one of an Enum.
-    return parse(kind, json.dumps(value), at)
+    return parse(kind, json.dumps(value))
 
 
-def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
+def parse(kind: type[_T], text: str | bytes) -> _T:
     """Return the JSON value in a text as `kind`, as `validate`.
 
     Raises:
@@ -265,8 +264,7 @@ def parse(kind: type[_T], text: str | bytes, at: YamlPath = ()) -> _T:
     try:
         return adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        problems = explain(kind, error.errors(include_url=False), at)
-        raise SchemaError(problems) from None
+        raise SchemaError(explain(kind, error.errors(include_url=False))) from None
 
 
 def read(
@@ -306,20 +304,17 @@ def json_schema(kind: type, title: str) -> dict[str, JsonValue]:
     return {"$schema": dialect, **schema, "title": title}
 
 
-def explain(
-    kind: type, errors: Iterable[ErrorDetails], at: YamlPath = ()
-) -> tuple[SchemaProblem, ...]:
+def explain(kind: type, errors: Iterable[ErrorDetails]) -> tuple[SchemaProblem, ...]:
     """Return pydantic's errors in words, one for each place.
 
     Args:
         kind: The expected type.
         errors: `ValidationError.errors()`.
-        at: Where the value is in its document.
     """
     schema = cast("_Schema", adapter(kind).json_schema())
     found: dict[YamlPath, SchemaProblem] = {}
     for error in errors:
-        problem = _problem(schema, error, at)
+        problem = _problem(schema, error)
         found.setdefault(problem.path, problem)
     # A list of which an element is wrong is called too short besides, a misspelt key missing.
     outer = {path[:length] for path in found for length in range(len(path))}
@@ -367,7 +362,7 @@ def _adapter(kind: type) -> TypeAdapter[object]:
     return TypeAdapter(kind)
 
 
-def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProblem:
+def _problem(schema: _Schema, error: ErrorDetails) -> SchemaProblem:
     """Return one of pydantic's errors in our words."""
     loc, kind, found = tuple(error["loc"]), error["type"], error["input"]
     is_unknown = kind in _UNKNOWN
@@ -399,7 +394,7 @@ def _problem(schema: _Schema, error: ErrorDetails, at: YamlPath) -> SchemaProble
             else _expected(schema, node, kind, found)
         )
         text = f"found {shown(found)}, expected {expected}"
-    return SchemaProblem(path=(*at, *loc), kind=kind, text=text)
+    return SchemaProblem(path=loc, kind=kind, text=text)
 
 
 def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, YamlPath]:

@@ -65,7 +65,6 @@ class Package:
     tags: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     requires_python: str | None = None
-    installer: str | None = None
     editable: Path | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -88,8 +88,10 @@ def _one(
     fits = fitting(row, facts, package.version)
     hits = list(_tags(package, objects, facts, fits))
     if facts.torch is not None:
-        hits += _local_version(package, facts.torch, fits)
-        hits += _objects(package, objects, facts.torch, fits)
+        values = {"package": package.name, "version": package.version, "fits": fits}
+        values["torch"] = facts.torch.version
+        hits += _local_version(facts.torch, values)
+        hits += _objects(objects, facts.torch, values)
     seen: set[str] = set()
     for hit in hits:  # the wheel's name and its objects often say the same
         if hit.rule not in seen:
@@ -140,18 +142,12 @@ def _fits(tag: str, python: Python) -> bool:
     return is_python and is_machine
 
 
-def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[RuleMatch]:
+def _local_version(torch: Torch, values: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Compare the torch in a wheel's local version with this torch."""
-    match = _LOCAL.search(package.version.partition("+")[2])
+    match = _LOCAL.search(values["version"].partition("+")[2])
     if match is None:
         return
     cuda, built, abi = match[1], match[2], match[3]
-    values = {
-        "package": package.name,
-        "version": package.version,
-        "torch": torch.version,
-        "fits": fits,
-    }
     if built != minor_of(torch.version) and version_of(torch.version) is not None:
         yield RuleMatch("abi-torch", built=built, **values)
     have = major_of(torch.cuda)
@@ -162,15 +158,9 @@ def _local_version(package: Package, torch: Torch, fits: str) -> Iterator[RuleMa
 
 
 def _objects(
-    package: Package, objects: list[Extension], torch: Torch, fits: str
+    objects: list[Extension], torch: Torch, values: Mapping[str, str]
 ) -> Iterator[RuleMatch]:
     """Compare what shared objects ask for with what torch has."""
-    values = {
-        "package": package.name,
-        "version": package.version,
-        "torch": torch.version,
-        "fits": fits,
-    }
     for extension in objects:
         cuda = extension.cuda_major
         if cuda is not None and torch.cuda is not None and cuda != major_of(torch.cuda):
@@ -178,8 +168,7 @@ def _objects(
         if extension.abi is not None and torch.abi is not None and extension.abi != torch.abi:
             yield RuleMatch("abi-cxx11", built=int(extension.abi), wanted=int(torch.abi), **values)
         elif torch.defined and (lost := sorted(extension.missing - torch.defined)):
-            file, symbol = extension.file.name, lost[0]
-            yield RuleMatch("abi-symbol", file=file, symbol=symbol, torch=torch.version, fits=fits)
+            yield RuleMatch("abi-symbol", file=extension.file.name, symbol=lost[0], **values)
 
 
 def _transformer_engine(facts: EnvironmentFacts) -> Iterator[RuleMatch]:

@@ -139,7 +139,6 @@ def _package(distribution: importlib.metadata.Distribution, path: Path) -> Packa
         tags=tuple(re.findall(r"^Tag: *(\S+)", wheel, re.MULTILINE)),
         requires=tuple(distribution.requires or ()),
         requires_python=metadata["Requires-Python"],
-        installer=(distribution.read_text("INSTALLER") or "").strip() or None,
         editable=_editable(distribution.read_text("direct_url.json")),
     )
 

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Self
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.engines.multitask.coordinator import Peers, TeamProcess
+from pytest_megatron.engines.multitask.coordinator import (
+    Participant,
+    Peers,
+    TeamProcess,
+    describe_task,
+)
 from pytest_megatron.engines.multitask.messages import Begin, Join, encode
-from pytest_megatron.engines.multitask.participant import Participant, describe_task
 from pytest_megatron.engines.multitask.rendezvous import call, free_port, gather
 from pytest_megatron.engines.multitask.topology import (
     TaskPlace,

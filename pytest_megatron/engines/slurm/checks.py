@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import re
 import socket
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +19,7 @@ from pathlib import Path
 from pytest_megatron.base.text import counted, nearest
 from pytest_megatron.engines.slurm.script import place_of
 from pytest_megatron.engines.slurm.shape import gpu_flags, minutes_of_job
+from pytest_megatron.engines.slurm.submit import RealSlurm
 from pytest_megatron.workloads.engine.api import EngineContext, Resources
 from pytest_megatron.workloads.engine.config import SlurmConfig
 from pytest_megatron.workloads.recipe.model import Workload
@@ -387,11 +387,8 @@ def in_container(path: Path, mounts: Mapping[Path, Path]) -> Path | None:
 
 
 _PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
-_TIMEOUT_S = 60.0
 _NEMO_HOME = "NEMO_HOME"
 _HOMES = (_NEMO_HOME, "NEMORUN_HOME", "HF_HOME")
-# Variables that would change what the commands print.
-_MISLEADING = ("SINFO_", "SCONTROL_")
 Ask = Callable[[], Cluster]
 
 
@@ -525,29 +522,11 @@ def look_around(root: Path = Path("/")) -> Around:
 
 def ask_slurm(env: Mapping[str, str]) -> Cluster:
     """Return the cluster as Slurm's client shows it; nothing where it does not answer."""
-    kept = {k: v for k, v in env.items() if not k.startswith(_MISLEADING)}
-    partitions = _said(["scontrol", "show", "partition", "--oneliner"], kept)
-    nodes = _said(["sinfo", "--noheader", "--format", SINFO_FORMAT], kept)
-    return parse_cluster(partitions, nodes)
-
-
-def _said(words: list[str], env: Mapping[str, str]) -> str:
-    """Return what a command of Slurm prints, "" if it fails."""
-    try:
-        done = subprocess.run(
-            words,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-            start_new_session=True,  # Ctrl-C at the terminal is the controller's
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    slurm = RealSlurm(env, Path.cwd())
+    return parse_cluster(
+        slurm.said(["scontrol", "show", "partition", "--oneliner"]),
+        slurm.said(["sinfo", "--noheader", "--format", SINFO_FORMAT]),
+    )
 
 
 def _read(root: Path, path: str) -> str:

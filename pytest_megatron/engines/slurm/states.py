@@ -56,40 +56,25 @@ _WAITING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
     | {"SPECIAL_EXIT", "POWER_UP_NODE"}
 )
-_ENDED = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL"}
-    | {"OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT"}
-)
 # Nobody who waits longer will see these go; a job with one is taken back.
 _NEVER = re.compile(
     r"(?:AccountNotAllowed|BadConstraints|DependencyNeverSatisfied|InvalidAccount|InvalidQOS"
     r"|PartitionNodeLimit|PartitionTimeLimit|QOSNotAllowed"
     r"|(?:Assoc|QOS)Max\w*(?:PerJob|PerNode|MinutesPerJob|WallDurationPerJob)(?:Limit)?)$"
 )
-_KINDS = {
-    "BOOT_FAIL": TroubleKind.BOOT_FAIL,
-    "LAUNCH_FAILED": TroubleKind.BOOT_FAIL,
-    "RECONFIG_FAIL": TroubleKind.BOOT_FAIL,
-    "CANCELLED": TroubleKind.CANCELLED,
-    "REVOKED": TroubleKind.CANCELLED,
-    "DEADLINE": TroubleKind.TIMEOUT,
-    "TIMEOUT": TroubleKind.TIMEOUT,
-    "NODE_FAIL": TroubleKind.NODE_FAIL,
-    "OUT_OF_MEMORY": TroubleKind.OUT_OF_MEMORY,
-    "PREEMPTED": TroubleKind.PREEMPTED,
+_TROUBLES = {
+    "BOOT_FAIL": (TroubleKind.BOOT_FAIL, "its node did not boot"),
+    "LAUNCH_FAILED": (TroubleKind.BOOT_FAIL, "its node could not launch it"),
+    "RECONFIG_FAIL": (TroubleKind.BOOT_FAIL, "its node could not be configured for it"),
+    "CANCELLED": (TroubleKind.CANCELLED, "it was cancelled"),
+    "REVOKED": (TroubleKind.CANCELLED, "it was revoked: another cluster started it"),
+    "DEADLINE": (TroubleKind.TIMEOUT, "it reached its deadline"),
+    "TIMEOUT": (TroubleKind.TIMEOUT, "it reached the time limit that Slurm had for it"),
+    "NODE_FAIL": (TroubleKind.NODE_FAIL, "a node of it failed"),
+    "OUT_OF_MEMORY": (TroubleKind.OUT_OF_MEMORY, "it used more memory than Slurm allowed it"),
+    "PREEMPTED": (TroubleKind.PREEMPTED, "another job took its nodes"),
 }
-_SAID = {
-    "BOOT_FAIL": "its node did not boot",
-    "LAUNCH_FAILED": "its node could not launch it",
-    "RECONFIG_FAIL": "its node could not be configured for it",
-    "CANCELLED": "it was cancelled",
-    "REVOKED": "it was revoked: another cluster started it",
-    "DEADLINE": "it reached its deadline",
-    "TIMEOUT": "it reached the time limit that Slurm had for it",
-    "NODE_FAIL": "a node of it failed",
-    "OUT_OF_MEMORY": "it used more memory than Slurm allowed it",
-    "PREEMPTED": "another job took its nodes",
-}
+_ENDED = frozenset({"COMPLETED", "FAILED", *_TROUBLES})
 _ABSENT = frozenset({"", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown", "UNLIMITED"})
 _ARRAY_ID = re.compile(r"(\d+)(?:_(\d+))?$")
 _MOST_SIGNAL = 0x7F  # larger ones are Slurm's own numbers; a killed job has that reason too
@@ -247,10 +232,11 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
     """
     if job.num_restarts:
         return EngineError(kind=TroubleKind.REQUEUED, text=_requeued(job))
-    if job.state in _KINDS:
+    if job.state in _TROUBLES:
+        kind, said = _TROUBLES[job.state]
         who = "" if job.by_uid is None else f" by the user with the id {job.by_uid}"
-        text = f"job {job.label}{_where(job)} ended as {job.state}: {_SAID[job.state]}{who}"
-        return EngineError(kind=_KINDS[job.state], text=text)
+        text = f"job {job.label}{_where(job)} ended as {job.state}: {said}{who}"
+        return EngineError(kind=kind, text=text)
     if had_record:
         return None
     if not job.nodes:

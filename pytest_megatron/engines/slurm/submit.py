@@ -187,6 +187,14 @@ class RealSlurm:
         lines = [line.partition("|") for line in self._run(words).stdout.splitlines()]
         return frozenset(name for name, _, state in lines if _BAD_NODE.search(state.strip()))
 
+    def said(self, words: Sequence[str]) -> str:
+        """Return what a command prints, "" if it fails or there is none."""
+        try:
+            done = self._run(words)
+        except (SlurmAwayError, LaunchError):
+            return ""
+        return done.stdout if done.returncode == 0 else ""
+
     def _run(
         self, words: Sequence[str], env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -479,15 +487,11 @@ class Submitter:
             return []
         # A script may take long to write: not for what is refused without one.
         first = [submission for submission in ready if submission.resources not in self._known]
-        found += [one for submission in first if (one := self._unplanned(submission)) is not None]
+        found += [one for submission in first for one in self._unplanned(submission)]
         ready = [submission for submission in ready if submission.key in self._waiting]
-        unknown = {
-            submission.resources: None
-            for submission in ready
-            if submission.resources not in self._known
-        }
-        if unknown:
-            self._known |= self._scripts.write(list(unknown))
+        wanted = dict.fromkeys(submission.resources for submission in ready)
+        if unknown := [resources for resources in wanted if resources not in self._known]:
+            self._known |= self._scripts.write(unknown)
         for submissions in cut(ready, self._most or 1):
             done = self._submit_together(submissions, num_live + len(found))
             if done is None:  # no room, or nobody there: the others wait with them
@@ -507,13 +511,13 @@ class Submitter:
         now = self._now()
         return [w.submission for w in self._waiting.values() if w.not_before <= now][:room]
 
-    def _unplanned(self, submission: Submission) -> RefusedSubmission | None:
-        """Return the refusal of a submission that cannot be planned, None if it can."""
+    def _unplanned(self, submission: Submission) -> list[RefusedSubmission]:
+        """Return the refusal of a submission that cannot be planned, nothing if it can."""
         try:
             submission.planned(None)
         except MegatronError as error:
-            return self._refused(submission, str(error))
-        return None
+            return self._refuse([submission], str(error))
+        return []
 
     def _learn_most(self) -> None:
         """Ask once how large an array may be."""
@@ -533,33 +537,24 @@ class Submitter:
             try:
                 planned.append((submission, submission.planned(None)))
             except MegatronError as error:
-                found.append(self._refused(submission, str(error)))
+                found += self._refuse([submission], str(error))
         if not planned:
             return found
         good = [submission for submission, _ in planned]
         try:
             batch = self._journal.intend([o.key for o in good], is_array=len(good) > 1)
         except OSError as error:
-            return [
-                *found,
-                *(self._refused(submission, _cannot_write(error)) for submission in good),
-            ]
+            return [*found, *self._refuse(good, _cannot_write(error))]
         try:
             note = self._sbatch(batch, good, self._write_specs(batch, planned))
         except OSError as error:
             self._withdraw(batch)
-            return [
-                *found,
-                *(self._refused(submission, _cannot_write(error)) for submission in good),
-            ]
+            return [*found, *self._refuse(good, _cannot_write(error))]
         except SlurmRefusedError as error:
             self._withdraw(batch)
             if error.is_full and self._makes_room(len(good), num_live):
                 return found or None
-            return [
-                *found,
-                *(self._refused(submission, f"Slurm refused it: {error}") for submission in good),
-            ]
+            return [*found, *self._refuse(good, f"Slurm refused it: {error}")]
         batch = self._journal.batches[batch.number]
         for index, submission in enumerate(good):
             del self._waiting[submission.key]
@@ -690,9 +685,11 @@ class Submitter:
         with contextlib.suppress(OSError):
             self._journal.withdrawn(batch.number)
 
-    def _refused(self, submission: Submission, text: str) -> RefusedSubmission:
-        self._waiting.pop(submission.key, None)
-        return RefusedSubmission(submission=submission, text=text)
+    def _refuse(self, submissions: Sequence[Submission], text: str) -> list[RefusedSubmission]:
+        """Let go of submissions that are never submitted."""
+        for submission in submissions:
+            self.drop(submission.key)
+        return [RefusedSubmission(submission=one, text=text) for one in submissions]
 
 
 def _cannot_write(error: OSError) -> str:

@@ -1,12 +1,15 @@
-"""Templates of HTML, SVG and Markdown, in two environments that are loaded on first use.
+"""Templates of HTML, SVG, Markdown and CI's YAML, in environments that are loaded on first use.
 
 Templates are files in the folder `templates` of a room. They escape every value but those that a
-filter of this module has escaped already, and fail on a name that they are not given.
+filter of this module has escaped already, and fail on a name that they are not given. In YAML,
+where the place of a value decides how it is escaped, a filter does it.
 """
 
 from __future__ import annotations
 
 import html
+import json
+import shlex
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -35,6 +38,8 @@ def render_macro(name: str, macro: str, *arguments: object) -> str:
 
 
 def _environment(name: str) -> Environment:
+    if name.endswith(".yml"):
+        return _yaml()
     return _markdown() if name.endswith(".md") else _html()
 
 
@@ -66,6 +71,36 @@ def _markdown() -> Environment:
         "within": lambda lines, most_bytes, rest: _safe(text.within(lines, most_bytes, rest)),
     }
     return environment
+
+
+@cache
+def _yaml() -> Environment:
+    """Return the environment of files for CI systems, whose expressions have braces."""
+    environment = _new(str).overlay(
+        block_start_string="<%",
+        block_end_string="%>",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        comment_start_string="<#",
+        comment_end_string="#>",
+    )
+    environment.filters |= {
+        "inner_json": _inner_json,
+        "quoted": _quoted,
+        "shell": shlex.quote,
+        "words": lambda words: "".join(f" {shlex.quote(word)}" for word in words),
+    }
+    return environment
+
+
+def _inner_json(value: object) -> str:
+    """Return JSON for a string of an expression; without spaces it is a plain scalar of YAML."""
+    return json.dumps(value, separators=(",", ":")).replace("'", "''")
+
+
+def _quoted(text: str) -> str:
+    """Return a scalar of YAML, and of GitHub's expressions, for any text."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _safe(markup: str) -> Markup:

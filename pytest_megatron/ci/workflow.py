@@ -6,7 +6,6 @@ commit; no text of a pull request becomes part of a script.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import yaml
 
 from pytest_megatron.base.files import JsonValue, write_texts_together
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.templates import render
 from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
@@ -26,43 +26,7 @@ from pytest_megatron.workloads.recipe.model import Vocabulary, project_words
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
 GITLAB_FILE = Path(".gitlab/megatron.yml")
-_TEMPLATES = Path(__file__).parent / "templates"
-_CHECKOUT = "actions/checkout@08c6903cd8c0fde910a37f88322edcfb5dd907a8 # v5.0.0"
-_PYTHON = "actions/setup-python@a26af69be951a213d495a4c3e4e4022e16d87065 # v5.6.0"
-_UPLOAD = "actions/upload-artifact@ea165f8d65b6e75b540449e92b4886f43607fa02 # v4.6.2"
-_DOWNLOAD = "actions/download-artifact@d3f86a106a0bac45b974a628896c90dbdf5c8093 # v4.3.0"
-_CACHE = "actions/cache@5a3ec84eff668545956fd18022155c47e93e2684 # v4.2.3"
 _HISTORY = ".pytest_megatron/history.jsonl"
-_DURATIONS = ".pytest_megatron/durations.xml"
-_JUNIT = "summary/junit.xml"
-_TRUSTED = (
-    "(github.event_name != 'pull_request' || "
-    "github.event.pull_request.head.repo.full_name == github.repository)"
-)
-_COMMENT = """\
-- name: Comment on the pull request
-  if: always() && github.event_name == 'pull_request'
-  env:
-    GITHUB_TOKEN: ${{ github.token }}
-  run: pytest-megatron ci comment summary/comment.md"""
-_WITHOUT_LAYOUTS = {
-    "workload_needs": "plan",
-    "workload_if": "needs.plan.outputs.has_workloads == 'true'",
-    "workload_matrix": "needs.plan.outputs.workload_jobs",
-    "verdict_needs": "",
-    "layout_results": "",
-}
-_AFTER_LAYOUTS = {
-    "workload_needs": "[plan, rows]",
-    "workload_if": "needs.plan.outputs.has_workloads == 'true' && !cancelled() && "
-    "(needs.rows.result == 'success' || needs.plan.outputs.has_layouts == 'false') && "
-    "needs.rows.outputs.workload_jobs != '[]'",
-    "workload_matrix": "needs.rows.outputs.workload_jobs || needs.plan.outputs.workload_jobs",
-    "verdict_needs": "layouts, rows, ",
-    "layout_results": '"layouts": "${{ needs.layouts.result }}", ',
-}
-_MOST_ENTRIES = 50_000  # of the history, sorted by time: some 16 MB
-_SHARED_MEMORY = "--ipc=host --ulimit memlock=-1"
 _GITLAB_TIMEOUT = 24 * 60  # minutes; a project's own limit may be lower
 
 
@@ -87,178 +51,23 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
         workflow: Settings of the project.
         labels: Those that the decision reads; any other label starts and cancels nothing.
     """
-    blocks = {
-        "checkout": f"- uses: {_CHECKOUT}\n  with:\n    persist-credentials: false",
-        "python": _python_step(workflow),
-        "job_python": "" if workflow.images else _python_step(workflow),
-        "plan_setup": _step("Set up", workflow.light_setup),
-        "setup": _step("Set up", workflow.setup),
-        "container": _container(workflow),
-        "image_check": _image_check(workflow),
-        "secrets": "".join(f"{name}: ${{{{ secrets.{name} }}}}\n" for name in workflow.secrets),
-        "redact_env": _redact_env(workflow),
-        "cache": _cache_step(workflow),
-        "fetch_history": _history_step(workflow, "restore"),
-        "keep_history": _keep_history(workflow),
-        "comment": _COMMENT if workflow.comments else "",
-        "comment_permission": "pull-requests: write" if workflow.comments else "",
-    }
-    words = {
-        "branches": json.dumps(list(workflow.branches)),
-        "nightly": _quoted(workflow.nightly),
-        "weekly": _quoted(workflow.weekly),
-        "hosted": HOSTED,
-        "runner": _runner(workflow),
-        "upload": _UPLOAD,
-        "download": _DOWNLOAD,
-        "trusted": _TRUSTED,
-        "plan_arguments": "".join(f" {shlex.quote(word)}" for word in workflow.plan),
-        "retention_days": str(workflow.retention_days),
-        "is_other_label": _is_other_label(labels),
-        "durations": f'"{_DURATIONS}"',
-    }
-    jobs = {
-        f"{kind}_job": _fill(
-            _read("github_job.yml"), blocks, {**words, "arguments": _arguments(workflow, kind)}
-        )
-        for kind in ("unit", "workload", "layout")
-    }
-    layouts = _fill(_read("github_layouts.yml"), {**blocks, **jobs}, words)
-    blocks |= {**jobs, "layouts": layouts if workflow.layouts else ""}
-    words |= _AFTER_LAYOUTS if workflow.layouts else _WITHOUT_LAYOUTS
-    return _fill(_read("github.yml"), blocks, words)
-
-
-def _is_other_label(labels: Sequence[str]) -> str:
-    """Return the expression that a label came or went which the decision does not read."""
-    known = _json(list(labels))
-    return (
-        "(github.event.action == 'labeled' || github.event.action == 'unlabeled') && "
-        f"!contains(fromJSON('{known}'), github.event.label.name)"
+    return render(
+        "github.yml",
+        workflow=workflow,
+        labels=list(labels),
+        hosted=HOSTED,
+        arguments={kind: _arguments(workflow, kind) for kind in ("unit", "workload")},
     )
-
-
-def _redact_env(workflow: Workflow) -> str:
-    """Return the variables whose values are secrets in the files of a job."""
-    lines = [f"  {name}: ${{{{ secrets.{name} }}}}" for name in workflow.secrets]
-    return "\n".join(["env:", *lines]) if lines else ""
-
-
-def _cache_step(workflow: Workflow) -> str:
-    """Return the YAML of the step that restores the cache."""
-    if not workflow.cache:
-        return ""
-    lines = ["- name: Cache", f"  uses: {_CACHE}", "  with:", "    path: |"]
-    lines += [f"      {path}" for path in workflow.cache]
-    lines.append("    key: megatron-${{ runner.os }}-${{ hashFiles('pyproject.toml', 'uv.lock') }}")
-    return "\n".join(lines)
-
-
-def _history_step(workflow: Workflow, verb: str) -> str:
-    """Return a step that restores or saves the history; the newest one of the branch is taken."""
-    if not workflow.keeps_history:
-        return ""
-    action = _CACHE.replace("actions/cache@", f"actions/cache/{verb}@")
-    lines = [f"- name: {verb.capitalize()} the history", f"  uses: {action}", "  with:"]
-    lines += ["    path: |", f"      {_HISTORY}", f"      {_DURATIONS}"]
-    lines.append("    key: megatron-history-${{ github.run_id }}-${{ github.run_attempt }}")
-    lines += ["    restore-keys: megatron-history-"] if verb == "restore" else []
-    return "\n".join(lines)
-
-
-def _keep_history(workflow: Workflow) -> str:
-    """Return the YAML of the steps that keep the history."""
-    if not workflow.keeps_history:
-        return ""
-    is_new = '  echo "is_new=true" >> "$GITHUB_OUTPUT"'
-    merge = (
-        "mkdir -p .pytest_megatron",
-        'if [ -n "$(find artifacts -name history.jsonl -size +0)" ]; then',
-        # awk ends a line that a killed job left open
-        "  find artifacts .pytest_megatron -name history.jsonl -exec awk 1 {} + |",
-        f"    sort -u | tail -n {_MOST_ENTRIES} > history.jsonl",
-        f"  mv history.jsonl {_HISTORY}",
-        is_new,
-        "fi",
-        # a job that left nothing has a test case of its own: the durations are not of all tests
-        f"if grep -qs '<testcase' {_JUNIT} && ! grep -q 'classname=\"job\"' {_JUNIT}; then",
-        f"  cp {_JUNIT} {_DURATIONS}",
-        is_new,
-        "fi",
-    )
-    restore = _conditional(_history_step(workflow, "restore"), "always()")
-    step = _conditional(_step("Merge the history", merge), "always()")
-    step = step.replace("\n", "\n  id: history\n", 1)
-    save = _conditional(
-        _history_step(workflow, "save"), "always() && steps.history.outputs.is_new == 'true'"
-    )
-    return f"{restore}\n{step}\n{save}"
-
-
-def _conditional(step: str, condition: str) -> str:
-    return step.replace("\n", f"\n  if: {condition}\n", 1)
-
-
-def _python_step(workflow: Workflow) -> str:
-    return f"- uses: {_PYTHON}\n  with:\n    python-version: {_quoted(workflow.python)}"
-
-
-def _step(name: str, lines: Sequence[str]) -> str:
-    shown = "\n".join(f"    {line}" for line in lines)
-    return f"- name: {name}\n  run: |\n{shown}"
-
-
-def _runner(workflow: Workflow) -> str:
-    """Return labels by platform; one that is not listed waits for a runner that is named so."""
-    labels = _json({name: list(labels) for name, labels in workflow.all_runners.items()})
-    other = 'fromJSON(format(\'["self-hosted","{0}"]\', matrix.platform))'
-    return f"${{{{ fromJSON('{labels}')[matrix.platform || 'cpu'] || {other} }}}}"
-
-
-def _container(workflow: Workflow) -> str:
-    """Return the YAML of the container that jobs run in, empty without images."""
-    if not workflow.images:
-        return ""
-    images = _json(dict(workflow.images))
-    image = f"${{{{ fromJSON('{images}')[needs.plan.outputs.image] }}}}"
-    gpus = f"${{{{ matrix.gpus > 0 && '--gpus all {_SHARED_MEMORY}' || '{_SHARED_MEMORY}' }}}}"
-    credentials = ""
-    if workflow.registry_secrets:
-        user, password = (f"${{{{ secrets.{name} }}}}" for name in workflow.registry_secrets)
-        credentials = f"  credentials:\n    username: {user}\n    password: {password}\n"
-    variable = f"env:\n  PYTEST_MEGATRON_IMAGE: {image}"
-    return f"container:\n  image: {image}\n  options: {gpus}\n{credentials}{variable}"
-
-
-def _json(value: JsonValue) -> str:
-    """Return JSON for a string of an expression; without spaces it is a plain scalar of YAML."""
-    return json.dumps(value, separators=(",", ":")).replace("'", "''")
-
-
-def _image_check(workflow: Workflow) -> str:
-    """Return a step that refuses an image that nobody filled in: it would be left out silently."""
-    if not workflow.images:
-        return ""
-    names = "|".join(shlex.quote(name) for name in workflow.images)
-    where = "[tool.pytest-megatron.ci.workflow] images"
-    problem = f"::error::the plan wants the image '$IMAGE', which {where} does not have"
-    refuse = f'  *) echo "{problem}"; exit 1 ;;'
-    lines = ('case "$IMAGE" in', f"  {names}) ;;", refuse, "esac")
-    step = _step("Check the image", lines)
-    return f"{step}\n  env:\n    IMAGE: ${{{{ steps.plan.outputs.image }}}}"
 
 
 def gitlab_pipeline(workflow: Workflow) -> str:
     """Return the text of the parent pipeline for GitLab, which plans and starts the child."""
-    blocks = {"plan_setup": _lines(workflow.light_setup)}
-    words = {
-        "file": GITLAB_FILE.as_posix(),
-        "hosted_image": f"python:{workflow.python}",
-        "push_branches": _branch_pattern(workflow.branches),
-        "plan_arguments": "".join(f" {shlex.quote(word)}" for word in workflow.plan),
-        "retention_days": str(workflow.retention_days),
-    }
-    return _fill(_read("gitlab.yml"), blocks, words)
+    return render(
+        "gitlab.yml",
+        workflow=workflow,
+        file=GITLAB_FILE.as_posix(),
+        push_branches=_branch_pattern(workflow.branches),
+    )
 
 
 def _branch_pattern(branches: Sequence[str]) -> str:
@@ -271,10 +80,6 @@ def _branch_pattern(branches: Sequence[str]) -> str:
             pattern = pattern.replace(glob, regex)
         patterns.append(pattern)
     return f"/^({'|'.join(patterns)})$/"
-
-
-def _lines(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {_quoted(line)}" for line in lines)
 
 
 def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
@@ -393,32 +198,6 @@ def _child_job(planned: CiJob, workflow: Workflow, image: str | None) -> dict[st
         "expire_in": f"{workflow.retention_days} days",
     }
     return found
-
-
-def _read(name: str) -> str:
-    return (_TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def _quoted(text: str) -> str:
-    """Return a scalar of YAML, and of GitHub's expressions, for any text."""
-    quoted = text.replace("'", "''")
-    return f"'{quoted}'"
-
-
-def _fill(template: str, blocks: Mapping[str, str], words: Mapping[str, str]) -> str:
-    """Put blocks where a line is `@name@`, with that line's indent, and words anywhere."""
-    lines: list[str] = []
-    for line in template.splitlines():
-        name = line.strip().strip("@")
-        if line.strip() == f"@{name}@" and name in blocks:
-            indent = line[: len(line) - len(line.lstrip())]
-            lines += [indent + part if part else "" for part in blocks[name].splitlines()]
-        else:
-            lines.append(line)
-    text = "\n".join(lines) + "\n"
-    for name, word in words.items():
-        text = text.replace(f"@{name}@", word)
-    return text
 
 
 _TABLE = "[tool.pytest-megatron.ci.workflow]"

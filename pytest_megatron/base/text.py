@@ -1,4 +1,4 @@
-"""Words that every report uses for ranks, for ends of processes and for numbers of things. Pure."""
+"""Words that every report uses for ranks, for ends of processes and for groups of things. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import re
 import signal
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 def describe_exit(exit_code: int) -> str:
@@ -72,6 +76,14 @@ def listed(texts: Sequence[str], most: int) -> str:
     """Return `a, b and 3 more`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key in their order, the keys in the order of their first values."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def numbered_parameter(word: str) -> re.Pattern[str]:

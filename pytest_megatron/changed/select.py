@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from pytest_megatron.base.files import append_lines, parse_json, read_bytes
 from pytest_megatron.base.project import ask_git, read_git
 from pytest_megatron.base.schema import SchemaError, validate
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, grouped
 from pytest_megatron.changed.record import (
     DEFAULT_FILE,
     ProjectState,
@@ -213,10 +213,7 @@ class Changes:
     @functools.cached_property
     def _blocks_of_files(self) -> dict[str, list[int]]:
         """Path -> numbers of its blocks."""
-        found: dict[str, list[int]] = {}
-        for number, (path, _, _) in enumerate(self._record.blocks):
-            found.setdefault(path, []).append(number)
-        return found
+        return grouped((path, number) for number, (path, _, _) in enumerate(self._record.blocks))
 
     def _find_changed(self, state: int) -> Iterator[tuple[int, str]]:
         """Yield the blocks that changed since a state, and the reasons that they are."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.project import ProjectConfig
-from pytest_megatron.base.text import counted, listed
+from pytest_megatron.base.text import counted, grouped, listed
 from pytest_megatron.ci.decide import Trigger, decision_by
 from pytest_megatron.ci.jobs import CiJob, DroppedJob, PlanBudget
 from pytest_megatron.ci.table import BUDGET, CiTable, DecisionRule, load_table
@@ -85,10 +85,10 @@ def item_histories(entries: Iterable[HistoryEntry], *, is_lightweight: bool) -> 
         entries: Entries in any order. Without a cost, an item has no history here.
         is_lightweight: The kind of trainings of which the price is asked.
     """
-    found: dict[tuple[str, str], list[HistoryEntry]] = {}
-    for entry in sorted(entries, key=lambda e: e.time):
-        name = entry.node_id if entry.kind == "workload" else entry.node_id.partition("::")[0]
-        found.setdefault((name, entry.device), []).append(entry)
+    found = grouped(
+        ((e.node_id if e.kind == "workload" else e.node_id.partition("::")[0], e.device), e)
+        for e in sorted(entries, key=lambda e: e.time)
+    )
     histories: dict[tuple[str, str], ItemHistory] = {}
     for key, own in found.items():
         price_s = _price(own, is_lightweight=is_lightweight)

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.base.text import describe_exit, grouped, name_ranks
 from pytest_megatron.gangs.crash import describe_flights, innermost_frame, shorten_stack
 from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
@@ -267,13 +267,12 @@ def split_message(end: RunEnd, words: Mapping[int, str]) -> str:
 
 def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
     """Return a line for each outcome with its ranks, the first failure on top."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(words, key=lambda r: (r != first, r)):
-        groups.setdefault(words[rank], []).append(rank)
+    groups = grouped((words[rank], rank) for rank in sorted(words, key=lambda r: (r != first, r)))
     return "\n".join(f"{name_ranks(ranks)}: {word}" for word, ranks in groups.items())
 
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_ADDRESS_OF_THREAD = re.compile(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+")
 _MOST_OF_A_LINE = 2  # tracebacks
 
 
@@ -352,11 +351,12 @@ _FILES = "working-directory"  # a kind of what tests leave that all ranks see
 
 def merge_left(end: RunEnd) -> dict[str, str]:
     """Return what a test left behind in its ranks -> its kind; ranks are named if not all did."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for rank in end.ranks:
-        for left in () if rank.done is None else rank.done.left:
-            kind, text = cast("list[str]", left)
-            found.setdefault((text, kind), []).append(rank.rank)
+    found = grouped(
+        ((text, kind), rank.rank)
+        for rank in end.ranks
+        if rank.done is not None
+        for kind, text in cast("Sequence[list[str]]", rank.done.left)
+    )
     are_some = {key: len(ranks) < len(end.ranks) for key, ranks in found.items()}
     return {
         f"{text} on {name_ranks(ranks)}" if are_some[text, kind] and kind != _FILES else text: kind
@@ -634,11 +634,13 @@ def _other_failures(
     """
     headline = failed.get(first) if first is not None else None
     seen = set() if headline is None else {_normalise(headline.text)}
-    groups: dict[str, list[int]] = {}
-    for rank, phase in failed.items():
-        text = _normalise(phase.text)
-        if rank != first and text not in seen and not words[rank].endswith("(a consequence)"):
-            groups.setdefault(text, []).append(rank)
+    groups = grouped(
+        (text, rank)
+        for rank, phase in failed.items()
+        if rank != first
+        and (text := _normalise(phase.text)) not in seen
+        and not words[rank].endswith("(a consequence)")
+    )
     shown = Counter([] if headline is None else [headline.place])
     more: dict[str, list[int]] = {}
     blocks: list[tuple[str, str]] = []
@@ -662,11 +664,11 @@ def _normalise(text: str) -> str:
 
 def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     """Return the stacks of ranks that had to be stopped, equal ones once."""
-    groups: dict[str, list[int]] = {}
-    for rank in end.ranks:
-        if rank.stack:
-            stack = re.sub(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", rank.stack)
-            groups.setdefault(shorten_stack(stack), []).append(rank.rank)
+    groups = grouped(
+        (shorten_stack(_ADDRESS_OF_THREAD.sub(r"\1", rank.stack)), rank.rank)
+        for rank in end.ranks
+        if rank.stack
+    )
     blocks = [(f"stack of {name_ranks(ranks)}", text) for text, ranks in groups.items()]
     flights = {r.rank: r.flight for r in end.ranks if r.flight}
     if flights and (text := describe_flights(flights)):
@@ -678,10 +680,7 @@ def _logs(
     end: RunEnd, first: int | None, struck: Mapping[int, RankResult]
 ) -> list[tuple[str, str]]:
     """Return problems of dead ranks, and the paths of logs."""
-    groups: dict[str, list[int]] = {}
-    for rank in struck.values():
-        if "\n" in rank.problem:
-            groups.setdefault(rank.problem, []).append(rank.rank)
+    groups = grouped((rank.problem, rank.rank) for rank in struck.values() if "\n" in rank.problem)
     blocks = [(name_ranks(ranks), problem) for problem, ranks in groups.items()]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
     files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]

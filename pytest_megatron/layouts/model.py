@@ -11,6 +11,7 @@ from typing import TypedDict
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
+from pytest_megatron.base.text import grouped
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.record import RankMemory
 
@@ -260,10 +261,10 @@ def kinds_of(records: Iterable[RankRecord]) -> list[list[RankRecord]]:
 
     The lowest rank of a kind comes first, and stands for the others.
     """
-    kinds: dict[tuple[object, ...], list[RankRecord]] = {}
-    for record in sorted(records, key=lambda record: record.rank):
-        calls = frozenset((call.kind, call.line) for call in record.calls)
-        kinds.setdefault((record.problem, calls), []).append(record)
+    kinds = grouped(
+        ((record.problem, frozenset((call.kind, call.line) for call in record.calls)), record)
+        for record in sorted(records, key=lambda record: record.rank)
+    )
     return list(kinds.values())
 
 

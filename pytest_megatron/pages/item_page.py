@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import grouped
 from pytest_megatron.pages.chart import choose, deviations, shares
 from pytest_megatron.pages.index_page import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
@@ -308,9 +309,7 @@ def _layer(row: RecordedLayer) -> JsonValue:
 
 def _texts(findings: Sequence[MetricFinding]) -> Iterator[str]:
     """Yield the findings on one metric; the same of several repeats once."""
-    by_text: dict[str, list[MetricFinding]] = {}
-    for finding in findings:
-        by_text.setdefault(finding.short_text, []).append(finding)
+    by_text = grouped((finding.short_text, finding) for finding in findings)
     several = len({(f.repeat, f.against) for f in findings}) > 1
     for number, (words, found) in enumerate(by_text.items()):
         if number == _MOST_TEXTS:

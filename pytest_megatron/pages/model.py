@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from pytest_megatron.base.text import name_ranks
+from pytest_megatron.base.text import grouped, name_ranks
 from pytest_megatron.runs.equivalence import TraceComparison
 from pytest_megatron.runs.record import (
     RecordedAttempt,
@@ -205,10 +205,11 @@ class TestRow:
     @property
     def rank_lines(self) -> list[str]:
         """Actions of ranks; ranks with the same one share a line."""
-        by_text: dict[str, list[int]] = {}
-        for rank, did in self.record.ranks.items():
-            if rank.isdecimal() and len(rank) <= _MOST_DIGITS:
-                by_text.setdefault(did, []).append(int(rank))
+        by_text = grouped(
+            (did, int(rank))
+            for rank, did in self.record.ranks.items()
+            if rank.isdecimal() and len(rank) <= _MOST_DIGITS
+        )
         lines = [f"{name_ranks(ranks)}: {did}" for did, ranks in by_text.items()]
         return lines if len(lines) <= _MOST_RANKS else [*lines[:_MOST_RANKS], "..."]
 

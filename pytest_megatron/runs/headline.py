@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from pytest_megatron.base.text import name_ranks
+from pytest_megatron.base.text import grouped, name_ranks
 
 _MOST = 500  # characters of what somebody did, which may quote a log
 
@@ -45,9 +45,7 @@ def where_ranks_were(frames: Mapping[int, str | None]) -> str:
     Args:
         frames: Rank -> where it was, None where that is not known.
     """
-    found: dict[str | None, list[int]] = {}
-    for rank, frame in frames.items():
-        found.setdefault(frame, []).append(rank)
+    found = grouped((frame, rank) for rank, frame in frames.items())
     if len(found) <= 1:
         return next(iter(found), None) or ""
     ordered = sorted(found.items(), key=lambda one: (len(one[1]), one[1]))

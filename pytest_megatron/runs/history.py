@@ -26,7 +26,7 @@ from pytest_megatron.base.files import (
     write_text_atomically,
 )
 from pytest_megatron.base.schema import Count, Positive, SchemaError, parse, validate
-from pytest_megatron.base.text import rough_time
+from pytest_megatron.base.text import grouped, rough_time
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.record import Real, RecordedFile, to_json
 
@@ -261,13 +261,16 @@ def flaky_records(
         since: Entries before this time are left out.
         min_runs: Items with fewer runs are left out.
     """
-    by_item: dict[str, list[HistoryEntry]] = {}
-    for entry in sorted(entries, key=lambda e: e.time):
-        if entry.time >= since:
-            by_item.setdefault(entry.node_id, []).append(entry)
+    by_item = _by_item(entries, since)
     records = [_record(name, found) for name, found in by_item.items() if len(found) >= min_runs]
     kept = [record for record in records if record.num_flaky or record.is_contradictory]
     return tuple(sorted(kept, key=lambda r: (-r.share, -r.num_flaky, -r.num_bad, r.node_id)))
+
+
+def _by_item(entries: Iterable[HistoryEntry], since: str) -> dict[str, list[HistoryEntry]]:
+    """Return the entries of each item from a time on, in the order of time."""
+    ordered = sorted(entries, key=lambda entry: entry.time)
+    return grouped((entry.node_id, entry) for entry in ordered if entry.time >= since)
 
 
 def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int, int] | None:
@@ -286,19 +289,16 @@ def outcomes_by_commit(
     entries: Iterable[HistoryEntry],
 ) -> dict[tuple[str, str], list[bool]]:
     """Return commit and node id -> whether each run was good, of items not in quarantine."""
-    outcomes: dict[tuple[str, str], list[bool]] = {}
-    for entry in entries:
-        if entry.is_counted and not entry.is_quarantined:
-            outcomes.setdefault((str(entry.commit), entry.node_id), []).append(entry.is_good)
-    return outcomes
+    return grouped(
+        ((str(entry.commit), entry.node_id), entry.is_good)
+        for entry in entries
+        if entry.is_counted and not entry.is_quarantined
+    )
 
 
 def _outcomes(entries: Iterable[HistoryEntry]) -> dict[tuple[str, str], list[bool]]:
     """Return (commit, platform) -> whether each run of it was good."""
-    outcomes: dict[tuple[str, str], list[bool]] = {}
-    for entry in (entry for entry in entries if entry.is_counted):
-        outcomes.setdefault(_revision(entry), []).append(entry.is_good)
-    return outcomes
+    return grouped((_revision(one), one.is_good) for one in entries if one.is_counted)
 
 
 def _revision(entry: HistoryEntry) -> tuple[str, str]:
@@ -472,10 +472,7 @@ def flakiness_cases(
         since: Entries before this time are left out.
         num_needed: Clean runs after which an item is no longer flaky; None decides by its rate.
     """
-    by_item: dict[str, list[HistoryEntry]] = {}
-    for entry in sorted(dict.fromkeys(entries), key=lambda e: e.time):
-        if entry.time >= since:
-            by_item.setdefault(entry.node_id, []).append(entry)
+    by_item = _by_item(dict.fromkeys(entries), since)
     cases = [_case(name, found, num_needed) for name, found in by_item.items()]
     kept = [case for case in cases if case.mixed or case.is_in_quarantine]
     return tuple(sorted(kept, key=lambda c: (-c.num_bad / max(1, c.num_runs), c.node_id)))
@@ -484,9 +481,7 @@ def flakiness_cases(
 def _case(node_id: str, entries: Sequence[HistoryEntry], num_needed: int | None) -> FlakinessCase:
     """Return the evidence that an item is flaky, by revision."""
     runs = [entry for entry in entries if entry.is_counted]
-    by_revision: dict[tuple[str, str], list[HistoryEntry]] = {}
-    for run in runs:
-        by_revision.setdefault(_revision(run), []).append(run)
+    by_revision = grouped((_revision(run), run) for run in runs)
     passed = {where for where, found in by_revision.items() if any(run.is_good for run in found)}
     mixed = [
         MixedRevision(commit=commit, platform=platform, runs=tuple(found))

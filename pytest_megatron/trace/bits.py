@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from pytest_megatron.base.schema import SchemaError, parse
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, grouped
 from pytest_megatron.errors import TraceError
 from pytest_megatron.runs.equivalence import (
     PHASES,
@@ -259,13 +259,8 @@ def _divergence_kind(reference: TraceRecord, candidate: TraceRecord) -> Divergen
 
 def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
     """Yield one divergence for each tensor, with all ranks that have it."""
-    ranks: dict[tuple[object, ...], list[int]] = {}
-    first: dict[tuple[object, ...], _RecordDifference] = {}
-    for one in found:
-        ranks.setdefault((_key_of(one.record), one.kind), []).append(one.rank)
-        first.setdefault((_key_of(one.record), one.kind), one)
-    for key, one in first.items():
-        record = one.record
+    for equal in grouped(((_key_of(one.record), one.kind), one) for one in found).values():
+        one, record = equal[0], equal[0].record
         is_parameter = record.phase in ("gradient", "update")
         yield TensorDivergence(
             order=record.order,
@@ -277,7 +272,7 @@ def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
             parameter=".".join(filter(None, (record.module, record.tensor)))
             if is_parameter
             else None,
-            ranks=tuple(sorted(ranks[key])),
+            ranks=tuple(sorted(other.rank for other in equal)),
             kind=one.kind,
             norm_ratio=one.norm_ratio,
         )

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import grouped
 from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
 from pytest_megatron.triage.diagnosis import Diagnosis, diagnose, evidence_of
 from pytest_megatron.triage.find import find_units, with_records
@@ -129,10 +130,11 @@ def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-triage-") as directory:
         units, notes = find_units(paths, Path(directory))
         found = [_examine(unit, table) for unit in units]
-    groups: dict[str, list[RecordedDiagnosis]] = {}
-    for _, result in found:
-        if isinstance(result, Diagnosis):
-            groups.setdefault(result.record.fingerprint, []).append(result.record)
+    groups = grouped(
+        (result.record.fingerprint, result.record)
+        for _, result in found
+        if isinstance(result, Diagnosis)
+    )
     ordered = sorted(groups.values(), key=lambda group: -len(group))
     return Triage(
         groups=tuple(FailureGroup(diagnoses=tuple(group)) for group in ordered),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from pytest_megatron.base.text import name_ranks
+from pytest_megatron.base.text import grouped, name_ranks
 from pytest_megatron.runs.headline import where_ranks_were
 from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.logs.exits import how_it_ended
@@ -226,11 +226,8 @@ def _last_enqueued(rank: RankStory) -> str | None:
 
 def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
     """Return the collective in which each rank waited, with the ranks of each together."""
-    calls: dict[str, list[int]] = {}
-    for rank, story in hurt.items():
-        call = _collective_call(story)
-        if call is not None:
-            calls.setdefault(call, []).append(rank)
+    found = ((_collective_call(story), rank) for rank, story in hurt.items())
+    calls = grouped((call, rank) for call, rank in found if call is not None)
     return tuple(f"{name_ranks(ranks)} waited in {call}" for call, ranks in calls.items())
 
 

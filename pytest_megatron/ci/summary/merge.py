@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import grouped
 from pytest_megatron.ci.jobs import CiJob, PlanBudget, PlanFile
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.runs.nowhere import NowhereGroup, ran_nowhere
@@ -91,11 +92,11 @@ class CiSummary:
     @property
     def groups(self) -> list[list[JobItem]]:
         """Failures by cause: those of the code first, then those that most items share."""
-        found: dict[str, list[JobItem]] = {}
-        for item in self.items:
-            if item.is_bad:
-                key = item.node_id if item.cause is None else item.cause.key_of(item.node_id)
-                found.setdefault(key, []).append(item)
+        found = grouped(
+            (one.node_id if one.cause is None else one.cause.key_of(one.node_id), one)
+            for one in self.items
+            if one.is_bad
+        )
         return sorted(found.values(), key=_interest)
 
     @property
@@ -199,10 +200,7 @@ def jobs_that_run(plan: PlanFile, runs: Sequence[JobRun]) -> tuple[CiJob, ...]:
 
 def _by_name(runs: Sequence[JobRun]) -> dict[str, list[JobRun]]:
     """Return the tries of each job."""
-    found: dict[str, list[JobRun]] = {}
-    for run in runs:
-        found.setdefault(run.name, []).append(run)
-    return found
+    return grouped((run.name, run) for run in runs)
 
 
 def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
@@ -317,11 +315,7 @@ def _commits(jobs: Sequence[JobRun], expected: PlanFile | None) -> list[str]:
 
 def _jobs_by(values: Iterable[tuple[str, Collection[str]]]) -> dict[str, list[str]]:
     """Return value -> names of the jobs that have it."""
-    found: dict[str, list[str]] = {}
-    for job, own in values:
-        for value in sorted(own):
-            found.setdefault(value, []).append(job)
-    return found
+    return grouped((value, job) for job, own in values for value in sorted(own))
 
 
 def _listed(found: Mapping[str, Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ from typing import Self
 
 from typing_extensions import override
 
-from pytest_megatron.base.text import counted, name_ranks
+from pytest_megatron.base.text import counted, grouped, name_ranks
 from pytest_megatron.engines.multitask.messages import (
     PLACE_VARIABLES,
     Begin,
@@ -278,9 +278,7 @@ class Peers:
 
     def name(self, tasks: Iterable[int]) -> str:
         """Return `task 2 on node1` or `tasks 2-3 on node1`; of several nodes, all of them."""
-        by_host: dict[str, list[int]] = {}
-        for task in sorted(tasks):
-            by_host.setdefault(self.members[task].host, []).append(task)
+        by_host = grouped((self.members[task].host, task) for task in sorted(tasks))
         found = [f"{name_ranks(tasks, 'task')} on {host}" for host, tasks in by_host.items()]
         return ", ".join(found)
 

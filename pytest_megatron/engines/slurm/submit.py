@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from pytest_megatron.base.text import grouped
 from pytest_megatron.engines.slurm.journal import Batch, Journal
 from pytest_megatron.engines.slurm.states import (
     SACCT_FIELDS,
@@ -297,9 +298,7 @@ def cut(submissions: Iterable[Submission], most: int) -> list[tuple[Submission, 
     The batches are in the order in which the first of each came, and so is each batch: Slurm
     prefers the earlier of equal jobs.
     """
-    kinds: dict[tuple[Resources, frozenset[str]], list[Submission]] = {}
-    for submission in submissions:
-        kinds.setdefault((submission.resources, submission.avoid_hosts), []).append(submission)
+    kinds = grouped(((one.resources, one.avoid_hosts), one) for one in submissions)
     found: list[tuple[Submission, ...]] = []
     for same in kinds.values():
         found += (tuple(same[first : first + most]) for first in range(0, len(same), most))
@@ -332,11 +331,8 @@ def scancel_labels(
         wanted: Batch and index of each job.
         num_live: Jobs of each batch that have not ended.
     """
-    chosen: dict[int, list[int]] = {}
-    for number, index in wanted:
-        chosen.setdefault(number, []).append(index)
     found: list[str] = []
-    for number, indices in chosen.items():
+    for number, indices in grouped(wanted).items():
         batch = batches[number]
         if batch.job_id is not None and (not batch.is_array or len(indices) == num_live[number]):
             found.append(str(batch.job_id))

@@ -23,7 +23,7 @@ from pytest_megatron.base.project import (
     load_config,
     parse_quarantine,
 )
-from pytest_megatron.base.text import counted, one_of
+from pytest_megatron.base.text import counted, grouped, one_of
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError, SelectionError
 
 if TYPE_CHECKING:
@@ -567,10 +567,11 @@ def _nothing(workloads: Sequence[Workload], filters: Filters) -> SelectionError:
     missed = {index: failing(workload, filters) for index, workload in enumerate(workloads)}
     fewest = min(len(names) for names in missed.values())
     problem = f"matches none of {len(workloads)} workloads"
-    nearest_by_filters: dict[tuple[str, ...], list[str]] = {}
-    for index, names in missed.items():
-        if len(names) == fewest:
-            nearest_by_filters.setdefault(names, []).append(workloads[index].item_name)
+    nearest_by_filters = grouped(
+        (names, workloads[index].item_name)
+        for index, names in missed.items()
+        if len(names) == fewest
+    )
     for names, rows in sorted(nearest_by_filters.items()):
         without = _as_options({name: filters[name] for name in names})
         count = "1 workload matches" if len(rows) == 1 else f"{len(rows)} workloads match"

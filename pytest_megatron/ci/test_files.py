@@ -22,6 +22,7 @@ from typing import Literal
 from xml.etree import ElementTree as ET
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_text
+from pytest_megatron.base.text import listed
 from pytest_megatron.ci.table import CiTable, MarkRule
 from pytest_megatron.errors import RecipeError, SelectionError
 from pytest_megatron.runs.history import read
@@ -173,7 +174,7 @@ def share_out(files: Sequence[str], patterns: Mapping[str, str]) -> tuple[Bucket
     if nobodys:
         raise RecipeError(
             ", ".join(sorted({where.rpartition(":")[0] for where in patterns.values()})),
-            f"no bucket holds {_listed(nobodys)}, expected each test file in one; "
+            f"no bucket holds {listed(nobodys, MAX_LISTED)}, expected each test file in one; "
             f"add a bucket, such as [{os.path.commonpath(nobodys)}{SUFFIX}]",
         )
     for pattern, held in owned.items():
@@ -210,11 +211,6 @@ def _below(pattern: str, bases: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(
         p for p, base in inner.items() if not any(base.startswith(f"{b}/") for b in inner.values())
     )
-
-
-def _listed(files: Sequence[str]) -> str:
-    more = f" and {len(files) - MAX_LISTED} more" if len(files) > MAX_LISTED else ""
-    return ", ".join(files[:MAX_LISTED]) + more
 
 
 DEFAULT_S = 1.0  # of a file, where nothing at all has been recorded

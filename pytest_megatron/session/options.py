@@ -234,20 +234,19 @@ def _flag(where: str, value: object) -> bool:
     )
 
 
-def _count(where: str, value: object, also: str = "") -> int:
-    """Parse a number from 1 on."""
-    if not str(value).isdecimal() or int(str(value)) < 1:
-        raise pytest.UsageError(
-            f"{where}: {value!r} is not a count, expected a number from 1 on{also}"
-        )
+def _number(where: str, value: object, least: int, problem: str) -> int:
+    """Parse a whole number."""
+    if not str(value).isdecimal() or int(str(value)) < least:
+        raise pytest.UsageError(f"{where}: {value!r} {problem}")
     return int(str(value))
+
+
+def _count(where: str, value: object, also: str = "") -> int:
+    return _number(where, value, 1, f"is not a count, expected a number from 1 on{also}")
 
 
 def _index(where: str, value: object) -> int:
-    """Parse a number from 0 on."""
-    if not str(value).isdecimal():
-        raise pytest.UsageError(f"{where}: {value!r} is not a number, expected one from 0 on")
-    return int(str(value))
+    return _number(where, value, 0, "is not a number, expected one from 0 on")
 
 
 def _seed(where: str, value: object) -> str:
@@ -267,30 +266,25 @@ def seconds_of(value: object, where: str, more: str = "") -> float:
     Raises:
         pytest.UsageError: It is none.
     """
+    return _duration(where, value, f"is not a time, expected seconds from 0 on{more}")
+
+
+def _duration(where: str, value: object, problem: str) -> float:
+    """Parse a number from 0 on that is finite."""
     try:
-        seconds = float(str(value))
+        found = float(str(value))
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise pytest.UsageError(
-            f"{where}: {value!r} is not a time, expected seconds from 0 on{more}"
-        )
-    return seconds
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise pytest.UsageError(f"{where}: {value!r} {problem}")
+    return found
 
 
 def _minutes(where: str, value: object) -> float:
     """Parse a number of minutes, or true for the default."""
     found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
-    try:
-        minutes = float(found)
-    except ValueError:
-        minutes = -1.0
-    if not 0 <= minutes < float("inf"):
-        raise pytest.UsageError(
-            f"{where}: {found!r} is no number of minutes, expected one such as "
-            f"{where}={DEFAULT_MINUTES}"
-        )
-    return minutes
+    expected = f"is no number of minutes, expected one such as {where}={DEFAULT_MINUTES}"
+    return _duration(where, found, expected)
 
 
 def _words(where: str, value: object) -> tuple[str, ...]:
@@ -375,17 +369,9 @@ ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept p
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
-    *(
-        "audit",
-        "audit-determinism",
-        "fake-ranks",
-        "gang-start",
-        "golden",
-        "golden-policy",
-        "lightweight",
-    ),
-    *("rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early", "stress"),
-    *("stress-seed", "tensor-trace", "workload-start"),
+    *("audit", "audit-determinism", "fake-ranks", "gang-start", "golden", "golden-policy"),
+    *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early"),
+    *("stress", "stress-seed", "tensor-trace", "workload-start"),
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
     *("changed-draw", "changed-file", "gang-start", "keep-runs", "max-retries-per-run"),

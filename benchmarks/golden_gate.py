@@ -23,8 +23,7 @@ from pathlib import Path, PurePosixPath
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.model import Golden, Provenance, is_loss, series_of
 from pytest_megatron.workloads.golden.store import parse_golden, read_golden
-from pytest_megatron.workloads.refresh.candidate import Candidate
-from pytest_megatron.workloads.refresh.gate import soft_refusals
+from pytest_megatron.workloads.refresh.gate import Candidate, soft_refusals
 
 LOSS = "lm loss"
 FEWEST_VALUES = 8

@@ -39,18 +39,16 @@ from pytest_megatron.doctor.facts import (
     compat,
     here,
 )
-from pytest_megatron.doctor.probes.devices import (
-    SCRIPTS,
-    look_at_devices,
-    look_at_torch,
-    try_collectives,
-)
 from pytest_megatron.doctor.probes.machine import (
+    SCRIPTS,
     ask,
     look_at_checkout,
+    look_at_devices,
     look_at_machine,
     look_at_slurm,
     look_at_toolkit,
+    look_at_torch,
+    try_collectives,
 )
 from pytest_megatron.doctor.probes.packages import (
     find_megatrons,

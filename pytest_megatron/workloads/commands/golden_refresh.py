@@ -27,15 +27,6 @@ from pytest_megatron.runs.layout import COMPARISON_FILE, OWN_DIR, PLAN_FILE, mak
 from pytest_megatron.workloads.golden.build import series_in
 from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy, policy_named
-from pytest_megatron.workloads.refresh.accept import (
-    AcceptOutcome,
-    Offer,
-    Terms,
-    consider,
-    write_pages,
-)
-from pytest_megatron.workloads.refresh.accept import accept as accept_candidates
-from pytest_megatron.workloads.refresh.candidate import Candidate, GateRule, hard
 from pytest_megatron.workloads.refresh.difference import (
     MIN_CLUSTERED,
     FileChange,
@@ -43,7 +34,7 @@ from pytest_megatron.workloads.refresh.difference import (
     MetricDifference,
     cluster,
 )
-from pytest_megatron.workloads.refresh.gate import MIN_REPEATS
+from pytest_megatron.workloads.refresh.gate import MIN_REPEATS, Candidate, GateRule, hard
 from pytest_megatron.workloads.refresh.pull_request import (
     BOTH,
     NEW,
@@ -55,6 +46,14 @@ from pytest_megatron.workloads.refresh.pull_request import (
 )
 from pytest_megatron.workloads.refresh.read import CANDIDATE, REJECTED, read_run
 from pytest_megatron.workloads.refresh.text import FORMS, metric_line, outcome_text
+from pytest_megatron.workloads.refresh.transaction import (
+    AcceptOutcome,
+    Offer,
+    Terms,
+    consider,
+    write_pages,
+)
+from pytest_megatron.workloads.refresh.transaction import accept as accept_candidates
 
 _WANTED = (
     *(CANDIDATE, PLAN_FILE, COMPARISON_FILE, "metrics.json", "metrics.jsonl"),

@@ -29,7 +29,10 @@ from pytest_megatron.workloads.golden.policy import ComparedWorkload, Comparison
 from pytest_megatron.workloads.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.recipe.case import Evaluation
-from pytest_megatron.workloads.refresh.accept import (
+from pytest_megatron.workloads.refresh.gate import Candidate, GateRule, hard
+from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
+from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
+from pytest_megatron.workloads.refresh.transaction import (
     AcceptOutcome,
     Terms,
     accept,
@@ -37,9 +40,6 @@ from pytest_megatron.workloads.refresh.accept import (
     consider_early,
     write_pages,
 )
-from pytest_megatron.workloads.refresh.candidate import Candidate, GateRule, hard
-from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
-from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
 from pytest_megatron.workloads.verdict.compare import check_golden_kind
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
 

@@ -15,7 +15,6 @@ from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import counted, plain
 from pytest_megatron.workloads.golden.compare.result import relative
 from pytest_megatron.workloads.golden.model import Series, is_loss
-from pytest_megatron.workloads.refresh.candidate import Refusal
 from pytest_megatron.workloads.refresh.difference import (
     BUCKETS,
     NOISE,
@@ -26,6 +25,7 @@ from pytest_megatron.workloads.refresh.difference import (
     Trend,
     clusters_of,
 )
+from pytest_megatron.workloads.refresh.gate import Refusal
 
 MOST_BYTES = 60_000
 _ATTENTION, _SMALL = 1e-3, 1e-6

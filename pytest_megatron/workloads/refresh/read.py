@@ -65,7 +65,7 @@ from pytest_megatron.workloads.recipe.case import (
     read_case,
 )
 from pytest_megatron.workloads.recipe.load import read_recipe
-from pytest_megatron.workloads.refresh.candidate import Candidate, Ran
+from pytest_megatron.workloads.refresh.gate import Candidate, Ran
 from pytest_megatron.workloads.verdict.compare import compare_in_mode
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob, metric_names_of
 

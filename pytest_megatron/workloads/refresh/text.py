@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, plain
-from pytest_megatron.workloads.refresh.accept import AcceptOutcome
 from pytest_megatron.workloads.refresh.difference import (
     BUCKETS,
     MOST_OUTLIERS,
@@ -19,6 +18,7 @@ from pytest_megatron.workloads.refresh.difference import (
     clusters_of,
 )
 from pytest_megatron.workloads.refresh.pull_request import interpret, markdown
+from pytest_megatron.workloads.refresh.transaction import AcceptOutcome
 
 FORMS = ("text", "json", "markdown")
 

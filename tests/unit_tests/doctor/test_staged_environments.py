@@ -14,7 +14,7 @@ from stages import STAGES
 
 from pytest_megatron.base.findings import Severity
 from pytest_megatron.doctor.command import examine
-from pytest_megatron.doctor.probes.devices import last_words
+from pytest_megatron.doctor.probes.machine import last_words
 
 # What the machine of the tests may have of itself.
 REAL = {"address-name", "disk-low", "disk-full", "host-name"}

@@ -19,7 +19,7 @@ from labs import DockerLab, wait_until
 from worker_engine import Silent
 
 import pytest_megatron
-from pytest_megatron.engines.docker.container import LABEL_OWNER, owner
+from pytest_megatron.engines.docker.driver import LABEL_OWNER, owner
 from pytest_megatron.engines.docker.engine import DockerEngine
 from pytest_megatron.engines.docker.inside import _hand_over
 from pytest_megatron.errors import LaunchError

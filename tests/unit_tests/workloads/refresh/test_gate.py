@@ -15,10 +15,10 @@ from pytest_megatron.base.files import JsonValue, digest_of
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Value
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import read_golden
-from pytest_megatron.workloads.refresh.accept import Terms, accept
 from pytest_megatron.workloads.refresh.difference import differ
 from pytest_megatron.workloads.refresh.gate import refuse_mass
 from pytest_megatron.workloads.refresh.read import read_run
+from pytest_megatron.workloads.refresh.transaction import Terms, accept
 
 SOUND = metric_map(curve())
 

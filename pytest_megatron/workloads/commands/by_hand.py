@@ -160,7 +160,8 @@ class ByHand:
             logs = (*sorted(dirs.logs.rglob("stderr.log")), dirs.launcher_log)
             ends = [tail(log) for log in logs]  # of a rank its traceback says more than torchrun's
             traces = (lines for lines in ends if lines and lines[0].startswith("Traceback"))
-            said = "; ".join(next(traces, ends[-1])[-2:])
+            told = [line.strip() for line in next(traces, ends[-1]) if line.strip("^~ ")]
+            said = "; ".join(told[-2:])
             raise LaunchError(
                 line,
                 f"ended with exit code {end.returncode}, {far}: {said}; mend it, then record it; "

@@ -354,7 +354,7 @@ def _cost_by(
     for row in workloads:
         if row.model == UNIT_MODEL or row.disabled_reason is not None or failing(row, filters):
             continue
-        name = f"{row.file.as_posix()}::{row.item_name}"
+        name = row.node_id
         gpus = 0 if row.platform == CPU_PLATFORM else row.gpus
         repeats = decision.num_repeats(row.n_repeat)
         job = CiJob(id=name, name=name, gpus=gpus, n_repeat=repeats)

@@ -198,7 +198,7 @@ def workload_jobs(
 
 def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJob:
     """Return the CI job of a workload."""
-    node_id = f"{workload.file.as_posix()}::{workload.item_name}"
+    node_id = workload.node_id
     repeats = decision.num_repeats(workload.n_repeat)
     limit_s = workload.time_limit_s or table.default_time_limit_s
     is_cpu = workload.platform == CPU_PLATFORM
@@ -380,7 +380,7 @@ def bucket_jobs(
         mine = [row for row in rows if row.platform == platform]
         if choice.platforms and platform not in choice.platforms:
             reason = f"platform {platform}, asked {', '.join(choice.platforms)}"
-            others = tuple(LeftOut(name=_name(row), reasons=(reason,)) for row in mine)
+            others = tuple(LeftOut(name=row.node_id, reasons=(reason,)) for row in mine)
             parts.append(UnitJobs(left_out=others))
             continue
         patterns: dict[str, str] = {}
@@ -405,7 +405,7 @@ def _jobs_of_platform(
     for row in rows:
         reasons = _missed(row, choice)
         if reasons:
-            left_out.append(LeftOut(name=_name(row), reasons=reasons))
+            left_out.append(LeftOut(name=row.node_id, reasons=reasons))
         elif (first := chosen.setdefault(row.test_case, row)) is not row:
             raise RecipeError(
                 row.where,
@@ -413,13 +413,13 @@ def _jobs_of_platform(
                 f"platform and tag, expected it once; remove one",
             )
         elif choice.unaffected.issuperset(buckets[row.test_case].files):
-            left_out.append(LeftOut(name=_name(row), reasons=(UNCHANGED,)))
+            left_out.append(LeftOut(name=row.node_id, reasons=(UNCHANGED,)))
         else:
             made = _jobs_of(buckets[row.test_case], unit_settings(row), row.tag or "", table, root)
             parts.append(made)
             if not made.jobs:
                 mark = launch_mark(row.platform)
-                left_out.append(LeftOut(name=_name(row), reasons=(f"no file has {mark}",)))
+                left_out.append(LeftOut(name=row.node_id, reasons=(f"no file has {mark}",)))
     return UnitJobs.joined(parts, left_out)
 
 
@@ -507,10 +507,6 @@ def _is_mark(node: ast.expr) -> bool:
     """Return whether an expression is `pytest.mark`, or `mark`."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name == "mark"
-
-
-def _name(row: Workload) -> str:
-    return f"{row.file.as_posix()}::{row.item_name}"
 
 
 def unit_rows(rows: Iterable[Workload]) -> tuple[Workload, ...]:

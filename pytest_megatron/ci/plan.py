@@ -301,7 +301,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
             raise EmptySelectionError(f"--budget {limit.text}", problem)
         jobs = list(kept)
         gone = {item: one.reason for one in budget.dropped for item in one.items}
-        workloads = tuple(row for row in workloads if _node_id(row) not in gone)
+        workloads = tuple(row for row in workloads if row.node_id not in gone)
         left_out += [
             LeftOut(name=one.name, reasons=(f"budget {limit.text}: {one.reason}",))
             for one in budget.dropped
@@ -309,7 +309,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
     tried: tuple[CiJob, ...] = ()
     if table.workflow.layouts:  # of rows whose ranks run a Python program
         programs = {
-            _node_id(row) for row in workloads if row.script is None and find_command(row) is None
+            row.node_id for row in workloads if row.script is None and find_command(row) is None
         }
         tried = layout_jobs((job for job in jobs if job.node_id in programs), table)
     return CiPlan(
@@ -322,10 +322,6 @@ def make_plan(request: PlanRequest) -> CiPlan:
         suggestion=suggestion,
         budget=budget,
     )
-
-
-def _node_id(row: Workload) -> str:
-    return f"{row.file.as_posix()}::{row.item_name}"
 
 
 def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Suggestion | None]:
@@ -404,8 +400,8 @@ def _leave_out_unaffected(
     workloads: tuple[Workload, ...], unaffected: frozenset[str]
 ) -> tuple[tuple[Workload, ...], list[LeftOut]]:
     """Return the rows for which something changed, and the others."""
-    kept = tuple(row for row in workloads if _node_id(row) not in unaffected)
-    gone = [_node_id(row) for row in workloads if row not in kept]
+    kept = tuple(row for row in workloads if row.node_id not in unaffected)
+    gone = [row.node_id for row in workloads if row not in kept]
     return kept, [LeftOut(name=name, reasons=(UNCHANGED,)) for name in gone]
 
 
@@ -464,7 +460,7 @@ def _left_out(row: Workload, filters: Filters) -> LeftOut:
             for name in missed
             if name not in _NAMED
         ]
-    return LeftOut(name=_node_id(row), reasons=tuple(reasons))
+    return LeftOut(name=row.node_id, reasons=tuple(reasons))
 
 
 def _unit_jobs(
@@ -513,7 +509,7 @@ def _unit_jobs(
 def _row(workload: Workload) -> dict[str, JsonValue]:
     """Return a workload as the plan's JSON has it."""
     return {
-        "id": _node_id(workload),
+        "id": workload.node_id,
         "file": workload.file.as_posix(),
         "line": workload.line,
         "model": workload.model,

@@ -245,6 +245,11 @@ class Workload:
         return item_name(self.test_case, (self.environment, self.platform, *self.variant))
 
     @property
+    def node_id(self) -> str:
+        """The node id of the row, its file as the row names it."""
+        return f"{self.file.as_posix()}::{self.item_name}"
+
+    @property
     def disabled_reason(self) -> str | None:
         """The reason that no CI runs the row (`mr-broken`, `flaky`), None where one does."""
         return disabled_reason(self.scope)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pytest_megatron.base.project import ask_git, load_config
 from pytest_megatron.base.schema import SchemaError, parse, shown
-from pytest_megatron.base.text import nearest, one_of
+from pytest_megatron.base.text import listed, nearest, one_of
 from pytest_megatron.ci.table import CiTable, DecisionRule, LabelEffect, PathClass, load_table
 from pytest_megatron.errors import SelectionError
 from pytest_megatron.session.decision import Considered, Decision
@@ -143,9 +143,7 @@ def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
         return "nothing changed"
     if deciding is None:
         return f"only {', '.join(sorted(classes))} changed"
-    paths = classes[deciding]
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{deciding} changed: {paths[0]}{more}"
+    return f"{deciding} changed: {listed(classes[deciding], 1)}"
 
 
 def parse_changes(text: str) -> tuple[PathChange, ...]:

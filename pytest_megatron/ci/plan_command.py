@@ -27,7 +27,7 @@ from pytest_megatron.base.command import (
 )
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import columns, counted, grouped, printable, rough_time
+from pytest_megatron.base.text import columns, counted, grouped, listed, printable, rough_time
 from pytest_megatron.ci.budget import Budget, budget_lines, parse_budget
 from pytest_megatron.ci.decide import (
     PathChange,
@@ -568,8 +568,7 @@ def _left_out_lines(left_out: Sequence[LeftOut]) -> Iterator[str]:
     yield f"left out: {counted(len(left_out), 'row')}"
     by_reason = grouped(("; ".join(one.reasons), one.name) for one in left_out)
     for reason, names in sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0])):
-        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-        yield f"  {len(names)}: {reason}: {', '.join(names[:MAX_SHOWN])}{more}"
+        yield f"  {len(names)}: {reason}: {listed(names, MAX_SHOWN)}"
 
 
 def github_outputs(plan: CiPlan) -> dict[str, str]:

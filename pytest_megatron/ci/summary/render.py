@@ -16,6 +16,7 @@ from pytest_megatron.base.files import JsonValue, write_texts_together
 from pytest_megatron.base.templates import render, render_macro
 from pytest_megatron.base.text import (
     counted,
+    listed,
     plain,
     shorten,
     within_limit,
@@ -275,10 +276,8 @@ def _started(rank: int | None, place: str) -> str:
 
 def _also(group: Sequence[JobItem]) -> str:
     """Name the other items that failed for the same cause."""
-    others = [f"{item.node_id} ({item.job})" for item in group[1:]]
-    more = f" and {len(others) - _MOST_ALSO} more" if len(others) > _MOST_ALSO else ""
-    shown = ", ".join(name[:_MOST_NAME] for name in others[:_MOST_ALSO])
-    return f"the same in {shown}{more}"
+    others = [f"{item.node_id} ({item.job})"[:_MOST_NAME] for item in group[1:]]
+    return f"the same in {listed(others, _MOST_ALSO)}"
 
 
 def as_html(summary: CiSummary, pages: str | None = None) -> str:

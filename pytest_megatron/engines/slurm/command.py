@@ -16,7 +16,7 @@ from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.command import PATH, echo_error
 from pytest_megatron.base.project import load_config
-from pytest_megatron.base.text import nearest
+from pytest_megatron.base.text import listed, nearest
 from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
 from pytest_megatron.engines.slurm.script import ScriptWriter, kept_scripts
@@ -313,10 +313,9 @@ def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload
         )
     names = sorted({row.item_name for row, _ in found})
     alike = [one for one in names if one.startswith(f"{name.partition('[')[0]}[")] or names
-    more = f" and {len(alike) - _MOST_SHOWN} more" if len(alike) > _MOST_SHOWN else ""
     raise SelectionError(
         item,
-        f"no workload {name!r} in {where}, expected one of {', '.join(alike[:_MOST_SHOWN])}{more}"
+        f"no workload {name!r} in {where}, expected one of {listed(alike, _MOST_SHOWN)}"
         f"{nearest(name, names)}",
     )
 

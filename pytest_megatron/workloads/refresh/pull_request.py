@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import counted, plain
+from pytest_megatron.base.text import counted, listed, plain
 from pytest_megatron.workloads.golden.compare.result import relative
 from pytest_megatron.workloads.golden.model import Series, is_loss
 from pytest_megatron.workloads.refresh.difference import (
@@ -85,9 +85,8 @@ def _what_is(differences: Sequence[FileDifference]) -> str:
     names = sorted({m.metric for d in differences for m in d.metrics if m.is_outside})
     if any(map(is_loss, names)) or not names:
         return "a run as it now is would have failed, so what is measured is another curve."
-    shown = ", ".join(names[:_MOST_NAMES])
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"only in {shown}{more}; a run as it now is fails where a case compares that."
+    shown = listed(names, _MOST_NAMES)
+    return f"only in {shown}; a run as it now is fails where a case compares that."
 
 
 def _loss_lines(losses: Sequence[MetricDifference]) -> Iterable[str]:

@@ -507,7 +507,7 @@ def test_a_worker_of_xdist_without_ranks_stops_after_one_test(tmp_path: Path) ->
     suite = Suite(tmp_path, has_torch=False)
     hook = "    def pytest_sessionstart():\n        assert not IS_RANK\n"
     suite.write(conftest=READS_RANK + IN_RANKS + hook, test_many=MANY)
-    run = suite.run("--ranks", "2", "-n", "2")
+    run = suite.run("--ranks", "2", "-p", "xdist", "-n", "2")
     assert run.returncode == 2, run.stdout
     assert run.summary in ("1 failed, 1 error", "2 failed, 1 error"), run.stdout
     assert "Interrupted: 1 error during collection of ranks" in run.stdout
@@ -626,7 +626,7 @@ def test_ranks_of_a_worker_of_xdist_collect_for_themselves(tmp_path: Path) -> No
                 assert "RANK" not in os.environ
         """,
     )
-    run = suite.run("-v", "--ranks", "2", "-n", "1")
+    run = suite.run("-v", "--ranks", "2", "-p", "xdist", "-n", "1")
     assert (run.returncode, run.summary) == (0, "2 passed"), run.stdout
 
 

@@ -274,7 +274,7 @@ def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
             def test_again(): pass
             """,
     )
-    run = suite.run("-v", "--ranks=2", f"-omegatron_gang_start={how}")
+    run = suite.run("-v", "-pxdist", "--ranks=2", f"-omegatron_gang_start={how}")
     assert run.words == {"test_seed": "PASSED", "test_again": "PASSED"}
     assert sorted(suite.read("down.txt")) == ["rank0 rank0 None", "rank1 rank1 None"]
 
@@ -291,7 +291,7 @@ def test_what_no_rank_could_read_is_refused(tmp_path: Path) -> None:
             """,
         test_a="def test_a(): pass",
     )
-    run = suite.run("-v", "--ranks=2")
+    run = suite.run("-v", "-pxdist", "--ranks=2")
     assert run.returncode == 4
     assert "a plugin sends workers 'lock' as object, expected plain types" in run.stderr
     assert "INTERNALERROR" not in run.stdout

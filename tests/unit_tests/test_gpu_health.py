@@ -50,10 +50,18 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return Nvml(tmp_path, monkeypatch)
 
 
+OTHERS = {process.pid for process in psutil.Process().children()}
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Know the processes that tests before this one left in their worker, such as their labs'."""
+    OTHERS.update(process.pid for process in psutil.Process().children())
+
+
 def watchers() -> list[psutil.Process]:
-    """Return what is left of watches; other tests' labs have a process in this one, too."""
-    found = psutil.Process().children()
-    return [p for p in found if "pytest_megatron.gpu.nvml_probe" in p.cmdline() or not p.cmdline()]
+    """Return what is left of watches: processes that run, or that nothing has waited for."""
+    return [process for process in psutil.Process().children() if process.pid not in OTHERS]
 
 
 def change(**values: object) -> Health:

@@ -30,6 +30,7 @@ from pytest_megatron.workloads.training.run.last_words import tail
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
 _POLL_S = 0.2
+_SILENT_S = 30.0  # first notice that nothing was printed; each further one after twice as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +128,23 @@ class ByHand:
         lease = lease_gpus(self.gpus, self.num_gpus, click.echo)
         if lease.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
-        followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
+        followed, printed_at = FollowedFile(dirs.launcher_log), time.monotonic()
+        deadline, notice_s = printed_at + limit_s, _SILENT_S
         with (
             contextlib.closing(lease),
             GuardedProcess(
                 command, env=env, cwd=self.root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
             ) as process,
         ):
-            while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
-                _copy(followed)
+            while (end := process.poll(_POLL_S)) is None and (now := time.monotonic()) < deadline:
+                if _copy(followed):
+                    printed_at, notice_s = now, _SILENT_S
+                elif now - printed_at >= notice_s:
+                    left_s = deadline - now
+                    click.echo(
+                        f"nothing printed for {notice_s:g} s; its limit is in {left_s:.0f} s"
+                    )
+                    notice_s *= 2
             if end is None:
                 process.stop()
                 process.wait()
@@ -152,7 +161,8 @@ class ByHand:
             logs = (*sorted(dirs.logs.rglob("stderr.log")), dirs.launcher_log)
             ends = [tail(log) for log in logs]  # of a rank its traceback says more than torchrun's
             traces = (lines for lines in ends if lines and lines[0].startswith("Traceback"))
-            said = "; ".join(next(traces, ends[-1])[-2:])
+            told = [line.strip() for line in next(traces, ends[-1]) if line.strip("^~ ")]
+            said = "; ".join(told[-2:])
             raise LaunchError(
                 line,
                 f"ended with exit code {end.returncode}, {far}: {said}; mend it, then record it; "
@@ -169,10 +179,12 @@ def _directories_in(words: Sequence[str], root: Path) -> Iterator[Path]:
             yield path
 
 
-def _copy(followed: FollowedFile) -> None:
-    """Print the lines that a log has got since."""
-    for line in followed.new_lines():
+def _copy(followed: FollowedFile) -> bool:
+    """Print the lines that a log has got since, and return whether there were any."""
+    lines = [*followed.new_lines()]
+    for line in lines:
         click.echo(f"    {printable(line)}")
+    return bool(lines)
 
 
 def _how_far(places: Sequence[Found]) -> str:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.workloads.commands.by_hand import in_this_environment
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.workloads.commands import by_hand
+from pytest_megatron.workloads.commands.by_hand import ByHand, in_this_environment
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,27 @@ def test_a_program_of_another_environment_is_told(
     assert (
         (told in out and f"{program}, and pytest runs in {sys.prefix}" in out) if told else not out
     )
+
+
+def test_a_command_that_prints_no_more_is_told_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(by_hand, "_SILENT_S", 0.5)
+    program = "import time; print('trained'); time.sleep(1000)"
+    command = ByHand(
+        words=(sys.executable, "-c", program),
+        root=tmp_path,
+        directory=tmp_path / "logs",
+        limit_s=5,
+        env={},
+        is_joint=False,
+        gpus=(),
+        num_gpus=0,
+    )
+    with pytest.raises(LaunchError, match="did not end within 5 s"):
+        command.run("first")
+    printed = capsys.readouterr().out
+    assert printed.index("    trained\n") < printed.index(
+        "nothing printed for 0.5 s; its limit is in"
+    )
+    assert "nothing printed for 1 s; its limit is in" in printed

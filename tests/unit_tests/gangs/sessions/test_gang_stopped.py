@@ -69,8 +69,7 @@ def test_a_session_without_standard_input(tmp_path: Path, how: str) -> None:
     if how == "collects":
         suite.write(conftest=READS_RANK)
     command = [*suite.command(), "-v", "--ranks=2", *(["-s"] if how == "not captured" else [])]
-    env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}
-    run = suite.run(command=["sh", "-c", 'exec "$@" <&-', "sh", *command], env=env)
+    run = suite.run(command=["sh", "-c", 'exec "$@" <&-', "sh", *command])
     assert run.words == {"test_stdin_is_empty": "PASSED", "test_fails": "FAILED"}, run.stdout
     assert "ValueError: told" in run.stdout
 

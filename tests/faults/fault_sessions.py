@@ -12,10 +12,11 @@ import tempfile
 import time
 import uuid
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 from fault_cases import Case
 
@@ -209,7 +210,42 @@ def write_guest(directory: Path, session: Session, limits: Limits) -> None:
         (directory / f"test_guest_{number:02}.py").write_text(text + "\n")
 
 
-def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
+class Process(Protocol):
+    """A session that runs."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Start(Protocol):
+    """Start pytest, with its output and errors in a file."""
+
+    def __call__(
+        self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], output: BinaryIO
+    ) -> Process: ...
+
+
+def start_process(
+    arguments: Sequence[str], cwd: Path, env: Mapping[str, str], output: BinaryIO
+) -> subprocess.Popen[bytes]:
+    """Start pytest as a new process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def run_session(session: Session, limits: Limits, temp: Path, start: Start = start_process) -> Seen:
     """Run a session to its end, whatever it does, and look at what it left."""
     directory = Path(tempfile.mkdtemp(prefix="session-", dir=temp))
     sockets = Path(tempfile.mkdtemp(prefix="ptmf-", dir="/tmp"))
@@ -219,8 +255,8 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
     tag = uuid.uuid4().hex
     try:
         with _disk(directory / "disk", is_small=driver == "full_disk") as disk:
-            command = [
-                *(sys.executable, "-m", "pytest", "-p", "megatron", "-p", "fault_guest"),
+            arguments = [
+                *("-p", "megatron", "-p", "fault_guest"),
                 *("--ranks", str(session.world_size), "--device", session.device),
                 *("--ranks-per-gpu", str(session.ranks_per_gpu)),
                 *("-o", f"megatron_rank_grace={limits.grace_s}", "--rank-timeout", "120", "-rA"),
@@ -230,24 +266,17 @@ def run_session(session: Session, limits: Limits, temp: Path) -> Seen:
             ]
             started = time.monotonic()
             with (directory / "output.txt").open("wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    cwd=directory,
-                    env=_env(session, directory, sockets, tag),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                env = _env(session, directory, sockets, tag)
+                process = start(arguments, directory, env, output)
                 acted = _drive(session, process, directory, limits)
                 try:
                     exit_code: int | None = process.wait(limits.session_s)
                 except subprocess.TimeoutExpired:
                     exit_code = None
             ended = time.monotonic()
-            left = _wait_for_end(tag, GONE_S if driver == "kill" else 1.0)
-            _kill_tagged(tag)
-            process.wait()
+            left = _wait_for_end(tag, directory, GONE_S if driver == "kill" else 1.0)
+            _kill(tag, directory)
+            process.wait(GONE_S)
         return Seen(
             exit_code=exit_code,
             output=(directory / "output.txt").read_text(errors="replace"),
@@ -284,9 +313,7 @@ def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str
     }
 
 
-def _drive(
-    session: Session, process: subprocess.Popen[bytes], directory: Path, limits: Limits
-) -> float | None:
+def _drive(session: Session, process: Process, directory: Path, limits: Limits) -> float | None:
     """Do to the session what the case asks for once the fault stands; return when."""
     driver = "" if session.lone_case is None else session.lone_case.driver
     if driver not in FROM_OUTSIDE:
@@ -344,14 +371,20 @@ def can_mount() -> bool:
             return False
 
 
-def _tagged(tag: str) -> list[int]:
-    """Return living processes of a session."""
+def _living(tag: str, directory: Path) -> list[int]:
+    """Return living processes of a session, by their variables or their directory."""
     wanted = f"{TAG}={tag}".encode()
     found = []
     for entry in os.scandir("/proc"):
         try:
-            if entry.name.isdigit() and wanted in Path(entry.path, "environ").read_bytes():
-                state = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[0]
+            if not entry.name.isdigit():
+                continue
+            process = Path(entry.path)
+            if (
+                wanted in (process / "environ").read_bytes()
+                or directory == (process / "cwd").readlink()
+            ):
+                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
                 if state not in "ZX":
                     found.append(int(entry.name))
         except OSError:
@@ -359,10 +392,10 @@ def _tagged(tag: str) -> list[int]:
     return found
 
 
-def _wait_for_end(tag: str, within_s: float) -> list[str]:
+def _wait_for_end(tag: str, directory: Path, within_s: float) -> list[str]:
     """Return what is left of a session after a moment."""
     deadline = time.monotonic() + within_s
-    while (left := _tagged(tag)) and time.monotonic() < deadline:
+    while (left := _living(tag, directory)) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = []
     for pid in left:
@@ -371,8 +404,8 @@ def _wait_for_end(tag: str, within_s: float) -> list[str]:
     return found
 
 
-def _kill_tagged(tag: str) -> None:
-    while left := _tagged(tag):
+def _kill(tag: str, directory: Path) -> None:
+    while left := _living(tag, directory):
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -349,7 +349,10 @@ def _take_streams(
             os.dup2(number, stream.fileno())
     stderr = config.stash.get(fault_handler_stderr_fd_key, None)
     if stderr is not None:  # pytest's own copy of the controller's stderr, for its time limit
-        os.dup2(2, stderr)
+        if stderr > 2:  # noqa: PLR2004 - stderr
+            os.dup2(2, stderr)
+        else:  # it has the number of a stream that the session lacked
+            config.stash[fault_handler_stderr_fd_key] = os.dup(2)
     return logs
 
 

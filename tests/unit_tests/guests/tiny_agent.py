@@ -1,6 +1,7 @@
 """Starts, copies and ends ranks as `torch.distributed.run --standalone` does, without torch.
 
 Importing torch is most of what the start of a training costs. `test_tiny_agent.py` compares both.
+Ranks find no torch either, unless the variable `TINY_AGENT_ALONE` is set.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def parse() -> argparse.Namespace:
     option("--redirects", choices=["3"], required=True)
     option("--tee", default="")
     option("--no-python", action="store_true")
+    option("-m", dest="is_module", action="store_true")
     option("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
 
@@ -136,14 +138,20 @@ def env_of(rank: int, size: int, port: int, elastic: Mapping[str, object]) -> di
         **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()},
     }
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    return defaults | os.environ | {name: str(value) for name, value in own.items()}
+    env = defaults | os.environ | {name: str(value) for name, value in own.items()}
+    if "TINY_AGENT_ALONE" in env:
+        own_folder = str(Path(__file__).parents[2])
+        folders = env["PYTHONPATH"].split(os.pathsep)
+        env["PYTHONPATH"] = os.pathsep.join(f for f in folders if f != own_folder)
+    return env
 
 
 def main() -> int:
     args = parse()
     run_id = str(uuid.uuid4())
     attempt = args.log_dir / f"{run_id}_tiny" / "attempt_0"
-    command = [*([] if args.no_python else [sys.executable, "-u"]), *args.program]
+    python = [] if args.no_python else [sys.executable, "-u"]
+    command = [*python, *(["-m"] if args.is_module else []), *args.program]
     size = args.nproc_per_node
     elastic = {
         "RUN_ID": run_id,

@@ -1,8 +1,8 @@
 """Trains two linear layers with torch on each rank alone; knows nothing of traces.
 
-`--disturb PLACE` makes two runs of it differ: `forward` changes the last bit of what the second
-layer returns on the last rank, `gradient` those of the first layer's weight on every rank, `order`
-those of the second layer, by the order of a set.
+`--disturb PLACE` makes two runs of it differ: `gradient` changes last bits of the gradient of the
+first layer's weight on the last rank, `order` those of what the second layer returns, by the order
+of a set.
 `--scale X` multiplies what the second layer returns.
 """
 
@@ -77,8 +77,6 @@ def main() -> None:
     torch.manual_seed(1234)
     model = TwoLayers()
     model.second.factor = given.scale
-    if given.disturb == "forward" and RANK == WORLD_SIZE - 1:
-        model.second.factor *= other_each_time()
     if given.disturb == "order":
         model.second.factor *= by_order_of_a_set()
     leave_out_compiler()
@@ -87,8 +85,9 @@ def main() -> None:
         loss = model(torch.rand(4, 8)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        if given.disturb == "gradient" and model.first.weight.grad is not None:
-            model.first.weight.grad *= other_each_time()
+        grad = model.first.weight.grad
+        if given.disturb == "gradient" and RANK == WORLD_SIZE - 1 and grad is not None:
+            grad *= other_each_time()
         optimizer.step()
         if RANK == WORLD_SIZE - 1:
             line = json.dumps({"step": step, "lm loss": loss.item(), "num-zeros": 0.0})

@@ -14,26 +14,27 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO, TypeAlias
 
 import pytest
 
-from pytest_megatron.gangs.ipc.channel import Channel, connect
-from pytest_megatron.gangs.ipc.messages import (
-    Message,
-    Ready,
-    Register,
-    SessionExited,
-    SessionStarted,
-    StartSession,
+from pytest_megatron.gangs.ipc.messages import StartSession
+from pytest_megatron.gangs.start.kept import (
+    ForkedProgram,
+    KeptProcess,
+    describe_environment,
+    find_kept,
+    start_program,
 )
-from pytest_megatron.gangs.start.kept import KeptProcess, describe_environment, find_kept
 from pytest_megatron.process.fork_safety import HARMLESS_ENV
 
 LIMIT_S = 300
@@ -52,6 +53,8 @@ for plugin in importlib.metadata.entry_points(group="pytest11"):
 from pytest_megatron.gangs.start.kept_process import main
 main()
 """
+_STARTING = threading.Lock()
+_UNBUFFERED = "PYTHONUNBUFFERED"
 PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))
 
 
@@ -94,6 +97,11 @@ def _start() -> tuple[KeptProcess, StartSession]:
     return kept, request
 
 
+def _kept() -> tuple[KeptProcess, StartSession]:
+    with _STARTING:
+        return _start()
+
+
 def run_session(
     arguments: Sequence[str],
     cwd: Path,
@@ -127,11 +135,6 @@ def fork_session(
     Folders of PYTHONPATH hide no module that is loaded. A host without memory to spare keeps no
     process: the session runs in a new one.
     """
-    request = _request(arguments, cwd, env)
-    channel = _call()
-    if channel is None:
-        return run_command([sys.executable, "-m", "pytest", *arguments], cwd, env, stdin=stdin)
-    ended, held = os.pipe()  # all forks of the session have the second one
     with (
         tempfile.TemporaryFile() as typed,
         tempfile.TemporaryFile() as stdout,
@@ -139,21 +142,109 @@ def fork_session(
     ):
         typed.write(stdin.encode())
         typed.seek(0)
-        descriptors = [typed.fileno(), stdout.fileno(), stderr.fileno(), held]
-        channel.send(replace(request, descriptors=(0, 1, 2, held)), descriptors)
-        os.close(held)
-        started, reply = _next(channel, arguments), _next(channel, arguments)
-        assert isinstance(started, SessionStarted)
-        assert isinstance(reply, SessionExited)
-        assert not reply.doubt
-        channel.close()
-        assert select.select([ended], [], [], GONE_S)[0], f"forks are left of {arguments}"
-        os.close(ended)
+        session = _fork(arguments, cwd, env, (typed.fileno(), stdout.fileno(), stderr.fileno()))
+        if session is None:
+            command = [sys.executable, "-m", "pytest", *arguments]
+            return run_command(command, cwd, env, stdin=stdin)
+        exit_code = session.wait()
         texts = []
         for file in (stdout, stderr):
             file.seek(0)
             texts.append(file.read().decode())
-    return subprocess.CompletedProcess(arguments, reply.exit_code, *texts)
+    return subprocess.CompletedProcess(arguments, exit_code, *texts)
+
+
+@dataclass
+class ForkedSession:
+    """A session in a fork, with the methods of a `subprocess.Popen`.
+
+    Attributes:
+        ended: End of a pipe of which all its forks have the other one.
+    """
+
+    arguments: Sequence[str]
+    program: ForkedProgram
+    ended: int
+    returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.program.pid
+
+    def poll(self) -> int | None:
+        self.returncode = self.program.poll()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float = LIMIT_S) -> int:
+        """Wait for its end and that of all its forks."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise subprocess.TimeoutExpired([*self.arguments], timeout)
+            select.select([self.program.channel], [], [], left_s)
+        if self.ended >= 0:
+            gone = select.select([self.ended], [], [], GONE_S)[0]
+            assert gone, f"forks are left of {self.arguments}"
+            os.close(self.ended)
+            self.ended = -1
+            self.program.channel.close()
+        return code
+
+
+Session: TypeAlias = ForkedSession | subprocess.Popen[bytes]
+
+
+def start_session(
+    arguments: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str],
+    output: BinaryIO,
+    *,
+    is_fresh: bool = False,
+) -> Session:
+    """Start pytest, without input; on a host without memory to spare, in a new process.
+
+    Args:
+        arguments: Of pytest.
+        cwd: Its directory.
+        env: All of its variables.
+        output: Gets its output and errors.
+        is_fresh: Whether it starts in a new process in any case.
+    """
+    with Path(os.devnull).open("rb") as none:
+        if not is_fresh:
+            forked = _fork(arguments, cwd, env, (none.fileno(), output.fileno(), output.fileno()))
+            if forked is not None:
+                return forked
+        command = [sys.executable, "-m", "pytest", *arguments]
+        return subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=none, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def _fork(
+    arguments: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Sequence[int]
+) -> ForkedSession | None:
+    """Start pytest in a fork of the kept process, or of another one if that has ended."""
+    ended, held = os.pipe()
+    with contextlib.closing(os.fdopen(held, "wb")):
+        for _ in range(2):
+            request = replace(_request(arguments, cwd, env), descriptors=(0, 1, 2, held))
+            program = start_program(_kept()[0], request, [*streams, held])
+            if isinstance(program, ForkedProgram):
+                return ForkedSession(arguments, program, ended)
+            _start.cache_clear()  # refused, as a file has changed or memory is short
+    os.close(ended)
+    return None
 
 
 def run_command(
@@ -173,38 +264,21 @@ def run_command(
 
 
 def _differences(env: Mapping[str, str]) -> list[str]:
-    kept, like = _start()
-    return kept.differences(describe_environment(env, like.path))
+    kept, like = _kept()
+    own = {name: value for name, value in env.items() if name != _UNBUFFERED}
+    return kept.differences(describe_environment(own, like.path))
 
 
 def _request(arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> StartSession:
-    like = _start()[1]
+    like = _kept()[1]
     added = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    raw = ["raw"] if env.get(_UNBUFFERED) else []
     return replace(
         like,
+        streams=tuple([*stream, *raw] for stream in like.streams),
         argv=(PYTEST, *arguments),
         orig_argv=(sys.executable, "-m", "pytest", *arguments),
         path=(str(cwd), *added, *like.path),
         env=env,
         directory=str(cwd),
     )
-
-
-def _call() -> Channel | None:
-    """Connect to the kept process, or to another one if it has ended; None if that has as well."""
-    registration = Register(role="session", gang=0, rank=-1, node_rank=0, pid=os.getpid())
-    for _ in range(2):
-        kept = _start()[0]
-        with contextlib.suppress(OSError):
-            channel = connect(kept.address, bytes.fromhex(kept.key), registration)
-            if isinstance(_next(channel, ()), Ready):
-                return channel
-            channel.close()  # refused, as a file has changed or memory is short
-        _start.cache_clear()
-    return None
-
-
-def _next(channel: Channel, arguments: Sequence[str]) -> Message | None:
-    is_there = channel.has_message or select.select([channel], [], [], LIMIT_S)[0]
-    assert is_there, f"the session did not end: {arguments}"
-    return channel.receive()

@@ -85,7 +85,8 @@ class Suite:
     """A directory with test files.
 
     Attributes:
-        has_torch: False runs it on a host without torch, in new processes.
+        has_torch: False runs it on a host without torch, in new processes which load no plugins
+            but those that are typed.
         is_fresh: Whether `run` starts new processes; see `forked_sessions`.
     """
 
@@ -105,7 +106,7 @@ class Suite:
 
     def env(self, **more: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-        own = {} if self.has_torch else WITHOUT_TORCH
+        own = {} if self.has_torch else WITHOUT_TORCH | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         return kept | {MARK: str(self.root), "COLUMNS": "200"} | own | more
 
     def run(

@@ -31,9 +31,14 @@ WARM = "kept gangs: started in a process that had torch loaded"
 
 @dataclass(frozen=True)
 class Project:
-    """A project, with a directory of records for itself."""
+    """A project, with a directory of records for itself.
+
+    Attributes:
+        has_plugins: Whether its sessions load those of the environment, which takes a while.
+    """
 
     root: Path
+    has_plugins: bool = False
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
@@ -47,6 +52,8 @@ class Project:
         runtime.mkdir(exist_ok=True)
         stub = str(self.root / "stub")
         own |= {MARK: str(self.root), "XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": stub}
+        if not self.has_plugins:
+            own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         return own | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
     def start(self, *args: str, directory: str = ".", **env: str) -> subprocess.Popen[str]:

@@ -20,80 +20,58 @@ CLAIMED = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 def project_of(
-    root: Path, cases: Mapping[str, Mapping[str, JsonValue]], **keys: JsonValue
+    root: Path,
+    cases: Mapping[str, Mapping[str, JsonValue]],
+    num_ranks: Mapping[str, int],
+    *,
+    has_agent: bool = False,
 ) -> Project:
-    """Return a project whose cases train two layers."""
-    project = Project(root=root, has_torch=True)
+    """Return a project whose cases train two layers; ranks load torch, and maybe their agent."""
+    project = Project(root=root, has_torch=has_agent)
     shutil.copy(PROGRAM, root / "train.py")
     for name, arguments in cases.items():
-        env = CLAIMED if name.startswith("claimed") else {}
+        env = {"TINY_AGENT_ALONE": "1"} | (CLAIMED if name.startswith("claimed") else {})
         project.case(name, config=METRICS, env=env, tensorboard_dir=None, **arguments)
-        project.row(name, write_golden=False, **keys)
+        project.row(name, write_golden=False, gpus=[num_ranks[name]])
     return project
 
 
-CASES: dict[str, dict[str, JsonValue]] = {
-    "claimed": {},
-    "claimed_forward": {"disturb": "forward"},
-    "gradient": {"disturb": "gradient"},
-    "order": {"disturb": "order"},
-}
-FORWARD = "not deterministic: forward of second output.0, step 1, rank 1"
-AUDITS: dict[str, dict[str, JsonValue]] = {
-    "claimed": {"verdict": "deterministic", "text": "deterministic: 112 tensors of 2 steps"},
-    "claimed_forward": {"verdict": "not deterministic", "text": FORWARD},
-    "gradient": {
-        "verdict": "not deterministic",
-        "text": "not deterministic: gradient of first.weight, step 1, rank 0",
-        "num_tensors": 56,
-    },
-    "order": {
-        "verdict": "not deterministic",
-        "text": "not deterministic: forward of second output.0, step 1, rank 0",
-        "num_tensors": 56,
-    },
-}
+AUDIT = ("recipes", "--audit-determinism", "--golden", "off")
+DIFFERENT = "not deterministic"
 
 
-@pytest.mark.parametrize(
-    ("start", "gpus", "cases"),
-    [
-        ("fork", 2, ["claimed", "claimed_forward"]),
-        ("fresh", 1, ["gradient"]),
-        ("fork", 1, ["order"]),
-    ],
-)
-def test_a_training_that_differs_from_itself_is_named_at_its_tensor(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    start: str,
-    gpus: int,
-    cases: list[str],
+def test_a_training_that_differs_from_itself_is_named_at_its_tensor(tmp_path: Path) -> None:
+    cases: dict[str, dict[str, JsonValue]] = {
+        "claimed": {},
+        "claimed_gradient": {"disturb": "gradient"},
+    }
+    run = project_of(tmp_path, cases, {"claimed": 1, "claimed_gradient": 2}).run(*AUDIT)
+    assert run.outcomes == {"claimed": "PASSED", "claimed_gradient": "FAILED"}
+    sound = {"verdict": "deterministic", "text": "deterministic: 56 tensors of 2 steps"}
+    assert run.record("claimed")["audit"] == {**sound, "num_tensors": 56, "steps": 2}
+    text = f"{DIFFERENT}: gradient of first.weight, step 1, rank 1"
+    different = {"verdict": DIFFERENT, "text": text, "num_tensors": 112, "steps": 2}
+    assert run.record("claimed_gradient")["audit"] == different
+    first, *block = run.problem("claimed_gradient").splitlines()
+    assert first.endswith(text)
+    assert block[0] == "    first difference: first.weight, gradient"
+    assert "by NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0 in " in block[-1]
+
+
+def test_an_audit_finds_what_the_seed_of_hash_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where forks would share the seed of `hash()`, and the user's environment sets one."""
+    """Where forks would share it, and the user's environment sets one."""
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    project = project_of(tmp_path, {name: CASES[name] for name in cases}, gpus=[gpus])
-    run = project.run(
-        *(
-            "recipes",
-            "--audit-determinism",
-            "--golden",
-            "off",
-            "-o",
-            f"megatron_workload_start={start}",
-        )
-    )
-    found = {name: "FAILED" if name == "claimed_forward" else "PASSED" for name in cases}
-    assert run.outcomes == found
-    for name in cases:
-        assert run.record(name)["audit"] == {"num_tensors": 112, "steps": 2} | AUDITS[name]
-    if "claimed_forward" in cases:
-        first, *block = run.problem("claimed_forward").splitlines()
-        assert first.endswith(FORWARD)
-        assert block[0] == "    first difference: second, forward, output.0"
-        assert "by NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0 in " in block[-1]
+    cases: dict[str, dict[str, JsonValue]] = {"order": {"disturb": "order"}}
+    project = project_of(tmp_path, cases, {"order": 1}, has_agent=True)
+    run = project.run(*AUDIT, "-o", "megatron_workload_start=fork")
+    assert run.outcomes == {"order": "PASSED"}
+    text = f"{DIFFERENT}: forward of second output.0, step 1, rank 0"
+    found = {"verdict": DIFFERENT, "text": text, "num_tensors": 56, "steps": 2}
+    assert run.record("order")["audit"] == found
     logs = [path.read_text() for path in run.directory.glob("*/repeat_1/attempt_1/*/launcher.log")]
-    assert len(logs) == 3 * len(cases)
+    assert len(logs) == 3
     assert not any("not forked" in log for log in logs)
 
 
@@ -108,7 +86,7 @@ def commit(root: Path) -> str:
 
 
 def test_the_module_that_a_commit_changed_is_found_in_traces_of_two_runs(tmp_path: Path) -> None:
-    project = project_of(tmp_path, {"line": {}})
+    project = project_of(tmp_path, {"line": {}}, {"line": 2})
     words = ("recipes", "--tensor-trace", "hash", "--golden", "off")
     commits = [commit(tmp_path)]
     assert project.run(*words, run_dir="before").outcomes == {"line": "PASSED"}

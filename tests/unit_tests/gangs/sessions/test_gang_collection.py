@@ -179,30 +179,26 @@ def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(tmp_path: Path) ->
     assert notes_in(suite) == NOTES
 
 
+GARBAGE = """
+    import gc
+
+    LOADED = [[] for _ in range(5)]
+
+
+    def test_what_was_collected_is_no_garbage_to_search():
+        searched = {id(found) for found in gc.get_objects()}
+        assert not searched & {id(found) for found in LOADED}
+"""
+
+
 def test_fresh_interpreters_set_up_and_destroy_groups(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(conftest=NOTING, test_cycles=CYCLES_BY_VARIABLES)
+    suite = Suite(tmp_path)
+    suite.write(conftest=NOTING, test_cycles=CYCLES_BY_VARIABLES, test_garbage=GARBAGE)
     run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=fresh")
-    assert run.words == {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}, run.stdout
+    names = [f"test_sets_up_and_destroys[{i}]" for i in range(3)]
+    names.append("test_what_was_collected_is_no_garbage_to_search")
+    assert run.words == dict.fromkeys(names, "PASSED"), run.stdout
     assert notes_in(suite) == NOTES
-
-
-def test_what_a_rank_has_collected_is_no_part_of_later_searches_for_garbage(
-    tmp_path: Path,
-) -> None:
-    suite = Suite(tmp_path).write(
-        test_it="""
-            import gc
-
-            LOADED = [[] for _ in range(5)]
-
-
-            def test_it():
-                searched = {id(found) for found in gc.get_objects()}
-                assert not searched & {id(found) for found in LOADED}
-        """
-    )
-    run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=fresh")
-    assert run.words == {"test_it": "PASSED"}, run.stdout
 
 
 GROUP = """
@@ -214,31 +210,22 @@ GROUP = """
 """
 
 
-@pytest.mark.parametrize(
-    ("address", "sizes"), [("env://", ""), ("tcp://localhost:1", ", world_size=2, rank=0")]
-)
-def test_a_group_of_a_module_is_one_error_with_its_place(
-    tmp_path: Path, address: str, sizes: str
-) -> None:
+def test_a_group_of_a_module_is_one_error_with_its_place(tmp_path: Path) -> None:
+    text = "import group\n\ngroup.build({})\n\ndef test_it(): pass\n"
     suite = Suite(tmp_path).write(
         group=GROUP,
-        test_a=f"""
-            import group
-
-            group.build(address={address!r}{sizes})
-
-
-            def test_it():
-                pass
-        """,
+        test_a=text.format(""),
+        test_b=text.format("address='tcp://localhost:1', world_size=2, rank=0"),
     )
 
     run = suite.run("--ranks", "2", "--device", "cpu")
 
     assert run.returncode == 2
-    assert "test_a.py:4: in <module>" in run.stdout
-    assert "group.py:6: a process group of 2 ranks is set up before tests run" in run.stdout
-    assert "1 error" in run.summary
+    assert "test_a.py:3: in <module>" in run.stdout
+    assert "test_b.py:3: in <module>" in run.stdout
+    told = "UsageError: group.py:6: a process group of 2 ranks is set up before tests run"
+    assert run.stdout.count(f"\nE   pytest.{told}") == 2, run.stdout
+    assert "2 errors" in run.summary
 
 
 def test_a_group_of_a_session_hook_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -473,11 +460,6 @@ MANY = """
             id="a conftest",
         ),
         pytest.param(
-            IN_RANKS + "    def pytest_configure(config):\n        assert not IS_RANK, 'no port'\n",
-            "ranks 0-1 of 2 could not collect: AssertionError: no port",
-            id="pytest_configure",
-        ),
-        pytest.param(
             IN_RANKS + "    if IS_RANK:\n        os._exit(3)\n",
             "ranks 0-1 of 2 exited with code 3 while it collected; see ",
             id="deaths",
@@ -525,7 +507,7 @@ def test_a_worker_of_xdist_without_ranks_stops_after_one_test(tmp_path: Path) ->
     suite = Suite(tmp_path, has_torch=False)
     hook = "    def pytest_sessionstart():\n        assert not IS_RANK\n"
     suite.write(conftest=READS_RANK + IN_RANKS + hook, test_many=MANY)
-    run = suite.run("--ranks", "2", "-n", "2")
+    run = suite.run("--ranks", "2", "-p", "xdist", "-n", "2")
     assert run.returncode == 2, run.stdout
     assert run.summary in ("1 failed, 1 error", "2 failed, 1 error"), run.stdout
     assert "Interrupted: 1 error during collection of ranks" in run.stdout
@@ -644,7 +626,7 @@ def test_ranks_of_a_worker_of_xdist_collect_for_themselves(tmp_path: Path) -> No
                 assert "RANK" not in os.environ
         """,
     )
-    run = suite.run("-v", "--ranks", "2", "-n", "1")
+    run = suite.run("-v", "--ranks", "2", "-p", "xdist", "-n", "1")
     assert (run.returncode, run.summary) == (0, "2 passed"), run.stdout
 
 

@@ -10,6 +10,7 @@ import pytest
 from fault_cases import CASES
 from fault_checks import Verdict, judge
 from fault_sessions import Limits, Session, can_mount, plan, read_junit, run_session
+from forked_sessions import start_session
 from gang_suite import Suite
 
 LIMITS = Limits(grace_s=1.0, hang_s=1.5, slack_s=60.0, session_s=240.0)
@@ -25,7 +26,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Verdict]:
     temp = tmp_path_factory.mktemp("faults")
 
     def run(session: Session) -> list[Verdict]:
-        return judge(session, run_session(session, LIMITS, temp), LIMITS)
+        return judge(session, run_session(session, LIMITS, temp, start_session), LIMITS)
 
     with ThreadPoolExecutor(NUM_SHARED) as pool:
         return {v.case: v for found in pool.map(run, sessions) for v in found}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from gang_suite import WITHOUT_TORCH
+from forked_sessions import Session, start_session
 from junit import junit_results
 
 DEADLINE_S = 60.0
@@ -132,38 +132,34 @@ UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a session prints is waited for
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Two nodes on this machine: sessions of one suite, each with output and results."""
+    """Two nodes on this machine: sessions of one suite, each with output and results.
+
+    Attributes:
+        address: Of node 0.
+        held: Has its port until it listens there, so that no other process gets it.
+    """
 
     root: Path
-    port: int
-    sessions: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    address: str
+    held: socket.socket
+    sessions: list[Session] = field(default_factory=list)
 
-    def start(self, node_rank: int, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+    def start(self, node_rank: int, *arguments: str, is_fresh: bool = False, **env: str) -> Session:
+        """Start the session of a node, in a fork or in a new process."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
         given = [
-            "-p",
-            "megatron",
-            "-p",
-            "no:cacheprovider",
-            "-rA",
-            "--ranks=2",
-            "--nnodes=2",
+            *("-p", "megatron", "-p", "no:cacheprovider", "-rA", "--ranks=2", "--nnodes=2"),
             f"--node-rank={node_rank}",
-            f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            f"--rdzv-endpoint={self.address}",
             "-omegatron_rank_grace=1",
             f"--run-dir={self.root}/run",
             f"--junitxml={self.root}/{node_rank}.xml",
             *arguments,
         ]
         own = {"PYTEST_MEGATRON_KEY": "k", "COLUMNS": "300", "UP": f"{self.root}/up"} | UNBUFFERED
+        given_env = kept | own | {MARK: str(self.root)} | env
         with (self.root / f"{node_rank}.out").open("wb") as output:
-            session = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *given],
-                cwd=self.root,
-                env=kept | own | {MARK: str(self.root)} | env,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            session = start_session(given, self.root, given_env, output, is_fresh=is_fresh)
         self.sessions.append(session)
         return session
 
@@ -177,6 +173,7 @@ class Cluster:
     def wait(self) -> list[int]:
         """Return the exit codes in the order of the starts; nothing may be left."""
         codes = [session.wait(DEADLINE_S) for session in self.sessions]
+        self.held.close()
         wait_until(lambda: self.processes() == [], "every process is gone")
         return codes
 
@@ -194,9 +191,10 @@ class Cluster:
 def cluster_of(root: Path, suite: str) -> Cluster:
     (root / "test_suite.py").write_text(suite)
     (root / "pytest.ini").write_text("[pytest]\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return Cluster(root=root, port=port)
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return Cluster(root=root, address=f"127.0.0.1:{held.getsockname()[1]}", held=held)
 
 
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
@@ -245,8 +243,8 @@ def without_times(output: str) -> str:
 
 def test_nodes_meet_where_each_loads_torch_beforehand_and_node_0_calls_last(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, LATE)
-    cluster.start(0, "--rank-timeout=30")
-    cluster.start(1)
+    cluster.start(0, "--rank-timeout=30", is_fresh=True)
+    cluster.start(1, is_fresh=True)
     assert cluster.wait() == [0, 0], cluster.output(0)
     assert cluster.results(0) == {
         "test_runs_once_node_1_is_there": ("passed", ""),
@@ -261,7 +259,7 @@ def test_a_node_that_cannot_load_torch_runs_the_tests_without_it(tmp_path: Path)
     broken.parent.mkdir(parents=True)
     broken.write_text("raise ImportError('no libcudart')")
     cluster.start(0)
-    cluster.start(1, PYTHONPATH=str(broken.parents[1]))
+    cluster.start(1, is_fresh=True, PYTHONPATH=str(broken.parents[1]))
     assert cluster.wait() == [1, 1], cluster.output(0)
     results = cluster.results(0)
     assert results["test_needs_torch"][1].endswith("ImportError: no libcudart at __init__.py:1")
@@ -301,7 +299,7 @@ def test_a_killed_controller_ends_every_node(tmp_path: Path) -> None:
     wait_until(lambda: all((tmp_path / f"up{n}").exists() for n in (2, 3)), "the test runs")
     controller.send_signal(signal.SIGKILL)
     assert cluster.wait() == [-9, 3]
-    gone = f"node 0 at 127.0.0.1:{cluster.port} is gone before the session ended"
+    gone = f"node 0 at {cluster.address} is gone before the session ended"
     assert cluster.output(1).count(gone) == 1
     assert "Traceback" not in cluster.output(1)
     assert "INTERNALERROR" not in cluster.output(1)
@@ -353,8 +351,8 @@ def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
         "def test_fails_on_the_last(rank): assert RANK != 3\n"
     )
     cluster = cluster_of(tmp_path, suite)
-    cluster.start(0, **WITHOUT_TORCH)
-    cluster.start(1, **WITHOUT_TORCH)
+    cluster.start(0)
+    cluster.start(1)
     assert cluster.wait() == [1, 1]
     assert cluster.results(0) == {
         "test_knows_its_rank": ("passed", ""),

@@ -198,14 +198,13 @@ def test_a_limit_of_the_call_alone(tmp_path: Path, how: str) -> None:
     assert "rank 1 did not end in 1 s" in run.stdout
 
 
-@pytest.mark.parametrize("how", ["--session-timeout=1", "ini"])
-def test_the_limit_of_a_session_is_looked_at_between_tests(tmp_path: Path, how: str) -> None:
+def test_the_limit_of_a_session_is_looked_at_between_tests(tmp_path: Path) -> None:
     test = "def test_{}(): threading.Event().wait(1.5)"
     suite = Suite(tmp_path).write(
         test_long="\n".join(["import threading", *map(test.format, "abc")]),
-        **{"pytest.ini": f"[pytest]\n{'session_timeout = 1' if how == 'ini' else ''}\n"},
+        **{"pytest.ini": "[pytest]\nsession_timeout = 1\n"},
     )
-    run = suite.run("-v", "--ranks=2", *([] if how == "ini" else [how]))
+    run = suite.run("-v", "--ranks=2")
     assert run.words == {"test_a": "PASSED"}
     assert "session-timeout: 1.0 sec exceeded" in run.stdout
 
@@ -275,7 +274,7 @@ def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
             def test_again(): pass
             """,
     )
-    run = suite.run("-v", "--ranks=2", f"-omegatron_gang_start={how}")
+    run = suite.run("-v", "-pxdist", "--ranks=2", f"-omegatron_gang_start={how}")
     assert run.words == {"test_seed": "PASSED", "test_again": "PASSED"}
     assert sorted(suite.read("down.txt")) == ["rank0 rank0 None", "rank1 rank1 None"]
 
@@ -292,7 +291,7 @@ def test_what_no_rank_could_read_is_refused(tmp_path: Path) -> None:
             """,
         test_a="def test_a(): pass",
     )
-    run = suite.run("-v", "--ranks=2")
+    run = suite.run("-v", "-pxdist", "--ranks=2")
     assert run.returncode == 4
     assert "a plugin sends workers 'lock' as object, expected plain types" in run.stderr
     assert "INTERNALERROR" not in run.stdout

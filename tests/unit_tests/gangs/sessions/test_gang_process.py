@@ -125,8 +125,7 @@ def test_a_rank_is_as_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_threads_of_gloo_take_no_core_from_others(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, is_fresh=True)
-    suite.write(test_groups=GROUPS)
+    suite = Suite(tmp_path).write(test_groups=GROUPS)
     run = suite.run("-v", "--ranks", "2")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
 

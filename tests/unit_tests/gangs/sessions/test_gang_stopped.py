@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -155,7 +156,8 @@ def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: s
         try:
             wait_until(lambda: all(file.exists() for file in begun), "the test runs")
             for guard in psutil.Process(process.pid).children():
-                guard.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # the end of another ended it
+                    guard.kill()
             stdout, _ = process.communicate(timeout=60)
         finally:
             process.kill()

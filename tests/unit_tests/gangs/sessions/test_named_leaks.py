@@ -116,7 +116,7 @@ def test_a_leak_fails_its_test_where_that_is_asked_for(suite: Suite) -> None:
     assert left["test_leaves_nothing"] is None
 
 
-@pytest.mark.parametrize("more", [["-n", "1"], ["-omegatron_gang_start=fresh"]])
+@pytest.mark.parametrize("more", [["-pxdist", "-n1"], ["-omegatron_gang_start=fresh"]])
 def test_leaks_are_named_in_workers_and_in_ranks_that_collect(
     tmp_path: Path, more: list[str]
 ) -> None:
@@ -128,7 +128,7 @@ def test_leaks_are_named_in_workers_and_in_ranks_that_collect(
 
 def test_nothing_is_looked_for_where_that_is_turned_off(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False).write(conftest=READS_RANK, test_settings=SETTINGS)
-    run = suite.run("--ranks=2", "-n", "1", "-k", "sets or leaves", "--audit=off")
+    run = suite.run("--ranks=2", "-pxdist", "-n1", "-k", "sets or leaves", "--audit=off")
     assert run.summary == "2 passed", run.stdout
     assert "audit" not in run.stdout
 

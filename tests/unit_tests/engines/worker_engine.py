@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -145,9 +144,7 @@ def job_of(project: Project, case: str, *, num_repeats: int = 1) -> WorkloadJob:
         workload=workload,
         case=read_case(case_path(project.root, workload)),
         dirs=item_dirs(project.root / "run", node_id),
-        setting=Setting(
-            root=project.root, env=dict(os.environ), tee_ranks=(), is_lightweight=False
-        ),
+        setting=Setting(root=project.root, env=project.env(), tee_ranks=(), is_lightweight=False),
         num_repeats=num_repeats,
         retry=RetryPolicy(backoff_s=0.0),
     )

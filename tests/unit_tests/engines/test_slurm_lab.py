@@ -28,6 +28,7 @@ WAITS_ONCE = """
 import os, pathlib, runpy, signal
 state = pathlib.Path(os.environ["TINY_TRAIN_STATE"])
 if os.environ["RANK"] == "0" and not state.exists():
+    pathlib.Path(f"{state}.host").write_text(os.environ["SLURMD_NODENAME"])
     state.touch()
     signal.pause()
 runpy.run_path("train.py", run_name="__main__")
@@ -188,7 +189,7 @@ def session_of(slurm_lab: SlurmLab) -> Iterator[StartSession]:
 def test_a_session_that_ci_ends_cancels_its_jobs(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
-    project = Project(root=tmp_path / "project", has_torch=True)
+    project = Project(root=tmp_path / "project")
     (project.root / "once.py").write_text(WAITS_ONCE)
     project.row(project.case("waits"), training_script_path=["once.py"])
     process = session_of(project)
@@ -204,13 +205,13 @@ def test_a_session_that_ci_ends_cancels_its_jobs(
 def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
-    project = Project(root=tmp_path / "project", has_torch=True)
+    project = Project(root=tmp_path / "project")
     (project.root / "once.py").write_text(WAITS_ONCE)
     project.row(project.case("moved"), training_script_path=["once.py"])
     project.add("crashes", "crash@4:1")
     process = session_of(project, "--max-attempts=2")
     wait_until(project.state("moved").exists, "it waits", limit_s=_SLOW_S)
-    host = slurm_lab.ask("squeue", "-h", "-t", "R", "-o", "%N").split()[0]
+    host = Path(f"{project.state('moved')}.host").read_text()
     slurm_lab.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=test")
     text, _ = process.communicate(timeout=_SLOW_S)
     slurm_lab.mend()
@@ -233,7 +234,7 @@ def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
 def test_jobs_that_can_only_fail_are_ended_and_leave_their_record(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
-    project = Project(root=tmp_path / "project", has_torch=True)
+    project = Project(root=tmp_path / "project")
     slow = {"TINY_TRAIN_STEP_MS": "60000.0"}  # as it prints
     project.add("nan", "nan@3", "hang@8", env=slow)
     off = project.add("off", "hang@8", env=slow)

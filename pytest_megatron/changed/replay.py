@@ -438,7 +438,12 @@ def replay(
     }
 
     def follow(commits: Sequence[ReplayedCommit], assuming: ReplayReport | None) -> ReplayReport:
-        """Return the report of some commits, each judged by later outcomes."""
+        """Judge what each commit left out by later outcomes; note what it saved, and report.
+
+        Args:
+            commits: What was selected at each; their `saved` and `total` are set.
+            assuming: The report in which what is assumed to be skipped was skipped.
+        """
         judge = _SkipJudge(outcomes)
         judge.note_runs(tests, steps[0].commit)
         for one in commits:

@@ -281,12 +281,12 @@ def budget_lines(found: PlanBudget) -> list[str]:
 
 def lint_budgets(
     config: ProjectConfig,
-    words: Vocabulary,
+    vocabulary: Vocabulary,
     root: Path,
     history: Callable[[], Sequence[HistoryEntry]],
 ) -> RowCheck:
     """Return a check of budgets, see `ProjectLint`."""
-    table = load_table(config, words)
+    table = load_table(config, vocabulary)
     entries = history() if table.budget else ()
     return lambda rows, _: check_budgets(tuple(rows), table, entries, config.file or root)
 

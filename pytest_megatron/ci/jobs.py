@@ -1,4 +1,4 @@
-"""From rows, buckets and shards to jobs, each with the command that runs it."""
+"""Jobs of a CI plan, made from rows, buckets and shards, each with the command that runs it."""
 
 from __future__ import annotations
 

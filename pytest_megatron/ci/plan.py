@@ -336,7 +336,9 @@ def _with_suggestion(request: PlanRequest, table: CiTable) -> tuple[Trigger, Sug
     return replace(trigger, labels=labels), suggestion
 
 
-def _read_rows(request: PlanRequest, table: CiTable, words: Vocabulary) -> tuple[Workload, ...]:
+def _read_rows(
+    request: PlanRequest, table: CiTable, vocabulary: Vocabulary
+) -> tuple[Workload, ...]:
     """Return the rows of all recipes.
 
     A project without the table's own folders of recipes has none; given paths must be there.
@@ -344,7 +346,7 @@ def _read_rows(request: PlanRequest, table: CiTable, words: Vocabulary) -> tuple
     given = request.recipes or tuple(request.root / name for name in table.recipes)
     paths = given if request.recipes else [p for p in given if p.exists()]
     profile = request.profile or Profile(table.recipe_profile)
-    loaded = [read_recipe(file, profile, words) for file in find_recipes(paths)]
+    loaded = [read_recipe(file, profile, vocabulary) for file in find_recipes(paths)]
     errors = [error for one in loaded for error in one.errors]
     if errors:
         raise BrokenRecipesError(errors)
@@ -361,7 +363,7 @@ def _select(
     rows: Sequence[Workload],
     request: PlanRequest,
     decision: Decision,
-    words: Vocabulary,
+    vocabulary: Vocabulary,
     table: CiTable,
 ) -> tuple[tuple[Workload, ...], list[LeftOut], EmptySelectionError | None]:
     """Return the rows that run, why the others do not, and the error if there is no other job.
@@ -383,7 +385,7 @@ def _select(
     }
     empty: EmptySelectionError | None = None
     try:
-        selected = select(trainings, filters, words)
+        selected = select(trainings, filters, vocabulary)
     except EmptySelectionError as error:
         selected = ()
         if not request.is_empty_allowed:

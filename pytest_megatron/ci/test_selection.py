@@ -58,13 +58,13 @@ def register_units(config: pytest.Config, options: Options) -> None:
     config.pluginmanager.register(UnitPlugin(config, options, choice, table), PLUGIN_NAME)
 
 
-def _check_words(options: Options, table: CiTable, words: Vocabulary) -> None:
+def _check_words(options: Options, table: CiTable, vocabulary: Vocabulary) -> None:
     """Refuse a word that nothing knows: it would leave nothing out, silently.
 
     Tags of workloads are free; with a bucket, those of the table are all that mean something.
     """
     tags = {table.tag, *(tag for rule in table.marks for tag in rule.tag)} - {""}
-    known = {"environment": words.environments, "platform": words.platforms}
+    known = {"environment": vocabulary.environments, "platform": vocabulary.platforms}
     if options.bucket:
         known["tag"] = frozenset(tags)
     for name, choices in known.items():

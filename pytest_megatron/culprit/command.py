@@ -386,17 +386,17 @@ class Worktrees:
         return f"the set-up {describe_exit(end.returncode)}; see {log}" if end.returncode else ""
 
 
-def run_at(trees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
+def run_at(worktrees: Worktrees, state: CulpritState, position: int) -> CulpritRun:
     """Run the item of a search once at a commit, and judge it.
 
     Raises:
         CulpritError: git cannot make a worktree.
         KeyboardInterrupt: Ctrl-C, once pytest has ended its processes.
     """
-    tree, problem = trees.at(state.commits[position], state)
+    tree, problem = worktrees.at(state.commits[position], state)
     if problem:
         return CulpritRun(position=position, outcome="untestable", problem=problem)
-    run_dir = trees.place / f"run_{len(state.runs) + 1}"
+    run_dir = worktrees.place / f"run_{len(state.runs) + 1}"
     log, report = run_dir.with_suffix(".log"), run_dir.with_suffix(".xml")
     shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was interrupted
     report.unlink(missing_ok=True)

@@ -214,17 +214,17 @@ _NOT_PRELOADED = re.compile(
 )
 
 
-def gather(places: SystemView, *, with_collective: bool = True) -> EnvironmentFacts:
+def gather(system: SystemView, *, with_collective: bool = True) -> EnvironmentFacts:
     """Return everything that is known.
 
     Args:
-        places: Where to look.
+        system: Where to look.
         with_collective: Whether to try all_reduces, if torch can be imported.
 
     Raises:
         HostError: The environment's Python does not run.
     """
-    python = _python(places)
+    python = _python(system)
     packages, doubles = read_packages(python.paths)
     table = compat().compiled
     installed = [row for row in table if {row.name, *row.also} & packages.keys()]
@@ -236,32 +236,32 @@ def gather(places: SystemView, *, with_collective: bool = True) -> EnvironmentFa
         extensions=tuple(read_extensions(python.paths, table)),
         shadows=tuple(find_shadows(python.paths, packages, table)),
         megatrons=find_megatrons(python.paths, packages),
-        torch=look_at_torch(places, packages.get("torch"), modules),
-        devices=look_at_devices(places),
-        machine=look_at_machine(places),
-        slurm=look_at_slurm(places),
-        git_mend=look_at_checkout(places),
+        torch=look_at_torch(system, packages.get("torch"), modules),
+        devices=look_at_devices(system),
+        machine=look_at_machine(system),
+        slurm=look_at_slurm(system),
+        git_mend=look_at_checkout(system),
     )
     lacks = len(installed) < len(table) and facts.torch is not None and bool(facts.torch.cuda)
-    facts = replace(facts, toolkit=look_at_toolkit(places, ask_network=lacks))
+    facts = replace(facts, toolkit=look_at_toolkit(system, ask_network=lacks))
     if with_collective and facts.torch is not None and facts.torch.problem is None:
         num_gpus = facts.torch.count if facts.torch.cuda_problem is None else 0
-        facts = replace(facts, collectives=tuple(try_collectives(places, num_gpus)))
+        facts = replace(facts, collectives=tuple(try_collectives(system, num_gpus)))
     return facts
 
 
-def _python(places: SystemView) -> Python:
+def _python(system: SystemView) -> Python:
     """Ask the Python that is examined for its version and paths."""
     answer = ask(
-        places.python,
+        system.python,
         SCRIPTS / "environment.py",
         limit_s=_START_LIMIT_S,
-        env=places.env,
-        cwd=places.project,
+        env=system.env,
+        cwd=system.project,
     )
     if answer.problem is not None or "tag" not in answer.values:
         raise HostError(
-            str(places.python),
+            str(system.python),
             f"{answer.problem or 'says nothing of itself'}, expected the Python of an environment",
         )
     not_preloaded = {
@@ -303,33 +303,33 @@ class Examination:
 
 
 def examine(
-    places: SystemView, *, needs: Needs | None = None, with_collective: bool = True
+    system: SystemView, *, needs: Needs | None = None, with_collective: bool = True
 ) -> Examination:
     """Gather facts and check them.
 
     Raises:
         HostError: The environment's Python does not run.
     """
-    facts = gather(places, with_collective=with_collective)
+    facts = gather(system, with_collective=with_collective)
     order = list(rules())
-    findings = [finding_of(hit) for hit in check(facts, places, needs)]
+    findings = [finding_of(hit) for hit in check(facts, system, needs)]
     findings.sort(key=lambda finding: order.index(finding.rule.id))
     return Examination(facts=facts, findings=tuple(findings))
 
 
 def check(
-    facts: EnvironmentFacts, places: SystemView, needs: Needs | None = None
+    facts: EnvironmentFacts, system: SystemView, needs: Needs | None = None
 ) -> Iterator[RuleMatch]:
     """Yield everything that is wrong."""
-    yield from check_cuda(facts, places.env)
-    yield from check_torch(facts, places.env)
+    yield from check_cuda(facts, system.env)
+    yield from check_torch(facts, system.env)
     yield from check_compiled(facts)
     yield from check_requirements(facts)
-    yield from check_build(facts, places.wheel_host[0])
+    yield from check_build(facts, system.wheel_host[0])
     yield from check_megatron(facts)
-    yield from check_communication(facts, places.env)
-    yield from check_variables(facts, places.env)
-    yield from check_machine(facts, places.env)
-    yield from check_project(facts, places)
+    yield from check_communication(facts, system.env)
+    yield from check_variables(facts, system.env)
+    yield from check_machine(facts, system.env)
+    yield from check_project(facts, system)
     if needs is not None:
-        yield from check_recipe(facts, places, needs)
+        yield from check_recipe(facts, system, needs)

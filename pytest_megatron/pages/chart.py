@@ -187,7 +187,7 @@ def chart_svg(chart: Chart, title: str) -> str:
     across = scale_of(map(float, steps), start=_LEFT, end=WIDTH - _RIGHT, pad=0.0)
     if len(set(steps)) > 1:
         across = Scale(low=min(steps), high=max(steps), start=_LEFT, end=WIDTH - _RIGHT)
-    up = scale_of(_seen(chart), start=_TOP + _MAIN, end=_TOP)
+    up = scale_of(_values_in_view(chart), start=_TOP + _MAIN, end=_TOP)
     off = _Strip(chart)
     legend, more = _legend(chart.curves)
     first = chart.first_step
@@ -261,8 +261,11 @@ def _numbers(series: Series) -> dict[int, float]:
     return {s: v for s, v in series.items() if isinstance(v, float) and math.isfinite(v)}
 
 
-def _seen(chart: Chart) -> list[float]:
-    """Return what the main picture has to hold: curves, and the band as far as it is no wider."""
+def _values_in_view(chart: Chart) -> list[float]:
+    """Return the values that the vertical scale must cover: all curves, and the tolerance band.
+
+    A wide band would flatten the curves: it is cut to the height of the curves above and below.
+    """
     values = [v for curve in chart.curves for v in _numbers(curve.series).values()]
     if not values or chart.allowed is None or chart.golden is None:
         return values

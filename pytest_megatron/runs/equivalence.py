@@ -216,7 +216,7 @@ def _numbers(comparison: TraceComparison) -> str:
 
 
 def _plain(value: object) -> JsonValue:
-    """Return a value as JSON can hold it."""
+    """Return a value as JSON can hold it: NaN and infinity are null, keys are text."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The files of a run directory as data: `run.json` and the records beside it.
+"""The files of a run directory as data: `run.json`, the records beside it, and charts of them.
 
 Writers build these classes and dump them by `to_json`; readers get them from `read_run` and
 `read_record`. `schemas/run.schema.json` is made from here. Keys that a later release adds

@@ -211,7 +211,7 @@ def _rows(
     return [(f"{prefix}{name}", old.get(name), new.get(name)) for name in names]
 
 
-def _arguments(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+def _arguments(phase: RecordedPhase, found_trace: FoundTrace) -> dict[str, str]:
     """Return the program's flags with their values; what is no flag belongs to the one before."""
     words = phase.argv
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
@@ -220,23 +220,23 @@ def _arguments(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
     for word in words[start:]:
         is_flag = word.startswith("--")
         name = word if is_flag else name
-        value = "" if is_flag else _without_run(word, of)
+        value = "" if is_flag else _without_run(word, found_trace)
         found[name] = f"{found.get(name, '')} {value}".strip()
     return found
 
 
-def _variables(phase: RecordedPhase, of: FoundTrace) -> dict[str, str]:
+def _variables(phase: RecordedPhase, found_trace: FoundTrace) -> dict[str, str]:
     """Return the variables of a phase, without paths of the run."""
     return {
-        name: _without_run(value, of)
+        name: _without_run(value, found_trace)
         for name, value in phase.env.items()
         if name not in _PASSED_OVER
     }
 
 
-def _without_run(text: str, of: FoundTrace) -> str:
+def _without_run(text: str, found_trace: FoundTrace) -> str:
     """Return a text without the path of its run and the number of its phase."""
-    item = re.escape(item_dirs(Path(), of.node_id).root.name)
+    item = re.escape(item_dirs(Path(), found_trace.node_id).root.name)
     return re.sub(rf"[^\s\"'=]*/{item}/repeat_\d+/attempt_\d+/?(phase_\d+)?", "", text)
 
 

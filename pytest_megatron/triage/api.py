@@ -140,7 +140,7 @@ def triage(paths: Sequence[Path], table: Table | None = None) -> Triage:
         groups=tuple(FailureGroup(diagnoses=tuple(group)) for group in ordered),
         num_units=len(units),
         unclear=tuple(result for _, result in found if isinstance(result, Unclear)),
-        notes=(*notes, *(note for story, _ in found for note in story.notes)),
+        notes=(*notes, *(note for rank_log, _ in found for note in rank_log.notes)),
     )
 
 
@@ -152,15 +152,15 @@ def triage_unit(unit: Unit, table: Table | None = None) -> Diagnosis | None:
 
 def _examine(unit: Unit, table: Table) -> tuple[RankLog, Diagnosis | Unclear | None]:
     """Return what was read of a launch, and its failure; None is a good end."""
-    story = gather(unit, table, make_scanner(table))
-    root = with_records(unit, find_root(story, table), table)
+    rank_log = gather(unit, table, make_scanner(table))
+    root = with_records(unit, find_root(rank_log, table), table)
     if root is not None:
-        return story, diagnose(story, root)
-    if unit.known.returncode == 0 or story.success is not None:
-        return story, None
-    told = [story.launcher, *story.ranks.values()]
+        return rank_log, diagnose(rank_log, root)
+    if unit.known.returncode == 0 or rank_log.success is not None:
+        return rank_log, None
+    told = [rank_log.launcher, *rank_log.ranks.values()]
     words = [place for one in told for place in one.last_words[-_MOST_WORDS:]][:_MOST_WORDS]
-    return story, Unclear(
+    return rank_log, Unclear(
         unit=unit.name,
         num_logs=len(unit.logs),
         num_bytes=sum(_size(log.path) for log in unit.logs),

@@ -140,15 +140,15 @@ def diagnose(rank_log: RankLog, root: Root) -> Diagnosis:
     return Diagnosis(row=row, record=record)
 
 
-def _reason(row: Signature) -> str:
+def _reason(signature: Signature) -> str:
     """Return whether a cause is transient and what that means, also of a row that says both.
 
     A table, or a recipe's row, may have made a signature transient without a policy for it.
     """
-    is_hopeless = row.policy in (RetryAdvice.NEVER, RetryAdvice.DIAGNOSE)
-    if row.is_transient:
-        return f"transient: {_POLICIES[RetryAdvice.FREE if is_hopeless else row.policy]}"
-    return f"not transient: {_POLICIES[row.policy if is_hopeless else RetryAdvice.NEVER]}"
+    is_hopeless = signature.policy in (RetryAdvice.NEVER, RetryAdvice.DIAGNOSE)
+    if signature.is_transient:
+        return f"transient: {_POLICIES[RetryAdvice.FREE if is_hopeless else signature.policy]}"
+    return f"not transient: {_POLICIES[signature.policy if is_hopeless else RetryAdvice.NEVER]}"
 
 
 def _headline(

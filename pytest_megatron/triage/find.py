@@ -1,4 +1,4 @@
-"""Finds what is judged together in a file, a directory or an artifact.
+"""Finds what is judged together in a file, a directory or an artifact, and reads its records.
 
 One unit is one launch: the logs of its ranks and of its launcher. Knows torch's layout
 (`<run>/attempt_0/<rank>/stderr.log`), our run directory, Slurm's files and logs of several ranks.

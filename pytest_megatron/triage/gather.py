@@ -344,7 +344,7 @@ def _is_presumed_clean(unit: Unit, ends: dict[int, ProcessExit], launcher: Fatal
 
 def _fatal(
     logs: _LogCollector,
-    end: ProcessExit | None,
+    process_exit: ProcessExit | None,
     table: Table,
     labelled: set[LogFile],
     rank: int | None,
@@ -352,11 +352,13 @@ def _fatal(
     is_clean: bool,
 ) -> Fatal | None:
     """Return the exception that ended a rank, if one did."""
-    if is_clean or (end is not None and end.how == "exit code 0"):
+    if is_clean or (process_exit is not None and process_exit.how == "exit code 0"):
         return None
-    found = find_fatal(logs.traces, table, labelled, rank, end)
-    if found is None and end is not None and end.message is not None:
-        found = Fatal(signature=classify_message(table, end.message), message=end.message)
+    found = find_fatal(logs.traces, table, labelled, rank, process_exit)
+    if found is None and process_exit is not None and process_exit.message is not None:
+        found = Fatal(
+            signature=classify_message(table, process_exit.message), message=process_exit.message
+        )
     if found is not None:
         return found
     return logs.what[-1] if logs.what else None
@@ -364,7 +366,7 @@ def _fatal(
 
 def _bare(
     logs: Sequence[LogFile],
-    end: ProcessExit | None,
+    process_exit: ProcessExit | None,
     table: Table,
     rank: int | None = None,
     *,
@@ -374,12 +376,14 @@ def _bare(
 
     Args:
         logs: The first with an error counts.
-        end: How the launcher saw it end, or None.
+        process_exit: How the launcher saw it end, or None.
         table: Signatures of errors.
         rank: Whose lines count; None takes all.
         most_after: Lines that may follow; None takes what a person who reads the end would take.
     """
-    if end is not None and (end.how == "exit code 0" or end.how.startswith("SIG")):
+    if process_exit is not None and (
+        process_exit.how == "exit code 0" or process_exit.how.startswith("SIG")
+    ):
         return None
     for log in logs:
         data, start = _tail(log)
@@ -405,12 +409,16 @@ def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
 
 
 def _story(
-    rank: int | None, logs: _LogCollector, end: ProcessExit | None, fatal: Fatal | None, unit: Unit
+    rank: int | None,
+    logs: _LogCollector,
+    process_exit: ProcessExit | None,
+    fatal: Fatal | None,
+    unit: Unit,
 ) -> RankStory:
     """Return what is known of one rank."""
     return RankStory(
         rank=rank,
-        exit=end,
+        exit=process_exit,
         fatal=fatal,
         events=tuple(logs.events),
         enqueued=tuple(logs.enqueued),

@@ -270,7 +270,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     ]
     if rank_log.unit.known.ended in _ENDED_BY_US:
         candidates = [c for c in candidates if _is_own(c)]
-    root = _first(candidates, rank_log)
+    root = _choose_root(candidates, rank_log)
     if root is not None and (odd := odd_by_fingerprint(rank_log)):
         guilty = next((_root_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
         root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
@@ -348,7 +348,7 @@ def _lone_root(rank_log: RankLog) -> Root | None:
         is_one_silent = any(rank is None or rank.exit is None for rank in ranks)
     if is_one_silent:
         lone = [candidate for candidate in lone if candidate.signature.family == "exit"]
-    return _first(lone, rank_log)
+    return _choose_root(lone, rank_log)
 
 
 def _lone(rank: RankStory) -> _CauseCandidate | None:
@@ -382,8 +382,12 @@ def _describe_end(how: str) -> str:
     return f"was killed by {how}" if how.startswith("SIG") else f"ended with {how}"
 
 
-def _first(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | None:
-    """Return the earliest of several; those of the same cause are named together."""
+def _choose_root(candidates: Sequence[_CauseCandidate], rank_log: RankLog) -> Root | None:
+    """Return the cause that came before all others, with all ranks that it is alike on.
+
+    Where the times do not tell, the stronger kind of evidence decides (`_CauseKind`), then what is
+    not transient, the first exit that the launcher saw, and the lowest rank.
+    """
     if not candidates:
         return None
     tied = [c for c in candidates if not any(_is_before(other, c) for other in candidates)]

@@ -274,22 +274,24 @@ def match_line(table: Table, line: str) -> tuple[Signature, re.Match[str]] | Non
     return None
 
 
-def _wrong_example(table: Table, row: Signature, example: str) -> str | None:
+def _wrong_example(table: Table, signature: Signature, example: str) -> str | None:
     """Return what is wrong with an example of a signature, None if nothing."""
-    if not _matches(row, example):
-        return f"{row.id} does not match it"
-    match row.where:
+    if not _matches(signature, example):
+        return f"{signature.id} does not match it"
+    match signature.where:
         case SearchedText.LINE:
             found = match_line(table, example)
             first = None if found is None else found[0]
         case SearchedText.RAISED:
-            first = table.raised(example, () if row.frames is None else (_a_frame(row.frames),))
+            first = table.raised(
+                example, () if signature.frames is None else (_a_frame(signature.frames),)
+            )
         case SearchedText.EXIT:
             first = table.exit(example)
         case SearchedText.ENGINE:
             first = table.engine(example)
     assert first is not None
-    return None if first.id == row.id else f"{first.id}, an earlier row, takes it"
+    return None if first.id == signature.id else f"{first.id}, an earlier row, takes it"
 
 
 def _a_frame(pattern: str) -> str:
@@ -297,8 +299,12 @@ def _a_frame(pattern: str) -> str:
     return f"{pattern.partition('|')[0].replace(chr(92), '')}1 in f"
 
 
-def _matches(row: Signature, example: str) -> bool:
-    match = row.match_line(example) if row.where is SearchedText.LINE else row.search(example)
+def _matches(signature: Signature, example: str) -> bool:
+    match = (
+        signature.match_line(example)
+        if signature.where is SearchedText.LINE
+        else signature.search(example)
+    )
     return match is not None
 
 

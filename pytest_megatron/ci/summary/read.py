@@ -73,7 +73,7 @@ def cause_of_workload(record: RecordedWorkload, run_dir: Path, shown: str) -> It
     return ItemCause(
         text=record.headline or last.cause or "",
         rank=last.root_rank,
-        place=_place(evidence, record, run_dir, shown),
+        place=_path_in_artifact(evidence, record, run_dir, shown),
         line=next(shows, None) if evidence is None else evidence.text,
         advice=record.advice,
         is_transient=last.is_transient,
@@ -120,10 +120,20 @@ def is_within(path: Path, directory: Path) -> bool:
     return path.is_file() and path.resolve().is_relative_to(directory.resolve())
 
 
-def _place(
+def _path_in_artifact(
     evidence: RecordedEvidence | None, record: RecordedWorkload, run_dir: Path, shown: str
 ) -> str | None:
-    """Return the path of a line within the artifact: the run was somewhere else."""
+    """Return where the cause of a failed workload can be read: a file of the artifact, `:line`.
+
+    The record has paths of the machine that ran it; only what follows the item's directory counts.
+    Without evidence it is the item's comparison with its golden, None if there was none.
+
+    Args:
+        evidence: The line of a log that shows the cause, if one was found.
+        record: The workload in `run.json`.
+        run_dir: The run directory within the artifact, on this machine.
+        shown: How `run_dir` is shown to the reader.
+    """
     if not record.directory:
         return None
     item = Path(record.directory).name

@@ -1,4 +1,7 @@
-"""Text, Markdown and JUnit XML of a summary. Pure; names and logs in it are anybody's."""
+"""Text, Markdown, HTML, annotations and joined JUnit XML of a summary.
+
+Pure but for `write_outputs`. Names and logs in a summary are anybody's, and are escaped.
+"""
 
 from __future__ import annotations
 

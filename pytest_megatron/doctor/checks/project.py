@@ -35,14 +35,14 @@ class _UnreadableError(Exception):
     """A file of the project is no TOML, or not what uv writes."""
 
 
-def check_project(facts: EnvironmentFacts, places: SystemView) -> Iterator[RuleMatch]:
+def check_project(facts: EnvironmentFacts, system: SystemView) -> Iterator[RuleMatch]:
     """Yield what is wrong between the project, its lock and the environment."""
-    active = places.env.get("VIRTUAL_ENV")
+    active = system.env.get("VIRTUAL_ENV")
     if active and Path(active).resolve() != facts.python.prefix.resolve():
         yield RuleMatch("another-environment", active=active, prefix=facts.python.prefix)
     if facts.git_mend is not None:
-        yield RuleMatch("git-owner", project=places.project, mend=facts.git_mend)
-    pyproject = find_pyproject(places.project)
+        yield RuleMatch("git-owner", project=system.project, mend=facts.git_mend)
+    pyproject = find_pyproject(system.project)
     if pyproject is None or not (pyproject.parent / "uv.lock").is_file():
         return
     lock = pyproject.parent / "uv.lock"
@@ -58,7 +58,7 @@ def check_project(facts: EnvironmentFacts, places: SystemView) -> Iterator[RuleM
         yield RuleMatch("lock-unreadable", problem=problem)
     except (AttributeError, KeyError, TypeError) as problem:
         yield RuleMatch("lock-unreadable", problem=f"{lock}: not as uv writes it: {problem!r}")
-    own_place = places.env.get("UV_PROJECT_ENVIRONMENT") or ".venv"
+    own_place = system.env.get("UV_PROJECT_ENVIRONMENT") or ".venv"
     is_own = facts.python.prefix.resolve() == (pyproject.parent / own_place).resolve()
     if not (is_own or _made_by_uv(facts.python.prefix)):
         yield RuleMatch("outside-uv", prefix=facts.python.prefix)
@@ -194,11 +194,11 @@ def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs
     return Needs(rows=rows, root=root)
 
 
-def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> Iterator[RuleMatch]:
+def check_recipe(facts: EnvironmentFacts, system: SystemView, needs: Needs) -> Iterator[RuleMatch]:
     """Yield what rows need and this environment does not have; equal wants are one finding."""
     found: dict[tuple[str, ...], tuple[RuleMatch, list[str]]] = {}
     for row in needs.rows:
-        for hit in _row(row, facts, places, needs.root):
+        for hit in _row(row, facts, system, needs.root):
             values = (f"{name}={value}" for name, value in sorted(hit.values.items()))
             key = (hit.rule, hit.where or "", *values)
             found.setdefault(key, (hit, []))[1].append(row.item_name)
@@ -211,7 +211,7 @@ def check_recipe(facts: EnvironmentFacts, places: SystemView, needs: Needs) -> I
 
 
 def _row(
-    row: Workload, facts: EnvironmentFacts, places: SystemView, root: Path
+    row: Workload, facts: EnvironmentFacts, system: SystemView, root: Path
 ) -> Iterator[RuleMatch]:
     """Check what a row of a recipe needs against this machine."""
     host = Host(gpus=facts.devices.gpus, driver=facts.devices.driver, cpu="")
@@ -233,7 +233,7 @@ def _row(
     except CaseError as problem:
         yield RuleMatch("recipe-case", problem=problem)
         return
-    yield from _case(row, case, facts, host, places.env)
+    yield from _case(row, case, facts, host, system.env)
 
 
 def _paths(row: Workload, root: Path) -> Iterator[RuleMatch]:

@@ -1,4 +1,4 @@
-"""Looks at the machine: limits, disks, network, container, Slurm, compilers, driver and torch.
+"""Looks at the machine: limits, disks, network, container, Slurm, compilers, GPUs, driver, torch.
 
 What may crash or hang, such as the driver, torch and a collective, is asked in another process.
 """
@@ -135,23 +135,23 @@ _CONTAINER_VARIABLES = (
 )
 
 
-def look_at_machine(places: SystemView) -> MachineFacts:
+def look_at_machine(system: SystemView) -> MachineFacts:
     """Return what the system around the environment is."""
     return MachineFacts(
-        limits=_limits(places.read("/proc/self/limits")),
-        shm_bytes=_shm_bytes(places),
-        disks=tuple(_disks(places)),
-        interfaces=tuple(_interfaces(places)),
-        links=tuple(sorted(file.name for file in places.under("/sys/class/net").glob("*"))),
-        infiniband=_infiniband(places),
-        container=container_of(places),
-        ephemeral_ports=_port_range(places.read("/proc/sys/net/ipv4/ip_local_port_range")),
-        port_problem=_port_problem(places.rendezvous_port),
+        limits=_limits(system.read("/proc/self/limits")),
+        shm_bytes=_shm_bytes(system),
+        disks=tuple(_disks(system)),
+        interfaces=tuple(_interfaces(system)),
+        links=tuple(sorted(file.name for file in system.under("/sys/class/net").glob("*"))),
+        infiniband=_infiniband(system),
+        container=container_of(system),
+        ephemeral_ports=_port_range(system.read("/proc/sys/net/ipv4/ip_local_port_range")),
+        port_problem=_port_problem(system.rendezvous_port),
         host_problem=_host_problem(),
         lookup_s=_lookup_s(),
-        clock=_clock(places),
-        lost_temporary=_lost_temporary(places),
-        shadows=tuple(_shadows(places.env)),
+        clock=_clock(system),
+        lost_temporary=_lost_temporary(system),
+        shadows=tuple(_shadows(system.env)),
     )
 
 
@@ -164,30 +164,30 @@ def _limits(text: str) -> dict[str, int | None]:
     return found
 
 
-def _shm_bytes(places: SystemView) -> int | None:
+def _shm_bytes(system: SystemView) -> int | None:
     """Return the size of /dev/shm: as it was mounted, else as the file system reports it."""
-    for line in reversed(places.read("/proc/mounts").splitlines()):
+    for line in reversed(system.read("/proc/mounts").splitlines()):
         fields = line.split()
         if len(fields) > _OPTIONS and fields[1] == "/dev/shm":  # noqa: S108 - the name of the mount
             if match := re.search(r"(?:^|,)size=(\d+)([kmg]?)", fields[_OPTIONS]):
                 return int(match[1]) * _UNITS[match[2]]
             break
     try:
-        return shutil.disk_usage(places.under("/dev/shm")).total  # noqa: S108
+        return shutil.disk_usage(system.under("/dev/shm")).total  # noqa: S108
     except OSError:
         return None
 
 
-def _disks(places: SystemView) -> Iterator[Disk]:
+def _disks(system: SystemView) -> Iterator[Disk]:
     """Yield the directories that trainings and installations write to."""
-    cache = Path(places.env.get("XDG_CACHE_HOME") or places.home / ".cache")
-    env = {**places.env, "TMPDIR": str(places.temporary)}
+    cache = Path(system.env.get("XDG_CACHE_HOME") or system.home / ".cache")
+    env = {**system.env, "TMPDIR": str(system.temporary)}
     uses = (
-        ("run directories", "", places.project),
-        ("temporary files", "TMPDIR", places.temporary),
+        ("run directories", "", system.project),
+        ("temporary files", "TMPDIR", system.temporary),
         ("uv's cache", "UV_CACHE_DIR", cache / "uv"),
         ("pip's cache", "PIP_CACHE_DIR", cache / "pip"),
-        ("Triton's cache", "TRITON_CACHE_DIR", places.home / ".triton"),
+        ("Triton's cache", "TRITON_CACHE_DIR", system.home / ".triton"),
     )
     for use, variable, default in uses:
         path = Path(env.get(variable) or default)
@@ -204,19 +204,19 @@ def _disks(places: SystemView) -> Iterator[Disk]:
             yield replace(disk, free_bytes=free, is_noexec=is_noexec)
 
 
-def _lost_temporary(places: SystemView) -> tuple[str, str] | None:
+def _lost_temporary(system: SystemView) -> tuple[str, str] | None:
     """Return the variable that names no directory for temporary files, and its value."""
     for variable in ("TMPDIR", "TEMP", "TMP"):  # in the order of Python's tempfile
-        value = places.env.get(variable)
-        if value and not (places.project / value).is_dir():
+        value = system.env.get(variable)
+        if value and not (system.project / value).is_dir():
             return variable, value
     return None
 
 
-def _clock(places: SystemView) -> Clock:
+def _clock(system: SystemView) -> Clock:
     """Compare the clock with times of files and with the hardware's clock."""
     try:
-        with tempfile.TemporaryFile(dir=places.project) as file:
+        with tempfile.TemporaryFile(dir=system.project) as file:
             before = time.time()
             file.write(b".")
             file.flush()
@@ -226,41 +226,41 @@ def _clock(places: SystemView) -> Clock:
         fresh = None
     ahead = {}
     now = time.time()
-    for path in (places.project / ".git/index", places.python.parent.parent / "pyvenv.cfg"):
+    for path in (system.project / ".git/index", system.python.parent.parent / "pyvenv.cfg"):
         with contextlib.suppress(OSError):
             ahead[path] = path.stat().st_mtime - now
-    hardware = places.read("/sys/class/rtc/rtc0/since_epoch").strip()
+    hardware = system.read("/sys/class/rtc/rtc0/since_epoch").strip()
     hardware_s = float(hardware) - now if hardware.isdigit() else None
     return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead, hardware_s=hardware_s)
 
 
-def _interfaces(places: SystemView) -> Iterator[str]:
+def _interfaces(system: SystemView) -> Iterator[str]:
     """Yield the interfaces that are up, without loopback."""
-    for directory in sorted(places.under("/sys/class/net").glob("*")):
-        state = places.read(f"/sys/class/net/{directory.name}/operstate").strip()
+    for directory in sorted(system.under("/sys/class/net").glob("*")):
+        state = system.read(f"/sys/class/net/{directory.name}/operstate").strip()
         if directory.name != "lo" and state in ("up", "unknown"):
             yield directory.name
 
 
-def _infiniband(places: SystemView) -> dict[str, str]:
+def _infiniband(system: SystemView) -> dict[str, str]:
     """Return the state of each InfiniBand port: `mlx5_0/1` -> `ACTIVE`."""
     found = {}
-    for file in sorted(places.under("/sys/class/infiniband").glob("*/ports/*/state")):
-        text = places.read(f"/{file.relative_to(places.root)}")
+    for file in sorted(system.under("/sys/class/infiniband").glob("*/ports/*/state")):
+        text = system.read(f"/{file.relative_to(system.root)}")
         found[f"{file.parts[-4]}/{file.parts[-2]}"] = text.partition(":")[2].strip()
     return found
 
 
-def container_of(places: SystemView) -> str | None:
+def container_of(system: SystemView) -> str | None:
     """Return what kind of container this is, None on a bare host."""
     for file, kind in _CONTAINERS:
-        if places.under(file).exists():
+        if system.under(file).exists():
             return kind
     for name, kind in _CONTAINER_VARIABLES:
-        if name in places.env:
+        if name in system.env:
             return kind
-    match = re.search(r"docker|kubepods|containerd|lxc|libpod", places.read("/proc/1/cgroup"))
-    return match[0] if match else places.env.get("container")
+    match = re.search(r"docker|kubepods|containerd|lxc|libpod", system.read("/proc/1/cgroup"))
+    return match[0] if match else system.env.get("container")
 
 
 def _port_range(text: str) -> tuple[int, int] | None:
@@ -333,41 +333,41 @@ def _shadows(env: Mapping[str, str]) -> Iterator[Path]:
             yield from sorted(f for f in Path(word).glob("lib*") if _CUDA_LIBRARIES.match(f.name))
 
 
-def look_at_toolkit(places: SystemView, *, ask_network: bool) -> Toolkit:
+def look_at_toolkit(system: SystemView, *, ask_network: bool) -> Toolkit:
     """Return what there is to compile an extension with.
 
     Args:
-        places: Where to look.
+        system: Where to look.
         ask_network: Whether to try to reach the host that publishes wheels.
     """
-    nvcc = program(places, "nvcc")
-    variable = "CUDA_HOME" if places.env.get("CUDA_HOME") else "CUDA_PATH"
-    named = places.env.get(variable)
-    default = places.under("/usr/local/cuda")
+    nvcc = program(system, "nvcc")
+    variable = "CUDA_HOME" if system.env.get("CUDA_HOME") else "CUDA_PATH"
+    named = system.env.get(variable)
+    default = system.under("/usr/local/cuda")
     home = Path(named) if named else (nvcc.parent.parent if nvcc else default)
     compiler = home / "bin/nvcc" if (home / "bin/nvcc").is_file() else nvcc
-    headers = (home / "include/nccl.h", places.under("/usr/include/nccl.h"))
+    headers = (home / "include/nccl.h", system.under("/usr/include/nccl.h"))
     return Toolkit(
         cuda_home=home if home.is_dir() else None,
-        nvcc=_nvcc_version(places, compiler) if compiler else None,
+        nvcc=_nvcc_version(system, compiler) if compiler else None,
         nccl_header=next((path for path in headers if path.is_file()), None),
-        ninja=program(places, "ninja") is not None,
-        compiler=any(program(places, name) for name in ("g++", "c++", "clang++")),
-        reaches_wheels=_reaches(places.wheel_host) if ask_network else None,
+        ninja=program(system, "ninja") is not None,
+        compiler=any(program(system, name) for name in ("g++", "c++", "clang++")),
+        reaches_wheels=_reaches(system.wheel_host) if ask_network else None,
         lost_home=(variable, named) if named and not home.is_dir() else None,
     )
 
 
-def program(places: SystemView, name: str) -> Path | None:
+def program(system: SystemView, name: str) -> Path | None:
     """Return a program of PATH; the environment's own directory counts."""
-    path = f"{places.python.parent}:{places.env.get('PATH', '')}"
+    path = f"{system.python.parent}:{system.env.get('PATH', '')}"
     found = shutil.which(name, path=path)
     return Path(found) if found else None
 
 
-def _nvcc_version(places: SystemView, nvcc: Path) -> str | None:
+def _nvcc_version(system: SystemView, nvcc: Path) -> str | None:
     """Return the version that nvcc prints."""
-    answer = run([str(nvcc), "--version"], limit_s=_PROGRAM_LIMIT_S, env=places.env)
+    answer = run([str(nvcc), "--version"], limit_s=_PROGRAM_LIMIT_S, env=system.env)
     match = re.search(r"release (\d+\.\d+)", answer.text)
     return match[1] if match else None
 
@@ -381,19 +381,19 @@ def _reaches(address: tuple[str, int]) -> bool:
     return True
 
 
-def look_at_checkout(places: SystemView) -> str | None:
+def look_at_checkout(system: SystemView) -> str | None:
     """Return the command that lets git read the project, None where it reads it or is not there."""
-    git = program(places, "git")
+    git = program(system, "git")
     if git is None:
         return None
-    command = [str(git), "-C", str(places.project), "rev-parse", "--git-dir"]
-    return mend_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=places.env).text)
+    command = [str(git), "-C", str(system.project), "rev-parse", "--git-dir"]
+    return mend_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=system.env).text)
 
 
-def look_at_slurm(places: SystemView) -> Slurm:
+def look_at_slurm(system: SystemView) -> Slurm:
     """Return Slurm's client, and whether its controller answers."""
-    programs = {name: path for name in _SLURM_PROGRAMS if (path := program(places, name))}
-    config = places.env.get("SLURM_CONF")
+    programs = {name: path for name in _SLURM_PROGRAMS if (path := program(system, name))}
+    config = system.env.get("SLURM_CONF")
     if programs and config and not Path(config).is_file():  # each would look for it for a minute
         return Slurm(
             programs=dict.fromkeys(programs, UNKNOWN),
@@ -401,13 +401,13 @@ def look_at_slurm(places: SystemView) -> Slurm:
         )
     versions: dict[str, str] = {}
     for name, path in programs.items():
-        answer = run([str(path), "--version"], limit_s=_PROGRAM_LIMIT_S, env=places.env)
+        answer = run([str(path), "--version"], limit_s=_PROGRAM_LIMIT_S, env=system.env)
         match = re.search(r"slurm\S* +(\d\S*)", answer.text)
         versions[name] = match[1] if match else UNKNOWN
     problem = None
     if "sinfo" in programs:
         command = [str(programs["sinfo"]), "--noheader", "--format=%P"]
-        answer = run(command, limit_s=_PROGRAM_LIMIT_S, env=places.env)
+        answer = run(command, limit_s=_PROGRAM_LIMIT_S, env=system.env)
         problem = answer.problem and answer.problem.replace("the process", "sinfo", 1)
     return Slurm(programs=versions, problem=problem)
 
@@ -420,16 +420,16 @@ _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)")
 _RANK = re.compile(r"^\[rank\d+\]:")
 
 
-def look_at_devices(places: SystemView) -> Devices:
+def look_at_devices(system: SystemView) -> Devices:
     """Read the driver's files, and ask NVML."""
-    text = places.read("/proc/driver/nvidia/version")
+    text = system.read("/proc/driver/nvidia/version")
     match = _DRIVER.search(text)
-    driver = match[1] if match else places.read("/sys/module/nvidia/version").strip() or None
-    num_nodes = sum(1 for _ in places.under("/dev").glob("nvidia[0-9]*"))
-    if driver is None or places.root != Path("/"):
+    driver = match[1] if match else system.read("/sys/module/nvidia/version").strip() or None
+    num_nodes = sum(1 for _ in system.under("/dev").glob("nvidia[0-9]*"))
+    if driver is None or system.root != Path("/"):
         return Devices(driver=driver, num_nodes=num_nodes)
     answer = ask(
-        Path(sys.executable), SCRIPTS / "gpus.py", limit_s=_NVML_LIMIT_S, env=dict(places.env)
+        Path(sys.executable), SCRIPTS / "gpus.py", limit_s=_NVML_LIMIT_S, env=dict(system.env)
     )
     if answer.problem is not None:
         return Devices(driver=driver, num_nodes=num_nodes, problem=answer.problem)
@@ -460,25 +460,25 @@ def _illness(state: GpuState) -> Iterator[str]:
 
 
 def look_at_torch(
-    places: SystemView, package: Package | None, modules: Sequence[str]
+    system: SystemView, package: Package | None, modules: Sequence[str]
 ) -> Torch | None:
     """Return the environment's torch; None where there is none.
 
     Args:
-        places: Where to look.
+        system: Where to look.
         package: The installed package; None without metadata.
         modules: Extension modules to import after it.
     """
     directory = package.location / "torch" if package is not None else Path()
     on_disk = torch_version_file(directory)
     answer = ask(
-        places.python,
+        system.python,
         SCRIPTS / "torch_facts.py",
-        str(max(1, int(places.import_limit_s / _IMPORT_SHARE))),
+        str(max(1, int(system.import_limit_s / _IMPORT_SHARE))),
         *modules,
-        limit_s=places.import_limit_s,
-        env=places.env,
-        cwd=places.project,
+        limit_s=system.import_limit_s,
+        env=system.env,
+        cwd=system.project,
     )
     found = {
         "version": package.version if package is not None else "unknown",
@@ -493,19 +493,19 @@ def look_at_torch(
     return replace(trusted(Torch, found), problem=problem, defined=torch_symbols(directory))
 
 
-def try_collectives(places: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:
+def try_collectives(system: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:
     """Yield an all_reduce of two ranks and of all GPUs; of two ranks with gloo without GPUs."""
     if num_gpus == 0:
-        yield _try_all_reduce(places, "gloo", 2)
+        yield _try_all_reduce(system, "gloo", 2)
         return
     for world_size in sorted({min(2, num_gpus), num_gpus}):
-        yield _try_all_reduce(places, "nccl", world_size)
+        yield _try_all_reduce(system, "nccl", world_size)
 
 
-def _try_all_reduce(places: SystemView, backend: str, world_size: int) -> CollectiveProbe:
+def _try_all_reduce(system: SystemView, backend: str, world_size: int) -> CollectiveProbe:
     """Have new ranks run an all_reduce; every rank is gone afterwards."""
     script = (SCRIPTS / "all_reduce.py").read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory(dir=places.temporary) as directory:
+    with tempfile.TemporaryDirectory(dir=system.temporary) as directory:
         meeting, ranks = Path(directory) / "store", []
         try:
             for rank in range(world_size):
@@ -513,17 +513,17 @@ def _try_all_reduce(places: SystemView, backend: str, world_size: int) -> Collec
                 with log:
                     words = [backend, str(rank), str(world_size), str(meeting)]
                     process = subprocess.Popen(
-                        [str(places.python), "-c", script, *words],
+                        [str(system.python), "-c", script, *words],
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env=dict(places.env),
-                        cwd=places.project,
+                        env=dict(system.env),
+                        cwd=system.project,
                     )
                 ranks.append(process)
-            problem = _wait(ranks, Path(directory), places.collective_limit_s)
+            problem = _wait(ranks, Path(directory), system.collective_limit_s)
         except OSError as error:
-            problem = f"{places.python} cannot be started: {error.strerror}"
+            problem = f"{system.python} cannot be started: {error.strerror}"
         finally:
             for process in ranks:
                 process.kill()

@@ -1,6 +1,7 @@
-"""The program of a phase on all tasks of a job, as task 0 sees it: one thing that runs and ends.
+"""The program of a phase on all tasks of a job: task 0, and the participants that it orders.
 
-Its own command runs here, those of the other tasks where they are; what all of them print becomes
+To task 0 the program is one thing that runs and ends. Its own command runs beside it, those of the
+other tasks where they are; what all of them print becomes
 the phase's `launcher.log`. The first command that fails ends the others after a grace.
 """
 
@@ -433,7 +434,7 @@ class TeamProcess(RunningCommand):
 
     def __init__(
         self,
-        team: Peers,
+        peers: Peers,
         begins: Mapping[int, Begin],
         log: Path,
         env: Mapping[str, str],
@@ -443,7 +444,7 @@ class TeamProcess(RunningCommand):
         """Start the commands of one phase on all tasks.
 
         Args:
-            team: The tasks.
+            peers: The tasks.
             begins: What each of them runs.
             log: The phase's launcher.log.
             env: Environment of task 0 itself.
@@ -452,7 +453,7 @@ class TeamProcess(RunningCommand):
         Raises:
             LaunchError: The log cannot be written.
         """
-        self._team = team
+        self._team = peers
         self._per_node = per_node
         self._begins = begins
         self._started = time.monotonic()
@@ -468,8 +469,8 @@ class TeamProcess(RunningCommand):
         except OSError as error:
             raise LaunchError(str(log), f"{error.strerror}; nothing was run") from error
         for task, begin in begins.items():
-            team.send(task, begin)
-        own = begins.get(team.place.task)
+            peers.send(task, begin)
+        own = begins.get(peers.place.task)
         self._work = None if own is None else TaskCommand(own, env)
 
     @override
@@ -569,23 +570,25 @@ class TeamProcess(RunningCommand):
                 self._log.write(over_all_nodes(text.encode() + b"\n", node, per_node))
         self._log.flush()
 
-    def _note_end(self, task: int, begin: Begin, end: Finished) -> None:
+    def _note_end(self, task: int, begin: Begin, finished: Finished) -> None:
         """Note how a command ended; the first that fails ends the others after a grace."""
         member = self._team.members[task]
-        if end.returncode is None:
-            raise LaunchError(self._team.name([task]), end.problem)
-        if end.returncode == 0:
+        if finished.returncode is None:
+            raise LaunchError(self._team.name([task]), finished.problem)
+        if finished.returncode == 0:
             return
         if not begin.is_rank:
-            self._fail(end.returncode)
-            self._say(f"node {member.node} ({member.host}) ended with exit code {end.returncode}")
+            self._fail(finished.returncode)
+            self._say(
+                f"node {member.node} ({member.host}) ended with exit code {finished.returncode}"
+            )
             return
         found = RankExit(
             rank=int(begin.env["RANK"]),
             local_rank=member.local,
             host=member.host,
-            returncode=end.returncode,
-            pid=end.pid,
+            returncode=finished.returncode,
+            pid=finished.pid,
             time_s=time.time(),
         )
         if not self._exits and not self._is_told:

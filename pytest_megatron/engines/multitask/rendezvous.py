@@ -102,11 +102,11 @@ class Door:
         return None
 
 
-def gather(team: Peers, key: bytes, ports: Sequence[int], *, limit_s: float) -> None:
+def gather(peers: Peers, key: bytes, ports: Sequence[int], *, limit_s: float) -> None:
     """Wait for all other tasks.
 
     Args:
-        team: Has task 0 alone.
+        peers: Has task 0 alone.
         key: Who does not know it is sent away.
         ports: The first that is free is listened on.
         limit_s: How long after this one the last may start.
@@ -117,10 +117,10 @@ def gather(team: Peers, key: bytes, ports: Sequence[int], *, limit_s: float) -> 
     """
     give_up_at = time.monotonic() + limit_s
     with Door(_listen(ports, key)) as door:
-        while len(team.members) < team.place.num_tasks and time.monotonic() < give_up_at:
+        while len(peers.members) < peers.place.num_tasks and time.monotonic() < give_up_at:
             for channel, member in door.take_in(give_up_at - time.monotonic()):
-                team.add(channel, member)
-    missing = team.missing()
+                peers.add(channel, member)
+    missing = peers.missing()
     if missing:
         text = f"{', '.join(missing.values())} did not come to task 0 within {limit_s:g} s"
         if door.num_strangers:

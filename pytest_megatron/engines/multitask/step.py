@@ -97,9 +97,9 @@ def begin_phase(
     return found
 
 
-def _chosen(mode: LaunchMode, start: Started, members: Mapping[int, Join]) -> list[Join]:
+def _chosen(mode: LaunchMode, started: Started, members: Mapping[int, Join]) -> list[Join]:
     """Return the tasks that take part, in the order of ranks; those of idle nodes do not."""
-    is_native, ranks = mode is LaunchMode.SRUN_NATIVE, start.ranks
+    is_native, ranks = mode is LaunchMode.SRUN_NATIVE, started.ranks
     ordered = [members[task] for task in sorted(members)]
     there = Counter(member.host for member in ordered)
     num_nodes = ranks.num_nodes + ranks.idle_nodes
@@ -117,14 +117,14 @@ def _chosen(mode: LaunchMode, start: Started, members: Mapping[int, Join]) -> li
     return [member for member in ordered if member.local < wanted and member.host in hosts]
 
 
-def _check_devices(start: Started, member: Join, own: Mapping[str, str]) -> None:
+def _check_devices(started: Started, member: Join, own: Mapping[str, str]) -> None:
     """Refuse a node that shows fewer GPUs than it has ranks.
 
     Raises:
         LaunchError: It does.
     """
     devices = own.get("CUDA_VISIBLE_DEVICES", member.devices or "")
-    num_devices, wanted = len([d for d in devices.split(",") if d]), start.ranks.per_node
+    num_devices, wanted = len([d for d in devices.split(",") if d]), started.ranks.per_node
     if 0 < num_devices < wanted:
         raise LaunchError(
             member.host,
@@ -144,12 +144,12 @@ def _endpoint(endpoint: tuple[str, int], first: Join, own: Mapping[str, str]) ->
 
 
 def _ranks(
-    common: Begin, logs: Path, start: Started, chosen: Sequence[Join], endpoint: tuple[str, int]
+    common: Begin, logs: Path, started: Started, chosen: Sequence[Join], endpoint: tuple[str, int]
 ) -> dict[int, Begin]:
     """Return what each rank runs."""
-    tee, found = start.ranks.tee_ranks, {}
+    tee, found = started.ranks.tee_ranks, {}
     for index, member in enumerate(chosen):
-        env = {**rank_env(member, index, start, endpoint, common.env), **common.env}
+        env = {**rank_env(member, index, started, endpoint, common.env), **common.env}
         rank = env["RANK"]
         found[member.task] = replace(
             common,
@@ -165,7 +165,7 @@ def _ranks(
 
 
 def rank_env(
-    member: Join, index: int, start: Started, endpoint: tuple[str, int], own: Mapping[str, str]
+    member: Join, index: int, started: Started, endpoint: tuple[str, int], own: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables that torch.distributed reads; what the job has set stays as it is.
 
@@ -178,9 +178,9 @@ def rank_env(
     is_bound = len([device for device in devices.split(",") if device]) == 1
     return {
         "RANK": str(index),
-        "WORLD_SIZE": str(start.ranks.world_size),
+        "WORLD_SIZE": str(started.ranks.world_size),
         "LOCAL_RANK": "0" if is_bound else str(member.local),
-        "LOCAL_WORLD_SIZE": str(start.ranks.per_node),
+        "LOCAL_WORLD_SIZE": str(started.ranks.per_node),
         "MASTER_ADDR": endpoint[0],
         "MASTER_PORT": str(endpoint[1]),
         **member.given,
@@ -282,19 +282,19 @@ class Step:
             yield team
 
     def start(
-        self, team: Peers, env: Mapping[str, str], phase: PhasePlan, cwd: Path
+        self, peers: Peers, env: Mapping[str, str], phase: PhasePlan, cwd: Path
     ) -> RunningCommand:
         """Start a phase on all tasks.
 
         Raises:
             LaunchError: The tasks are not those that the phase needs.
         """
-        endpoint = (team.address, free_port(self.ports))
-        begins = begin_phase(self.mode, phase, cwd, team.members, endpoint, env)
+        endpoint = (peers.address, free_port(self.ports))
+        begins = begin_phase(self.mode, phase, cwd, peers.members, endpoint, env)
         assert phase.start is not None
         per_node = phase.start.ranks.per_node
-        own = {**gloo_network(team.address, env), **env}
-        return TeamProcess(team, begins, phase.dirs.launcher_log, own, per_node=per_node)
+        own = {**gloo_network(peers.address, env), **env}
+        return TeamProcess(peers, begins, phase.dirs.launcher_log, own, per_node=per_node)
 
 
 def watches(place: TaskPlace, env: Mapping[str, str]) -> bool:

@@ -427,7 +427,7 @@ class SlurmChecks:
         self._places: dict[str, SlurmConfig] = {}  # that of a platform may read uv.lock
 
     def findings(
-        self, workload: Workload, setting: Setting, needed: Resources
+        self, workload: Workload, setting: Setting, resources: Resources
     ) -> tuple[CheckFinding, ...]:
         """Return what is wrong with the jobs of a workload, errors first.
 
@@ -438,53 +438,53 @@ class SlurmChecks:
         if platform not in self._places:
             self._places[platform] = place_of(self._config, platform, self._context.root)
         place = self._places[platform]
-        return findings_of(self._hits(workload, setting, needed, place))
+        return findings_of(self._hits(workload, setting, resources, place))
 
     def _hits(
-        self, workload: Workload, setting: Setting, needed: Resources, place: SlurmConfig
+        self, workload: Workload, setting: Setting, resources: Resources, slurm: SlurmConfig
     ) -> Iterator[RuleMatch]:
         """Yield what of a job its partition or the paths of the cluster refuse."""
         where = f"{self._context.config_file or '--executor-config'}: slurm"
         cluster = self._cluster
-        gpus = _gpus_per_node(needed, place)
+        gpus = _gpus_per_node(resources, slurm)
         wanted = Wanted(
-            partitions=tuple(place.partition.split(",")) if place.partition else (),
-            minutes=minutes_of_job(needed, place),
-            nodes=needed.num_nodes,
+            partitions=tuple(slurm.partition.split(",")) if slurm.partition else (),
+            minutes=minutes_of_job(resources, slurm),
+            nodes=resources.num_nodes,
             gpus=gpus,
-            account=place.account,
-            queue=place.qos,
+            account=slurm.account,
+            queue=slurm.qos,
             where=where,
         )
         yield from check_partition(cluster, wanted)
-        jobs = _jobs_on_a_node(cluster, gpus, place)
-        yield from check_ports(place.port_range, self._around.ephemeral, jobs, where)
+        jobs = _jobs_on_a_node(cluster, gpus, slurm)
+        yield from check_ports(slurm.port_range, self._around.ephemeral, jobs, where)
         if not (cluster.hosts and cluster.hosts <= self._around.hosts):
-            paths = [*self._own_paths(place), *self._named_paths(workload, setting, place)]
-            vouched = [_real(Path(path)) for path in place.shared_paths]
+            paths = [*self._own_paths(slurm), *self._named_paths(workload, setting, slurm)]
+            vouched = [_real(Path(path)) for path in slurm.shared_paths]
             yield from check_shared(paths, self._around.mounts, vouched)
 
     @functools.cached_property
     def _cluster(self) -> Cluster:
         return self._ask()
 
-    def _own_paths(self, place: SlurmConfig) -> Iterator[NamedPath]:
+    def _own_paths(self, slurm: SlurmConfig) -> Iterator[NamedPath]:
         """Yield what every job needs."""
         root, run_dir = self._context.root, self._context.run_dir
         yield _named("the run directory", run_dir, "shared-run-dir", "--run-dir")
         yield _named("the project", root, "shared-project", str(root))
         if (
-            place.container is None
-            and place.uv_sync is None
-            and Path(place.python or "").is_absolute()
+            slurm.container is None
+            and slurm.uv_sync is None
+            and Path(slurm.python or "").is_absolute()
         ):
-            python = Path(place.python or "")
+            python = Path(slurm.python or "")
             where = f"{self._context.config_file or '--executor-config'}: python"
             for path in dict.fromkeys((_real(python.parent) / python.name, _real(python))):
                 yield NamedPath(use="the interpreter", path=path, rule="shared-python", where=where)
 
     def _named_paths(
-        self, workload: Workload, setting: Setting, place: SlurmConfig
+        self, workload: Workload, setting: Setting, slurm: SlurmConfig
     ) -> Iterator[NamedPath]:
         """Yield what a row and the environment name; of a container's, what is outside of it."""
         given = {
@@ -502,8 +502,8 @@ class SlurmChecks:
             if not text or set(text) & set("{}$"):
                 continue
             path: Path | None = self._context.root / text
-            if place.container is not None and path is not None:
-                path = in_container(path, _container_mounts(place, self._context))
+            if slurm.container is not None and path is not None:
+                path = in_container(path, _container_mounts(slurm, self._context))
             if path is not None:
                 yield _named(use, path, "shared-data", where)
 
@@ -537,29 +537,29 @@ def _read(root: Path, path: str) -> str:
         return ""
 
 
-def _gpus_per_node(needed: Resources, place: SlurmConfig) -> int:
+def _gpus_per_node(resources: Resources, slurm: SlurmConfig) -> int:
     """Return the GPUs that a job asks Slurm for on each node."""
-    flags = gpu_flags(needed, place)
+    flags = gpu_flags(resources, slurm)
     if "gres" in flags:
-        return needed.gpus_per_node
+        return resources.gpus_per_node
     return int(flags.get("gpus-per-node", 0))
 
 
-def _jobs_on_a_node(cluster: Cluster, gpus: int, place: SlurmConfig) -> int:
+def _jobs_on_a_node(cluster: Cluster, gpus: int, slurm: SlurmConfig) -> int:
     """Return how many jobs of this size a node may have at a time."""
-    if not gpus or place.exclusive:
+    if not gpus or slurm.exclusive:
         return 1
-    named = place.partition.split(",") if place.partition else []
+    named = slurm.partition.split(",") if slurm.partition else []
     chosen = [p for p in cluster.partitions if p.name in named or (not named and p.is_default)]
     most = max((each // gpus for p in chosen for _, each in p.gpus), default=1)
-    return max(1, most if place.max_jobs is None else min(most, place.max_jobs))
+    return max(1, most if slurm.max_jobs is None else min(most, slurm.max_jobs))
 
 
-def _container_mounts(place: SlurmConfig, context: EngineContext) -> dict[Path, Path]:
+def _container_mounts(slurm: SlurmConfig, context: EngineContext) -> dict[Path, Path]:
     """Return what a container sees: directory in it -> directory outside."""
-    assert place.container is not None
+    assert slurm.container is not None
     own = {path: path for path in (context.root, context.run_dir)}
-    words = [mount.split(":") for mount in place.container.mounts]
+    words = [mount.split(":") for mount in slurm.container.mounts]
     return {**own, **{Path(target): Path(source) for source, target, *_ in words}}
 
 

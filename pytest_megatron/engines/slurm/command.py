@@ -50,69 +50,69 @@ _INDENT = "    "
 
 
 def shell_lines(
-    needed: Resources, place: SlurmConfig, paths: ShapePaths, inside: Sequence[str]
+    resources: Resources, slurm: SlurmConfig, paths: ShapePaths, inside: Sequence[str]
 ) -> Iterator[str]:
     """Yield how to get a shell on one node, and what to type in it.
 
     Args:
-        needed: By a workload, one node of it.
-        place: The settings of the cluster for its platform.
+        resources: By a workload, one node of it.
+        slurm: The settings of the cluster for its platform.
         paths: Paths of the project and the run.
         inside: What runs the workload there.
     """
-    flags = place_flags(needed, place)
+    flags = place_flags(resources, slurm)
     del flags["ntasks-per-node"]
     flags = _named(flags, paths)
     yield "# a shell on a node with what it needs:"
-    yield from _exports(place.job_env)
-    if place.container is not None:
-        yield from place.setup
-    words = [*_words(flags), "--ntasks=1", *place.sbatch_flags, *_shell(place, paths)]
+    yield from _exports(slurm.job_env)
+    if slurm.container is not None:
+        yield from slurm.setup
+    words = [*_words(flags), "--ntasks=1", *slurm.sbatch_flags, *_shell(slurm, paths)]
     yield wrapped(["srun", *words])
     yield "# in it:"
-    yield from _exports(place.env)
-    if place.container is None:
-        yield from place.setup
-    if place.uv_sync is not None:
-        yield f"({sync_script(place.uv_sync, paths.root)})"
+    yield from _exports(slurm.env)
+    if slurm.container is None:
+        yield from slurm.setup
+    if slurm.uv_sync is not None:
+        yield f"({sync_script(slurm.uv_sync, paths.root)})"
     yield f"cd {shlex.quote(str(paths.root))}"
     yield shlex.join(inside)
 
 
 def allocation_lines(
-    needed: Resources, place: SlurmConfig, paths: ShapePaths, notes: Sequence[str]
+    resources: Resources, slurm: SlurmConfig, paths: ShapePaths, notes: Sequence[str]
 ) -> Iterator[str]:
     """Yield how to get several nodes, and what to type on the first.
 
     Args:
-        needed: Resources of the workload.
-        place: Settings of the platform.
+        resources: Resources of the workload.
+        slurm: Settings of the platform.
         paths: Paths of the project and the run.
         notes: Comments on what the tasks do.
     """
-    assert place.python is not None
+    assert slurm.python is not None
     yield "# its nodes:"
-    flags = _named(place_flags(needed, place), paths)
-    yield wrapped(["salloc", *_words(flags), *place.sbatch_flags])
+    flags = _named(place_flags(resources, slurm), paths)
+    yield wrapped(["salloc", *_words(flags), *slurm.sbatch_flags])
     yield "# in the shell that this opens:"
     yield UNSET
-    yield from _exports(place.job_env)
-    yield from place.setup
-    yield from sync_lines(needed, place, paths)
-    there = container_words(place, paths) or (f"--chdir={paths.root}",)
+    yield from _exports(slurm.job_env)
+    yield from slurm.setup
+    yield from sync_lines(resources, slurm, paths)
+    there = container_words(slurm, paths) or (f"--chdir={paths.root}",)
     yield from notes
-    task = [place.python, "-m", WORKER, str(paths.spec)]
-    yield wrapped(["srun", *there, *step_flags(place), *STEP_FLAGS, *task])
+    task = [slurm.python, "-m", WORKER, str(paths.spec)]
+    yield wrapped(["srun", *there, *step_flags(slurm), *STEP_FLAGS, *task])
     yield "# or a shell on the first of them:"
-    yield wrapped(["srun", "--nodes=1", "--ntasks=1", *_shell(place, paths)])
+    yield wrapped(["srun", "--nodes=1", "--ntasks=1", *_shell(slurm, paths)])
 
 
 def _named(flags: Mapping[str, str], paths: ShapePaths) -> dict[str, str]:
     return {"job-name": paths.title, **flags} if paths.title else dict(flags)
 
 
-def _shell(place: SlurmConfig, paths: ShapePaths) -> list[str]:
-    return [*container_words(place, paths), *step_flags(place), "--pty", "bash", "-i"]
+def _shell(slurm: SlurmConfig, paths: ShapePaths) -> list[str]:
+    return [*container_words(slurm, paths), *step_flags(slurm), "--pty", "bash", "-i"]
 
 
 def _exports(variables: Mapping[str, str]) -> Iterator[str]:

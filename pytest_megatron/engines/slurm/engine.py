@@ -232,11 +232,11 @@ class SlurmEngine:
         return None
 
     def findings(
-        self, workload: Workload, setting: Setting, needed: Resources
+        self, workload: Workload, setting: Setting, resources: Resources
     ) -> Sequence[CheckFinding]:
         """Return what is wrong with the jobs of a workload, as far as this machine can know."""
         checks = self._settings.checks
-        return () if checks is None else checks.findings(workload, setting, needed)
+        return () if checks is None else checks.findings(workload, setting, resources)
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Submit attempts, or take them up where an earlier controller left them.

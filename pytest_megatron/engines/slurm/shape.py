@@ -79,75 +79,75 @@ class Shape:
     command: str
 
 
-def shape_of(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Shape:
+def shape_of(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Shape:
     """Return the shape of jobs with these needs.
 
     Args:
-        needed: By a submission.
-        place: The settings for its platform, as `place_of` gives them.
+        resources: By a submission.
+        slurm: The settings for its platform, as `place_of` gives them.
         paths: Paths of the run.
 
     Raises:
         LaunchError: A directory cannot be mounted into a container.
     """
-    assert place.python is not None
-    container = place.container
-    words = [place.python, "-m", WORKER]
+    assert slurm.python is not None
+    container = slurm.container
+    words = [slurm.python, "-m", WORKER]
     return Shape(
-        name=paths.title or f"megatron-{needed.num_nodes}x{needed.ranks_per_node}",
-        flags=dict(_flags(needed, place, paths)),
+        name=paths.title or f"megatron-{resources.num_nodes}x{resources.ranks_per_node}",
+        flags=dict(_flags(resources, slurm, paths)),
         container=None if container is None else container.image,
-        mounts=() if container is None else mounts_of(place, paths),
+        mounts=() if container is None else mounts_of(slurm, paths),
         container_env=() if container is None else container.env,
-        workdir=_workdir(place, paths),
-        step_flags=(*_home_flags(place), *step_flags(place)),
-        setup=tuple(_setup(needed, place, paths)),
+        workdir=_workdir(slurm, paths),
+        step_flags=(*_home_flags(slurm), *step_flags(slurm)),
+        setup=tuple(_setup(resources, slurm, paths)),
         command=f'{shlex.join(words)} "${SPEC_VARIABLE}"',
     )
 
 
-def minutes_of_job(needed: Resources, place: SlurmConfig) -> int:
+def minutes_of_job(resources: Resources, slurm: SlurmConfig) -> int:
     """Return the time limit of a job in minutes: Slurm's comes after our own."""
-    return place.time_minutes or math.ceil(needed.time_limit_s / 60) + place.time_slack
+    return slurm.time_minutes or math.ceil(resources.time_limit_s / 60) + slurm.time_slack
 
 
-def tasks_per_node(needed: Resources, mode: LaunchMode) -> int:
+def tasks_per_node(resources: Resources, mode: LaunchMode) -> int:
     """Return how many tasks srun starts on a node."""
-    return needed.ranks_per_node if mode is LaunchMode.SRUN_NATIVE else 1
+    return resources.ranks_per_node if mode is LaunchMode.SRUN_NATIVE else 1
 
 
-def gpu_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
+def gpu_flags(resources: Resources, slurm: SlurmConfig) -> dict[str, str]:
     """Return what asks Slurm for GPUs."""
-    is_cpu = needed.platform == CPU_PLATFORM
-    kinds = [] if place.gres is None else place.gres.split(",")
+    is_cpu = resources.platform == CPU_PLATFORM
+    kinds = [] if slurm.gres is None else slurm.gres.split(",")
     asked = [kind for kind in kinds if not (is_cpu and GPUS_OF_RECIPE in kind)]
     if asked:
-        return {"gres": ",".join(asked).replace(GPUS_OF_RECIPE, str(needed.gpus_per_node))}
-    if is_cpu and place.gpus_per_node is None:
+        return {"gres": ",".join(asked).replace(GPUS_OF_RECIPE, str(resources.gpus_per_node))}
+    if is_cpu and slurm.gpus_per_node is None:
         return {}
-    number = needed.gpus_per_node if place.gpus_per_node is None else place.gpus_per_node
+    number = resources.gpus_per_node if slurm.gpus_per_node is None else slurm.gpus_per_node
     return {"gpus-per-node": str(number)} if number else {}
 
 
-def place_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
+def place_flags(resources: Resources, slurm: SlurmConfig) -> dict[str, str]:
     """Return the flags for a job's place in the cluster and its resources."""
-    hours, minutes = divmod(minutes_of_job(needed, place), 60)
+    hours, minutes = divmod(minutes_of_job(resources, slurm), 60)
     found = {
-        "account": place.account,
-        "constraint": place.constraint,
-        "cpus-per-task": _number(place.cpus_per_task),
-        "exclude": ",".join(place.exclude),
-        "exclusive": "" if place.exclusive else None,
-        "mem": place.mem,
-        "nodelist": ",".join(place.nodelist),
-        "nodes": str(needed.num_nodes),
-        "ntasks-per-node": str(tasks_per_node(needed, place.mode)),
-        "partition": place.partition,
-        "qos": place.qos,
-        "reservation": place.reservation,
-        "segment": _number(place.segment or needed.segment),
+        "account": slurm.account,
+        "constraint": slurm.constraint,
+        "cpus-per-task": _number(slurm.cpus_per_task),
+        "exclude": ",".join(slurm.exclude),
+        "exclusive": "" if slurm.exclusive else None,
+        "mem": slurm.mem,
+        "nodelist": ",".join(slurm.nodelist),
+        "nodes": str(resources.num_nodes),
+        "ntasks-per-node": str(tasks_per_node(resources, slurm.mode)),
+        "partition": slurm.partition,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "segment": _number(slurm.segment or resources.segment),
         "time": f"{hours:02}:{minutes:02}:00",
-        **gpu_flags(needed, place),
+        **gpu_flags(resources, slurm),
     }
     lists = ("exclude", "nodelist")
     return {
@@ -157,35 +157,35 @@ def place_flags(needed: Resources, place: SlurmConfig) -> dict[str, str]:
     }
 
 
-def step_flags(place: SlurmConfig) -> list[str]:
+def step_flags(slurm: SlurmConfig) -> list[str]:
     """Return the flags of a step of tasks that are not about its container."""
-    mpi = [] if place.mpi is None else [f"--mpi={place.mpi}"]
-    return [*_cpu_flags(place), *mpi, *place.srun_flags]
+    mpi = [] if slurm.mpi is None else [f"--mpi={slurm.mpi}"]
+    return [*_cpu_flags(slurm), *mpi, *slurm.srun_flags]
 
 
-def container_words(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
+def container_words(slurm: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
     """Return the words of an srun of ours whose task is to be in the container, if there is one."""
-    container = place.container
+    container = slurm.container
     if container is None:
         return ()
     found = [
         f"--container-image={container.image}",
-        f"--container-mounts={','.join(mounts_of(place, paths))}",
-        f"--container-workdir={_workdir(place, paths)}",
+        f"--container-mounts={','.join(mounts_of(slurm, paths))}",
+        f"--container-workdir={_workdir(slurm, paths)}",
     ]
     if container.env:
         found.append(f"--container-env={','.join(container.env)}")
-    return (*found, *_home_flags(place))
+    return (*found, *_home_flags(slurm))
 
 
-def mounts_of(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
+def mounts_of(slurm: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
     """Return what a container sees: what is configured, and what the worker needs to see.
 
     Raises:
         LaunchError: pyxis or enroot would take one path for several.
     """
-    assert place.container is not None
-    needed = [paths.root, paths.run_dir, *(_uv_dirs(place.uv_sync))]
+    assert slurm.container is not None
+    needed = [paths.root, paths.run_dir, *(_uv_dirs(slurm.uv_sync))]
     for path in map(str, needed):
         if _ENDS_MOUNT.search(path):
             raise LaunchError(
@@ -194,59 +194,61 @@ def mounts_of(place: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
                 "a colon as the end of a path; use a directory without them",
             )
     own = [f"{path}:{path}" for path in needed if not {*path.parents} & {*needed}]
-    return tuple(dict.fromkeys([*place.container.mounts, *own]))
+    return tuple(dict.fromkeys([*slurm.container.mounts, *own]))
 
 
-def _flags(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator[tuple[str, str]]:
+def _flags(
+    resources: Resources, slurm: SlurmConfig, paths: ShapePaths
+) -> Iterator[tuple[str, str]]:
     """Yield the flags of sbatch with their values."""
-    yield from place_flags(needed, place).items()
+    yield from place_flags(resources, slurm).items()
     yield "no-requeue", ""
     yield "output", str(paths.logs / "%x-%j.out")
-    for word in place.sbatch_flags:
+    for word in slurm.sbatch_flags:
         name, _, value = word.removeprefix("--").partition("=")
         yield name, value
 
 
-def _cpu_flags(place: SlurmConfig) -> list[str]:
+def _cpu_flags(slurm: SlurmConfig) -> list[str]:
     """Return what a step does not inherit from its job since Slurm 22.05."""
-    return [] if place.cpus_per_task is None else [f"--cpus-per-task={place.cpus_per_task}"]
+    return [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
 
 
-def _home_flags(place: SlurmConfig) -> list[str]:
-    is_hidden = place.container is not None and not place.container.mounts_home
+def _home_flags(slurm: SlurmConfig) -> list[str]:
+    is_hidden = slurm.container is not None and not slurm.container.mounts_home
     return ["--no-container-mount-home"] if is_hidden else []
 
 
-def _workdir(place: SlurmConfig, paths: ShapePaths) -> str:
-    own = None if place.container is None else place.container.workdir
+def _workdir(slurm: SlurmConfig, paths: ShapePaths) -> str:
+    own = None if slurm.container is None else slurm.container.workdir
     return own or str(paths.root)
 
 
-def _setup(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
+def _setup(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
     """Yield the lines before the tasks start; the first that fails ends the job."""
     default = "" if paths.spec is None else f":-{shlex.quote(str(paths.spec))}"
     yield f"{SPEC_VARIABLE}=${{1{default or ':?no spec is given'}}}"
     yield UNSET
-    if not (place.job_env or place.setup or place.uv_sync):
+    if not (slurm.job_env or slurm.setup or slurm.uv_sync):
         return
     yield "set -e"
-    for name, value in place.job_env.items():
+    for name, value in slurm.job_env.items():
         yield f"export {name}={shlex.quote(value)}"
-    yield from place.setup
-    yield from sync_lines(needed, place, paths)
+    yield from slurm.setup
+    yield from sync_lines(resources, slurm, paths)
     yield "set +e"
 
 
-def sync_lines(needed: Resources, place: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
+def sync_lines(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
     """Yield the steps that make the environment, on every node or on the first."""
-    sync = place.uv_sync
+    sync = slurm.uv_sync
     if sync is None:
         return
-    number = needed.num_nodes if sync.where is EnvironmentNodes.NODE else 1
+    number = resources.num_nodes if sync.where is EnvironmentNodes.NODE else 1
     step = ["srun", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1"]
-    if place.container is not None:  # a mount has to be there before the container is
+    if slurm.container is not None:  # a mount has to be there before the container is
         yield shlex.join([*step, "mkdir", "-p", *map(str, _uv_dirs(sync))])
-    inside = [*_cpu_flags(place), *container_words(place, paths)]
+    inside = [*_cpu_flags(slurm), *container_words(slurm, paths)]
     yield shlex.join([*step, *inside, "bash", "-euxc", sync_script(sync, paths.root)])
 
 

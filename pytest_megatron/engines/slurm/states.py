@@ -1,7 +1,7 @@
-"""States of jobs as Slurm's commands print them, and their meanings. Pure.
+"""States of jobs as Slurm's commands print them, and outcomes from the files that jobs leave.
 
 A raw state only explains what is not in the job's own record: a job that failed and left a record
-is judged by that.
+is judged by that. What is read of a job's files, or removed, is at the end of the module.
 
 Sources: squeue(1), sacct(1), https://slurm.schedmd.com/job_state_codes.html and
 https://slurm.schedmd.com/job_reason_codes.html.

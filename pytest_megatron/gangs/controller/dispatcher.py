@@ -227,10 +227,10 @@ class Dispatcher:
             if item not in self.ended:
                 self.pump()
 
-    def rerun(self, item: pytest.Item, cause: Signature, nextitem: pytest.Item | None) -> None:
+    def rerun(self, item: pytest.Item, signature: Signature, nextitem: pytest.Item | None) -> None:
         """Run an item again, on a gang that nothing has run on."""
         self.history[item][-1] = replace(
-            self.history[item][-1], signature=cause.id, is_transient=True
+            self.history[item][-1], signature=signature.id, is_transient=True
         )
         del self.ended[item]
         gang = self._start_alone(self._specs[item])

@@ -66,9 +66,9 @@ _LOG = logging.getLogger("pytest_megatron.gangs")
 class PhaseHooks:
     """Pytest's hooks, with the phases of items of gangs replaced."""
 
-    def __init__(self, hooks: pluggy.HookRelay, gangs: GangPlugin) -> None:
+    def __init__(self, hooks: pluggy.HookRelay, gang_plugin: GangPlugin) -> None:
         self._hooks = hooks
-        self._gangs = gangs
+        self._gangs = gang_plugin
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._hooks, name)

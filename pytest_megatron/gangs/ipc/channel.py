@@ -347,8 +347,8 @@ def remove_socket(address: str) -> None:
             Path(path).parent.rmdir()
 
 
-def connect(address: str, key: bytes, registration: Register | None) -> Channel:
-    """Connect to the controller, and register unless `registration` is None.
+def connect(address: str, key: bytes, register: Register | None) -> Channel:
+    """Connect to the controller, and register unless `register` is None.
 
     On one host there is no time limit, as the controller may be busy with a test of its own for
     minutes; if it dies, the kernel closes the connection.
@@ -373,19 +373,19 @@ def connect(address: str, key: bytes, registration: Register | None) -> Channel:
     except OSError:
         connection.close()
         raise
-    if registration is not None:
-        channel.send(registration)
+    if register is not None:
+        channel.send(register)
     return channel
 
 
-def connect_unless_ended(address: str, key: bytes, registration: Register) -> Channel | None:
+def connect_unless_ended(address: str, key: bytes, register: Register) -> Channel | None:
     """Connect to the controller; None if it has ended, and if it was killed, remove its socket.
 
     Raises:
         OSError: It cannot be reached.
     """
     try:
-        return connect(address, key, registration)
+        return connect(address, key, register)
     except (FileNotFoundError, WrongKeyError):
         return None
     except ConnectionError:  # nobody listens

@@ -45,8 +45,8 @@ class RankDebugger:
 
     channel: Channel
 
-    def __init__(self, printed: Divertible) -> None:
-        self._printed = printed
+    def __init__(self, terminal: Divertible) -> None:
+        self._printed = terminal
         self._pid = 0
         self._invoke: PdbInvoke | None = None
         self._streams: tuple[TextIO, TextIO] | None = None

@@ -132,7 +132,11 @@ class PythonSettings:
         return self._found
 
     def _find_replaced(self) -> Iterator[str]:
-        """Yield modules that were replaced or removed, or stand for one that is not there."""
+        """Yield modules that were replaced or removed since they were noted, or are stand-ins.
+
+        A stand-in is in `sys.modules` without having been imported. Modules that were imported are
+        noted: they are no change.
+        """
         now = dict(sys.modules)
         for name, module in self._modules.items():
             if now.get(name) is not module:

@@ -1,7 +1,7 @@
-"""Process that collects for one rank, with the environment of that rank.
+"""Process that collects for one rank, and how its tests differ from the controller's.
 
-A child of the preloaded process. After collecting it is the fork server of that rank, for each new
-gang. If it cannot be forked (CUDA, threads), it becomes the rank itself.
+A child of the preloaded process, with the environment of its rank. After collecting it is the fork
+server of that rank, for each new gang. If it cannot be forked (CUDA, threads), it becomes the rank.
 """
 
 from __future__ import annotations

@@ -137,11 +137,9 @@ class _KeptServer:
         """Take no more sessions."""
         self.is_stopping = True
 
-    def on_register(
-        self, channel: Channel, registration: Register, rest: Sequence[Message]
-    ) -> None:
+    def on_register(self, channel: Channel, register: Register, rest: Sequence[Message]) -> None:
         """Answer a session that asks to be started."""
-        if registration.role != "session" or rest or not channel.is_of_same_user:
+        if register.role != "session" or rest or not channel.is_of_same_user:
             self.calls.drop(channel)
             return
         changed = next(filter(self._has_changed, self.files), "")

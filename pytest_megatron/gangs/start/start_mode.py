@@ -276,8 +276,8 @@ class PerRank:
     def compare_with(self, items: Sequence[pytest.Item]) -> None:
         """Take the tests of the controller, which has collected after ranks had begun."""
         self._node_ids = _node_ids(items)
-        for world, rank, word in self._uncompared:
-            self._compare(world, rank, word)
+        for world, rank, collected in self._uncompared:
+            self._note_collected(world, rank, collected)
         self._uncompared.clear()
         until = time.monotonic() + self._limit_s  # nobody has read the messages of ranks meanwhile
         for world in self._worlds.values():
@@ -339,9 +339,9 @@ class PerRank:
         self._reported |= ranks.keys()
         failures = []
         for failure, who in ranks.items():
-            story, _, line = reasons[failure].rstrip().rpartition("\n")
+            traceback, _, line = reasons[failure].rstrip().rpartition("\n")
             where = failure[0] or name_ranks(who)
-            failures.append((where, f"{name_ranks(who)} of {size} {line}\n{story}".rstrip()))
+            failures.append((where, f"{name_ranks(who)} of {size} {line}\n{traceback}".rstrip()))
         return failures
 
     def is_lost(self, size: int) -> bool:
@@ -437,7 +437,7 @@ class PerRank:
                 if self._node_ids is None:
                     self._uncompared.append((world, rank, word))
                 else:
-                    self._compare(world, rank, word)
+                    self._note_collected(world, rank, word)
             case Died(exit_code=exit_code, phase=node_id):
                 del world.collectors[rank]
                 if not collector.is_ready:
@@ -447,14 +447,17 @@ class PerRank:
             case _:
                 assert_never(word)
 
-    def _compare(self, world: _World, rank: int, word: Collected) -> None:
-        """Compare the tests of a rank with those of the controller."""
+    def _note_collected(self, world: _World, rank: int, collected: Collected) -> None:
+        """Note how the tests of a rank differ from the controller's.
+
+        A rank that found nothing, or whose pytest did not start, is lost, with the reason.
+        """
         known = self._node_ids or []
         difference = CollectionDifference()
-        if not word.is_same and not word.node_ids and "" in word.problems:
-            world.lost[rank] = word.problems[""]  # pytest itself did not start
-        elif not word.is_same:
-            difference = compare(known, word.node_ids, word.problems)
+        if not collected.is_same and not collected.node_ids and "" in collected.problems:
+            world.lost[rank] = collected.problems[""]  # pytest itself did not start
+        elif not collected.is_same:
+            difference = compare(known, collected.node_ids, collected.problems)
             if difference.is_total(len(known)):
                 world.lost[rank] = _NOTHING_FOUND
         world.differences[rank] = difference

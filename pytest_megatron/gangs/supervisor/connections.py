@@ -169,12 +169,12 @@ class ForkServers:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._pids: dict[Channel, int] = {}
 
-    def add(self, registration: Register, channel: Channel) -> None:
+    def add(self, register: Register, channel: Channel) -> None:
         """Add the connection of a fork server that has registered."""
-        if not registration.world_size:
-            self._channels[registration.node_rank, registration.rank] = channel
-        if registration.node_rank == 0:
-            self._pids[channel] = registration.pid
+        if not register.world_size:
+            self._channels[register.node_rank, register.rank] = channel
+        if register.node_rank == 0:
+            self._pids[channel] = register.pid
 
     def has(self, node_rank: int, rank: int = OF_NODE) -> bool:
         """Return whether a fork server is connected."""
@@ -360,14 +360,12 @@ class RankCollectors:
         for node in self._nodes(number):
             node.send(Kill(gang=number))
 
-    def take_collected(self, source: Channel, registration: Register, collected: Collected) -> None:
+    def take_collected(self, source: Channel, register: Register, collected: Collected) -> None:
         """Record that a collector has collected."""
-        self._collectors[registration.node_rank, registration.rank, registration.world_size] = (
-            RankCollector(
-                number=registration.gang, channel=source, is_single=bool(collected.obstacle)
-            )
+        self._collectors[register.node_rank, register.rank, register.world_size] = RankCollector(
+            number=register.gang, channel=source, is_single=bool(collected.obstacle)
         )
-        self._configs[registration.gang][1](registration.gang, collected, registration.rank)
+        self._configs[register.gang][1](register.gang, collected, register.rank)
 
     def take(self, message: Message) -> bool:
         """Handle a message of a node's fork server about collectors; return whether it is news."""

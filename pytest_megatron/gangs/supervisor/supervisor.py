@@ -355,31 +355,33 @@ class Supervisor:
         self._calls.forget()
 
     def start_without_ranks(self, gang: Gang) -> None:
-        """Add a gang without processes, for tests that some rank of it could not collect."""
+        """Add a gang that has no processes, and take all its ranks for ready.
+
+        It is for tests that some rank could not collect: they fail for that rank (`gang.missing`),
+        and no process is needed to say so.
+        """
         self._gangs[gang.number] = gang
         for config in gang.configs:
             self._handle(gang, config.rank, Ready())
 
-    def _on_register(
-        self, source: Channel, registration: Register, rest: Sequence[Message]
-    ) -> None:
+    def _on_register(self, source: Channel, register: Register, rest: Sequence[Message]) -> None:
         """Take a new connection: a node, a fork server or a rank."""
-        if registration.role == "node" and self._followers is not None:
+        if register.role == "node" and self._followers is not None:
             self._calls.read(source, lambda: self._on_follower(source))
-            self._followers.accept(registration.node_rank, source)
+            self._followers.accept(register.node_rank, source)
             return
-        if registration.role == "fork_server":
-            self._on_fork_server(source, registration, rest)
+        if register.role == "fork_server":
+            self._on_fork_server(source, register, rest)
             return
-        gang = self._gangs.get(registration.gang)
+        gang = self._gangs.get(register.gang)
         if gang is None:
             self._calls.drop(source)
             return
-        gang.channels[registration.rank] = source
-        if registration.node_rank == 0:
-            gang.pids[registration.rank] = registration.pid
-        self._calls.read(source, lambda: self._drain_rank(gang, registration.rank))
-        gang.inboxes[registration.rank] = deque(rest)
+        gang.channels[register.rank] = source
+        if register.node_rank == 0:
+            gang.pids[register.rank] = register.pid
+        self._calls.read(source, lambda: self._drain_rank(gang, register.rank))
+        gang.inboxes[register.rank] = deque(rest)
         self._deliver(gang)
 
     def _on_wrong_key(self) -> None:
@@ -397,18 +399,18 @@ class Supervisor:
             self._calls.drop(source)
 
     def _on_fork_server(
-        self, source: Channel, registration: Register, messages: Sequence[Message]
+        self, source: Channel, register: Register, messages: Sequence[Message]
     ) -> None:
         """Take the connection of a fork server."""
         self._has_news = True
-        self.fork_servers.add(registration, source)
+        self.fork_servers.add(register, source)
 
         def take(messages: Sequence[Message]) -> None:
             """Take messages of a fork server, and its loss."""
             for message in messages:
                 if isinstance(message, Collected):
                     self._has_news = True
-                    self.collectors.take_collected(source, registration, message)
+                    self.collectors.take_collected(source, register, message)
                 else:
                     self._on_fork_server_message(source, message)
             if source.is_closed:

@@ -136,9 +136,13 @@ def stubborn_pid(line: str) -> int | None:
     return None if found is None else int(found["pid"])
 
 
-def excuse(end: ProcessExit, stubborn: Collection[int | None]) -> ProcessExit:
+def excuse(process_exit: ProcessExit, stubborn: Collection[int | None]) -> ProcessExit:
     """Return the end of a rank that the agent killed as the SIGTERM that it had not heard."""
-    return replace(end, how="SIGTERM") if end.pid is not None and end.pid in stubborn else end
+    return (
+        replace(process_exit, how="SIGTERM")
+        if process_exit.pid is not None and process_exit.pid in stubborn
+        else process_exit
+    )
 
 
 def merge_exits(exits: Sequence[ProcessExit]) -> dict[int, ProcessExit]:

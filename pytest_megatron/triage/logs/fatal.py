@@ -67,7 +67,7 @@ def find_fatal(
     table: Table,
     labelled: Collection[LogFile],
     rank: int | None,
-    end: ProcessExit | None,
+    process_exit: ProcessExit | None,
     *,
     is_lone: bool = False,
 ) -> Fatal | None:
@@ -78,7 +78,7 @@ def find_fatal(
         table: Says what an exception means.
         labelled: The logs whose lines begin with `3: `.
         rank: Whose lines count in a log of several ranks.
-        end: How the launcher saw it end, or None.
+        process_exit: How the launcher saw it end, or None.
         is_lone: Only one that a child or a pipe caused, and that is not the launcher's.
     """
     order = (Stream.STDERR, Stream.BOTH, Stream.LAUNCHER, Stream.STDOUT)
@@ -86,7 +86,7 @@ def find_fatal(
     for stream in streams:
         chosen = [(log, at) for log, at in traces if log.stream is stream][-_MOST_TRACES:]
         read = (
-            _read_fatal(log, at, table, rank, end, is_labelled=log in labelled)
+            _read_fatal(log, at, table, rank, process_exit, is_labelled=log in labelled)
             for log, at in reversed(chosen)
         )
         found = [fatal for fatal in read if fatal is not None]
@@ -259,7 +259,7 @@ def _read_fatal(
     at: int,
     table: Table,
     rank: int | None,
-    end: ProcessExit | None,
+    process_exit: ProcessExit | None,
     *,
     is_labelled: bool,
 ) -> Fatal | None:
@@ -272,7 +272,7 @@ def _read_fatal(
     chain = read_chain(lines, start)
     if chain is None or chain.is_ignored:
         return None
-    has_failed = end is not None and end.how != "exit code 0"
+    has_failed = process_exit is not None and process_exit.how != "exit code 0"
     was_logged = start > 0 and _LOGGED.search(lines[start - 1].text) is not None
     raw = read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
     is_uncaught = _UNCAUGHT.search(raw) is not None

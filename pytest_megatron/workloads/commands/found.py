@@ -56,7 +56,7 @@ class Found:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Metrics to compare: losses and their like, with more than one value where some have."""
+        """Metrics to compare: those wanted, else losses and their like (curves if there are)."""
         if self.wanted:
             return self.wanted
         chosen = self._like_losses

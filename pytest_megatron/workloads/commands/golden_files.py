@@ -158,7 +158,7 @@ class _Movers:
 
 
 def _plan(
-    files: Sequence[Path], wish: ConvertOptions, movers: _Movers
+    files: Sequence[Path], options: ConvertOptions, movers: _Movers
 ) -> tuple[list[_ConvertedFile], list[GoldenError]]:
     """Return the change of each file, and the errors of those that stay."""
     changes: dict[Path, _ConvertedFile] = {}
@@ -168,7 +168,7 @@ def _plan(
         try:
             target = movers.target_of(file)
             old = read_text(file)
-            new = convert_text(old, str(file), wish)
+            new = convert_text(old, str(file), options)
         except GoldenError as error:
             problems.append(error)
             continue

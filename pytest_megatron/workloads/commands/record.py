@@ -149,16 +149,21 @@ _FAMILIES = (
 )
 
 
-def kept_of(names: Sequence[str], env: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a row is to hold, after others that a training may read are told.
+def env_of_row(
+    names: Sequence[str], env: Mapping[str, str], assigned: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that `--env` puts into a row, by name; print others that may matter.
+
+    A printed variable is set in the shell, is of a kind that trainings read, and is neither in the
+    row nor before the command.
 
     Args:
-        names: Those asked for.
-        env: Those of the shell.
-        own: Those that stand before the command.
+        names: What `--env` names.
+        env: Variables of the shell.
+        assigned: Variables before the command, as in `NAME=1 python train.py`; not in the result.
 
     Raises:
-        LaunchError: One is not set, or is a secret.
+        LaunchError: A name is not set, or is that of a secret.
     """
     for name in names:
         if name not in env:
@@ -170,7 +175,7 @@ def kept_of(names: Sequence[str], env: Mapping[str, str], own: Mapping[str, str]
     others = {
         name: value
         for name, value in sorted(kept_variables(env, names=_FAMILIES).items())
-        if name not in names and name not in own and not _EVERYWHERE(name)
+        if name not in names and name not in assigned and not _EVERYWHERE(name)
     }
     if others:
         said = [n if is_secret_name(n) else f"{n}={shlex.quote(v)}" for n, v in others.items()]
@@ -270,7 +275,7 @@ def command(  # noqa: PLR0913 - the options
     words = (*assigned, *program)
     row_name = name or name_of(program, root)
     _refuse_known(root, row_name)
-    env = kept_of(kept, os.environ, started.env)
+    env = env_of_row(kept, os.environ, started.env)
     gpus, num_gpus = _gpus_of(started.ranks, is_alone=started.is_alone)
     sizes = {"ranks": started.ranks}
     if started.is_alone:

@@ -221,7 +221,7 @@ class Engine(Protocol):
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return what plans for this engine need: the interpreter, the environment."""
 
-    def lacks(self, needed: Resources) -> str | None:
+    def lacks(self, resources: Resources) -> str | None:
         """Return why a submission with these needs can never run here, or None if it can."""
 
     def submit(self, submissions: Sequence[Submission]) -> None:
@@ -250,7 +250,7 @@ class Checking(Protocol):
     """Optional part of an engine: it knows what cannot work where it runs a workload."""
 
     def findings(
-        self, workload: Workload, setting: Setting, needed: Resources
+        self, workload: Workload, setting: Setting, resources: Resources
     ) -> Sequence[CheckFinding]:
         """Return what is wrong; an error refuses the workload, a warning is shown once for a run.
 

@@ -109,9 +109,9 @@ class LeasingEngine:
         self._carry_out = carry_out
         self._waiting: list[Submission] = []
 
-    def lacks(self, needed: Resources) -> str | None:
+    def lacks(self, resources: Resources) -> str | None:
         """Return which GPUs are not there; nodes are on this machine, side by side."""
-        return self._host.lacks(needed.platform, needed.num_nodes * needed.ranks_per_node)
+        return self._host.lacks(resources.platform, resources.num_nodes * resources.ranks_per_node)
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Keep submissions until `poll`."""
@@ -445,7 +445,7 @@ def _examine(script: Path) -> tuple[str, Sequence[str]]:
         for path, tree in _own_modules(script):
             if (line := _changed_environment(tree)) is not None:
                 return f"{path.name}:{line} changes the environment, maybe for torch", ()
-            names = set(_imported(tree))
+            names = set(_imported_names(tree))
             imported |= {name.partition(".")[0] for name in names}
             attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             has_optimizer |= any("torch.optim" in n for n in names) or "optim" in attributes
@@ -464,7 +464,7 @@ def _own_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:
         path = todo.pop()
         tree = ast.parse(path.read_bytes(), str(path))
         yield path, tree
-        for name in _imported(tree):
+        for name in _imported_names(tree):
             parts = name.split(".")
             for length in range(1, len(parts) + 1):
                 base = directory.joinpath(*parts[:length])
@@ -474,8 +474,11 @@ def _own_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:
                         todo.append(file)
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules that a file imports."""
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the dotted names that a file imports: `a.b` of `import a.b` and of `from a import b`.
+
+    So the last part of a name may be no module. Relative imports are left out.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -224,7 +224,7 @@ def _check_finite(golden: GoldenFile, name: str, series: Series) -> Iterator[Fin
     )
 
 
-def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
+def _check_steps(group: FindingGroup, name: str, series: Series) -> None:
     """Note holes in the steps of a metric."""
     first, last = series.steps[0], series.steps[-1]
     interval = step_interval(series.steps)
@@ -232,29 +232,29 @@ def _check_steps(together: FindingGroup, name: str, series: Series) -> None:
     missing = sorted({*range(spaced[0], last + 1, interval)} - {*spaced})
     if missing:
         message = f"{len(missing)} of the steps {first} to {last} are missing, the first is "
-        together.add("golden-steps", name, f"{message}{missing[0]}; record it again")
+        group.add("golden-steps", name, f"{message}{missing[0]}; record it again")
         return
-    block = together.golden.value[name]
+    block = group.golden.value[name]
     assert isinstance(block, dict)
     said = (block.get("start_step"), block.get("end_step"), block.get("step_interval"))
     is_single = len(spaced) < 2  # noqa: PLR2004 - then no distance is wrong
     if said[:2] != (first, last) or not (is_single or said[2] == interval):
         message = f"start_step, end_step and step_interval are {said[0]}, {said[1]} and {said[2]}, "
         message += f"those of the values {first}, {last} and {interval}; `golden convert` mends it"
-        together.add("golden-steps", name, message)
+        group.add("golden-steps", name, message)
 
 
-def _check_precision(together: FindingGroup, name: str, series: Series) -> None:
+def _check_precision(group: FindingGroup, name: str, series: Series) -> None:
     """Note values that were rounded."""
     if not series.is_full_precision:
-        if together.golden.document.provenance is not None:
-            together.add("golden-precision", name, "five decimals; record it again for all of them")
+        if group.golden.document.provenance is not None:
+            group.add("golden-precision", name, "five decimals; record it again for all of them")
         return
     broken = [v for v in series.values if isinstance(v, float) and 0 < abs(v % 1) < 1]
     small = [v for v in broken if abs(v) < _COARSE]
     if len(small) >= _MIN_VALUES and all(round(v, _DECIMALS) == v for v in small):
         message = "says full precision, and no value has more than five decimals; record it again"
-        together.add("golden-precision", name, message)
+        group.add("golden-precision", name, message)
 
 
 @dataclass(slots=True)
@@ -503,22 +503,22 @@ class _Linter:
         where = GOLDENS / "<model>/<test_case>"
         return "golden-misplaced", f"nothing looks for goldens here, expected {where}; move it"
 
-    def _unread(self, path: Path, place: GoldenOwner) -> tuple[str, str] | None:
+    def _unread(self, path: Path, owner: GoldenOwner) -> tuple[str, str] | None:
         """Return why nothing reads a golden that lies where goldens lie."""
         absolute = path.absolute()
         if absolute in self._shadowed:
             counts = self._shadowed[absolute]
             return "golden-duplicate", f"{counts} is read instead of this; remove one of the two"
-        case = _config_of(self._project.root, place)
+        case = _config_of(self._project.root, owner)
         is_known = absolute in self.readers
         if not is_known and not case.is_file():
             return "golden-orphan", f"there is no {case}; remove it, or move it to its case"
         platforms = self._project.vocabulary.platforms
-        if not is_known and place.platform not in platforms | self._project.other_names.keys():
+        if not is_known and owner.platform not in platforms | self._project.other_names.keys():
             message, key = "names no platform", '""'
-            if place.platform:
-                message = f"unknown platform {place.platform!r}{nearest(place.platform, platforms)}"
-                key = place.platform
+            if owner.platform:
+                message = f"unknown platform {owner.platform!r}{nearest(owner.platform, platforms)}"
+                key = owner.platform
             message += f"; say in [tool.pytest-megatron] golden-platforms which one {key} is, or "
             return "golden-name", f"{message}remove it"
         if not is_known and self._project.recipes:
@@ -552,10 +552,10 @@ class _Linter:
             is_read=is_read,
         )
 
-    def _case_of(self, place: GoldenOwner, path: Path) -> CaseDocument | None:
+    def _case_of(self, owner: GoldenOwner, path: Path) -> CaseDocument | None:
         """Return the case of a golden: of the row that reads it, or the file of its place."""
         own = (row.own_case for row in self.readers.get(path.absolute(), ()))
-        return next(own, None) or self._case_at(_config_of(self._project.root, place))
+        return next(own, None) or self._case_at(_config_of(self._project.root, owner))
 
     def _case_at(self, path: Path) -> CaseDocument | None:
         """Return a case, read once; None if it is not there."""
@@ -567,8 +567,8 @@ class _Linter:
         return self._cases[path]
 
 
-def _config_of(root: Path, place: GoldenOwner) -> Path:
-    return root / CASES / place.case / CASE_NAME
+def _config_of(root: Path, owner: GoldenOwner) -> Path:
+    return root / CASES / owner.case / CASE_NAME
 
 
 def _broken_recipe(errors: Sequence[Finding]) -> Finding:

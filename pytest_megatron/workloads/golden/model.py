@@ -89,10 +89,10 @@ class Generation:
         return bool(self.requests) and all(has_metric(r, metric) for r in self.requests.values())
 
 
-def has_metric(request: PromptAnswer, metric: str) -> bool:
+def has_metric(answer: PromptAnswer, metric: str) -> bool:
     """Return True if a request has a value of `metric`, one of `REQUEST_METRICS`."""
-    others = {TOKENS: request.tokens, TEXT: request.text, ROUTING: request.routing}
-    return others.get(metric, request.logprobs.get(metric)) is not None
+    others = {TOKENS: answer.tokens, TEXT: answer.text, ROUTING: answer.routing}
+    return others.get(metric, answer.logprobs.get(metric)) is not None
 
 
 def is_generation(value: Mapping[str, JsonValue]) -> bool:

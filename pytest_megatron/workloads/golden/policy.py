@@ -252,10 +252,10 @@ def kind_of(metric: str) -> LimitKind:
 
 
 def direction_of(metric: str) -> str:
-    """Return the direction in which a metric improves, as provenance names it.
+    """Return which direction improves a metric: `lower_is_better`, `higher_is_better` or `either`.
 
-    Less of a loss is better, although both sides of the golden fail; of other metrics nothing is
-    known.
+    Losses are `lower_is_better`, although a comparison fails on either side of the golden; times,
+    throughput and memory have the direction of their limits; all others are `either`.
     """
     limits = DEFAULTS.get(metric)
     if isinstance(limits, CostLimits | MemoryLimits):
@@ -378,10 +378,14 @@ class Override:
     environments: Annotated[Texts, About("Such as dev.")] = ()
     metrics: _Metrics
 
-    def is_at(self, place: ComparedWorkload | None) -> bool:
+    def is_at(self, workload: ComparedWorkload | None) -> bool:
         """Return True if the override applies to a workload; None stands for any workload."""
         wanted = (self.cases, self.platforms, self.environments)
-        here = (None,) * 3 if place is None else (place.case, place.platform, place.environment)
+        here = (
+            (None,) * 3
+            if workload is None
+            else (workload.case, workload.platform, workload.environment)
+        )
         return all(
             not patterns or (name is not None and any(fnmatch.fnmatch(name, p) for p in patterns))
             for patterns, name in zip(wanted, here, strict=True)
@@ -414,14 +418,14 @@ class ComparisonPolicy:
         """True if it is `strict`, or inherits from it."""
         return self.base is Base.STRICT
 
-    def at(self, place: ComparedWorkload | None) -> ComparisonPolicy:
+    def at(self, workload: ComparedWorkload | None) -> ComparisonPolicy:
         """Return the policy as it is for one workload."""
         return replace(
             self,
             overrides=tuple(
                 replace(o, cases=(), platforms=(), environments=())
-                for o in (*self.overrides, *([place.own] if place and place.own else ()))
-                if o.is_at(place)
+                for o in (*self.overrides, *([workload.own] if workload and workload.own else ()))
+                if o.is_at(workload)
             ),
         )
 

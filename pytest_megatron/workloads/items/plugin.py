@@ -179,7 +179,7 @@ _log = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[2]
 
 
-def rows_of(path: Path, words: Vocabulary, directory: Path | None) -> tuple[Workload, ...]:
+def rows_of(path: Path, vocabulary: Vocabulary, directory: Path | None) -> tuple[Workload, ...]:
     """Return the workloads of a recipe file without errors.
 
     Those of the same text, words and code are taken from `directory`, and kept there otherwise.
@@ -191,18 +191,18 @@ def rows_of(path: Path, words: Vocabulary, directory: Path | None) -> tuple[Work
     if directory is not None:
         kept = directory / hashlib.sha256(os.fsencode(path.absolute())).hexdigest()
         with contextlib.suppress(OSError):  # `load_recipe` says why a recipe cannot be read
-            key = _key(path, words)
+            key = _key(path, vocabulary)
             digest, content = (found := kept.read_bytes())[:32], found[32:]
             if hashlib.sha256(key + content).digest() == digest:
                 return cast("tuple[Workload, ...]", pickle.loads(content))  # noqa: S301 - trusted as compiled Python
     from pytest_megatron.workloads.recipe.load import load_recipe  # noqa: PLC0415 - pydantic
 
-    rows = load_recipe(path, vocabulary=words)
+    rows = load_recipe(path, vocabulary=vocabulary)
     # A row in the short form holds its document, whose lines hang on the identity of its parts.
     if kept is not None and key is not None and all(row.own_case is None for row in rows):
         content = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
         try:
-            if key == _key(path, words):  # the text that was read
+            if key == _key(path, vocabulary):  # the text that was read
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 write_bytes_atomically(kept, hashlib.sha256(key + content).digest() + content)
         except OSError as error:
@@ -210,9 +210,9 @@ def rows_of(path: Path, words: Vocabulary, directory: Path | None) -> tuple[Work
     return rows
 
 
-def _key(path: Path, words: Vocabulary) -> bytes:
+def _key(path: Path, vocabulary: Vocabulary) -> bytes:
     """Return the digest of everything that rows are made of, the code that reads them included."""
-    known = [sorted(getattr(words, name)) for name in Vocabulary.__slots__]
+    known = [sorted(getattr(vocabulary, name)) for name in Vocabulary.__slots__]
     facts = repr((str(path), known, _code())).encode()
     return hashlib.sha256(facts + path.read_bytes()).digest()
 

@@ -171,13 +171,13 @@ class QueueTerminal:
         """Return a listener that prints the lines of one workload under its name."""
         return QueueListener(self, name, has_iterations=self._config.getoption("verbose") > 0)
 
-    def show(self, standing: QueueProgress) -> None:
+    def show(self, progress: QueueProgress) -> None:
         """Show the state of the queue, if it is new."""
         reporter = self._reporter
         if reporter is None:
             return
         now = time.monotonic()
-        rows = [queue_text(self._engine, standing, now - self._started)]
+        rows = [queue_text(self._engine, progress, now - self._started)]
         texts = [f"  {text}" for _, text in self._progress.values()]
         rows += texts[:_MOST_SHOWN]
         if len(texts) > _MOST_SHOWN:
@@ -190,8 +190,8 @@ class QueueTerminal:
                 self._print(reporter, f"\n{text}")
                 self._text = text
             return
-        counts = (standing.num_ended, standing.num_running, standing.num_waiting)
-        detail = "\n".join([standing.detail, *texts])
+        counts = (progress.num_ended, progress.num_running, progress.num_waiting)
+        detail = "\n".join([progress.detail, *texts])
         if is_due(
             now - self._printed_at,
             has_new_counts=counts != self._counts,
@@ -462,25 +462,25 @@ def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> boo
     return since_s >= limit_s
 
 
-def queue_text(engine: str, standing: QueueProgress, elapsed_s: float) -> str:
+def queue_text(engine: str, progress: QueueProgress, elapsed_s: float) -> str:
     """Describe the queue: how many ended, run and wait.
 
     Args:
         engine: Name of the engine.
-        standing: How far it is.
+        progress: How far it is.
         elapsed_s: Since the workloads were submitted.
     """
     counts = [
-        f"{standing.num_ended} of {standing.num_works} ended",
-        f"{standing.num_running} running",
-        f"{standing.num_waiting} waiting",
+        f"{progress.num_ended} of {progress.num_works} ended",
+        f"{progress.num_running} running",
+        f"{progress.num_waiting} waiting",
     ]
-    if standing.num_held:
-        counts.append(f"{standing.num_held} to be submitted")
+    if progress.num_held:
+        counts.append(f"{progress.num_held} to be submitted")
     parts = [", ".join(counts)]
-    if standing.detail:
-        parts.append(standing.detail)
-    share = standing.share_done
+    if progress.detail:
+        parts.append(progress.detail)
+    share = progress.share_done
     if share is not None and _LEAST_SHARE <= share < 1:
         parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
     return f"{engine}: {'; '.join(parts)}"

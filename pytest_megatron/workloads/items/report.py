@@ -624,10 +624,10 @@ def show_findings(
 class ItemRetries:
     """Grants further attempts of one item from the run's budget, and prints them."""
 
-    def __init__(self, session: RunSession, node_id: str, live: AttemptListener) -> None:
+    def __init__(self, session: RunSession, node_id: str, listener: AttemptListener) -> None:
         self._session = session
         self._node_id = node_id
-        self._live = live
+        self._live = listener
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from the run's budget."""

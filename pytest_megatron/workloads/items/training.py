@@ -76,9 +76,9 @@ from pytest_megatron.workloads.verdict.job import (
 class ResultsPlugin:
     """Lives in the controller alone: a worker's records reach it on the reports."""
 
-    def __init__(self, session: RunSession, goldens: GoldenWriter, file: RunFile) -> None:
+    def __init__(self, session: RunSession, golden_writer: GoldenWriter, file: RunFile) -> None:
         self._session = session
-        self._goldens = goldens
+        self._goldens = golden_writer
         self._file = file
         self._records: dict[str, RecordedWorkload] = {}
 
@@ -150,11 +150,11 @@ class TrainingPlugin(RecordCarrier):
         self,
         config: pytest.Config,
         session: RunSession,
-        goldens: GoldenWriter,
+        golden_writer: GoldenWriter,
     ) -> None:
         self._config = config
         self._session = session
-        self._goldens = goldens
+        self._goldens = golden_writer
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:

@@ -128,11 +128,11 @@ class ParallelSizes:
         return world_size // (self.tp * self.pp * self.cp)
 
 
-def sizes_of(arguments: ModelArgs) -> ParallelSizes | None:
+def sizes_of(model_args: ModelArgs) -> ParallelSizes | None:
     """Return the sizes; None where one is no number, or an encoder has ranks of its own."""
-    tp, pp, cp, ep = (arguments.size(name) for name in (TP, PP, CP, EP))
-    etp = arguments.size(ETP) if ETP in arguments else tp
-    if not (tp and pp and cp and ep and etp) or arguments.has_any(*_ENCODERS):
+    tp, pp, cp, ep = (model_args.size(name) for name in (TP, PP, CP, EP))
+    etp = model_args.size(ETP) if ETP in model_args else tp
+    if not (tp and pp and cp and ep and etp) or model_args.has_any(*_ENCODERS):
         return None
     return ParallelSizes(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
 

@@ -38,7 +38,7 @@ class ProjectLint(Protocol):
     def __call__(
         self,
         config: ProjectConfig,
-        words: Vocabulary,
+        vocabulary: Vocabulary,
         root: Path,
         history: Callable[[], Sequence[HistoryEntry]],
     ) -> RowCheck:
@@ -46,7 +46,7 @@ class ProjectLint(Protocol):
 
         Args:
             config: Settings of the project.
-            words: Words that its recipes may use.
+            vocabulary: Words that its recipes may use.
             root: The project's.
             history: Reads the history of runs.
 

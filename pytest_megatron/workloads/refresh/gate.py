@@ -1,4 +1,4 @@
-"""The gate: rules that a candidate must meet to become a golden, some waived by a reason. Pure.
+"""Candidates for goldens, and the gate: rules that they must meet, some waived by a reason. Pure.
 
 Megatron-LM's tool takes the values of the jobs that failed, from any run; here a golden comes from
 a whole, clean and repeated training only.
@@ -374,7 +374,11 @@ def _check_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
 
 
 def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
-    """Yield what wants a reason about a loss that changes."""
+    """Yield what a loss changes by too much: at step 1, in its mean, or in absolute differences.
+
+    The mean of all steps, or of the last ones, may be off by `LOSS`, or by a multiple of what the
+    old golden's repeats differ by. More needs a reason, in either direction.
+    """
     first = points[0]
     off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
     if first.step == 1 and abs(off) > STEP_1:
@@ -575,18 +579,18 @@ def _is_later(one: Ran, other: Ran) -> bool:
     return one.repeat == other.repeat and one.number > other.number
 
 
-def _rule_of(attempt: Ran) -> GateRule:
+def _rule_of(ran: Ran) -> GateRule:
     """Return the rule that a failed attempt breaks."""
-    said = f"{attempt.record.signature or ''} {attempt.record.cause or ''}".lower()
+    said = f"{ran.record.signature or ''} {ran.record.cause or ''}".lower()
     if any(word in said for word in _WATCHDOGS) or _HANG in said:
         return GateRule.WATCHDOG
-    if "was killed by" in said or any(code < 0 for code in attempt.exit_codes):
+    if "was killed by" in said or any(code < 0 for code in ran.exit_codes):
         return GateRule.SIGNAL
     if "is not finite" in said or "the first that is not" in said:
         return GateRule.NOT_FINITE
     if "stops at step" in said:
         return GateRule.TRUNCATED
-    return GateRule.EXIT_CODE if any(attempt.exit_codes) else GateRule.NOT_TRAINED
+    return GateRule.EXIT_CODE if any(ran.exit_codes) else GateRule.NOT_TRAINED
 
 
 def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:

@@ -307,8 +307,8 @@ def _repeated_lines(path: Path) -> Iterator[str]:
             seen.add((name, step))
 
 
-def _attempt_dir(directory: Path, attempt: Ran) -> Path:
-    return ItemDirs(root=directory).attempt(repeat=attempt.repeat, attempt=attempt.number).root
+def _attempt_dir(directory: Path, ran: Ran) -> Path:
+    return ItemDirs(root=directory).attempt(repeat=ran.repeat, attempt=ran.number).root
 
 
 def _case_of(found: Candidate, root: Path) -> tuple[WorkloadCase, ComparedWorkload]:

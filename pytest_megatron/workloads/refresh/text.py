@@ -87,7 +87,13 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
 
 
 def outcome_text(outcome: AcceptOutcome, form: str, *, reason: str | None = None) -> str:
-    """Return the outcome for a set, in one of `FORMS`: refusals first, then the difference."""
+    """Return the differences of all goldens in one of `FORMS`; JSON names refusals as well.
+
+    Args:
+        outcome: What was accepted or refused.
+        form: One of `FORMS`.
+        reason: What the user gave for the change; Markdown alone shows it.
+    """
     if form == "json":
         value = differences_json(outcome.differences)
         refused: list[JsonValue] = [

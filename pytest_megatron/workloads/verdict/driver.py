@@ -1,4 +1,6 @@
-"""Training of a job: repeats, attempts where one failed for another cause than the code, judgement.
+"""Runs and judges the training or script of a job: repeats, attempts, what became of them.
+
+A repeat gets another attempt where one failed for another cause than the code.
 
 A repeat is a generator that yields orders and is sent their outcomes: the same for one workload on
 this machine and for thousands on a cluster.

@@ -214,44 +214,48 @@ def _compare(case: _StrictCase, metric: str, observed: Series | None) -> Compari
 
 
 def _find_hole(
-    answer: Comparison, golden: Series, observed: Series, points: list[Point]
+    comparison: Comparison, golden: Series, observed: Series, points: list[Point]
 ) -> Comparison:
     """Judge missing steps, and a golden that ends before the run."""
-    answer = find_hole(answer, golden, observed, points)
+    comparison = find_hole(comparison, golden, observed, points)
     uncovered = describe_uncovered(golden, observed)
-    if not answer.passed or answer.metric == _TIME or uncovered is None:
-        return answer
+    if not comparison.passed or comparison.metric == _TIME or uncovered is None:
+        return comparison
     return replace(
-        answer,
+        comparison,
         passed=False,
         rule=ComparisonRule.GOLDEN_UNUSABLE,
         notes=(uncovered,),
-        layers=(replace(answer.layers[0], passed=False),),
+        layers=(replace(comparison.layers[0], passed=False),),
     )
 
 
 def _judge(
-    case: _StrictCase, answer: Comparison, golden: Series, observed: Series, points: list[Point]
+    case: _StrictCase, comparison: Comparison, golden: Series, observed: Series, points: list[Point]
 ) -> Comparison:
     """Compare two whole series by the kind of the metric."""
-    metric = answer.metric
+    metric = comparison.metric
     known = _knowledge(case, metric)
     limits = _limits(case, metric, golden, known)
     match limits:
         case CostLimits() | MemoryLimits():
-            return answer if has_pending(points) else _judge_cost(case, answer, limits, points)
+            return (
+                comparison if has_pending(points) else _judge_cost(case, comparison, limits, points)
+            )
         case CountLimits():
             findings = _exact(known, limits.exact, points)
             findings += [] if has_pending(points) else count_layers(points, limits)
-            return decide(findings, replace(answer, rule=ComparisonRule.BIAS))
+            return decide(findings, replace(comparison, rule=ComparisonRule.BIAS))
         case LossLimits():
             band = band_around(case.golden, metric, golden, known, limits)
             largest = measure(points).largest_relative
             notes = (f"within the band (largest {largest:.1e})", band.note)
             layers = loss_layers(golden, observed, points, band, limits)
             findings = [*_exact(known, limits.exact, points), *layers]
-            answer = replace(answer, rule=ComparisonRule.BAND, notes=notes, allowed=band.as_allowed)
-            return decide(findings, answer)
+            comparison = replace(
+                comparison, rule=ComparisonRule.BAND, notes=notes, allowed=band.as_allowed
+            )
+            return decide(findings, comparison)
     assert_never(limits)
 
 
@@ -282,29 +286,32 @@ def _allowed(case: _StrictCase, metric: str, golden: Series) -> Allowed | None:
 
 
 def _judge_cost(
-    case: _StrictCase, answer: Comparison, limits: CostLimits | MemoryLimits, points: list[Point]
+    case: _StrictCase,
+    comparison: Comparison,
+    limits: CostLimits | MemoryLimits,
+    points: list[Point],
 ) -> Comparison:
     """Compare time or memory, if the golden is from a host like this one."""
     if all(p.observed == p.golden for p in points):
-        return replace(answer, rule=ComparisonRule.BITWISE)
+        return replace(comparison, rule=ComparisonRule.BITWISE)
     reason = why_not_timed(case.golden, case.surroundings.host_class)
     if case.surroundings.is_traced:
         reason = "tensors were traced, which costs time and memory"
     if reason is not None:
-        return replace(answer, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
+        return replace(comparison, rule=ComparisonRule.NOT_JUDGED, notes=(reason,))
     if isinstance(limits, MemoryLimits):
         what, findings = "peak", list(memory_layers(points, limits))
     else:
         made = case.golden.provenance
-        settings = case.policy.settings(answer.metric)
+        settings = case.policy.settings(comparison.metric)
         is_typed = not settings.keys().isdisjoint(("median", "quartile"))
-        spread = None if made is None or is_typed else made.spread.get(answer.metric)
+        spread = None if made is None or is_typed else made.spread.get(comparison.metric)
         what, findings = None, list(cost_layers(points, limits, spread))
     decisive = findings[0]
     assert decisive.summary is not None
     assert decisive.layer.measured is not None
     note = f"{what or decisive.summary.name} {decisive.layer.measured:+.1%}"
-    return decide(findings, replace(answer, rule=decisive.layer.rule, notes=(note,)))
+    return decide(findings, replace(comparison, rule=decisive.layer.rule, notes=(note,)))
 
 
 def _exact(known: Knowledge, when: Exact, points: list[Point]) -> list[LayerFinding]:
@@ -315,23 +322,23 @@ def _exact(known: Knowledge, when: Exact, points: list[Point]) -> list[LayerFind
 
 
 def _name_pass(
-    case: _StrictCase, answer: Comparison, golden: Series, points: list[Point]
+    case: _StrictCase, comparison: Comparison, golden: Series, points: list[Point]
 ) -> Comparison:
     """Name the rule of a run that passed: equal, drifted with its platform, or within its band."""
     if all(p.observed == p.golden for p in points):
         equal = "bitwise equal" if golden.is_full_precision else "equal to five decimals"
-        return replace(answer, rule=ComparisonRule.BITWISE, notes=(equal,))
-    if answer.rule is not ComparisonRule.BAND:
-        return answer
+        return replace(comparison, rule=ComparisonRule.BITWISE, notes=(equal,))
+    if comparison.rule is not ComparisonRule.BAND:
+        return comparison
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     if largest <= LAST_DIGITS:
         note = f"differs only in the last digits (largest {largest:.0e})"
-        answer = replace(answer, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
+        comparison = replace(comparison, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
     drift = drift_between(case.golden.provenance, case.surroundings)
     if drift.changes:
-        notes = (*answer.notes, drift.text)
-        answer = replace(answer, rule=ComparisonRule.DRIFT, notes=notes)
-    return answer
+        notes = (*comparison.notes, drift.text)
+        comparison = replace(comparison, rule=ComparisonRule.DRIFT, notes=notes)
+    return comparison
 
 
 def _measured_part(case: _StrictCase, metric: str, golden: Series, observed: Series) -> Series:

@@ -281,11 +281,11 @@ def _steady(values: Sequence[float]) -> float:
     return statistics.median(values[1:] or values)
 
 
-def _values(request: PromptAnswer, metric: str) -> tuple[float, ...]:
+def _values(answer: PromptAnswer, metric: str) -> tuple[float, ...]:
     """Return the numbers of a request that a metric compares."""
     if metric == TOKENS:
-        return tuple(float(token) for token in request.tokens or ())
-    return request.logprobs[metric]
+        return tuple(float(token) for token in answer.tokens or ())
+    return answer.logprobs[metric]
 
 
 def _largest(metric: str, golden: PromptAnswer, observed: PromptAnswer) -> float:

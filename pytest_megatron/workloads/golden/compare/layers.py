@@ -252,10 +252,10 @@ class LayerFinding:
     notes: tuple[str, ...] = ()
 
 
-def decide(findings: Iterable[LayerFinding], passed: Comparison) -> Comparison:
-    """Return the answer of the first layer that failed; `passed` where none did."""
+def decide(findings: Iterable[LayerFinding], comparison: Comparison) -> Comparison:
+    """Return the answer of the first layer that failed; `comparison` where none did."""
     found = tuple(findings)
-    answer = replace(passed, layers=(*passed.layers, *(finding.layer for finding in found)))
+    answer = replace(comparison, layers=(*comparison.layers, *(finding.layer for finding in found)))
     failed = next((finding for finding in found if not finding.layer.passed), None)
     if failed is None:
         return answer
@@ -270,12 +270,12 @@ def decide(findings: Iterable[LayerFinding], passed: Comparison) -> Comparison:
 
 
 def find_hole(
-    answer: Comparison, golden: Series, observed: Series, points: Sequence[Point]
+    comparison: Comparison, golden: Series, observed: Series, points: Sequence[Point]
 ) -> Comparison:
     """Return the answer after the layer of presence; it fails if a value is missing on either side.
 
     Args:
-        answer: One that passes so far.
+        comparison: One that passes so far.
         golden: The steps that must be there.
         observed: The run's.
         points: The steps at which both have a finite number.
@@ -288,17 +288,17 @@ def find_hole(
         unit="steps",
     )
     if presence.passed:
-        return replace(answer, layers=(presence,))
-    answer = replace(answer, passed=False, layers=(presence,))
+        return replace(comparison, layers=(presence,))
+    comparison = replace(comparison, passed=False, layers=(presence,))
     unusable = find_unusable(golden)
     if unusable is not None:
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
+        return replace(comparison, rule=ComparisonRule.GOLDEN_UNUSABLE, first=unusable)
     absent = find_absent(golden, observed)
     if absent is None:
         note = "the golden has no value for it"
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, first=None, notes=(note,))
+        return replace(comparison, rule=ComparisonRule.GOLDEN_UNUSABLE, first=None, notes=(note,))
     rule, first, notes = absent
-    return replace(answer, rule=rule, first=first, notes=notes)
+    return replace(comparison, rule=rule, first=first, notes=notes)
 
 
 def exact_layer(points: list[Point]) -> LayerFinding:

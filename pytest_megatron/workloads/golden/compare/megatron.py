@@ -137,17 +137,17 @@ def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> 
     return Allowed(relative=((golden.steps[0], share),))
 
 
-def _judge(answer: Comparison, golden: Series, observed: Series, tests: _Tests) -> Comparison:
+def _judge(comparison: Comparison, golden: Series, observed: Series, tests: _Tests) -> Comparison:
     """Judge a metric by Megatron-LM's exact and approximate tests."""
     if not len(golden):
         notes: tuple[str, ...] = ("it has no value",)
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
+        return replace(comparison, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
     refused = _refused_by_extraction(golden, observed)
     if refused is not None:
         notes = ("extraction refuses a value not finite",)
-        return replace(answer, rule=ComparisonRule.APPROXIMATE, first=refused, notes=notes)
-    if answer.metric == _TIME:
-        return _judge_time(answer, golden, observed, tests.rtol)
+        return replace(comparison, rule=ComparisonRule.APPROXIMATE, first=refused, notes=notes)
+    if comparison.metric == _TIME:
+        return _judge_time(comparison, golden, observed, tests.rtol)
     rule = ComparisonRule.EXACT if tests.has_exact else ComparisonRule.APPROXIMATE
     failing, allowed = _failing(golden, observed, 0.0), 0
     if not (failing and tests.has_exact):
@@ -156,10 +156,10 @@ def _judge(answer: Comparison, golden: Series, observed: Series, tests: _Tests) 
         allowed = min(max(num_steps // 100, 1), _MAX_FAILING_STEPS) if num_steps > 1 else 0
         # As it is written there, rounding included: 1 of 3 steps is not allowed, 1 of 2 is.
         passed = (num_steps - len(failing)) / num_steps >= 1 - allowed / num_steps
-        answer = replace(answer, passed=passed)
+        comparison = replace(comparison, passed=passed)
     count = f"{len(failing)} of {len(golden)} steps outside, {allowed} allowed"
     first, notes = (failing[0], (count,)) if failing else (None, ())
-    return replace(answer, rule=rule, first=first, notes=notes)
+    return replace(comparison, rule=rule, first=first, notes=notes)
 
 
 def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifference]:
@@ -172,18 +172,20 @@ def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifferen
     ]
 
 
-def _judge_time(answer: Comparison, golden: Series, observed: Series, rtol: float) -> Comparison:
+def _judge_time(
+    comparison: Comparison, golden: Series, observed: Series, rtol: float
+) -> Comparison:
     """Judge the median time of an iteration as Megatron-LM does."""
     finite = list(golden.finite())
     if not finite:
         notes = ("it has no finite value",)
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
+        return replace(comparison, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
     start, stop = _SHORT_WINDOW if finite[-1] <= _LAST_STEP_OF_SHORT else _LONG_WINDOW
     timed = [s for s in finite if s >= start]
     steps = [s for s in timed if s < stop] or timed[:_NUM_FALLBACK_STEPS]
     if not steps:
         notes = (f"it has no finite value from step {start} on",)
-        return replace(answer, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
+        return replace(comparison, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
     ours, theirs = dict(golden.items()), dict(observed.items())
     summary = SeriesSummary(
         name=f"median of steps {steps[0]} to {steps[-1]}",
@@ -193,7 +195,7 @@ def _judge_time(answer: Comparison, golden: Series, observed: Series, rtol: floa
     )
     is_open = not observed.pending.isdisjoint(steps)  # values to come may change the median
     passed = is_open or _is_close(summary.observed, summary.golden, rtol)
-    return replace(answer, passed=passed, rule=ComparisonRule.APPROXIMATE, summary=summary)
+    return replace(comparison, passed=passed, rule=ComparisonRule.APPROXIMATE, summary=summary)
 
 
 def _refused_by_extraction(golden: Series, observed: Series) -> StepDifference | None:

@@ -119,26 +119,28 @@ def _compare(golden: Golden, observed: MetricMap, metric: str, rules: RlRules) -
     return _judge(answer, points, golden, rules) if answer.passed else answer
 
 
-def _judge(answer: Comparison, points: list[Point], golden: Golden, rules: RlRules) -> Comparison:
+def _judge(
+    comparison: Comparison, points: list[Point], golden: Golden, rules: RlRules
+) -> Comparison:
     """Compare two whole series by the kind of the metric."""
-    if answer.metric != _TIME and answer.metric not in _MEMORY:
-        return _judge_loss(answer, points, golden, rules)
+    if comparison.metric != _TIME and comparison.metric not in _MEMORY:
+        return _judge_loss(comparison, points, golden, rules)
     if rules.not_timed is not None:
-        return _unjudged(answer, rules.not_timed)
+        return _unjudged(comparison, rules.not_timed)
     if has_pending(points):
-        return answer
-    return _judge_cost(answer, points, rules)
+        return comparison
+    return _judge_cost(comparison, points, rules)
 
 
 def _judge_loss(
-    answer: Comparison, points: list[Point], golden: Golden, rules: RlRules
+    comparison: Comparison, points: list[Point], golden: Golden, rules: RlRules
 ) -> Comparison:
     """Compare every step: within a part of the golden, a small amount, or the spread of repeats."""
-    spread = None if golden.provenance is None else golden.provenance.spread.get(answer.metric)
+    spread = None if golden.provenance is None else golden.provenance.spread.get(comparison.metric)
     at = dict(spread.items()) if isinstance(spread, Series) else {}
     policy = rules.policy
-    band = policy.limit(answer.metric, "band", _LOSS_BAND)
-    absolute = policy.limit(answer.metric, "absolute", _LOSS_ABSOLUTE)
+    band = policy.limit(comparison.metric, "band", _LOSS_BAND)
+    absolute = policy.limit(comparison.metric, "absolute", _LOSS_ABSOLUTE)
     outside: list[StepDifference] = []
     widths: dict[int, float] = {}
     for point in points:
@@ -158,25 +160,25 @@ def _judge_loss(
                     tolerance=allowed / scale if scale else allowed,
                 )
             )
-    answer = replace(answer, allowed=allowed_of(widths, absolute))
+    comparison = replace(comparison, allowed=allowed_of(widths, absolute))
     place = f"band {band:g} and {absolute:g} absolute"
     layer = counting_layer(ComparisonRule.BAND, len(outside), 0, "steps outside", place)
-    first = outside[0] if outside else answer.first
+    first = outside[0] if outside else comparison.first
     return replace(
-        answer,
+        comparison,
         passed=not outside,
         rule=ComparisonRule.BAND,
         first=first,
-        layers=(*answer.layers, layer),
+        layers=(*comparison.layers, layer),
     )
 
 
-def _judge_cost(answer: Comparison, points: list[Point], rules: RlRules) -> Comparison:
+def _judge_cost(comparison: Comparison, points: list[Point], rules: RlRules) -> Comparison:
     """Compare the median time or the peak of memory after the warm-up.
 
     Under `strict` a faster run passes; less memory fails, since less was done with it.
     """
-    policy, metric = rules.policy, answer.metric
+    policy, metric = rules.policy, comparison.metric
     if metric == _TIME:
         steady = points[rules.start :] or points
         worse = policy.worse(metric, Worse.HIGHER if policy.is_strict else Worse.EITHER)
@@ -190,12 +192,12 @@ def _judge_cost(answer: Comparison, points: list[Point], rules: RlRules) -> Comp
     assert found.summary is not None
     off = relative(found.summary.observed, found.summary.golden)
     notes = (f"{found.summary.name} {off:+.1%}",)
-    judged = decide([found], replace(answer, rule=found.layer.rule, notes=notes))
-    return replace(judged, first=answer.first)
+    judged = decide([found], replace(comparison, rule=found.layer.rule, notes=notes))
+    return replace(judged, first=comparison.first)
 
 
-def _unjudged(answer: Comparison, note: str) -> Comparison:
-    return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
+def _unjudged(comparison: Comparison, note: str) -> Comparison:
+    return replace(comparison, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
 
 
 def _finite(series: Series) -> Series:

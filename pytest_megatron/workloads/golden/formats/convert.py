@@ -69,7 +69,7 @@ class Converted:
     notes: tuple[str, ...]
 
 
-def convert(text: str, where: str, wish: ConvertOptions) -> Converted:
+def convert(text: str, where: str, options: ConvertOptions) -> Converted:
     """Return a golden in another form.
 
     Raises:
@@ -80,17 +80,17 @@ def convert(text: str, where: str, wish: ConvertOptions) -> Converted:
     document = document_of(value, where, notes)
     losses: list[str] = []
     if document.generation is None:
-        new = _metrics(value, document, wish, losses)
+        new = _metrics(value, document, options, losses)
     else:
         new = _generation(document.generation, where)
     provenance = value.get(PROVENANCE_KEY)
-    if wish.is_plain and provenance is not None:
+    if options.is_plain and provenance is not None:
         names = provenance.keys() - AS_BLOCK.keys() if isinstance(provenance, dict) else ()
         losses.append(f"its provenance ({', '.join(sorted(names))})")
     elif provenance is not None:
         new[PROVENANCE_KEY] = _provenance(provenance, is_block=document.generation is None)
     try:
-        result = lay_out(new, wish.form)
+        result = lay_out(new, options.form)
     except ValueError as error:
         raise GoldenError(
             where, f"a number in it is not finite, which JSON cannot say: {error}; record it again"
@@ -103,7 +103,7 @@ def convert(text: str, where: str, wish: ConvertOptions) -> Converted:
 def _metrics(
     value: Mapping[str, JsonValue],
     document: GoldenDocument,
-    wish: ConvertOptions,
+    options: ConvertOptions,
     losses: list[str],
 ) -> dict[str, JsonValue]:
     """Return the metrics in another form, and note what is lost."""
@@ -111,11 +111,11 @@ def _metrics(
     for name, series in sorted(document.metrics.items()):
         block = value[name]
         assert isinstance(block, dict)
-        new[name] = _Block(name, block, series, wish).convert(losses)
+        new[name] = _Block(name, block, series, options).convert(losses)
     for name, other in value.items():
         if name == PROVENANCE_KEY or is_block(other):
             continue
-        if wish.is_plain:
+        if options.is_plain:
             losses.append(f"{name!r}, a number beside the metrics")
         else:
             new[name] = other

@@ -216,13 +216,13 @@ class Stages:
         return f"{self.layers} layers - {taken} = {self.middle}"
 
 
-def stages_of(arguments: ModelArgs, sizes: ParallelSizes) -> Stages | None:
+def stages_of(model_args: ModelArgs, sizes: ParallelSizes) -> Stages | None:
     """Return how layers fall on stages; None where other rules place them."""
-    layers = arguments.number(LAYERS)
-    if not layers or arguments.has_any(*_OTHER_LAYOUTS):
+    layers = model_args.number(LAYERS)
+    if not layers or model_args.has_any(*_OTHER_LAYOUTS):
         return None
-    layers += sum(arguments.is_on(name) for name in _COUNTED)
-    given = (("first", arguments.number(_FIRST)), ("last", arguments.number(_LAST)))
+    layers += sum(model_args.is_on(name) for name in _COUNTED)
+    given = (("first", model_args.number(_FIRST)), ("last", model_args.number(_LAST)))
     ends = tuple((name, number) for name, number in given if number is not None)
     return Stages(
         layers=layers,

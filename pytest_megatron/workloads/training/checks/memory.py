@@ -43,33 +43,33 @@ class Parameters:
     has_vocabulary: bool
 
 
-def parameters_of(given: ModelArgs, sizes: ParallelSizes) -> Parameters | None:
+def parameters_of(model_args: ModelArgs, sizes: ParallelSizes) -> Parameters | None:
     """Return the parameters; None where the arguments do not give them."""
-    stages = stages_of(given, sizes)
+    stages = stages_of(model_args, sizes)
     names = ("--hidden-size", "--num-attention-heads", "--num-layers")
-    hidden, heads, layers = (given.number(name) for name in names)
+    hidden, heads, layers = (model_args.number(name) for name in names)
     if stages is None or not hidden or not heads or not layers:
         return None
-    routed = _routed(given, layers)
+    routed = _routed(model_args, layers)
     if routed is None:
         return None
     held = _most_layers(stages, layers)
     # The fullest stage: as many layers with experts as a stage can have.
     with_experts = min(held, sum(routed))
-    extra = given.number("--mtp-num-layers") or 0
+    extra = model_args.number("--mtp-num-layers") or 0
     with_experts += extra if routed[-1] else 0
     held += extra
-    vocabulary = _vocabulary(given, sizes, hidden)
-    gates = 3 if given.is_on("--swiglu") else 2
-    width = given.number("--ffn-hidden-size") or _default_width(given, hidden)
-    num_experts = given.number("--num-experts") or 0
-    expert_width = given.number("--moe-ffn-hidden-size") or width
-    shared = given.number("--moe-shared-expert-intermediate-size") or 0
-    attention = _attention(given, hidden, heads) / sizes.tp
+    vocabulary = _vocabulary(model_args, sizes, hidden)
+    gates = 3 if model_args.is_on("--swiglu") else 2
+    width = model_args.number("--ffn-hidden-size") or _default_width(model_args, hidden)
+    num_experts = model_args.number("--num-experts") or 0
+    expert_width = model_args.number("--moe-ffn-hidden-size") or width
+    shared = model_args.number("--moe-shared-expert-intermediate-size") or 0
+    attention = _attention(model_args, hidden, heads) / sizes.tp
     mlp = (held - with_experts) * hidden * width * gates / sizes.tp
     mlp += with_experts * (hidden * shared * gates / sizes.tp + hidden * num_experts)
     return Parameters(
-        dense=held * (attention + 4 * hidden) + mlp + vocabulary + _positions(given, hidden),
+        dense=held * (attention + 4 * hidden) + mlp + vocabulary + _positions(model_args, hidden),
         experts=with_experts * num_experts / sizes.ep * hidden * expert_width * gates / sizes.etp,
         num_experts=num_experts,
         has_vocabulary=vocabulary > 0,
@@ -82,52 +82,54 @@ def _most_layers(stages: Stages, layers: int) -> int:
     return min(max(middle, *(number for _, number in stages.ends), 1), layers)
 
 
-def _default_width(given: ModelArgs, hidden: int) -> int:
-    return int(4 * hidden * 2 / 3 / 64) * 64 if given.is_on("--swiglu") else 4 * hidden
+def _default_width(model_args: ModelArgs, hidden: int) -> int:
+    return int(4 * hidden * 2 / 3 / 64) * 64 if model_args.is_on("--swiglu") else 4 * hidden
 
 
-def _vocabulary(given: ModelArgs, sizes: ParallelSizes, hidden: int) -> float:
+def _vocabulary(model_args: ModelArgs, sizes: ParallelSizes, hidden: int) -> float:
     """Return the parameters of embeddings on the fullest GPU."""
-    words = given.number("--vocab-size") or 0
-    is_tied = not given.is_on("--untie-embeddings-and-output-weights")
+    words = model_args.number("--vocab-size") or 0
+    is_tied = not model_args.is_on("--untie-embeddings-and-output-weights")
     copies = 1 if is_tied or sizes.pp > 1 else 2
     return words * hidden * copies / sizes.tp
 
 
-def _positions(given: ModelArgs, hidden: int) -> float:
+def _positions(model_args: ModelArgs, hidden: int) -> float:
     """Return the parameters of learned position embeddings, which no rank shares with another."""
-    kind = given.text("--position-embedding-type") or "learned_absolute"
-    is_learned = kind == "learned_absolute" and not given.is_on("--use-rotary-position-embeddings")
-    return hidden * (given.number("--max-position-embeddings") or 0) * is_learned
+    kind = model_args.text("--position-embedding-type") or "learned_absolute"
+    is_learned = kind == "learned_absolute" and not model_args.is_on(
+        "--use-rotary-position-embeddings"
+    )
+    return hidden * (model_args.number("--max-position-embeddings") or 0) * is_learned
 
 
-def _attention(given: ModelArgs, hidden: int, heads: int) -> float:
+def _attention(model_args: ModelArgs, hidden: int, heads: int) -> float:
     """Return the parameters of one layer's attention, undivided."""
-    if given.is_on("--multi-latent-attention"):
-        return _latent_attention(given, hidden, heads)
-    size = given.number("--kv-channels") or hidden / heads
-    is_grouped = given.is_on("--group-query-attention")
-    groups = (given.number("--num-query-groups") or 1) if is_grouped else heads
+    if model_args.is_on("--multi-latent-attention"):
+        return _latent_attention(model_args, hidden, heads)
+    size = model_args.number("--kv-channels") or hidden / heads
+    is_grouped = model_args.is_on("--group-query-attention")
+    groups = (model_args.number("--num-query-groups") or 1) if is_grouped else heads
     return 2 * hidden * size * (heads + groups)
 
 
-def _latent_attention(given: ModelArgs, hidden: int, heads: int) -> float:
+def _latent_attention(model_args: ModelArgs, hidden: int, heads: int) -> float:
     """Return the parameters of multi-latent attention in a layer."""
-    key = given.number("--qk-head-dim") or 128
-    position = given.number("--qk-pos-emb-head-dim") or 64
-    value = given.number("--v-head-dim") or 128
-    low = given.number("--kv-lora-rank") or 32
-    query_low = given.number("--q-lora-rank")
+    key = model_args.number("--qk-head-dim") or 128
+    position = model_args.number("--qk-pos-emb-head-dim") or 64
+    value = model_args.number("--v-head-dim") or 128
+    low = model_args.number("--kv-lora-rank") or 32
+    query_low = model_args.number("--q-lora-rank")
     out = heads * (key + position)
     query = query_low * (hidden + out) if query_low else hidden * out
     return query + low * (hidden + heads * (key + value)) + hidden * (position + heads * value)
 
 
-def _routed(given: ModelArgs, layers: int) -> list[int] | None:
+def _routed(model_args: ModelArgs, layers: int) -> list[int] | None:
     """Return for each layer whether it has experts; None where that cannot be read."""
-    if not given.number("--num-experts"):
+    if not model_args.number("--num-experts"):
         return [0] * layers
-    text = given.text("--moe-layer-freq") or "1"
+    text = model_args.text("--moe-layer-freq") or "1"
     if text.isdecimal() and int(text):
         return [int(index % int(text) == 0) for index in range(layers)]
     pattern = _pattern(text)
@@ -243,12 +245,16 @@ def gib(number: float) -> str:
     return f"{number / GIB:.1f} GiB"
 
 
-def _part(number: float, what: str, each: Bytes) -> str:
+def _part(number: float, what: str, bytes_per: Bytes) -> str:
     """Describe the memory of some parameters, with its sum."""
-    names = {"weights": each.weight, "gradients": each.gradient, "optimizer": each.optimizer}
+    names = {
+        "weights": bytes_per.weight,
+        "gradients": bytes_per.gradient,
+        "optimizer": bytes_per.optimizer,
+    }
     split = " + ".join(f"{size:g} {name}" for name, size in names.items() if size)
-    times = f"{each.total:.3g} bytes ({split})"
-    return f"{number / 1e9:.2f} G {what} x {times} = {gib(number * each.total)}"
+    times = f"{bytes_per.total:.3g} bytes ({split})"
+    return f"{number / 1e9:.2f} G {what} x {times} = {gib(number * bytes_per.total)}"
 
 
 def estimate_memory(start: CheckedStart) -> Estimate | None:
@@ -272,65 +278,71 @@ def estimate_memory(start: CheckedStart) -> Estimate | None:
     )
 
 
-def bytes_of(given: ModelArgs, ranks: int, *, is_training: bool) -> Bytes:
+def bytes_of(model_args: ModelArgs, ranks: int, *, is_training: bool) -> Bytes:
     """Return the bytes for each parameter.
 
     Args:
-        given: The arguments.
+        model_args: The arguments.
         ranks: That hold the same parameters, and share what is sharded.
         is_training: Whether there are gradients and an optimizer.
     """
-    is_reduced = given.is_on("--bf16", "--fp16")
-    weight = 1.0 if given.is_on("--fp8-param-gather") else 2.0 if is_reduced else 4.0
+    is_reduced = model_args.is_on("--bf16", "--fp16")
+    weight = 1.0 if model_args.is_on("--fp8-param-gather") else 2.0 if is_reduced else 4.0
     if not is_training:
         return Bytes(weight=weight, gradient=0, optimizer=0)
-    is_short = given.is_on("--grad-reduce-in-bf16") or given.text("--main-grads-dtype") == "bf16"
-    is_short |= given.is_on("--fp16") and not given.is_on("--accumulate-allreduce-grads-in-fp32")
+    is_short = (
+        model_args.is_on("--grad-reduce-in-bf16") or model_args.text("--main-grads-dtype") == "bf16"
+    )
+    is_short |= model_args.is_on("--fp16") and not model_args.is_on(
+        "--accumulate-allreduce-grads-in-fp32"
+    )
     gradient = 2.0 if is_short else 4.0
-    optimizer = _states(given) + (4.0 if is_reduced else 0.0)
-    if given.is_on("--optimizer-cpu-offload"):
+    optimizer = _states(model_args) + (4.0 if is_reduced else 0.0)
+    if model_args.is_on("--optimizer-cpu-offload"):
         optimizer = 0.0
-    is_fsdp = given.is_on(*FSDP)
-    if given.is_on("--use-distributed-optimizer") or is_fsdp:
+    is_fsdp = model_args.is_on(*FSDP)
+    if model_args.is_on("--use-distributed-optimizer") or is_fsdp:
         optimizer /= ranks
-    strategy = given.text("--data-parallel-sharding-strategy")
-    if given.is_on("--use-torch-fsdp2") or (is_fsdp and strategy == "optim_grads_params"):
+    strategy = model_args.text("--data-parallel-sharding-strategy")
+    if model_args.is_on("--use-torch-fsdp2") or (is_fsdp and strategy == "optim_grads_params"):
         weight /= ranks
-    if given.is_on("--use-torch-fsdp2") or (is_fsdp and str(strategy).startswith("optim_grads")):
+    if model_args.is_on("--use-torch-fsdp2") or (
+        is_fsdp and str(strategy).startswith("optim_grads")
+    ):
         gradient /= ranks
     return Bytes(weight=weight, gradient=gradient, optimizer=optimizer)
 
 
-def _states(given: ModelArgs) -> float:
+def _states(model_args: ModelArgs) -> float:
     """Return the bytes of the moments that the optimizer keeps."""
     widths = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
-    first = widths.get(given.text("--exp-avg-dtype") or "fp32", 4.0)
-    second = widths.get(given.text("--exp-avg-sq-dtype") or "fp32", 4.0)
-    optimizer = given.text("--optimizer") or "adam"
+    first = widths.get(model_args.text("--exp-avg-dtype") or "fp32", 4.0)
+    second = widths.get(model_args.text("--exp-avg-sq-dtype") or "fp32", 4.0)
+    optimizer = model_args.text("--optimizer") or "adam"
     return first + (0.0 if optimizer != "adam" else second)
 
 
-def _cache(given: ModelArgs) -> float:
+def _cache(model_args: ModelArgs) -> float:
     """Return the bytes of an inference's cache; in unified memory it may be on the host."""
-    return 0.0 if given.number(_UNIFIED) else (given.number(_CACHE) or 0) * GIB
+    return 0.0 if model_args.number(_UNIFIED) else (model_args.number(_CACHE) or 0) * GIB
 
 
-def _activations(given: ModelArgs, sizes: ParallelSizes) -> float:
+def _activations(model_args: ModelArgs, sizes: ParallelSizes) -> float:
     """Return the bytes of activations of the first stage, which keeps as many layers as there are.
 
     Source: Korthikanti et al., https://arxiv.org/abs/2205.05198, table 2, with flash attention.
     """
     names = ("--seq-length", "--micro-batch-size", "--hidden-size", "--num-layers")
-    length, batch, hidden, layers = (given.number(name) or 0 for name in names)
+    length, batch, hidden, layers = (model_args.number(name) or 0 for name in names)
     tokens = length / sizes.cp * batch
-    if given.text("--recompute-granularity") == "full":
-        return tokens * hidden * 2 * layers / (sizes.tp if _is_sequence_split(given) else 1)
-    split = 34 / sizes.tp if _is_sequence_split(given) else 10 + 24 / sizes.tp
+    if model_args.text("--recompute-granularity") == "full":
+        return tokens * hidden * 2 * layers / (sizes.tp if _is_sequence_split(model_args) else 1)
+    split = 34 / sizes.tp if _is_sequence_split(model_args) else 10 + 24 / sizes.tp
     return tokens * hidden * split * layers
 
 
-def _is_sequence_split(given: ModelArgs) -> bool:
-    return given.is_on("--sequence-parallel")
+def _is_sequence_split(model_args: ModelArgs) -> bool:
+    return model_args.is_on("--sequence-parallel")
 
 
 def check_memory(start: CheckedStart, memory_bytes: int | None = None) -> Iterator[RuleMatch]:

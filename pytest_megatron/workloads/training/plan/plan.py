@@ -95,31 +95,31 @@ class Connections(Enum):
     EITHER = "either"  # 1 for one overlap or 32 for the other; the user has to say
 
 
-def connections_of(arguments: ModelArgs, platform: str) -> Connections:
+def connections_of(model_args: ModelArgs, platform: str) -> Connections:
     """Return what a training on a platform needs; ANY where the GPUs are not known."""
-    if arguments.is_on(*FSDP):
+    if model_args.is_on(*FSDP):
         return Connections.NOT_ONE
     model = gpu_model_of(platform)
     if model is None or model.architecture >= FIRST_WITHOUT_RULE:
         return Connections.ANY
-    is_split = any((arguments.size(name) or 1) > 1 for name in (TP, CP))
-    if arguments.is_on(EXPERT_OVERLAP):
+    is_split = any((model_args.size(name) or 1) > 1 for name in (TP, CP))
+    if model_args.is_on(EXPERT_OVERLAP):
         return Connections.EITHER if is_split else Connections.MANY
     return Connections.ONE if is_split else Connections.ANY
 
 
 def planned_connections(
-    arguments: ModelArgs, platform: str, env: Mapping[str, str]
+    model_args: ModelArgs, platform: str, env: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variable as a plan sets it where neither the user nor the case has.
 
     Args:
-        arguments: Arguments of the start.
+        model_args: Arguments of the start.
         platform: Platform of the row.
         env: What the user has set.
     """
     values = {Connections.ONE: "1", Connections.MANY: str(MOST_CONNECTIONS)}
-    value = values.get(connections_of(arguments, platform))
+    value = values.get(connections_of(model_args, platform))
     return {} if value is None or CONNECTIONS_VARIABLE in env else {CONNECTIONS_VARIABLE: value}
 
 
@@ -261,17 +261,17 @@ def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> St
     return Started(python=python, ranks=ranks, program=whole)
 
 
-def start_words(start: Started) -> tuple[str, ...]:
+def start_words(started: Started) -> tuple[str, ...]:
     """Return the command that starts all ranks here; none of them is ever started again.
 
     A rank that dies ends the run at once, whichever the launcher: a restart would hide it. Several
     nodes are as many launchers on this machine, under `node_agents.py`.
     """
-    ranks = start.ranks
+    ranks = started.ranks
     if ranks.is_alone:
-        return start.launcher_words
+        return started.launcher_words
     sizes = (str(ranks.num_nodes), str(ranks.per_node), ranks.copied)
-    return (start.python, "-I", str(NODE_AGENTS), *sizes, *start.launcher_words)
+    return (started.python, "-I", str(NODE_AGENTS), *sizes, *started.launcher_words)
 
 
 def _log_dir(ranks: Ranks) -> Path:
@@ -738,13 +738,13 @@ def _python_path(setting: Setting, own: Mapping[str, str]) -> str:
 
 
 def _flight_recorder(
-    workload: Workload, phase: PhaseDirs, setting: Setting, arguments: ModelArgs
+    workload: Workload, phase: PhaseDirs, setting: Setting, model_args: ModelArgs
 ) -> dict[str, str]:
     """Return the variables that have a hang of NCCL leave dumps in the phase's own directory.
 
     They would win over the arguments of a case that names a directory itself.
     """
-    if workload.platform == CPU_PLATFORM or "--flight-recorder-dump-path" in arguments:
+    if workload.platform == CPU_PLATFORM or "--flight-recorder-dump-path" in model_args:
         return {}
     wanted = {**_FLIGHT_DEFAULTS, FLIGHT_VARIABLE: str(phase.flight / FLIGHT_PREFIX)}
     return {k: v for k, v in wanted.items() if k not in setting.env}

@@ -237,8 +237,8 @@ class _Parser:
         raise YqError(f"{name!r} of {self._text!r} is not known here; install yq 4 for it")
 
 
-def _identity(place: Assignable) -> Iterator[Assignable]:
-    yield place
+def _identity(assignable: Assignable) -> Iterator[Assignable]:
+    yield assignable
 
 
 def _constant(value: Yaml) -> Expression:
@@ -252,33 +252,33 @@ def _piped(left: Expression, right: Expression) -> Expression:
 def _assigned(left: Expression, right: Expression) -> Expression:
     """Return the expression that assigns."""
 
-    def assign(place: Assignable) -> Iterator[Assignable]:
+    def assign(assignable: Assignable) -> Iterator[Assignable]:
         """Set each place on the left to the values on the right."""
-        for target in left(place):
-            for found in right(place):
+        for target in left(assignable):
+            for found in right(assignable):
                 target.set(found.value)
-        yield place
+        yield assignable
 
     return assign
 
 
-def _each(place: Assignable) -> Iterator[Assignable]:
+def _each(assignable: Assignable) -> Iterator[Assignable]:
     """Yield the elements of a list or a mapping."""
-    if isinstance(place.value, dict):
-        yield from (Assignable(v, place.value, k) for k, v in place.value.items())
-    elif isinstance(place.value, list):
-        yield from (Assignable(v, place.value, i) for i, v in enumerate(place.value))
-    elif place.value is not None:
-        raise YqError(f"{spell(place.value)!r} has no elements")
+    if isinstance(assignable.value, dict):
+        yield from (Assignable(v, assignable.value, k) for k, v in assignable.value.items())
+    elif isinstance(assignable.value, list):
+        yield from (Assignable(v, assignable.value, i) for i, v in enumerate(assignable.value))
+    elif assignable.value is not None:
+        raise YqError(f"{spell(assignable.value)!r} has no elements")
 
 
 def _indexed(base: Expression, index: Expression) -> Expression:
     """Return the expression that looks up an element."""
 
-    def look_up(place: Assignable) -> Iterator[Assignable]:
+    def look_up(assignable: Assignable) -> Iterator[Assignable]:
         """Yield the elements under each index."""
-        for outer in base(place):
-            for found in index(place):
+        for outer in base(assignable):
+            for found in index(assignable):
                 key, value = found.value, outer.value
                 if isinstance(value, dict):
                     yield Assignable(value.get(spell(key)), value, spell(key))
@@ -298,17 +298,17 @@ def _applied(sign: str, left: Expression, right: Expression) -> Expression:
         return lambda place: iter([*filter(_is_true, left(place))] or right(place))
     function = _BINARY[sign]
 
-    def apply(place: Assignable) -> Iterator[Assignable]:
+    def apply(assignable: Assignable) -> Iterator[Assignable]:
         """Yield the results, those of a value on the left together."""
-        others = list(right(place))
-        for one in left(place):
+        others = list(right(assignable))
+        for one in left(assignable):
             yield from (Assignable(function(one.value, other.value)) for other in others)
 
     return apply
 
 
-def _is_true(place: Assignable) -> bool:
-    return truth(place.value)
+def _is_true(assignable: Assignable) -> bool:
+    return truth(assignable.value)
 
 
 def _same(left: Yaml, right: Yaml) -> bool:
@@ -341,12 +341,12 @@ def _to_entries(value: Yaml) -> Yaml:
     return [{"key": key, "value": one} for key, one in (value or {}).items()]
 
 
-def _with(place: Assignable, path: Expression, change: Expression) -> Iterator[Assignable]:
+def _with(assignable: Assignable, path: Expression, change: Expression) -> Iterator[Assignable]:
     """Change the places of a path."""
-    for found in path(place):
+    for found in path(assignable):
         for _ in change(found):
             pass
-    yield place
+    yield assignable
 
 
 def _join(value: Yaml, by: Yaml) -> Yaml:
@@ -455,9 +455,9 @@ def _complain(text: str) -> int:
     return 1
 
 
-def _printed(place: Assignable) -> str:
+def _printed(assignable: Assignable) -> str:
     """Return a value as yq prints it."""
-    value = place.value
+    value = assignable.value
     if isinstance(value, dict | list):
         return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 16)
     return f"{spell(value)}\n"

@@ -51,10 +51,11 @@ class Quarantine:
 
 
 def parse_quarantine(given: object) -> Quarantine:
-    """Read `{reason: ..., until: 2026-12-31}`.
+    """Read `{reason: ..., until: 2026-12-31}`, as marks, recipe rows and settings have it.
 
     Raises:
-        QuarantineError: A key is missing, unknown or of the wrong kind.
+        QuarantineError: A key is missing, unknown or of the wrong kind, or the day is more than a
+            year ahead.
     """
     if not isinstance(given, Mapping):
         raise QuarantineError(

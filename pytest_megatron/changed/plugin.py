@@ -427,7 +427,11 @@ class Selector:
         shutil.rmtree(recorder.directory, ignore_errors=True)
 
     def _finished(self, node_id: str, notes: WindowNotes) -> FinishedTest:
-        """Return what the record keeps of a test that ended."""
+        """Return what the record keeps of a test that ended.
+
+        With a problem the test runs again whatever changed: it failed, or its training was not
+        recorded or not compared with a golden.
+        """
         problem = self._failed.get(node_id, "")
         is_training_noted = notes.num_processes > 1  # besides the controller
         is_workload = notes.mode.startswith(_WORKLOAD)
@@ -506,7 +510,10 @@ def count_collected(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests for which nothing changed: in a rank those of the controller."""
+    """Remove items for which nothing changed: the controller decides, ranks follow.
+
+    A rank that collects for itself reads the names from a file that the controller wrote.
+    """
     selector: Selector | None = config.pluginmanager.get_plugin(SELECTOR)
     if selector is not None:
         with _unrecorded():

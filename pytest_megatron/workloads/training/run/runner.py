@@ -265,7 +265,7 @@ class LogWatch:
             if self.dirs.logs in path.parents:
                 rank += self.dirs.first_rank_below(path, self.ranks_per_node)
             for line in followed.new_lines():
-                self._take(line, rank=rank)
+                self._note_line(line, rank=rank)
         shown = []
         for line in self._launcher.new_lines():
             tee = _TEED.match(line)
@@ -273,7 +273,7 @@ class LogWatch:
             if tee is not None:
                 shown.append(f"[rank{tee[1]}]: {tee[2]}")
             elif self.scripts is not None:  # which may start a program without a launcher
-                self._take(line, rank=0)
+                self._note_line(line, rank=0)
         if (num_bytes := self._num_bytes_read()) != self._num_bytes:
             self._num_bytes, self.changed_at = num_bytes, time.monotonic()
         return shown
@@ -301,8 +301,8 @@ class LogWatch:
             if path.parent.name.isdigit():
                 self._ranks.setdefault(path, FollowedFile(path))
 
-    def _take(self, line: str, *, rank: int) -> None:
-        """Take a line of a rank: progress, or what NCCL's watchdog says."""
+    def _note_line(self, line: str, *, rank: int) -> None:
+        """Note what a line says of its rank: progress, exit, or a report of NCCL's watchdog."""
         self._note_watchdog(line, rank)
         if not self.reads_lines:
             return

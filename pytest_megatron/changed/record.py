@@ -272,7 +272,7 @@ class FinishedTest:
 
 
 def read_notes(directory: Path) -> dict[str, WindowNotes]:
-    """Return key -> notes of all processes; a line that was cut off spoils its window's file."""
+    """Return what all processes noted of each window, by its key; skip lines that were cut off."""
     found: dict[str, WindowNotes] = {}
     for path in sorted(directory.iterdir()):
         for line in json_objects(read_bytes(path)):

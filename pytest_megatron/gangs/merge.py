@@ -404,7 +404,7 @@ def _is_plain(end: RunEnd) -> bool:
 
 
 def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
-    """Merge a test that passed on all ranks, in the short form of reports."""
+    """Merge a test that passed on all ranks without output: each phase from first to last rank."""
     columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
     merged = []
     for when, column in zip(PHASES, columns, strict=True):

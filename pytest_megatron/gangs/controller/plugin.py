@@ -529,7 +529,10 @@ class GangPlugin(RecordCarrier):
 
     @functools.cached_property
     def _make_report(self) -> pluggy.HookCaller:
-        """Return the hooks that make reports of items on gangs."""
+        """Return `pytest_runtest_makereport` of plugins that have not had their part in the ranks.
+
+        Conftest files, and plugins that saw the phases of the test there, would count it twice.
+        """
         manager = self._config.pluginmanager
         conftests = manager._conftest_plugins  # not distinguishable otherwise
         others = [p for p in manager.get_plugins() if p in conftests or self._had_part(p)]

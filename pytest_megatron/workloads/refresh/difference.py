@@ -342,7 +342,7 @@ class ChangeKind:
 
     @property
     def text(self) -> str:
-        """The way in one line."""
+        """The change in one line: metric, direction, size, first step, refusals and causes."""
         parts = [self.state.value]
         if self.metric:
             size = BUCKETS[self.size]

@@ -342,7 +342,11 @@ def _name_pass(
 
 
 def _measured_part(case: _StrictCase, metric: str, golden: Series, observed: Series) -> Series:
-    """Return the golden without steps whose absence, of the golden or of the run, means nothing."""
+    """Return the steps of the golden that the run has to have measured.
+
+    Left out are an end without values, Megatron-LM's placeholders for what it did not measure, and
+    times that the run says it has not (its first step, as after a restart, and single ones).
+    """
     golden = without_unmeasured_end(golden)
     if metric in _WITH_PLACEHOLDERS:
         golden = _without_placeholders(golden)

@@ -282,10 +282,11 @@ def _json_lines(path: Path, lines: Iterable[FileLine], _: int) -> Iterator[Row]:
 
 
 def _csv(path: Path, lines: Iterable[FileLine], start: int) -> Iterator[Row]:
-    """Yield the rows of a CSV file, from an offset."""
+    """Yield the rows of a CSV file; `lines` begin at the offset `start`, maybe after its header."""
     number = 1
 
     def texts(lines: Iterable[FileLine]) -> Iterator[str]:
+        """Yield the lines that were written to their end; note the number of each."""
         nonlocal number
         for line in lines:
             if line.is_whole:

@@ -58,6 +58,8 @@ _WHAT = "  what():  "  # what an exception of C++ says when it ends a process
 _WATCHDOG = "Watchdog caught collective operation timeout"
 _ENQUEUED = "last enqueued"
 _STACK = "most recent call first"
+_OTHER_THREAD = "Thread 0x"  # that of the current one begins with "Current thread"
+_LOADER_WORKER = " in _worker_loop"  # of torch.utils.data, which prints to the stderr of its rank
 _OWN = (HEADER, _WHAT, _ENQUEUED, _STACK, *EXIT_LITERALS, *NEEDED)
 _HEAD_BYTES = 1 << 13
 _TAIL_BYTES = 1 << 16
@@ -280,7 +282,7 @@ def _read_log(
         if HEADER in line.text:
             book.traces.append((log, raw.start))
             continue
-        if _STACK in line.text:
+        if _STACK in line.text and not line.text.startswith(_OTHER_THREAD):
             book.stacks.append((log, raw.start))
         place = LogLine(log=log, offset=raw.start, text=line.text)
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
@@ -422,13 +424,16 @@ def _story(
         fatal=fatal,
         events=tuple(logs.events),
         enqueued=tuple(logs.enqueued),
-        stack_frame=_stack_frame(logs.stacks[-1]) if logs.stacks else None,
+        stack_frame=next(filter(None, map(_stack_frame, reversed(logs.stacks))), None),
         last_words=_last_words([log for log in unit.logs if log.rank == rank]),
     )
 
 
 def _stack_frame(where: tuple[LogFile, int]) -> str | None:
-    """Return where a thread was, of a stack that faulthandler printed: deepest frame first."""
+    """Return where a thread was, of a stack that faulthandler printed: deepest frame first.
+
+    None for workers of a data loader, and where two processes wrote into one line.
+    """
     log, offset = where
     lines = [parse_line(t).text for t in _texts(read_from(log.path, offset, _STACK_BYTES))]
     frames: list[tuple[str, bool]] = []
@@ -437,6 +442,8 @@ def _stack_frame(where: tuple[LogFile, int]) -> str | None:
         if frame is None:
             break
         frames.append(frame)
+    if any(name.endswith(_LOADER_WORKER) for name, _ in frames):
+        return None
     own = [name for name, is_library in frames if not is_library]
     return own[0] if own else frames[0][0] if frames else None
 

@@ -223,10 +223,11 @@ class GoldenWriter:
             return None
         lines = [refusal.line for refusal in refusals]
         if all(refusal.rule.is_soft for refusal in refusals):
-            run = directory.parent
+            command = f"pytest-megatron golden accept {directory.parent} --reason TEXT"
+            command += " --allow-dirty" if self._terms.is_dirty_allowed else ""
             lines.append(
                 "give the reason, which the golden then says: with --golden-reason TEXT, or "
-                f"without another training: pytest-megatron golden accept {run} --reason TEXT"
+                f"without another training: {command}"
             )
         return "\n".join(lines)
 

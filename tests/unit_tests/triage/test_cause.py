@@ -347,6 +347,42 @@ def test_a_gpu_that_failed_explains_the_error_that_cuda_reports(
     assert told(launch.root) == (family, 2, transient)
 
 
+WAITS = (
+    "Fatal Python error: Aborted\n\n"
+    "Current thread 0x00007ff81be70b80 (most recent call first):\n"
+    '  File "/usr/lib/python3.11/threading.py", line 331 in wait\n'
+    '  File "/job/train.py", line 12 in step\n'
+    '  File "/job/train.py", line 31 in <module>\n\n'
+)
+WORKER = (  # of the rank's data loader, with the frames that it was forked from
+    "Fatal Python error: Aborted\n\n"
+    "Thread 0x00007ff7f65716c0 (most recent call first):\n"
+    '  File "/usr/lib/python3.11/multiprocessing/queues.py", line 231 in _feed\n\n'
+    "Current thread 0x00007ff81be70b80 (most recent call first):\n"
+    '  File "/job/data.py", line 5 in __getitem__\n'
+    '  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 334 in '
+    "_worker_loop\n"
+    '  File "/job/data.py", line 9 in __iter__\n'
+    '  File "/job/train.py", line 31 in <module>\n\n'
+)
+TORN = (  # two workers that write at once
+    "Fatal Python error: Fatal Python error: Aborted\n\n"
+    "Current thread 0xCurrent thread 0x00007fab6ee6ab80 (most recent call first):\n"
+    "00007fab6ee6ab80 (most recent call first):\n"
+    '  File   File "/job/data.py"/job/data.py, line ", line 55 in __getitem__\n'
+    "5 in __getitem__\n"
+)
+
+
+@pytest.mark.parametrize("others", [(), (WORKER,), (WORKER, WORKER), (TORN,)])
+def test_a_rank_is_where_it_was_and_not_where_workers_of_its_loader_were(
+    launch: Launch, others: tuple[str, ...]
+) -> None:
+    launch.write(1, WAITS + "".join(others))
+    launch.ends({0: -15, 1: -6, 2: -15, 3: -15}, first=1)
+    assert " at train.py:12 in step" in diagnosed(launch.root).text
+
+
 def test_the_kernels_record_explains_a_killed_rank(launch: Launch) -> None:
     launch.ends({0: -15, 1: -9, 2: -15, 3: -15}, first=1)
     with (launch.root / "launcher.log").open("a") as file:

@@ -56,6 +56,7 @@ def github_workflow(workflow: Workflow, labels: Sequence[str]) -> str:
         workflow=workflow,
         labels=list(labels),
         hosted=HOSTED,
+        history=_HISTORY,
         arguments={kind: _arguments(workflow, kind) for kind in ("unit", "workload")},
     )
 

@@ -40,7 +40,7 @@ from pytest_megatron.triage.logs.lines import (
     says_success,
 )
 from pytest_megatron.triage.logs.scan import RawLine, Scanner, lines_at, read_from
-from pytest_megatron.triage.logs.traceback import HEADER, frame_of
+from pytest_megatron.triage.logs.traceback import HEADER, frame_of, innermost
 from pytest_megatron.triage.rank_log import (
     Enqueued,
     Event,
@@ -444,8 +444,7 @@ def _stack_frame(where: tuple[LogFile, int]) -> str | None:
         frames.append(frame)
     if any(name.endswith(_LOADER_WORKER) for name, _ in frames):
         return None
-    own = [name for name, is_library in frames if not is_library]
-    return own[0] if own else frames[0][0] if frames else None
+    return innermost(frames)
 
 
 def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:

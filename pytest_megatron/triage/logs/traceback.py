@@ -210,6 +210,16 @@ def frame_of(text: str) -> tuple[str, bool] | None:
     return f"{name}:{found['line']} in {found['name']}", is_library
 
 
+def innermost(frames: Sequence[tuple[str, bool]]) -> str | None:
+    """Return the deepest frame outside of libraries, else the deepest; None without any.
+
+    Args:
+        frames: Results of `frame_of`, the deepest first, as faulthandler prints them.
+    """
+    own = (text for text, is_library in frames if not is_library)
+    return next(own, frames[0][0] if frames else None)
+
+
 def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedException | None:
     """Read one traceback of a chain."""
     frames: list[str] = []

@@ -31,7 +31,7 @@ from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.logs.lines import is_noise
-from pytest_megatron.triage.logs.traceback import frame_of
+from pytest_megatron.triage.logs.traceback import frame_of, innermost
 from pytest_megatron.triage.rank_log import Known, LaunchEnd, Unit
 from pytest_megatron.triage.signatures import (
     Signature,
@@ -582,8 +582,7 @@ def _innermost(stack: Sequence[str]) -> str | None:
     """Return where the current thread was by faulthandler, outside of libraries if it was there."""
     heads = (place for place, line in enumerate(stack) if line.startswith("Current thread"))
     frames = [frame for frame in map(frame_of, stack[next(heads, 0) :]) if frame is not None]
-    own = [text for text, is_library in frames if not is_library]
-    return next(iter([*own, *(text for text, _ in frames)]), None)
+    return innermost(frames)
 
 
 def why_a_script_failed_late(end: PhaseEnd) -> FailureCause:

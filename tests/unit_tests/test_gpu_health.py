@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from pytest_megatron.gpu.health import GpuProcess, GpuState, Health, HealthWatch
 from pytest_megatron.gpu.host import Gpu, this_host
 from pytest_megatron.gpu.nvml_probe import parse_xid
 
+Watchers: TypeAlias = Callable[[], list[psutil.Process]]
 PRETENDED = Path(__file__).parent / "guests" / "pretend_nvml.py"
 GPUS = tuple(Gpu(index=i, name="H", uuid=f"GPU-{i}", memory_bytes=100) for i in range(2))
 SOUND = GpuState(
@@ -50,18 +53,14 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return Nvml(tmp_path, monkeypatch)
 
 
-OTHERS = {process.pid for process in psutil.Process().children()}
+@pytest.fixture
+def watchers() -> Watchers:
+    """What is left of watches: processes that run or that nothing has waited for.
 
-
-@pytest.fixture(autouse=True)
-def others() -> None:
-    """Know the processes that tests before this one left in their worker, such as their labs'."""
-    OTHERS.update(process.pid for process in psutil.Process().children())
-
-
-def watchers() -> list[psutil.Process]:
-    """Return what is left of watches: processes that run, or that nothing has waited for."""
-    return [process for process in psutil.Process().children() if process.pid not in OTHERS]
+    Not those that tests before this one left in their worker, such as their labs'.
+    """
+    others = psutil.Process().children()
+    return lambda: [process for process in psutil.Process().children() if process not in others]
 
 
 def change(**values: object) -> Health:
@@ -70,13 +69,13 @@ def change(**values: object) -> Health:
     return Health(before=(SOUND,), after=(after,))
 
 
-def test_without_gpus_nothing_is_started_or_known() -> None:
+def test_without_gpus_nothing_is_started_or_known(watchers: Watchers) -> None:
     with HealthWatch(()) as watch:
         assert watch.finish() is None
     assert watchers() == []
 
 
-def test_states_are_read_before_and_after(nvml: Nvml) -> None:
+def test_states_are_read_before_and_after(nvml: Nvml, watchers: Watchers) -> None:
     nvml.gpus[1] |= {"ecc": [[3, 30], [0, 0]], "used": 5, "total": 100, "processes": [[7, 5]]}
     nvml.write()
     with HealthWatch(GPUS) as watch:
@@ -131,7 +130,7 @@ def test_a_gpu_that_does_not_answer_is_left_out(nvml: Nvml) -> None:
     ],
 )
 def test_an_nvml_that_fails_is_noted_and_nothing_more(
-    nvml: Nvml, monkeypatch: pytest.MonkeyPatch, state: str, problem: str
+    nvml: Nvml, watchers: Watchers, monkeypatch: pytest.MonkeyPatch, state: str, problem: str
 ) -> None:
     monkeypatch.setattr("pytest_megatron.gpu.health._LIMIT_S", 0.5 if state == "hang" else 20.0)
     nvml.write(**{state: []})

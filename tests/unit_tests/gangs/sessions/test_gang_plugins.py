@@ -198,13 +198,14 @@ def test_a_limit_of_the_call_alone(tmp_path: Path, how: str) -> None:
     assert "rank 1 did not end in 1 s" in run.stdout
 
 
-def test_the_limit_of_a_session_is_looked_at_between_tests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["--session-timeout=1", "ini"])
+def test_the_limit_of_a_session_is_looked_at_between_tests(tmp_path: Path, how: str) -> None:
     test = "def test_{}(): threading.Event().wait(1.5)"
     suite = Suite(tmp_path).write(
         test_long="\n".join(["import threading", *map(test.format, "abc")]),
-        **{"pytest.ini": "[pytest]\nsession_timeout = 1\n"},
+        **{"pytest.ini": f"[pytest]\n{'session_timeout = 1' if how == 'ini' else ''}\n"},
     )
-    run = suite.run("-v", "--ranks=2")
+    run = suite.run("-v", "--ranks=2", *([] if how == "ini" else [how]))
     assert run.words == {"test_a": "PASSED"}
     assert "session-timeout: 1.0 sec exceeded" in run.stdout
 

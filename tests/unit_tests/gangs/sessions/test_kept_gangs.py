@@ -250,6 +250,11 @@ def replace_library(project: Project) -> str:
     return "stub/libtorch_cpu.so has changed"
 
 
+def touch_library(project: Project) -> str:
+    (project.root / "stub/libtorch_cpu.so").touch()
+    return "stub/libtorch_cpu.so has changed"
+
+
 def edit_with_the_times_kept(project: Project) -> str:
     file = project.root / "stub/torch.py"
     times = file.stat()
@@ -301,6 +306,7 @@ def test_a_library_that_was_changed_starts_anew(project: Project) -> None:
     assert (code, WARM in output) == (0, True), output
     for change in (
         replace_library,
+        touch_library,
         edit_with_the_times_kept,
         edit_an_archive,
         add_a_library_that_goes_before,

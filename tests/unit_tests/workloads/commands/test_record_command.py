@@ -204,7 +204,10 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
         (["python", "loop.py", "nothing"], "wrote no metric, expected a loss in files of"),
         (
             ["python", "loop.py", "crash"],
-            'step 0 (loss): print("step 0 loss 2.0"); last += int("no number"); ValueError: inv',
+            (
+                "ended with exit code 1, after step 0 (loss): "
+                'print("step 0 loss 2.0"); last += int("no number"); ValueError: inv'
+            ),
         ),
         (
             ["python", "-m", "torch.distributed.run", "loop.py", "crash"],

@@ -29,7 +29,9 @@ __all__ = [
     "TriageError",
 ]
 
-REMOVED = {  # a command or an option of earlier versions: what to do instead
+# A command ("golden show"), an option ("--NAME", also `megatron_NAME` in the ini file) or a setting
+# ("megatron_NAME") of earlier versions: what to do instead.
+REMOVED = {
     "adopt": "was removed; docs/migration.md has the places to look for and what to type instead",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
     "report": "is a part of runs; write pytest-megatron runs report RUN",

@@ -138,9 +138,17 @@ class HintingGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command of a word; an unknown one is an error with the nearest."""
+        """Find the command of a word; an unknown one is an error with the nearest.
+
+        Raises:
+            MegatronError: The command is one of earlier versions.
+        """
         is_word = not args[0].startswith("-") and not ctx.resilient_parsing
         if is_word and self.get_command(ctx, args[0]) is None:
+            _, *groups = ctx.command_path.split()
+            words = " ".join((*groups, args[0]))
+            if words in REMOVED:
+                raise MegatronError(words, REMOVED[words])
             hint = nearest(args[0], self.list_commands(ctx))
             ctx.fail(f"No such command {args[0]!r}{hint or '.'}")
         return super().resolve_command(ctx, args)
@@ -162,8 +170,6 @@ class LazyGroup(HintingGroup):
     @override
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.lazy:
-            if ctx.parent is None and cmd_name in REMOVED:
-                raise MegatronError(cmd_name, REMOVED[cmd_name])
             return super().get_command(ctx, cmd_name)
         command = load(self.lazy[cmd_name][0])
         assert isinstance(command, click.Command)

@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeVar, cast
@@ -182,13 +182,19 @@ def chosen_ini(config: pytest.Config, name: str) -> object:
         value: object = config.getini(name)
     except ValueError:  # nobody declares it
         return None
-    attributes = vars(config)  # the public name is deprecated from pytest 9.1 on
-    in_file = name in attributes.get("_inicfg", attributes.get("inicfg", ()))
+    in_file = name in _ini_file(config)
     for line in reversed(_override_lines(config)):
         key, _, text = line.partition("=")
         if key.strip() == name:
             return text if name.startswith(dest("")) else value
     return value if in_file else None
+
+
+def _ini_file(config: pytest.Config) -> Iterable[str]:
+    """Return the names that the ini file sets."""
+    attributes = vars(config)  # the public name is deprecated from pytest 9.1 on
+    names: Iterable[str] = attributes.get("_inicfg", attributes.get("inicfg", ()))
+    return names
 
 
 def _override_lines(config: pytest.Config) -> list[str]:
@@ -812,12 +818,27 @@ def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> S
     return names
 
 
+def _refuse_removed_settings(config: pytest.Config) -> None:
+    """Refuse ini options of earlier versions, which are not declared.
+
+    Raises:
+        pytest.UsageError: One is given.
+    """
+    typed_names = (line.partition("=")[0].strip() for line in _override_lines(config))
+    given_names = {*_ini_file(config), *typed_names}
+    for name, instead in REMOVED.items():
+        setting = dest(name.removeprefix("--")) if name.startswith("--") else name
+        if setting in given_names:
+            raise pytest.UsageError(f"{setting}: {instead}")
+
+
 def read_options(config: pytest.Config) -> Options:
     """Read the options of a session.
 
     Raises:
         pytest.UsageError: A value is not one that the option takes.
     """
+    _refuse_removed_settings(config)
     names = [row.name for row in OPTION_ROWS.values()]
     options = Options(
         **{f.name: f.metadata["row"].read(config) for f in fields(Options) if f.metadata},

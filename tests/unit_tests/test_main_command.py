@@ -25,10 +25,12 @@ def test_a_full_standard_output_is_one_error() -> None:
     assert (done.returncode, done.stderr) == (2, told)
 
 
-@pytest.mark.parametrize("command", [name for name in REMOVED if name[0] != "-"])
+@pytest.mark.parametrize(
+    "command", [name for name in REMOVED if not name.startswith(("-", "megatron_"))]
+)
 def test_a_removed_command_says_what_to_do_instead(command: str) -> None:
     done = subprocess.run(
-        [*COMMAND[:3], command, "--dry-run"],
+        [*COMMAND[:3], *command.split(), "--dry-run"],
         capture_output=True,
         text=True,
         check=False,

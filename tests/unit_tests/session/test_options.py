@@ -75,6 +75,7 @@ megatron_workload_start
 """
 REMOVED_OPTIONS = [
     (["--keep-gangs", "1", "--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
+    (["-o", "megatron_pack_gpus=8"], "megatron_pack_gpus: was removed, as it gained little"),
     (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),
     (
         ["--retry-backoff", "3"],

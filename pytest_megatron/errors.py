@@ -33,11 +33,16 @@ __all__ = [
 # ("megatron_NAME") of earlier versions: what to do instead.
 REMOVED = {
     "adopt": "was removed; docs/migration.md has the places to look for and what to type instead",
+    "changed": "was removed, as pytest-testmon works on ranks; delete the files of its records",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
     "report": "is a part of runs; write pytest-megatron runs report RUN",
     "watch": "is a part of gangs; write pytest-megatron gangs watch",
+    "--changed": "was removed; write --testmon, as pytest-testmon works on ranks",
     "--keep-contexts": "was removed, as runs were slower with it; drop it, --keep-gangs is enough",
     "--pack-gpus": "was removed, as it gained little; drop it: each gang has its own GPUs",
+    "--record-changed": "was removed; write --testmon, as pytest-testmon works on ranks",
+    "megatron_changed_draw": "was removed, as --changed was; drop it",
+    "megatron_changed_file": "was removed, as --changed was; drop it",
 }
 
 

@@ -68,12 +68,10 @@ _OfItems: TypeAlias = Callable[[pytest.Config, list[pytest.Item]], None]
 _BEGIN: ExtensionPoint[Callable[[pytest.Config, list[str]], None]] = ExtensionPoint("begin")
 _CONFIGURE: ExtensionPoint[_OfSession] = ExtensionPoint("configure")
 _HAS_WORKER: ExtensionPoint[_OfSession] = ExtensionPoint("has_worker")  # of pytest-xdist
-_COLLECTED: ExtensionPoint[_OfItems] = ExtensionPoint("collected")  # all items
 _SELECTED: ExtensionPoint[_OfItems] = ExtensionPoint("selected")  # those that will run
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
-_CHANGING_ARGUMENTS = frozenset(("attach", "bucket", "changed", "keep-gangs"))
-_ACTING_EARLY = _CHANGING_ARGUMENTS | {"record-changed"}
+_CHANGING_ARGUMENTS = frozenset(("attach", "bucket", "keep-gangs"))
 _SHORT_NAMES = pytest.StashKey[ShortNames]()
 
 
@@ -118,7 +116,7 @@ def pytest_keep_gangs(
     """Run the session in a kept process, if there is one, before pytest captures output."""
     names = early_config.stash[_SHORT_NAMES]
     typed, num_taken = list(args), len(names.taken)
-    options.release_paths(early_config, parser, args)
+    options.release_path(early_config, parser, args)
     minutes = options.early_minutes(early_config)
     plugin = None
     if minutes and not options.is_rank(early_config):
@@ -155,7 +153,7 @@ def begin_late(early_config: pytest.Config, args: Sequence[object]) -> None:
     names.end()
     for word in map(str, args):
         name = word.partition("=")[0].removeprefix("--").removeprefix(PREFIX)
-        if word.startswith("--") and name in _ACTING_EARLY and name not in names.taken:
+        if word.startswith("--") and name in _CHANGING_ARGUMENTS and name not in names.taken:
             raise pytest.UsageError(
                 f"--{name}: acts before conftest files are loaded, and one of them asks for "
                 f"pytest-megatron by pytest_plugins; ask for it with -p megatron, typed or in "
@@ -236,8 +234,6 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
-        for collected in _COLLECTED.all():
-            collected(config, items)
         yield
         has_gang = (
             config.stash.get(options.HAS_GANGS, False)

@@ -16,7 +16,6 @@ ROOMS = (
     *("gangs", "workloads", "triage"),
     *(
         "ci",
-        "changed",
         "culprit",
         "demo",
         "doctor",

@@ -311,7 +311,6 @@ def integration_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
 
 
 _LATEST = "latest"
-UNCHANGED = "nothing changed that it used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,13 +329,11 @@ class UnitChoice:
         environment: One word.
         platforms: Empty is any.
         tag: "" is any.
-        unaffected: Files of tests for which nothing changed.
     """
 
     environment: str
     platforms: tuple[str, ...]
     tag: str
-    unaffected: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,8 +409,6 @@ def _jobs_of_platform(
                 f"bucket {row.test_case!r} is also at {first.where} for the same environment, "
                 f"platform and tag, expected it once; remove one",
             )
-        elif choice.unaffected.issuperset(buckets[row.test_case].files):
-            left_out.append(LeftOut(name=row.node_id, reasons=(UNCHANGED,)))
         else:
             made = _jobs_of(buckets[row.test_case], unit_settings(row), row.tag or "", table, root)
             parts.append(made)
@@ -443,7 +438,7 @@ def shard_jobs(
     choice: UnitChoice,
     table: CiTable,
 ) -> UnitJobs:
-    """Return a job for each shard of the test files, without those that are unaffected.
+    """Return a job for each shard of the test files.
 
     Raises:
         EmptySelectionError: There are no test files.
@@ -455,19 +450,14 @@ def shard_jobs(
             f"there are no test files in {', '.join(table.unit_tests)}, expected some; "
             f"set unit_tests in [tool.pytest-megatron.ci]",
         )
-    unchanged = choice.unaffected
-    left_out = [LeftOut(name=file, reasons=(UNCHANGED,)) for file in files if file in unchanged]
-    files = tuple(file for file in files if file not in unchanged)
-    shards = balance(files, durations_s, num_shards) if files else []
+    shards = balance(files, durations_s, num_shards)
     buckets = (
         Bucket(
             pattern=f"shard-{shard.number}-of-{len(shards)}", files=shard.files, words=shard.files
         )
         for shard in shards
     )
-    return UnitJobs.joined(
-        (_jobs_of(one, row, choice.tag, table, root) for one in buckets), left_out
-    )
+    return UnitJobs.joined(_jobs_of(one, row, choice.tag, table, root) for one in buckets)
 
 
 def _jobs_of(bucket: Bucket, row: CiJob, tag: str, table: CiTable, root: Path) -> UnitJobs:

@@ -20,7 +20,6 @@ from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.budget import Budget, item_histories, keep_within
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.jobs import (
-    UNCHANGED,
     CiJob,
     LeftOut,
     PlanBudget,
@@ -168,7 +167,6 @@ class PlanRequest:
         num_shards: None makes jobs of the buckets that recipes name.
         durations: Files of recorded durations; empty is the project's history, if it is there.
         changes: Changed paths, None where they are not known.
-        unaffected: Node ids for which nothing changed, and files of such tests alone: left out.
         budget: At most so much may be spent, by these runs; None leaves out nothing.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
@@ -188,7 +186,6 @@ class PlanRequest:
     gpus: int = 0
     ranks: int = 0
     changes: tuple[PathChange, ...] | None = None
-    unaffected: frozenset[str] = frozenset()
     budget: tuple[Budget, tuple[HistoryEntry, ...]] | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
@@ -273,8 +270,6 @@ def make_plan(request: PlanRequest) -> CiPlan:
     empty: EmptySelectionError | None = None
     if "workload" in request.kinds:
         workloads, left_out, empty = _select(rows, request, decision, words, table)
-        workloads, unchanged = _leave_out_unaffected(workloads, request.unaffected)
-        left_out += unchanged
         policy = planned_policy(request.root, table.workflow.pytest_arguments)
         jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares, policy)
     if "unit" in request.kinds:
@@ -284,8 +279,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
             raise (empty or error) from None
         jobs += units.jobs
         left_out += units.left_out
-    is_unchanged = any(UNCHANGED in one.reasons for one in left_out)
-    if not jobs and not (request.is_empty_allowed or is_unchanged):
+    if not jobs and not request.is_empty_allowed:
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
         raise empty or EmptySelectionError("the plan", problem)
     budget: PlanBudget | None = None
@@ -398,15 +392,6 @@ def _select(
     return selected, left_out, empty
 
 
-def _leave_out_unaffected(
-    workloads: tuple[Workload, ...], unaffected: frozenset[str]
-) -> tuple[tuple[Workload, ...], list[LeftOut]]:
-    """Return the rows for which something changed, and the others."""
-    kept = tuple(row for row in workloads if row.node_id not in unaffected)
-    gone = [row.node_id for row in workloads if row not in kept]
-    return kept, [LeftOut(name=name, reasons=(UNCHANGED,)) for name in gone]
-
-
 def _scopes_with_rows(rows: Sequence[Workload], decision: Decision, table: CiTable) -> str:
     """Return the scope that the rule asks for, the scopes that have rows, and their rules."""
     numbers = Counter(row.scope for row in rows if row.disabled_reason is None)
@@ -478,7 +463,6 @@ def _unit_jobs(
         environment=decision.environment,
         platforms=request.platforms,
         tag=tag,
-        unaffected=request.unaffected,
     )
     if request.num_shards is not None:
         files = find_test_files(request.root, table.unit_tests)
@@ -494,8 +478,7 @@ def _unit_jobs(
         durations = read_durations(paths, files)
         return shard_jobs(request.root, request.num_shards, durations, row, choice, table)
     found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
-    is_unchanged = any(UNCHANGED in one.reasons for one in found.left_out)
-    is_empty = not (found.jobs or is_unchanged) and (bool(rows) or request.kinds == ("unit",))
+    is_empty = not found.jobs and (bool(rows) or request.kinds == ("unit",))
     if is_empty and not request.is_empty_allowed:
         where = f"--environment {choice.environment}" + (f" --tag {tag}" if tag else "")
         where += f" --platform {','.join(choice.platforms)}" if choice.platforms else ""

@@ -9,13 +9,11 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
 
 import click
-from click.core import ParameterSource
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.command import (
@@ -39,7 +37,6 @@ from pytest_megatron.ci.decide import (
 from pytest_megatron.ci.jobs import CiJob, LeftOut, integration_matrix, unit_matrix
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.errors import EmptySelectionError, SelectionError
-from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.history import (
     COST_KEYS,
     CostRow,
@@ -57,29 +54,9 @@ from pytest_megatron.runs.history_options import (
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.model import CADENCES
 
-T = TypeVar("T")
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
-_OF_REPLAY = frozenset(("replay", "path", "changed_file", "explain", "form"))
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
-
-
-FindUnaffected: TypeAlias = Callable[[Path, str, Sequence[Path]], frozenset[str]]
-UNAFFECTED: ExtensionPoint[FindUnaffected] = ExtensionPoint("plan.unaffected")
-PrintReplay: TypeAlias = Callable[[int, Sequence[Path], Path, str, bool], None]
-REPLAY: ExtensionPoint[PrintReplay] = ExtensionPoint("plan.replay")
-
-
-def answer_of(point: ExtensionPoint[T], option: str) -> T:
-    """Return what a room has for an option.
-
-    Raises:
-        SelectionError: The room is not there.
-    """
-    found = point.first()
-    if found is None:
-        raise SelectionError(option, "this installation has no records of what tests use; drop it")
-    return found
 
 
 class _PlanOptions(TypedDict):
@@ -103,9 +80,6 @@ class _PlanOptions(TypedDict):
     ranks: int
     changed_paths: str | None
     diff: str | None
-    changed: str | None
-    changed_file: tuple[Path, ...]
-    replay: int | None
     budget: str | None
     path: Path
     apply_suggestion: bool
@@ -170,21 +144,6 @@ class _PlanOptions(TypedDict):
 )
 @click.option("--diff", metavar="REV", help="The same for what changed since REV.")
 @click.option(
-    "--changed", metavar="BASE", help="Leave out jobs for which nothing changed since recorded."
-)
-@click.option(
-    "--changed-file",
-    multiple=True,
-    type=PATH,
-    help="The record of what tests use, repeatable.  [default: .pytest_megatron/changed.z]",
-)
-@click.option(
-    "--replay",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Print what --changed would have left out at each of the last N commits, and missed.",
-)
-@click.option(
     "--budget",
     metavar="TIME",
     help="GPU time, such as 2h or '40 GPU-h': drop what detects least for its price.",
@@ -201,13 +160,7 @@ def command(**given: Unpack[_PlanOptions]) -> None:
 
     Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
     event, a recipe or the project's table are unusable.
-
-    With --replay it plans nothing: it goes through past commits, by git, the records of
-    --record-changed and the history of runs.
     """
-    if given["replay"] is not None:
-        _print_replay(given["replay"], given)
-        return
     request = _request(given)
     try:
         plan = make_plan(request)
@@ -252,9 +205,6 @@ def _request(given: _PlanOptions) -> PlanRequest:
         gpus=given["gpus"],
         ranks=given["ranks"] or given["gpus"],
         changes=_changes(root, given["changed_paths"], given["diff"]),
-        unaffected=frozenset()
-        if given["changed"] is None
-        else answer_of(UNAFFECTED, "--changed")(root, given["changed"], given["changed_file"]),
         budget=_budget(given["budget"], given["path"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
@@ -322,20 +272,6 @@ def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:
 
 
 _FORMS = {"text": _print_text, "json": _print_json, "github": _write_outputs}
-
-
-def _print_replay(number: int, given: _PlanOptions) -> None:
-    """Print the replay, and refuse options that it does not take."""
-    context = click.get_current_context()
-    for option in context.command.params:
-        name = str(option.name)
-        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if is_given and name not in _OF_REPLAY:
-            raise SelectionError(option.opts[0], "is for a plan; leave it out beside --replay")
-    if given["form"] == "github":
-        raise SelectionError("--format github", "is for a plan; --replay has text and json")
-    files, history = given["changed_file"], given["path"]
-    answer_of(REPLAY, "--replay")(number, files, history, given["form"], given["explain"])
 
 
 _DEARER = 0.1  # share from which on a page lists a change

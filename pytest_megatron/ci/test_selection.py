@@ -26,7 +26,7 @@ from pytest_megatron.ci.test_files import (
 )
 from pytest_megatron.session.decision import Decision
 from pytest_megatron.session.deselected import REASON, note_ignored
-from pytest_megatron.session.options import LEFT_OUT, Options, usage_errors
+from pytest_megatron.session.options import Options, usage_errors
 from pytest_megatron.workloads.recipe.model import Vocabulary, project_words
 
 PLUGIN_NAME = "megatron-units"
@@ -141,9 +141,7 @@ class UnitPlugin:
             workeroutput[_COUNTS] = dict(self._left_out)
             return (yield)
         result = yield
-        is_unchanged = bool(self._config.stash.get(LEFT_OUT, 0))  # each of them, by --changed
         may_be_empty = self._options.is_empty_allowed or self._config.option.collectonly
-        may_be_empty = may_be_empty or is_unchanged
         is_green = session.exitstatus == pytest.ExitCode.OK
         is_idle = not self._has_reports and not session.testscollected
         if is_green and is_idle and not may_be_empty and self._options.node_rank == 0:

@@ -285,17 +285,6 @@ def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int
     return (rarer, sum(map(len, repeated))) if rarer else None
 
 
-def outcomes_by_commit(
-    entries: Iterable[HistoryEntry],
-) -> dict[tuple[str, str], list[bool]]:
-    """Return commit and node id -> whether each run was good, of items not in quarantine."""
-    return grouped(
-        ((str(entry.commit), entry.node_id), entry.is_good)
-        for entry in entries
-        if entry.is_counted and not entry.is_quarantined
-    )
-
-
 def _outcomes(entries: Iterable[HistoryEntry]) -> dict[tuple[str, str], list[bool]]:
     """Return (commit, platform) -> whether each run of it was good."""
     return grouped((_revision(one), one.is_good) for one in entries if one.is_counted)

@@ -255,13 +255,6 @@ def _index(where: str, value: object) -> int:
     return _number(where, value, 0, "is not a number, expected one from 0 on")
 
 
-def _seed(where: str, value: object) -> str:
-    """Parse a seed, or `off`."""
-    if str(value) not in ("", "off") and not str(value).isdecimal():
-        raise pytest.UsageError(f"{where}: {value!r} is no seed, expected a number or off")
-    return str(value)
-
-
 def _seconds(where: str, value: object) -> float:
     return seconds_of(str(value), where)
 
@@ -338,7 +331,6 @@ def one_of(*choices: ChoiceT, problem: str = "is unknown") -> ValueKind[ChoiceT]
 
 
 TEXT = ValueKind(lambda _, value: str(value), "TEXT")
-SEED = ValueKind(_seed, "SEED")
 PATH = ValueKind(lambda _, value: Path(str(value)) if value else None, "PATH")
 FLAG = ValueKind(_flag)
 COUNT = ValueKind(_count, "N")
@@ -348,7 +340,6 @@ DEFAULT_MINUTES = "10"
 MINUTES = ValueKind(_minutes, "MINUTES", bare=DEFAULT_MINUTES)
 WORDS = ValueKind(_words, "LIST", is_repeatable=True)
 FILES = ValueKind(lambda where, v: tuple(map(Path, _words(where, v))), "FILE", is_repeatable=True)
-BASE = ValueKind(lambda _, value: str(value).strip(), "BASE", bare="")
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
 RANKS = ValueKind(_ranks, "LIST")
 FAKE_RANKS = ValueKind(_fake_ranks, "all|N|LIST", bare="12")
@@ -367,7 +358,6 @@ MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and selects them
 TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
-LEFT_OUT = pytest.StashKey[int]()  # number of tests for which nothing changed
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs
 ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
@@ -380,9 +370,8 @@ OF_ITEMS = (
     *("stress", "stress-seed", "tensor-trace", "workload-start"),
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
-    *("changed-draw", "changed-file", "gang-start", "keep-runs", "max-retries-per-run"),
-    *("queue-timeout", "rank-grace", "retry-backoff", "signatures", "stop-early", "stress-seed"),
-    "workload-start",
+    *("gang-start", "keep-runs", "max-retries-per-run", "queue-timeout", "rank-grace"),
+    *("retry-backoff", "signatures", "stop-early", "stress-seed", "workload-start"),
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
@@ -492,35 +481,6 @@ class Options:
         (),
         "all files",
         room="ci",
-    )
-    changed: str | None = BASE(
-        "changed",
-        "run the tests and workloads for which something changed since they were recorded",
-        None,
-        "all run",
-        room="changed",
-    )
-    is_recording_changed: bool = FLAG(
-        "record-changed",
-        "record the code and the files that tests and workloads use, for --changed",
-        default=False,
-        room="changed",
-    )
-    changed_file: Path | None = PATH(
-        "changed-file",
-        "the record of --changed and --record-changed",
-        None,
-        ".pytest_megatron/changed.z below the project's root",
-        metavar="FILE",
-        room="changed",
-    )
-    changed_draw: str = SEED(
-        "changed-draw",
-        "draws tests that --changed runs although nothing changed for them, or off",
-        "",
-        "another in each session",
-        metavar="SEED|off",
-        room="changed",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
@@ -746,12 +706,8 @@ class Options:
 
     @property
     def settled_workload_start(self) -> WorkloadStart:
-        """How ranks of workloads start: fresh where goldens are written, or training is recorded.
-
-        What a training imports is recorded while it does.
-        """
-        is_fresh = self.is_writing_goldens or self.is_recording_changed
-        if self.workload_start == "auto" and is_fresh:
+        """How ranks of workloads start: fresh where goldens are written."""
+        if self.workload_start == "auto" and self.is_writing_goldens:
             return "fresh"
         return self.workload_start
 
@@ -782,8 +738,9 @@ class _Removed(argparse.Action):
 
     @override
     def __call__(self, *args: object, **_: object) -> NoReturn:
-        option = args[-1]
-        raise pytest.UsageError(f"{option}: {REMOVED[str(option)]}")
+        option = str(args[-1])
+        instead = REMOVED[option.replace(f"--{PREFIX}", "--", 1)]
+        raise pytest.UsageError(f"{option}: {instead}")
 
 
 class _Moved(argparse.Action):
@@ -946,28 +903,19 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
 
 
-def release_paths(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
-    """Have pytest read a path that follows a bare --keep-gangs or --changed.
+def release_path(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
+    """Have pytest read a path that follows a bare --keep-gangs.
 
-    argparse takes it for their value. Numbers, commits and further options stay. Runs before
-    conftest files are loaded.
+    argparse takes it for its value. Numbers and further options stay. Runs before conftest files
+    are loaded.
     """
     for index, (option, value) in enumerate(itertools.pairwise(map(str, arguments))):
-        name = option.replace(f"--{PREFIX}", "--")
-        is_path = name == "--keep-gangs" and not re.match(r"-|[\d.]+$", value)
-        if is_path or (name == "--changed" and _is_only_path(value)):
-            arguments[index] = f"{option}={DEFAULT_MINUTES if is_path else ''}"
+        is_bare = option.replace(f"--{PREFIX}", "--") == "--keep-gangs"
+        if is_bare and not re.match(r"-|[\d.]+$", value):
+            arguments[index] = f"{option}={DEFAULT_MINUTES}"
             early_config.known_args_namespace = parser.parse_known_args(
                 arguments, namespace=copy.copy(early_config.option)
             )
-
-
-def _is_only_path(text: str) -> bool:
-    """Return true for a path or a node id that is no commit."""
-    from pytest_megatron.base.project import ask_git
-
-    is_path = Path(text.partition("::")[0]).exists()
-    return is_path and ask_git(Path(), "rev-parse", "-q", "--verify", f"{text}^{{commit}}") is None
 
 
 def early_minutes(early_config: pytest.Config) -> float:
@@ -1000,7 +948,7 @@ def parsed_early(config: pytest.Config, parser: pytest.Parser) -> Generator[floa
             config.known_args_namespace, unknown = parser.parse_known_and_unknown_args(
                 words, namespace=copy.copy(config.option)
             )
-            release_paths(config, parser, words)
+            release_path(config, parser, words)
             is_for_others = any(_OF_WORKERS.match(word) for word in unknown)
             minutes = 0.0 if is_for_others else early_minutes(config)
     try:

@@ -721,8 +721,7 @@ HOLD_OUTS: tuple[Case, ...] = (
         ),
         verdict="refused",
         note="It cannot see what ranks execute, and would select too little. "
-        "[`--record-changed`](../how-to/run-what-changed.md) sees it; `--testmon-nocollect` "
-        "selects by a record that was made without gangs.",
+        "`--testmon-nocollect` selects by a record that was made without gangs.",
     ),
     _one(
         "pytest-socket==0.8.1",

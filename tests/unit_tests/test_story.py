@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -81,16 +82,15 @@ class Story:
         return self.types("git", "rev-parse", "HEAD").strip()
 
 
-def test_a_bug_goes_through_selection_culprit_quarantine_and_back(tmp_path: Path) -> None:
+def test_a_bug_goes_through_ci_culprit_quarantine_and_back(tmp_path: Path) -> None:
     story = Story(tmp_path)
     story.types("git", "init", "-qb", "main")
     story.write(FILES)
 
-    # CI for the project, whose nightly run records what each test uses.
+    # CI for the project.
     assert "wrote .github/workflows/megatron.yml" in story.types("pytest-megatron", "ci", "init")
     good = story.commits("Start")
-    assert "2 passed" in story.types("pytest", "--record-changed")
-    assert "--changed: 0 of 2 run" in story.types("pytest", "--changed")
+    assert "2 passed" in story.types("pytest")
 
     # Work goes on, with a bug in the middle of it.
     commits = {}
@@ -100,14 +100,11 @@ def test_a_bug_goes_through_selection_culprit_quarantine_and_back(tmp_path: Path
         story.write({name: text})
         commits[number] = story.commits(f"Change {number}")
 
-    # On a pull request only what can fail runs, and the plan of CI has only its file.
-    output = story.types("pytest", "--changed", code=pytest.ExitCode.TESTS_FAILED)
-    assert "--changed: 1 of 2 run" in output
-    assert "--changed:   1: schedule/ranks.py::shard changed" in output
-    assert f"FAILED {ITEM} - [rank 1]" in output
-    plan = ("--event", "pull_request", "--shards", "1", "--changed", good, "--format", "json")
+    # The command that CI runs on a pull request finds it.
+    plan = ("--event", "pull_request", "--shards", "1", "--format", "json")
     (job,) = json.loads(story.types("pytest-megatron", "plan", *plan))["jobs"]
-    assert "test_ranks.py" in job["command"]
+    output = story.types(*shlex.split(job["command"]), code=pytest.ExitCode.TESTS_FAILED)
+    assert f"FAILED {ITEM} - [rank 1]" in output
 
     # The commit that did it.
     words = ("culprit", ITEM, "--good", good, "--bad", "main", "--flake-rate", "0")
@@ -125,5 +122,4 @@ def test_a_bug_goes_through_selection_culprit_quarantine_and_back(tmp_path: Path
     assert "if that lasts, end its quarantine" in story.types("pytest")
     story.write({"pyproject.toml": settings})
     story.commits("Repair the shards")
-    assert "2 passed" in story.types("pytest", "--record-changed")
-    assert "--changed: 0 of 2 run" in story.types("pytest", "--changed")
+    assert "2 passed" in story.types("pytest")

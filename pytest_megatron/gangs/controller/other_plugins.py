@@ -167,8 +167,7 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
     if items and config.pluginmanager.has_plugin("TestmonCollect"):
         raise pytest.UsageError(
             f"--testmon: {items[0].nodeid} runs on ranks, where it sees nothing, and would be left "
-            "out after any change; use --record-changed and --changed, which see ranks, or record "
-            "without ranks and select with --testmon-nocollect"
+            "out after any change; record without ranks and select with --testmon-nocollect"
         )
     measured = [item.nodeid for item in items if _uses(item, "benchmark")]
     if measured and config.pluginmanager.has_plugin("benchmark"):

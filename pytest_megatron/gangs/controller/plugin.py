@@ -154,11 +154,6 @@ class GangPlugin(RecordCarrier):
         """Return the gang of an item, None for one that runs elsewhere."""
         return self._specs.get(item)
 
-    def leave_out(self, items: list[pytest.Item]) -> None:
-        """Need no gangs for items that were deselected."""
-        for item in items:
-            self._specs.pop(item, None)
-
     def _default_size(self) -> int:
         """Return the world size of a test without a marker; 0 if it runs in the controller."""
         nodes = nodes_of(self._options)

@@ -11,7 +11,6 @@ import pytest
 from ci_artifacts import STRICT
 from click.testing import CliRunner, Result
 
-from pytest_megatron import rooms
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.plan_command import command
 
@@ -606,15 +605,6 @@ def test_changed_paths_suggest_a_label_that_may_be_applied() -> None:
 )
 def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], error: str) -> None:
     assert str(invoke(*arguments).exception).startswith(error)
-
-
-@pytest.mark.parametrize(("option", "value"), [("--changed", "main"), ("--replay", "3")])
-def test_what_a_room_answers_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, option: str, value: str
-) -> None:
-    monkeypatch.setattr(rooms, "ROOMS", tuple(name for name in rooms.ROOMS if name != "changed"))
-    told = f"{option}: this installation has no records of what tests use; drop it"
-    assert str(invoke(option, value).exception) == told
 
 
 SETTINGS = {

@@ -20,7 +20,6 @@ OPTIONS = """\
 --audit-determinism
 --bucket
 --cadence
---changed
 --ci-event
 --device
 --environment
@@ -49,7 +48,6 @@ OPTIONS = """\
 --ranks
 --ranks-per-gpu
 --rdzv-endpoint
---record-changed
 --rerun-transient
 --run-dir
 --scope
@@ -60,8 +58,6 @@ OPTIONS = """\
 --test-case
 """
 SETTINGS = """\
-megatron_changed_draw
-megatron_changed_file
 megatron_gang_start
 megatron_keep_runs
 megatron_max_retries_per_run
@@ -74,6 +70,11 @@ megatron_stress_seed
 megatron_workload_start
 """
 REMOVED_OPTIONS = [
+    (["--changed"], "--changed: was removed; write --testmon, as pytest-testmon works on ranks"),
+    (["--megatron-changed=main"], "--megatron-changed: was removed; write --testmon, as"),
+    (["--changed", "main"], "--changed: was removed; write --testmon, as pytest-testmon works"),
+    (["-o", "megatron_record_changed=1"], "megatron_record_changed: was removed; write --test"),
+    (["-o", "megatron_changed_draw=off"], "megatron_changed_draw: was removed, as --changed was"),
     (["--keep-gangs", "1", "--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
     (["-o", "megatron_pack_gpus=8"], "megatron_pack_gpus: was removed, as it gained little"),
     (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),

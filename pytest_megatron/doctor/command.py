@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import re
 import sys
 import textwrap
 from collections import Counter
@@ -28,7 +27,7 @@ from pytest_megatron.doctor.checks.machine import (
     check_megatron,
     check_variables,
 )
-from pytest_megatron.doctor.checks.packages import check_build, check_compiled, check_requirements
+from pytest_megatron.doctor.checks.packages import check_compiled
 from pytest_megatron.doctor.checks.project import Needs, check_project, check_recipe, read_needs
 from pytest_megatron.doctor.facts import (
     UNKNOWN,
@@ -46,16 +45,10 @@ from pytest_megatron.doctor.probes.machine import (
     look_at_devices,
     look_at_machine,
     look_at_slurm,
-    look_at_toolkit,
     look_at_torch,
     try_collectives,
 )
-from pytest_megatron.doctor.probes.packages import (
-    find_megatrons,
-    find_shadows,
-    read_extensions,
-    read_packages,
-)
+from pytest_megatron.doctor.probes.packages import find_megatrons, read_packages
 from pytest_megatron.errors import HostError
 from pytest_megatron.workloads.training.checks.rules import (
     CheckFinding,
@@ -207,11 +200,6 @@ def command(
 
 
 _START_LIMIT_S = 30.0
-# Source: glibc elf/rtld.c, do_preload; these words are not translated.
-_NOT_PRELOADED = re.compile(
-    r"^ERROR: ld\.so: object '(.+)' from LD_PRELOAD cannot be preloaded(?: \((.+)\))?: ignored\.",
-    re.MULTILINE,
-)
 
 
 def gather(system: SystemView, *, with_collective: bool = True) -> EnvironmentFacts:
@@ -225,16 +213,12 @@ def gather(system: SystemView, *, with_collective: bool = True) -> EnvironmentFa
         HostError: The environment's Python does not run.
     """
     python = _python(system)
-    packages, doubles = read_packages(python.paths)
-    table = compat().compiled
-    installed = [row for row in table if {row.name, *row.also} & packages.keys()]
+    packages = read_packages(python.paths)
+    installed = [row for row in compat().compiled if {row.name, *row.also} & packages.keys()]
     modules = [module for row in installed for module in row.modules]
     facts = EnvironmentFacts(
         python=python,
         packages=packages,
-        doubles=doubles,
-        extensions=tuple(read_extensions(python.paths, table)),
-        shadows=tuple(find_shadows(python.paths, packages, table)),
         megatrons=find_megatrons(python.paths, packages),
         torch=look_at_torch(system, packages.get("torch"), modules),
         devices=look_at_devices(system),
@@ -242,8 +226,6 @@ def gather(system: SystemView, *, with_collective: bool = True) -> EnvironmentFa
         slurm=look_at_slurm(system),
         git_mend=look_at_checkout(system),
     )
-    lacks = len(installed) < len(table) and facts.torch is not None and bool(facts.torch.cuda)
-    facts = replace(facts, toolkit=look_at_toolkit(system, ask_network=lacks))
     if with_collective and facts.torch is not None and facts.torch.problem is None:
         num_gpus = facts.torch.count if facts.torch.cuda_problem is None else 0
         facts = replace(facts, collectives=tuple(try_collectives(system, num_gpus)))
@@ -264,10 +246,7 @@ def _python(system: SystemView) -> Python:
             str(system.python),
             f"{answer.problem or 'says nothing of itself'}, expected the Python of an environment",
         )
-    not_preloaded = {
-        path: why or "it cannot be loaded" for path, why in _NOT_PRELOADED.findall(answer.text)
-    }
-    return trusted(Python, {**answer.values, "not_preloaded": not_preloaded})
+    return trusted(Python, answer.values)
 
 
 TABLE = Path(__file__).parent / "rules.toml"
@@ -324,8 +303,6 @@ def check(
     yield from check_cuda(facts, system.env)
     yield from check_torch(facts, system.env)
     yield from check_compiled(facts)
-    yield from check_requirements(facts)
-    yield from check_build(facts, system.wheel_host[0])
     yield from check_megatron(facts)
     yield from check_communication(facts, system.env)
     yield from check_variables(facts, system.env)

@@ -28,24 +28,15 @@ class Python:
 
     Attributes:
         tag: Tag in the names of wheels: `cp312`.
-        soabi: Suffix in the names of shared objects: `cpython-312-x86_64-linux-gnu`.
         paths: Where it imports from, in order, the current directory first.
-        encoding: Encoding of standard output.
-        not_preloaded: Objects of LD_PRELOAD that the loader leaves out -> why.
-        optimize: Level at which assertions are left out; 0 with them.
     """
 
     executable: Path
     version: str
     tag: str
-    soabi: str
     machine: str
     prefix: Path
-    is_venv: bool
     paths: tuple[Path, ...]
-    encoding: str
-    not_preloaded: Mapping[str, str] = field(default_factory=dict)
-    optimize: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,31 +45,13 @@ class Package:
 
     Attributes:
         name: Normalised: `flash-attn`.
-        tags: Tags of the wheel: `cp312-cp312-linux_x86_64`.
-        requires: Requirements, word for word.
         editable: The checkout that it is installed from, where it is.
     """
 
     name: str
     version: str
     location: Path
-    tags: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
-    requires_python: str | None = None
     editable: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shadow:
-    """A file or a directory that an import takes in place of an installed package.
-
-    Attributes:
-        package: The one that is installed elsewhere; None where there is none.
-    """
-
-    module: str
-    path: Path
-    package: Package | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +66,6 @@ class Torch:
         count: GPUs that it sees.
         capabilities: Capability of each GPU: (9, 0).
         architectures: That it has code for: `sm_90`.
-        numpy: Version that the numpy imported beside it reports.
         problem: Why it cannot be imported; `cuda_problem`: why CUDA does not start.
         imports: Module of an extension -> why it cannot be imported, None where it can.
     """
@@ -103,7 +75,6 @@ class Torch:
     abi: bool | None = None
     nccl: str | None = None
     cudnn: str | None = None
-    numpy: str | None = None
     driver_cuda: str | None = None
     count: int = 0
     capabilities: tuple[tuple[int, int], ...] = ()
@@ -111,24 +82,6 @@ class Torch:
     problem: str | None = None
     cuda_problem: str | None = None
     imports: Mapping[str, str | None] = field(default_factory=dict)
-    defined: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extension:
-    """A shared object of a package that is compiled against torch.
-
-    Attributes:
-        cuda_major: Major version of the libraries that it asks for.
-        abi: ABI of the strings in the symbols that it asks for.
-        missing: Symbols of c10 that it asks for.
-    """
-
-    package: str
-    file: Path
-    cuda_major: str | None = None
-    abi: bool | None = None
-    missing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,24 +104,6 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Toolkit:
-    """Tools to compile an extension with.
-
-    Attributes:
-        nvcc: CUDA version of nvcc.
-        lost_home: Variable and value, where CUDA_HOME or CUDA_PATH names no directory.
-    """
-
-    cuda_home: Path | None = None
-    nvcc: str | None = None
-    nccl_header: Path | None = None
-    ninja: bool = False
-    compiler: bool = False
-    reaches_wheels: bool | None = None
-    lost_home: tuple[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
     """A directory that is written to.
 
@@ -176,7 +111,6 @@ class Disk:
         use: What for.
         variable: Names another place for it; empty if none does.
         problem: Why nothing can be written there.
-        is_noexec: Whether nothing on it can be run or loaded as a library.
     """
 
     use: str
@@ -184,24 +118,6 @@ class Disk:
     variable: str = ""
     free_bytes: int | None = None
     problem: str | None = None
-    is_noexec: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """The time of this host against the times of files.
-
-    Attributes:
-        now_s: Seconds since 1970.
-        fresh_s: How far ahead the time of a file is that was just made; None if none was made.
-        ahead_s: Older file -> how far ahead its time is.
-        hardware_s: How far ahead the hardware's clock is; None where it cannot be read.
-    """
-
-    now_s: float
-    fresh_s: float | None = None
-    ahead_s: Mapping[Path, float] = field(default_factory=dict)
-    hardware_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +133,6 @@ class MachineFacts:
         port_problem: Why the launchers' port cannot be had.
         host_problem: Why this host's own name does not resolve.
         lookup_s: Seconds until the name of this host's loopback address was found, or was not.
-        clock: The clock against the times of files, in seconds.
-        lost_temporary: Variable and value, where no such directory is for temporary files.
-        shadows: Libraries of CUDA that LD_LIBRARY_PATH or LD_PRELOAD put before torch's own.
     """
 
     limits: Mapping[str, int | None] = field(default_factory=dict)
@@ -229,13 +142,9 @@ class MachineFacts:
     links: tuple[str, ...] = ()
     infiniband: Mapping[str, str] = field(default_factory=dict)
     container: str | None = None
-    ephemeral_ports: tuple[int, int] | None = None
     port_problem: str | None = None
     host_problem: str | None = None
     lookup_s: float | None = None
-    clock: Clock | None = None
-    lost_temporary: tuple[str, str] | None = None
-    shadows: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,21 +178,15 @@ class EnvironmentFacts:
     """All of it.
 
     Attributes:
-        doubles: Packages that are installed more than once, the one that is imported first.
-        shadows: What is imported in place of installed packages.
         git_mend: Command that lets git read the project, where it refuses by the owner.
         megatrons: Directories that `megatron.core` is found in, in order of import.
     """
 
     python: Python
     packages: Mapping[str, Package] = field(default_factory=dict)
-    doubles: Mapping[str, tuple[Package, ...]] = field(default_factory=dict)
-    shadows: tuple[Shadow, ...] = ()
-    extensions: tuple[Extension, ...] = ()
     megatrons: tuple[Path, ...] = ()
     torch: Torch | None = None
     devices: Devices = field(default_factory=Devices)
-    toolkit: Toolkit = field(default_factory=Toolkit)
     machine: MachineFacts = field(default_factory=MachineFacts)
     slurm: Slurm = field(default_factory=Slurm)
     git_mend: str | None = None
@@ -320,7 +223,6 @@ class SystemView:
         env: Variables; its `PATH` is where programs are looked for.
         home: For caches that no variable names.
         temporary: The directory for temporary files.
-        wheel_host: Host and port where projects publish wheels.
         rendezvous_port: The port that launchers take by default.
         import_limit_s: Time limit for torch and its extensions to be imported; a fifth of it for
             each extension.
@@ -333,7 +235,6 @@ class SystemView:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     home: Path = field(default_factory=Path.home)
     temporary: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    wheel_host: tuple[str, int] = ("github.com", 443)
     rendezvous_port: int = 29500
     import_limit_s: float = 300.0
     collective_limit_s: float = 120.0
@@ -365,7 +266,6 @@ class Compiled:
     Attributes:
         name: Name of the distribution; `also`: other distributions of the same code.
         modules: Whose import shows that it works.
-        objects: Patterns of its shared objects, below site-packages.
         wheel: Template of the names of published wheels, None where none are published.
         build: The command that compiles it, where that is the only way.
         needs: Arguments of a training that cannot do without it.
@@ -374,7 +274,6 @@ class Compiled:
     name: str
     also: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    objects: tuple[str, ...] = ()
     wheel: str | None = None
     build: str | None = None
     latest: str

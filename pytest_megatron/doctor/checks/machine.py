@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import re
-from collections.abc import Iterator, Mapping, Sequence
-
-from packaging.version import Version
+from collections.abc import Iterator, Mapping
 
 from pytest_megatron.doctor.facts import (
     UNKNOWN,
-    Clock,
     Disk,
     EnvironmentFacts,
     MachineFacts,
     Slurm,
-    version_of,
 )
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
@@ -23,12 +18,7 @@ _LEAST_SHM_BYTES = 1 << 30
 _LEAST_LIMIT = 4096
 _LEAST_LIMITS = {"Max open files": "limit-nofile", "Max processes": "limit-nproc"}
 _FULL_BYTES, _LOW_BYTES = 10**9, 10**10
-_LEAST_PORTS = 4096
 _SLOW_LOOKUP_S = 1.0
-_RELEASED_S = dt.datetime(2026, 1, 1, tzinfo=dt.UTC).timestamp()  # not before that
-_MOST_SKEW_S = 30.0  # between this host and the one that keeps its files
-_MOST_AHEAD_S = 600.0
-_ZONE_STEP_S, _FARTHEST_ZONE_S = 900.0, 14 * 3600.0 + _MOST_SKEW_S
 _NEEDED_CAPABILITIES = {"compute", "utility"}
 _SLURM_NEEDED = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
@@ -37,15 +27,8 @@ def check_machine(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[R
     """Yield what is wrong with the machine."""
     machine = facts.machine
     yield from _limits(machine)
-    has_triton = any("triton" in name for name in facts.packages)  # by several names
     for disk in machine.disks:
-        yield from _disk(disk, has_triton=has_triton)
-    if machine.lost_temporary is not None:
-        variable, directory = machine.lost_temporary
-        yield RuleMatch("temporary-lost", variable=variable, value=directory)
-    if machine.clock is not None:
-        yield from _clock(machine.clock)
-    yield from _locale(facts, env)
+        yield from _disk(disk)
     value = env.get("NVIDIA_DRIVER_CAPABILITIES")
     words = {word.strip() for word in (value or "all").split(",")}
     if machine.container and "all" not in words and not words >= _NEEDED_CAPABILITIES:
@@ -71,10 +54,6 @@ def check_communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iter
         yield RuleMatch("host-name", problem=machine.host_problem)
     if machine.lookup_s is not None and machine.lookup_s >= _SLOW_LOOKUP_S:
         yield RuleMatch("address-name", seconds=f"{machine.lookup_s:.1f}")
-    if machine.ephemeral_ports is not None:
-        first, last = machine.ephemeral_ports
-        if last - first + 1 < _LEAST_PORTS:
-            yield RuleMatch("few-ports", first=first, last=last, count=last - first + 1)
 
 
 def _infiniband(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
@@ -104,8 +83,8 @@ def _limits(machine: MachineFacts) -> Iterator[RuleMatch]:
         yield RuleMatch("limit-memlock", value=shown_bytes(locked))
 
 
-def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
-    """Look at whether a directory can be written to, has room, and may hold code."""
+def _disk(disk: Disk) -> Iterator[RuleMatch]:
+    """Look at whether a directory can be written to, and has room."""
     if disk.problem is not None:
         advice = "mount it writable, or choose another place"
         if disk.variable:
@@ -114,40 +93,9 @@ def _disk(disk: Disk, *, has_triton: bool) -> Iterator[RuleMatch]:
             "not-writable", path=disk.path, use=disk.use, problem=disk.problem, advice=advice
         )
         return
-    if disk.is_noexec and (has_triton or disk.variable != "TRITON_CACHE_DIR"):
-        yield RuleMatch("mounted-noexec", path=disk.path, use=disk.use, variable=disk.variable)
     if disk.free_bytes is not None and disk.free_bytes < _LOW_BYTES:
         rule = "disk-full" if disk.free_bytes < _FULL_BYTES else "disk-low"
         yield RuleMatch(rule, path=disk.path, use=disk.use, free=shown_bytes(disk.free_bytes))
-
-
-def _clock(clock: Clock) -> Iterator[RuleMatch]:
-    """Yield the first reason to think that the clock is off."""
-    today = dt.datetime.fromtimestamp(clock.now_s, tz=dt.UTC).strftime("%Y-%m-%d %H:%M")
-    problem = None
-    if clock.now_s < _RELEASED_S:
-        problem = "this version of pytest-megatron is newer"
-    elif clock.fresh_s is not None and abs(clock.fresh_s) > _MOST_SKEW_S:
-        side = "ahead of" if clock.fresh_s > 0 else "behind"
-        problem = f"a file that is made now has a time {abs(clock.fresh_s):.0f} s {side} it"
-    elif clock.hardware_s is not None and not _is_zone(clock.hardware_s):
-        side = "ahead of" if clock.hardware_s > 0 else "behind"
-        problem = f"the hardware's clock is {abs(clock.hardware_s) / 60:.0f} min {side} it"
-    else:
-        for path, ahead in clock.ahead_s.items():
-            if ahead > _MOST_AHEAD_S:
-                problem = f"{path} was last changed {ahead / 60:.0f} min ahead of it"
-                break
-    if problem is not None:
-        yield RuleMatch("clock-off", now=today, problem=problem)
-
-
-def _is_zone(difference_s: float) -> bool:
-    """Return true if both clocks may be right: the hardware's may be in local time, and drifts."""
-    if abs(difference_s) <= _MOST_AHEAD_S:
-        return True
-    off_s = abs(difference_s - round(difference_s / _ZONE_STEP_S) * _ZONE_STEP_S)
-    return abs(difference_s) <= _FARTHEST_ZONE_S and off_s <= _MOST_SKEW_S
 
 
 def shown_bytes(number: int) -> str:
@@ -157,19 +105,6 @@ def shown_bytes(number: int) -> str:
             return f"{number:g} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024  # type: ignore[assignment]
     return f"{number:.1f} GiB"
-
-
-def _locale(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
-    """Look at whether Python prints UTF-8."""
-    encoding = facts.python.encoding
-    if encoding.lower().replace("-", "") not in ("utf8", "utf8sig"):
-        yield RuleMatch(
-            "locale",
-            encoding=encoding,
-            lc_all=env.get("LC_ALL", ""),
-            lang=env.get("LANG", ""),
-            io=env.get("PYTHONIOENCODING", ""),
-        )
 
 
 def check_slurm(slurm: Slurm) -> Iterator[RuleMatch]:
@@ -195,15 +130,6 @@ def check_megatron(facts: EnvironmentFacts) -> Iterator[RuleMatch]:
 
 # What a launcher gives to each of its ranks; MASTER_PORT alone chooses a port.
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-_LARGEST_PORT = 65535
-# Source: NCCL src/init.cc, ncclFuncStr, ncclAlgoStr and ncclProtoStr, v2.5 to v2.30.
-_FUNCTIONS = {"allgather", "allreduce", "broadcast", "reduce", "reducescatter"}
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "NCCL_ALGO": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"),
-    "NCCL_PROTO": ("LL", "LL128", "Simple"),
-}
-_OLD_ALGORITHM, _OLD_UNTIL = "collnet", Version("2.14")
-_PER_FUNCTION_SINCE = Version("2.24")
 # Variable -> values that turn a transport off, and which one that is.
 # Source: NCCL, environment variables; only a 1 disables.
 _SLOW: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -222,41 +148,12 @@ def check_variables(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator
     preset = [f"{name}={env[name]}" for name in _OF_A_RANK if env.get(name)]
     if preset:
         yield RuleMatch("ranks-preset", variables=", ".join(preset))
-    port = env.get("MASTER_PORT")
-    if port and not (port.isascii() and port.isdigit() and 0 < int(port) <= _LARGEST_PORT):
-        yield RuleMatch("port-not-a-number", value=repr(port))
-    threads = env.get("OMP_NUM_THREADS")
-    if threads is not None and not _is_thread_count(threads):
-        yield RuleMatch("omp-threads", value=repr(threads))
-    for path, why in facts.python.not_preloaded.items():
-        yield RuleMatch("preload-ignored", path=path, problem=why)
-    if facts.python.optimize:
-        yield RuleMatch("assertions-off", level=facts.python.optimize)
-    if facts.toolkit.lost_home is not None:
-        variable, value = facts.toolkit.lost_home
-        yield RuleMatch("cuda-home", variable=variable, value=value)
     yield from _communication(facts, env)
-
-
-def _is_thread_count(text: str) -> bool:
-    """Return true if OpenMP takes a value: positive numbers, one for each level.
-
-    Source: OpenMP API specification, OMP_NUM_THREADS.
-    """
-    return all(re.fullmatch(r"\s*\+?0*[1-9]\d*\s*", word, re.ASCII) for word in text.split(","))
 
 
 def _communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Look at variables of NCCL and gloo, and at what slows them down."""
     yield from _interfaces(facts.machine, env)
-    for variable, choices in _CHOICES.items():
-        problem = _problem_of_list(variable, env.get(variable, ""), choices, facts)
-        if problem is not None:
-            names = ", ".join(choices)
-            value = repr(env[variable])
-            yield RuleMatch(
-                "nccl-choice", variable=variable, value=value, problem=problem, names=names
-            )
     gpus = facts.devices.gpus
     for variable, (values, effect) in _SLOW.items():
         if env.get(variable) not in values:
@@ -264,32 +161,6 @@ def _communication(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[
         if "P2P" in variable and gpus and all(_CONSUMER_GPU.search(gpu.name) for gpu in gpus):
             continue  # these have no peer-to-peer copies, and some drivers need to be told so
         yield RuleMatch("slow-variable", variable=variable, value=env[variable], effect=effect)
-
-
-def _problem_of_list(
-    variable: str, value: str, choices: Sequence[str], facts: EnvironmentFacts
-) -> str | None:
-    """Return the first word of a list that NCCL does not know, None where it knows all.
-
-    Source: NCCL src/graph/tuning.cc, parseList: `ring,nvls;allreduce:^tree`, in any case.
-    """
-    nccl = version_of(facts.torch.nccl if facts.torch is not None else None)
-    known = {name.lower() for name in choices}
-    if variable == "NCCL_ALGO" and (nccl is None or nccl < _OLD_UNTIL):
-        known.add(_OLD_ALGORITHM)
-    entries = [entry for entry in value.split(";") if entry]
-    for index, entry in enumerate(entries):
-        function, colon, names = entry.rpartition(":")
-        if colon and nccl is not None and nccl < _PER_FUNCTION_SINCE:
-            return f"NCCL {nccl} has no lists for single functions, 2.24 is the first that has"
-        if colon and function.lower() not in _FUNCTIONS:
-            return f"{function!r} is no function"
-        if not colon and index:
-            return f"{entry!r} lacks a function, which all but the first need"
-        for name in names.removeprefix("^").split(","):
-            if name and name.lower() not in known:
-                return f"{name!r} is none of its names"
-    return None
 
 
 def _interfaces(machine: MachineFacts, env: Mapping[str, str]) -> Iterator[RuleMatch]:

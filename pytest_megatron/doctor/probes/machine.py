@@ -28,7 +28,6 @@ from pytest_megatron.base.schema import trusted
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.doctor.facts import (
     UNKNOWN,
-    Clock,
     CollectiveProbe,
     Devices,
     Disk,
@@ -36,10 +35,9 @@ from pytest_megatron.doctor.facts import (
     Package,
     Slurm,
     SystemView,
-    Toolkit,
     Torch,
 )
-from pytest_megatron.doctor.probes.packages import torch_symbols, torch_version_file
+from pytest_megatron.doctor.probes.packages import torch_version_file
 from pytest_megatron.gpu.health import GpuState, HealthWatch
 from pytest_megatron.gpu.host import Gpu, Host
 
@@ -121,12 +119,9 @@ def ask(
 
 _PROGRAM_LIMIT_S = 10.0
 _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which torch tries first
-_CONNECT_LIMIT_S = 3.0
 _SLURM_PROGRAMS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _OPTIONS = 3  # the field of a line of /proc/mounts
-_LOADED_FROM = ("TMPDIR", "TRITON_CACHE_DIR")  # compiled code is loaded from these
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
-_CUDA_LIBRARIES = re.compile(r"lib(?:cudart|cudnn|nccl|cublas|cublasLt|nvrtc)\.so\.\d+$")
 _CONTAINERS = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
 _CONTAINER_VARIABLES = (
     *(("APPTAINER_NAME", "apptainer"), ("SINGULARITY_NAME", "singularity")),
@@ -145,13 +140,9 @@ def look_at_machine(system: SystemView) -> MachineFacts:
         links=tuple(sorted(file.name for file in system.under("/sys/class/net").glob("*"))),
         infiniband=_infiniband(system),
         container=container_of(system),
-        ephemeral_ports=_port_range(system.read("/proc/sys/net/ipv4/ip_local_port_range")),
         port_problem=_port_problem(system.rendezvous_port),
         host_problem=_host_problem(),
         lookup_s=_lookup_s(),
-        clock=_clock(system),
-        lost_temporary=_lost_temporary(system),
-        shadows=tuple(_shadows(system.env)),
     )
 
 
@@ -194,44 +185,13 @@ def _disks(system: SystemView) -> Iterator[Disk]:
         there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         try:
             free = shutil.disk_usage(there).free
-            is_noexec = variable in _LOADED_FROM and bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
             tempfile.TemporaryFile(dir=there).close()
         except OSError as error:
             problem = error.strerror or str(error)
             yield Disk(use=use, variable=variable, path=path, problem=problem)
         else:
             disk = Disk(use=use, variable=variable, path=path)
-            yield replace(disk, free_bytes=free, is_noexec=is_noexec)
-
-
-def _lost_temporary(system: SystemView) -> tuple[str, str] | None:
-    """Return the variable that names no directory for temporary files, and its value."""
-    for variable in ("TMPDIR", "TEMP", "TMP"):  # in the order of Python's tempfile
-        value = system.env.get(variable)
-        if value and not (system.project / value).is_dir():
-            return variable, value
-    return None
-
-
-def _clock(system: SystemView) -> Clock:
-    """Compare the clock with times of files and with the hardware's clock."""
-    try:
-        with tempfile.TemporaryFile(dir=system.project) as file:
-            before = time.time()
-            file.write(b".")
-            file.flush()
-            made, after = os.fstat(file.fileno()).st_mtime, time.time()
-            fresh = min(made - before, 0.0) + max(made - after, 0.0)
-    except OSError:
-        fresh = None
-    ahead = {}
-    now = time.time()
-    for path in (system.project / ".git/index", system.python.parent.parent / "pyvenv.cfg"):
-        with contextlib.suppress(OSError):
-            ahead[path] = path.stat().st_mtime - now
-    hardware = system.read("/sys/class/rtc/rtc0/since_epoch").strip()
-    hardware_s = float(hardware) - now if hardware.isdigit() else None
-    return Clock(now_s=now, fresh_s=fresh, ahead_s=ahead, hardware_s=hardware_s)
+            yield replace(disk, free_bytes=free)
 
 
 def _interfaces(system: SystemView) -> Iterator[str]:
@@ -261,14 +221,6 @@ def container_of(system: SystemView) -> str | None:
             return kind
     match = re.search(r"docker|kubepods|containerd|lxc|libpod", system.read("/proc/1/cgroup"))
     return match[0] if match else system.env.get("container")
-
-
-def _port_range(text: str) -> tuple[int, int] | None:
-    """Parse the first and the last port that the kernel gives."""
-    words = text.split()
-    if len(words) != 2 or not all(word.isdigit() for word in words):  # noqa: PLR2004 - first, last
-        return None
-    return int(words[0]), int(words[1])
 
 
 def _port_problem(port: int) -> str | None:
@@ -323,62 +275,11 @@ def _in_time(ask: Callable[[], str]) -> str | None:
     return said[0] if said else None
 
 
-def _shadows(env: Mapping[str, str]) -> Iterator[Path]:
-    """Yield the libraries of CUDA that the environment's variables put first."""
-    for word in re.split(r"[ :]+", env.get("LD_PRELOAD", "")):
-        if _CUDA_LIBRARIES.match(Path(word).name):
-            yield Path(word)
-    for word in env.get("LD_LIBRARY_PATH", "").split(":"):
-        if word and Path(word).is_dir():
-            yield from sorted(f for f in Path(word).glob("lib*") if _CUDA_LIBRARIES.match(f.name))
-
-
-def look_at_toolkit(system: SystemView, *, ask_network: bool) -> Toolkit:
-    """Return what there is to compile an extension with.
-
-    Args:
-        system: Where to look.
-        ask_network: Whether to try to reach the host that publishes wheels.
-    """
-    nvcc = program(system, "nvcc")
-    variable = "CUDA_HOME" if system.env.get("CUDA_HOME") else "CUDA_PATH"
-    named = system.env.get(variable)
-    default = system.under("/usr/local/cuda")
-    home = Path(named) if named else (nvcc.parent.parent if nvcc else default)
-    compiler = home / "bin/nvcc" if (home / "bin/nvcc").is_file() else nvcc
-    headers = (home / "include/nccl.h", system.under("/usr/include/nccl.h"))
-    return Toolkit(
-        cuda_home=home if home.is_dir() else None,
-        nvcc=_nvcc_version(system, compiler) if compiler else None,
-        nccl_header=next((path for path in headers if path.is_file()), None),
-        ninja=program(system, "ninja") is not None,
-        compiler=any(program(system, name) for name in ("g++", "c++", "clang++")),
-        reaches_wheels=_reaches(system.wheel_host) if ask_network else None,
-        lost_home=(variable, named) if named and not home.is_dir() else None,
-    )
-
-
 def program(system: SystemView, name: str) -> Path | None:
     """Return a program of PATH; the environment's own directory counts."""
     path = f"{system.python.parent}:{system.env.get('PATH', '')}"
     found = shutil.which(name, path=path)
     return Path(found) if found else None
-
-
-def _nvcc_version(system: SystemView, nvcc: Path) -> str | None:
-    """Return the version that nvcc prints."""
-    answer = run([str(nvcc), "--version"], limit_s=_PROGRAM_LIMIT_S, env=system.env)
-    match = re.search(r"release (\d+\.\d+)", answer.text)
-    return match[1] if match else None
-
-
-def _reaches(address: tuple[str, int]) -> bool:
-    """Return whether a TCP connection can be opened."""
-    try:
-        socket.create_connection(address, timeout=_CONNECT_LIMIT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def look_at_checkout(system: SystemView) -> str | None:
@@ -488,9 +389,7 @@ def look_at_torch(
     problem = answer.problem or cast("str | None", found.get("problem"))
     if package is None and problem is not None and "No module named 'torch'" in problem:
         return None
-    if (file := found.pop("file", None)) is not None:
-        directory = Path(str(file)).parent
-    return replace(trusted(Torch, found), problem=problem, defined=torch_symbols(directory))
+    return replace(trusted(Torch, found), problem=problem)
 
 
 def try_collectives(system: SystemView, num_gpus: int) -> Iterator[CollectiveProbe]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-import sysconfig
 from pathlib import Path
 
 print(  # noqa: T201 - our parent reads it
@@ -14,13 +13,9 @@ print(  # noqa: T201 - our parent reads it
             "executable": sys.executable,
             "version": platform.python_version(),
             "tag": f"cp{sys.version_info[0]}{sys.version_info[1]}",
-            "soabi": sysconfig.get_config_var("SOABI") or "",
             "machine": platform.machine(),
             "prefix": sys.prefix,
-            "is_venv": sys.prefix != sys.base_prefix,
             "paths": [path or str(Path.cwd()) for path in sys.path],
-            "encoding": sys.stdout.encoding,
-            "optimize": sys.flags.optimize,
         }
     )
 )

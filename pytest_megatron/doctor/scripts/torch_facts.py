@@ -23,14 +23,12 @@ def ask_torch() -> Found:
 
     found: Found = {
         "version": str(torch.__version__),
-        "file": str(torch.__file__),
         "cuda": getattr(torch.version, "cuda", None),
         "driver_cuda": driver_cuda(),
         "count": 0,
     }
     checks: dict[str, Callable[[], object]] = {
         "abi": lambda: bool(torch.compiled_with_cxx11_abi()),
-        "numpy": lambda: str(importlib.import_module("numpy").__version__),
         "cudnn": lambda: str(torch.backends.cudnn.version() or "") or None,
         "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
         "architectures": lambda: list(torch.cuda.get_arch_list()),
@@ -38,7 +36,7 @@ def ask_torch() -> Found:
     for name, check in checks.items():
         try:
             found[name] = check()
-        except Exception:  # noqa: BLE001, S112 - no numpy, a build without it, or an older torch
+        except Exception:  # noqa: BLE001, S112 - a build without it, or an older torch
             continue
     return found
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from pytest_megatron.doctor.facts import SystemView
 
-TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-NEW_ERROR = "_ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcEE"
-OLD_ERROR = "_ZN3c105ErrorC2ENS_14SourceLocationESs"
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
 Max processes             {nproc:<20} unlimited            processes
@@ -53,7 +48,6 @@ class Staged:
         self.import_limit_s = 60.0
         self.limits()
         self.file("/proc/mounts", "shm /dev/shm tmpfs rw,nosuid,size=16777216k 0 0\n")
-        self.file("/proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
         self.file("/sys/class/net/eth0/operstate", "up\n")
         self.file("/sys/class/net/lo/operstate", "unknown\n")
 
@@ -66,7 +60,6 @@ class Staged:
             env=self.env,
             home=self.project,
             temporary=self.project,
-            wheel_host=("127.0.0.1", 9),
             rendezvous_port=0,
             import_limit_s=self.import_limit_s,
         )
@@ -113,11 +106,9 @@ class Staged:
         capability: tuple[int, int] = (9, 0),
         cuda_problem: str = "",
         code: str = "",
-        requires: Iterable[str] = (),
-        directory: Path | None = None,
     ) -> None:
-        self.package("torch", version, requires=requires, directory=directory)
-        directory = (directory or self.site) / "torch"
+        self.package("torch", version)
+        directory = self.site / "torch"
         directory.mkdir()
         (directory / "version.py").write_text(f"cuda: str = {cuda!r}\n")
         text = _TORCH.format(
@@ -131,82 +122,12 @@ class Staged:
         )
         (directory / "__init__.py").write_text(f"{code}\n{text}")
 
-    def package(  # noqa: PLR0913 - each is one thing that can be wrong
-        self,
-        name: str,
-        version: str,
-        *,
-        tag: str = "py3-none-any",
-        requires: Iterable[str] = (),
-        python: str = ">=3.10",
-        modules: Iterable[str] = (),
-        directory: Path | None = None,
-    ) -> None:
-        site = directory or self.site
-        directory = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    def package(self, name: str, version: str) -> None:
+        directory = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
         directory.mkdir(parents=True)
-        lines = [f"Name: {name}", f"Version: {version}", f"Requires-Python: {python}"]
-        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
-        (directory / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
-        (directory / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {tag}\n")
-        for module in modules:
-            (site / f"{module}.py").write_text("")
-
-    def shared_object(
-        self,
-        path: str,
-        *,
-        needed: Iterable[str] = (),
-        missing: Iterable[str] = (),
-        defined: Iterable[str] = (),
-    ) -> None:
-        place = self.site / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(shared_object(list(needed), list(missing), list(defined)))
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (directory / "METADATA").write_text(text)
 
     def megatron(self, directory: Path) -> None:
         (directory / "megatron/core").mkdir(parents=True)
         (directory / "megatron/core/__init__.py").write_text("")
-
-    def locked(self, *dependencies: str, locked: str, others: str = "") -> None:
-        """Write a project, and a lock of it that was made of the specifiers in `locked`."""
-        words = ", ".join(f'"{text}"' for text in dependencies)
-        (self.project / "pyproject.toml").write_text(
-            f'[project]\nname = "mine"\ndependencies = [{words}]\n'
-        )
-        (self.project / "uv.lock").write_text(
-            f'[[package]]\nname = "mine"\nsource = {{ virtual = "." }}\n{locked}\n{others}'
-        )
-        with (self.venv / "pyvenv.cfg").open("a") as file:
-            file.write("uv = 0.9.0\n")
-
-
-def shared_object(needed: list[str], missing: list[str], defined: list[str]) -> bytes:
-    """Return an ELF64 file with nothing in it but what it needs and offers."""
-    texts, places = b"\0", {}
-    for text in (*needed, *missing, *defined):
-        places[text] = len(texts)
-        texts += text.encode() + b"\0"
-    symbols = struct.pack("<IBBHQQ", 0, 0, 0, 0, 0, 0)
-    for text in missing:
-        symbols += struct.pack("<IBBHQQ", places[text], 0x12, 0, 0, 0, 0)
-    for text in defined:
-        symbols += struct.pack("<IBBHQQ", places[text], 0x12, 0, 7, 0, 0)
-    dynamic = b"".join(struct.pack("<qQ", 1, places[text]) for text in needed)
-    dynamic += struct.pack("<qQ", 0, 0)
-    at_texts, at_symbols = 64, 64 + len(texts)
-    at_dynamic = at_symbols + len(symbols)
-    sections = [
-        (0, 0, 0, 0),
-        (3, at_texts, len(texts), 0),
-        (11, at_symbols, len(symbols), 1),
-        (6, at_dynamic, len(dynamic), 1),
-    ]
-    table = b"".join(
-        struct.pack("<IIQQQQIIQQ", 0, kind, 0, 0, at, length, link, 0, 8, 0)
-        for kind, at, length, link in sections
-    )
-    at_table = at_dynamic + len(dynamic)
-    header = b"\x7fELF\x02\x01\x01" + bytes(9)
-    header += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, at_table, 0, 64, 0, 0, 64, 4, 0)
-    return header + texts + symbols + dynamic + table

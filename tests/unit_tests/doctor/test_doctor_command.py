@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 import venv
 from pathlib import Path
@@ -16,8 +13,8 @@ from staged_environment import Staged
 
 from pytest_megatron.doctor.checks.machine import check_machine
 from pytest_megatron.doctor.checks.project import read_needs
-from pytest_megatron.doctor.command import FORMATS, command, examine, finding_of, rules
-from pytest_megatron.doctor.facts import Clock, Disk, EnvironmentFacts, MachineFacts, Python
+from pytest_megatron.doctor.command import FORMATS, command, examine, rules
+from pytest_megatron.doctor.facts import Disk, EnvironmentFacts, MachineFacts, Python
 from pytest_megatron.errors import EmptySelectionError, HostError, RecipeError
 
 UNITS = """\
@@ -63,14 +60,10 @@ PYTHON = Python(
     executable=Path(sys.executable),
     version="3.12.1",
     tag="cp312",
-    soabi="",
     machine="x86_64",
     prefix=Path("/v"),
-    is_venv=True,
     paths=(),
-    encoding="utf-8",
 )
-NOW = 1.8e9  # in 2027
 
 
 @pytest.fixture
@@ -157,55 +150,6 @@ def test_a_disk_that_fills_up_is_told_in_time(free: int, rule: str | None) -> No
     disk = Disk(use="run directories", path=Path("/data"), free_bytes=free)
     facts = EnvironmentFacts(python=PYTHON, machine=MachineFacts(disks=(disk,)))
     assert [hit.rule for hit in check_machine(facts, {})] == ([rule] if rule else [])
-
-
-@pytest.mark.parametrize(
-    ("clock", "problem"),
-    [
-        (Clock(now_s=NOW, fresh_s=0.004, ahead_s={Path("x"): -86400.0}), None),
-        (Clock(now_s=NOW, fresh_s=2.0, ahead_s={Path("x"): 45.0}), None),
-        (Clock(now_s=NOW, fresh_s=-420.0), "made now has a time 420 s behind it"),
-        (Clock(now_s=NOW, fresh_s=90.0), "made now has a time 90 s ahead of it"),
-        (Clock(now_s=NOW, hardware_s=-5000.0), "the hardware's clock is 83 min behind it"),
-        (Clock(now_s=NOW, hardware_s=-86400.0), "the hardware's clock is 1440 min behind it"),
-        (Clock(now_s=NOW, hardware_s=-7201.0), None),  # it is in local time
-        (Clock(now_s=NOW, hardware_s=500.0), None),
-        (Clock(now_s=0.0), "1970-01-01 00:00 UTC on this host: this version of pytest-megatron"),
-    ],
-)
-def test_a_clock_that_is_far_off_is_told_by_files(clock: Clock, problem: str | None) -> None:
-    facts = EnvironmentFacts(python=PYTHON, machine=MachineFacts(clock=clock))
-    found = [finding_of(hit).found for hit in check_machine(facts, {})]
-    assert len(found) == (0 if problem is None else 1)
-    assert problem is None or problem in found[0]
-
-
-UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-
-
-@pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run(
-        [*UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, check=False
-    ).returncode
-    != 0,
-    reason="no file system can be mounted here",
-)
-def test_a_temporary_directory_that_is_mounted_noexec_is_told(
-    staged: Staged, tmp_path: Path
-) -> None:
-    (tmp_path / "tmp").mkdir()
-    start = 'mount -t tmpfs -o noexec none "$TMPDIR" && exec "$@"'
-    code = "from pytest_megatron.cli import main; main()"
-    doctor = [sys.executable, "-c", code, "doctor", "--no-collective"]
-    answer = subprocess.run(
-        [*UNSHARE, start, "sh", *doctor, "--format", "json", "--python", staged.places.python],
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
-        stdout=subprocess.PIPE,
-        check=False,
-    )
-    told = {finding["id"]: finding["found"] for finding in json.loads(answer.stdout)["findings"]}
-    assert told["mounted-noexec"] == f"{tmp_path / 'tmp'} for temporary files is mounted noexec"
 
 
 def test_markdown_and_text_say_the_same(staged: Staged) -> None:

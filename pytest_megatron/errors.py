@@ -34,6 +34,7 @@ __all__ = [
 REMOVED = {
     "adopt": "was removed; docs/migration.md has the places to look for and what to type instead",
     "changed": "was removed, as pytest-testmon works on ranks; delete the files of its records",
+    "culprit": "was removed; write git bisect run pytest-megatron repro RUN ITEM",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
     "report": "is a part of runs; write pytest-megatron runs report RUN",
     "watch": "is a part of gangs; write pytest-megatron gangs watch",
@@ -74,10 +75,6 @@ class ReproError(MegatronError):
 
 class RunError(MegatronError):
     """A run directory or an artifact of one cannot be found or read."""
-
-
-class CulpritError(MegatronError):
-    """Commits cannot be searched, or an end of them is not as it has to be."""
 
 
 class SelectionError(MegatronError):

@@ -16,7 +16,6 @@ ROOMS = (
     *("gangs", "workloads", "triage"),
     *(
         "ci",
-        "culprit",
         "demo",
         "doctor",
         "engines",

@@ -207,8 +207,8 @@ def _regression(streak: FailureStreak) -> str:
     if streak.num_before == streak.num_bad_before:
         before = "no run is known that passed"
     return (
-        f"may be a regression: failed {number} times in a row, since {since}; {before}; mend it, "
-        f"or find its commit with pytest-megatron culprit"
+        f"may be a regression: failed {number} times in a row, since {since}; {before}; fix it, "
+        f"or find its commit with git bisect run pytest-megatron repro"
     )
 
 

@@ -273,18 +273,6 @@ def _by_item(entries: Iterable[HistoryEntry], since: str) -> dict[str, list[Hist
     return grouped((entry.node_id, entry) for entry in ordered if entry.time >= since)
 
 
-def misleading_share(entries: Iterable[HistoryEntry], node_id: str) -> tuple[int, int] | None:
-    """Return the number of runs of an item that others of the same commit contradict, and of all.
-
-    Counts the rarer outcome of each commit with several runs; None where no commit has two
-    outcomes.
-    """
-    outcomes = _outcomes([entry for entry in entries if entry.node_id == node_id]).values()
-    repeated = [found for found in outcomes if len(found) > 1]
-    rarer = sum(min(found.count(True), found.count(False)) for found in repeated)
-    return (rarer, sum(map(len, repeated))) if rarer else None
-
-
 def _outcomes(entries: Iterable[HistoryEntry]) -> dict[tuple[str, str], list[bool]]:
     """Return (commit, platform) -> whether each run of it was good."""
     return grouped((_revision(one), one.is_good) for one in entries if one.is_counted)

@@ -18,7 +18,6 @@ from pytest_megatron.runs.history import (
     flakiness_cases,
     flaky_records,
     known_items,
-    misleading_share,
     read,
 )
 
@@ -159,18 +158,6 @@ def test_old_runs_and_items_with_few_runs_are_left_out() -> None:
     (record,) = flaky_records(given, since="2026-01-02T00:00:00Z")
     assert record.num_runs == 2
     assert flaky_records(given, min_runs=4) == ()
-
-
-def test_the_rarer_outcome_of_a_commit_misleads() -> None:
-    noisy = entries("a", *["failed"] * 3, *["flaky"] * 7, "broken", commit="c1")
-    once = entries("a", "failed", commit="c2")
-    dirty = [replace(ENTRY, node_id="a", verdict="failed", is_dirty=True)] * 9
-    others = entries("b", "passed", "failed", commit="c1")
-    assert misleading_share([*noisy, *once, *dirty, *others], "a") == (3, 10)
-
-
-def test_nothing_is_known_of_an_item_whose_runs_agree() -> None:
-    assert misleading_share(entries("a", *["passed"] * 30, commit="c1"), "a") is None
 
 
 def at(

@@ -82,7 +82,7 @@ class Story:
         return self.types("git", "rev-parse", "HEAD").strip()
 
 
-def test_a_bug_goes_through_ci_culprit_quarantine_and_back(tmp_path: Path) -> None:
+def test_a_bug_goes_through_ci_bisection_quarantine_and_back(tmp_path: Path) -> None:
     story = Story(tmp_path)
     story.types("git", "init", "-qb", "main")
     story.write(FILES)
@@ -107,10 +107,10 @@ def test_a_bug_goes_through_ci_culprit_quarantine_and_back(tmp_path: Path) -> No
     assert f"FAILED {ITEM} - [rank 1]" in output
 
     # The commit that did it.
-    words = ("culprit", ITEM, "--good", good, "--bad", "main", "--flake-rate", "0")
-    assert "first bad commit" in story.types("pytest-megatron", *words)
-    (answer,) = (tmp_path / ".pytest_megatron" / "culprit").glob("*/culprit.json")
-    assert json.loads(answer.read_text())["commit"] == commits[4]
+    story.types("git", "bisect", "start", "main", good)
+    words = ("pytest-megatron", "repro", ".pytest_megatron/runs/latest", ITEM)
+    assert f"{commits[4]} is the first bad commit" in story.types("git", "bisect", "run", *words)
+    story.types("git", "bisect", "reset")
 
     # It cannot be repaired today: in quarantine it fails nothing.
     settings = FILES["pyproject.toml"]

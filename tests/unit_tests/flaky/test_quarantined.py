@@ -295,7 +295,7 @@ def test_an_item_that_fails_ever_again_counts(tmp_path: Path, more: tuple[str, .
     since = f"{24:040}"[:12]
     text = (
         f"may be a regression: failed 16 times in a row, since {since}; before, 3 of 24 runs "
-        "failed; mend it, or find its commit with pytest-megatron culprit"
+        "failed; fix it, or find its commit with git bisect run pytest-megatron repro"
     )
     said = f"counts      test_it.py::test_ring  in quarantine until {UNTIL}: #12: sometimes; {text}"
     assert said in run.lines

@@ -1,1 +1,0 @@
-"""Search for the commit that made an item fail."""

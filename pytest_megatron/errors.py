@@ -39,6 +39,7 @@ REMOVED = {
     "report": "is a part of runs; write pytest-megatron runs report RUN",
     "watch": "is a part of gangs; write pytest-megatron gangs watch",
     "--changed": "was removed; write --testmon, as pytest-testmon works on ranks",
+    "--audit": "was removed, and looks no longer by default; write --leaks in place of fail",
     "--keep-contexts": "was removed, as runs were slower with it; drop it, --keep-gangs is enough",
     "--pack-gpus": "was removed, as it gained little; drop it: each gang has its own GPUs",
     "--record-changed": "was removed; write --testmon, as pytest-testmon works on ranks",

@@ -21,6 +21,7 @@ ROOMS = (
         "engines",
         "flaky",
         "layouts",
+        "leaks",
         "pages",
         "repro",
         "trace",

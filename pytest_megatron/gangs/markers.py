@@ -27,7 +27,6 @@ _LINES = (
     "controller: run in the pytest process that was started, on no gang",
     "isolated: run on a gang of fresh processes that runs nothing else",
     "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
-    "audit(allow): what a test may leave behind in its ranks, such as ['threads'], or ['all']",
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
     "owner(name, ...): who looks after a test, for `pytest-megatron cost --by owner`",
 )
@@ -112,7 +111,6 @@ def spec_of(
             )
     if item.get_closest_marker("controller") is not None:
         return None
-    allowed_leaks(item)
     num_reruns_of(item, 0)  # a wrong mark is an error before anything runs
     mark = item.get_closest_marker("world_size")
     is_isolated = item.get_closest_marker("isolated") is not None
@@ -145,31 +143,6 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
             f"expected one number of reruns from 0 on"
         )
     return number
-
-
-def allowed_leaks(item: pytest.Item) -> frozenset[str]:
-    """Return kinds of what a test may leave behind; the marks of class and module count as well.
-
-    A mark of that name without `allow` is a project's own.
-
-    Raises:
-        pytest.UsageError: A mark is wrong.
-    """
-    marks = [mark for mark in item.iter_markers("audit") if "allow" in mark.kwargs]
-    if not marks:
-        return frozenset()
-    from pytest_megatron.gangs.rank.audit import KINDS  # loads what ranks need
-
-    allowed: set[str] = set()
-    for mark in marks:
-        kinds = mark.kwargs["allow"]
-        if not isinstance(kinds, list | tuple) or not {*kinds} <= {*KINDS, "all"}:
-            raise pytest.UsageError(
-                f"{item.nodeid}: mark audit: {_arguments_of(mark)} is given, expected a list of "
-                f"{', '.join(KINDS)}, all"
-            )
-        allowed.update(KINDS if "all" in kinds else kinds)
-    return frozenset(allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Literal, TypeAlias, cast
@@ -344,33 +344,6 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         stop = merged[-1].stop
         merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
     return tuple(merged)
-
-
-_FILES = "working-directory"  # a kind of what tests leave that all ranks see
-
-
-def merge_left(end: RunEnd) -> dict[str, str]:
-    """Return what a test left behind in its ranks -> its kind; ranks are named if not all did."""
-    found = grouped(
-        ((text, kind), rank.rank)
-        for rank in end.ranks
-        if rank.done is not None
-        for kind, text in cast("Sequence[list[str]]", rank.done.left)
-    )
-    are_some = {key: len(ranks) < len(end.ranks) for key, ranks in found.items()}
-    return {
-        f"{text} on {name_ranks(ranks)}" if are_some[text, kind] and kind != _FILES else text: kind
-        for (text, kind), ranks in found.items()
-    }
-
-
-def fail_for_left(merged: Sequence[Merged], left: Collection[str]) -> tuple[Merged, ...]:
-    """Return the reports of a test that passed with a teardown that fails for what it left."""
-    *others, last = merged
-    message = f"the test left behind: {'; '.join(left)}"
-    if any(m.outcome == "failed" for m in merged):
-        return tuple(merged)
-    return (*others, replace(last, outcome="failed", message=message, base=None))
 
 
 def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:

@@ -352,7 +352,6 @@ GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
 Switch = Literal["on", "off"]
-AuditMode = Literal["off", "report", "fail"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -365,7 +364,7 @@ ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept p
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
-    *("audit", "audit-determinism", "fake-ranks", "gang-start", "golden", "golden-policy"),
+    *("audit-determinism", "fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
     *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early"),
     *("stress", "stress-seed", "tensor-trace", "workload-start"),
 )
@@ -390,7 +389,6 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
 _STOP_EARLY: ValueKind[Switch] = one_of("on", "off")
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
-_AUDIT: ValueKind[AuditMode] = one_of("off", "report", "fail")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
 _WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
@@ -604,10 +602,12 @@ class Options:
         "Slurm's",
         metavar="HOST:PORT",
     )
-    audit: AuditMode = _AUDIT(
-        "audit",
-        "what distributed tests leave behind in their ranks: report names it, fail fails the test",
-        "report",
+    finds_leaks: bool = FLAG(
+        "leaks",
+        "fail distributed tests that leave process groups, CUDA memory, threads, processes or "
+        "variables behind in their ranks",
+        default=False,
+        room="leaks",
     )
     rank_grace_s: float = SECONDS(
         "rank-grace",

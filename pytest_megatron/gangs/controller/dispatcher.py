@@ -20,10 +20,8 @@ from pytest_megatron.gangs.lifecycle import GangState
 from pytest_megatron.gangs.markers import PhaseLimits, num_reruns_of
 from pytest_megatron.gangs.merge import (
     Merged,
-    fail_for_left,
     merge,
     merge_late,
-    merge_left,
     reported,
 )
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
@@ -50,7 +48,6 @@ class Execution:
         log_starts: Size of stderr.log of each rank at its start, if it may be rerun.
         end: Result on the gang; None while it runs.
         merged: One report of all ranks for each phase and subtest.
-        left: What it left behind in its ranks.
     """
 
     index: int
@@ -59,7 +56,6 @@ class Execution:
     log_starts: Sequence[int] = ()
     end: RunEnd | None = None
     merged: tuple[Merged, ...] = ()
-    left: Sequence[str] = ()
 
     @property
     def ended(self) -> RunEnd:
@@ -161,8 +157,6 @@ class Dispatcher:
         self._limits = limits
         self._num_reruns = options.num_transient_reruns
         self._is_by_hand = is_by_hand
-        self._is_leak_failure = options.audit == "fail"
-        self._is_worker = hasattr(session.config, "workerinput")
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
         self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
         self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
@@ -430,9 +424,6 @@ class Dispatcher:
             _, execution = self._running.pop(end.run)
             execution.end = end
             execution.merged = merge(end, gang.spec.world_size)
-            execution.left = self._present(merge_left(end))
-            if self._is_leak_failure and execution.left:
-                execution.merged = fail_for_left(execution.merged, execution.left)
             self.ended[execution.item] = execution
             directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
             self.history.setdefault(execution.item, []).append(
@@ -443,15 +434,6 @@ class Dispatcher:
         if gang.ends:
             self._take_back(gang)
         gang.ends.clear()
-
-    def _present(self, left: Mapping[str, str]) -> list[str]:
-        """Return what a test left, without files that are gone, or may be of another test."""
-        is_alone = (self.is_in_order or self.is_serial) and not self._is_worker
-        return [
-            text
-            for text, kind in left.items()
-            if kind != "working-directory" or (is_alone and os.path.lexists(text))
-        ]
 
     def _take_back(self, gang: Gang) -> None:
         """Reschedule tests that were sent ahead, if the test before them failed."""

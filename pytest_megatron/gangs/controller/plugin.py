@@ -38,7 +38,7 @@ from pytest_megatron.gangs.controller.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.gangs.controller.results import LEFT, add_way_back
+from pytest_megatron.gangs.controller.results import add_way_back
 from pytest_megatron.gangs.markers import (
     PhaseLimits,
     labels_of,
@@ -466,7 +466,6 @@ class GangPlugin(RecordCarrier):
             report.sections += notes_on_hang(item)
         add_way_back(report, self._run)
         if call.when == "teardown":
-            report.user_properties += [(LEFT, text) for text in execution.left]
             history = self._open_dispatcher.history[item]
             spec = self._specs[item]
             per_device = self._options.ranks_per_gpu if spec.device == "cuda" else 1

@@ -94,7 +94,7 @@ class RankConfigs:
                 is_capturing=self._config.getoption("capture", "no") != "no",
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
-                is_audited=self._run.options.audit != "off",
+                finds_leaks=self._run.options.finds_leaks,
                 stress_seed=self._stress_seed,
             )
             for place in places

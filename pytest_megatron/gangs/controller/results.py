@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
-from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gangs.controller.rank_config import refuse_unfit_host
 from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
@@ -33,11 +31,10 @@ from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.run_file import RunFile, record_on
 from pytest_megatron.session.slurm_step import count_unused_nodes
-from pytest_megatron.session.state import RunSession, write_line
+from pytest_megatron.session.state import RunSession
 from pytest_megatron.session.time_limit import limit_of_session
 
 NAME = "megatron-gangs-results"
-LEFT = "megatron.left"  # user property of a report: what the test left behind
 _MOST_SHOWN = 3
 _WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
@@ -55,7 +52,6 @@ class GangResults:
         self._run = run
         self._file = file
         self._records: dict[str, RecordedTest] = {}
-        self._left: dict[str, list[str]] = {}
         self._config: pytest.Config | None = None
         self._ran: list[tuple[str, str | None]] = []
         self._next_at = 0.0
@@ -93,10 +89,6 @@ class GangResults:
             self._ran.append((report.nodeid, report.longrepr[2].removeprefix("Skipped: ")))
         elif report.when == "call":
             self._ran.append((report.nodeid, None))
-        if left := [str(text) for name, text in report.user_properties if name == LEFT]:
-            self._left[report.nodeid] = left
-            if self._config is not None and self._config.getoption("verbose", 0) > 0:
-                write_line(self._config, f"megatron: audit: {report.nodeid}: {'; '.join(left)}")
         record, kept = record_on(report), self._records.get(report.nodeid)
         if record is None and report.failed and report.when == "teardown" and kept is not None:
             problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
@@ -124,8 +116,6 @@ class GangResults:
                 f"megatron: {group.amount} ran nowhere: {group.reason}: {group.names(_MOST_SHOWN)}"
                 for group in ran_nowhere(self._ran, [deselected_of(terminalreporter.config)])
             ]
-        if self._left:
-            lines.append(_audit_line(self._left, len(self._records)))
         if replaced is not None:
             lines.append(f"megatron: {replaced}")
         if self._records and self._file.problem is not None:
@@ -134,13 +124,6 @@ class GangResults:
             terminalreporter.section("distributed tests", sep="-")
         for line in lines:
             terminalreporter.write_line(line)
-
-
-def _audit_line(left: Mapping[str, Sequence[str]], num_tests: int) -> str:
-    """Return the line on tests that left something behind."""
-    shown = [f"{node_id} ({listed(texts, 1)})" for node_id, texts in left.items()]
-    what = f"{len(left)} of {counted(num_tests, 'test')} left something behind in their ranks"
-    return f"megatron: audit: {what}: {listed(shown, _MOST_SHOWN)}"
 
 
 def _refuse_lack(options: Options) -> None:

@@ -280,7 +280,6 @@ class Done:
         printed_late: The same from the teardown on.
         late: Report of a failed teardown of the fixtures of the test before, or None.
         is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
-        left: `[kind, text]` of each thing that the test left behind.
     """
 
     run: int
@@ -295,7 +294,6 @@ class Done:
     printed_late: str = ""
     late: JsonValue = None
     is_clean: bool = False
-    left: tuple[JsonValue, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +370,7 @@ class RankConfig:
         coverage_file: Data file of coverage.
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
-        is_audited: Whether it reports what tests leave behind.
+        finds_leaks: Whether it fails tests for what they leave behind.
         stress_seed: Seed of the delays of its tests; None for none.
     """
 
@@ -389,7 +387,7 @@ class RankConfig:
     coverage_file: str = ""
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
-    is_audited: bool = False
+    finds_leaks: bool = False
     stress_seed: int | None = None
 
 

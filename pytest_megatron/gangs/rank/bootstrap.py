@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from pytest_megatron.gangs.forkserver.server import STACK_SIGNAL
 from pytest_megatron.gangs.ipc.messages import RankConfig
@@ -25,7 +25,6 @@ from pytest_megatron.process.fork_safety import THREADS, reseed, thread_name
 from pytest_megatron.process.originals import os, threading
 
 _RECORDED_COLLECTIVES = "2000"
-_MemoryStats: TypeAlias = Mapping[str, Mapping[str, Mapping[str, int]]]
 RandomState: TypeAlias = tuple[object, ...]
 _threads: set[str] = set()  # threads of this process at the last check
 _device: str | None = None
@@ -160,14 +159,12 @@ class _Cuda:
 
     Attributes:
         variables: Variables of the module `torch.cuda`.
-        bindings: Variables of the module `torch._C`.
         synchronize: Waits for the current device; `torch.cuda.synchronize` calls functions that
             tests patch.
         run_kernel: Runs a kernel and waits for its result.
     """
 
     variables: Mapping[str, object]
-    bindings: Mapping[str, object]
     synchronize: Callable[[], None]
     run_kernel: Callable[[], object]
 
@@ -186,7 +183,6 @@ def _bind_cuda() -> _Cuda | None:
             zeros = torch.zeros
             _cuda = _Cuda(
                 variables=vars(cuda),
-                bindings=vars(vars(torch)["_C"]),
                 synchronize=synchronize,
                 run_kernel=lambda: zeros(1, device="cuda").add_(1).item(),
             )
@@ -198,53 +194,6 @@ def synchronize() -> None:
     cuda = _bind_cuda()
     if cuda is not None and cuda.is_initialized:
         cuda.synchronize()
-
-
-def _current_device(cuda: _Cuda) -> int:
-    return cast("Callable[[], int]", cuda.bindings["_cuda_getDevice"])()
-
-
-def cuda_device() -> int | None:
-    """Return the index of torch's current GPU; None before the first use of CUDA."""
-    cuda = _bind_cuda()
-    return _current_device(cuda) if cuda is not None and cuda.is_initialized else None
-
-
-def cuda_settings() -> dict[str, object]:
-    """Return the current stream of torch, and the share of memory that it may take."""
-    cuda = _bind_cuda()
-    found: dict[str, object] = {"current CUDA stream": 0, "share of CUDA memory": 1.0}
-    if cuda is None or not cuda.is_initialized:
-        return found
-    device = _current_device(cuda)
-    stream, share = (
-        cast("Callable[[int], object] | None", cuda.bindings.get(name))
-        for name in ("_cuda_getCurrentRawStream", "_cuda_getMemoryFraction")
-    )
-    if stream is not None:
-        found["current CUDA stream"] = stream(device)
-    if share is not None:
-        found["share of CUDA memory"] = share(device)
-    return found
-
-
-def cuda_memory() -> dict[str, int]:
-    """Return the bytes of the current GPU that torch's allocator has given out and reserved."""
-    cuda = _bind_cuda()
-    if cuda is None or not cuda.is_initialized:
-        return {}
-    stats_of = cast("Callable[[int], _MemoryStats]", cuda.bindings["_cuda_memoryStats"])
-    stats = stats_of(_current_device(cuda))
-    kinds = {"cuda-memory": "allocated_bytes", "reserved": "reserved_bytes"}
-    return {kind: int(stats[name]["all"]["current"]) for kind, name in kinds.items()}
-
-
-def free_cublas() -> None:
-    """Free the workspaces of cuBLAS, which torch allocates with its first product."""
-    cuda = _bind_cuda()
-    clear = None if cuda is None else cuda.bindings.get("_cuda_clearCublasWorkspaces")
-    if callable(clear):
-        clear()
 
 
 def find_poison() -> str:

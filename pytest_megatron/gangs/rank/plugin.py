@@ -32,7 +32,6 @@ from pytest_megatron.gangs.ipc.messages import (
     RankConfig,
     Run,
 )
-from pytest_megatron.gangs.markers import allowed_leaks
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.collectives import Delays, count_collectives
@@ -121,7 +120,6 @@ class RankPlugin:
         draw_same_examples(self.rank_config)
         self._pipes.begin_run(run.run)
         self._pipes.note("setup")
-        self._state.begin()
         item.session.shouldfail = item.session.shouldstop = False
         stop: tuple[JsonValue, ...] = ()
         try:
@@ -140,7 +138,6 @@ class RankPlugin:
         if self._has_failed:
             _free_failure()
         poison = self._mend(item, is_last=run.next_index == NOTHING) or poison
-        left = self._find_leaks(item)
         bootstrap.calm_gloo()
         counts = count_collectives(self.rank_config.world_size)
         return Done(
@@ -155,7 +152,6 @@ class RankPlugin:
             printed=self._shown,
             printed_late=self.printed.take(),
             is_clean=self._is_clean and not stop and not poison,
-            left=left,
         )
 
     def _mend(self, item: pytest.Item, *, is_last: bool) -> str:
@@ -183,17 +179,6 @@ class RankPlugin:
                 }
             )
         return problem or lack
-
-    def _find_leaks(self, item: pytest.Item) -> tuple[JsonValue, ...]:
-        """Return kind and text of what the test left behind, as far as no mark excuses it."""
-        if item.get_closest_marker("isolated") is not None:
-            return ()  # what it left ends with its processes
-        allowed = allowed_leaks(item)
-        return tuple(
-            [leak.kind, f"{leak.text}, of fixture {leak.fixture}" if leak.fixture else leak.text]
-            for leak in self._state.find_leaks()
-            if leak.kind not in allowed
-        )
 
     def may_start(self, run: Run) -> bool:
         """Wait for the other ranks; return whether the test before this one passed on all."""
@@ -261,7 +246,7 @@ class RankPlugin:
         outcome = yield
         self.end_if_forked(outcome.exception)
         if before is not None:
-            self._state.accept(fixturedef, fixturedef.argname, before)
+            self._state.accept(fixturedef, before)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[object]) -> None:

@@ -42,14 +42,15 @@ from pytest_megatron.gangs.ipc.messages import (
 )
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
-from pytest_megatron.gangs.rank.audit import LeakAudit
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gangs.rank.plugin import RankPlugin
 from pytest_megatron.gangs.rank.process_state import StateKeeper
 from pytest_megatron.process.originals import os, traceback
+from pytest_megatron.rooms import ExtensionPoint
 
 _SILENT = 1 << 30  # above the level of any record
+_MAKE_LEAK_PLUGIN: ExtensionPoint[Callable[[RankConfig], object]] = ExtensionPoint("rank_plugin")
 
 
 class KeptHandlers:
@@ -203,10 +204,12 @@ def run_rank(
         rank_config.world_size,
         logs,
         lambda: _temp_of_tests(config, rank_config),
-        LeakAudit(rank_config.env) if rank_config.is_audited else None,
         rank_config.env,
     )
     plugin.begin(rank_config, channel, logs, pipes, state)
+    make_leak_plugin = _MAKE_LEAK_PLUGIN.first() if rank_config.finds_leaks else None
+    if make_leak_plugin is not None:
+        config.pluginmanager.register(make_leak_plugin(rank_config), "megatron-leaks")
     os.register_at_fork(after_in_child=channel.close)
     plugin.measurement = measurement
     serve(context.session, plugin, channel, is_own_session=context.is_own_session)

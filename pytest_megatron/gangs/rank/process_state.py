@@ -18,18 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from pytest_megatron.gangs.rank.audit import (
-    CURRENT_GPU,
-    LIMIT_OF_FILES,
-    SETTINGS,
-    Leak,
-    LeakAudit,
-    group_registry,
-    is_connection,
+from pytest_megatron.gangs.rank.collectives import (
+    DefaultGroup,
+    default_group,
+    find_default_group,
 )
-from pytest_megatron.gangs.rank.collectives import DefaultGroup, default_group
 from pytest_megatron.gangs.rank.logs import STANDARD, RankLogs
-from pytest_megatron.gangs.rank.settings import Held, Key
 from pytest_megatron.process.originals import os
 
 _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open", "group"
@@ -42,9 +36,8 @@ _MORE_DESCRIPTORS = 64
 _environ = os.environ
 _environb = os.environb
 _variables = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])  # a tenth as long to read
-# Name -> value; variables have their own names, and None if they are not set. Keys of the audit are
-# pairs.
-State: TypeAlias = dict[str | Key, object]
+# Name -> value; variables have their own names, and None if they are not set.
+State: TypeAlias = dict[str, object]
 
 
 @dataclass(slots=True)
@@ -55,7 +48,6 @@ class StateKeeper:
         world_size: World size of the gang.
         logs: Standard streams of the rank.
         temp: Returns the directory in which tests make theirs.
-        audit: Probes of what else tests leave, which is reported and not restored; None without.
         variables: Names of those that this rank was given.
         group_maker: Test in which the default group was made; "" if there is none.
     """
@@ -63,34 +55,18 @@ class StateKeeper:
     world_size: int
     logs: RankLogs
     temp: Callable[[], Path | None]
-    audit: LeakAudit | None = None
     variables: Iterable[str] = ()
     group_maker: str = ""
     _last_group: object = None
     _raw: dict[str, bytes] = field(default_factory=dict)
     _expected: State = field(default_factory=dict)
-    _initial: State = field(default_factory=dict)
-    _sizes: dict[str, int] = field(default_factory=dict)
     _replaced: dict[Hashable, State] = field(default_factory=dict)
-    _makers: dict[str | Key, str] = field(default_factory=dict)
-    _held: Held | None = None  # what is expected; None if that has changed since
 
     def __post_init__(self) -> None:
         self._raw = {name: name.encode() for name in self.variables}
-        self._expected, self._sizes = self.look()
-        self._initial = dict(self._expected)
-        if self.audit is not None:
-            self._initial[CURRENT_GPU] = self.audit.own_gpu
+        self._expected = self.look()
 
-    def look(self) -> tuple[State, dict[str, int]]:
-        """Return the state of this process, and bytes of memory that it has, by kind."""
-        state = self._look()
-        if self.audit is None:
-            return state, {}
-        state.update(self.audit.look())
-        return state, self.audit.sizes()
-
-    def _look(self) -> State:
+    def look(self) -> State:
         """Return what is restored; takes some microseconds."""
         try:
             directory = os.getcwd()
@@ -106,37 +82,26 @@ class StateKeeper:
         state.update(_streams())
         return state
 
-    def begin(self) -> None:
-        """Expect files that other ranks made in the test before, after the look of this one."""
-        if self.audit is not None:
-            self._expected.update(self.audit.list_directory())
-
-    def accept(self, fixture: Hashable, name: str, before: tuple[State, Mapping[str, int]]) -> None:
+    def accept(self, fixture: Hashable, before: State) -> None:
         """Expect from now on the changes of a fixture with a wider scope than a test.
 
         Args:
             fixture: The fixture, which was just set up.
-            name: Name of the fixture.
             before: The state before its set-up.
         """
-        state, sizes = self.look()
-        changed = _differences(state, before[0])
-        self._held = None
+        state = self.look()
+        changed = {
+            key: value
+            for key, value in state.items()
+            if before[key] is not value and before[key] != value
+        }
         if changed:
-            self._replaced[fixture] = {key: self._expected.get(key) for key in changed}
-            _update(self._expected, changed)
-            for key in changed:
-                self._makers.setdefault(key, name)
-        for kind, size in sizes.items():
-            grown = size - before[1].get(kind, size)
-            self._sizes[kind] = self._sizes.get(kind, size - grown) + grown
+            self._replaced[fixture] = {key: self._expected[key] for key in changed}
+            self._expected.update(changed)
 
     def release(self, fixture: Hashable) -> None:
         """Expect the state before a fixture again, as it is torn down."""
-        replaced = self._replaced.pop(fixture, None)
-        if replaced:
-            self._held = None
-            _update(self._expected, replaced)
+        self._expected.update(self._replaced.pop(fixture, {}))
 
     def restore(self, test: str) -> tuple[list[str], str]:
         """Restore the state that the test has changed.
@@ -149,10 +114,9 @@ class StateKeeper:
         Returns:
             The changes, and a problem with the default group, or "".
         """
-        state, expected = self._look(), self._expected
+        state, expected = self.look(), self._expected
         wrong_group = self._judge_group(state, expected)
-        registry = group_registry()
-        group = None if registry is None else registry.default_pg
+        group = find_default_group()
         if group is not self._last_group:
             self._last_group, self.group_maker = group, "" if group is None else test
         expected[_GROUP] = state[_GROUP]
@@ -193,64 +157,8 @@ class StateKeeper:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             more = soft + _MORE_DESCRIPTORS if hard < 0 else min(soft + _MORE_DESCRIPTORS, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-            self._expected[LIMIT_OF_FILES] = more
             return f"it left none of {soft} descriptors free"
         return ""
-
-    def find_leaks(self) -> list[Leak]:
-        """Return what the test left behind beside the restored state, and expect it from now on.
-
-        A search that fails at what a test has patched finds nothing, and does not fail the test.
-        """
-        if self.audit is None:
-            return []
-        try:
-            return self._search(self.audit)
-        except Exception:  # noqa: BLE001 - such as of a thread or a handler of another class
-            return []
-
-    def _search(self, audit: LeakAudit) -> list[Leak]:
-        """Return what the test left, after garbage had time to go."""
-        held = audit.look()
-        sizes = audit.sizes()
-        suspects = [] if held is self._held else self._new(held)
-        leaks = audit.find_size_leaks(self._sizes, sizes)
-        is_connecting = audit.is_connecting()
-        if suspects or leaks:
-            audit.settle({key[0] for key in suspects} | {leak.kind for leak in leaks})
-            held, sizes = audit.look(), audit.sizes()
-            found = self._new(held)
-            if is_connecting:
-                found = [key for key in found if not is_connection(key)]
-            leaks = audit.describe(
-                (key, held.get(key), self._expected.get(key), self._makers.get(key, ""))
-                for key in found
-            ) + audit.find_size_leaks(self._sizes, sizes)
-            for replaced in self._replaced.values():  # the end of a fixture does not name it again
-                for key in found:
-                    replaced.pop(key, None)
-        if held is not self._held:
-            self._expected = {k: v for k, v in self._expected.items() if isinstance(k, str)}
-            self._expected.update(held)
-            self._held = held
-        self._sizes = sizes
-        return leaks
-
-    def _new(self, held: Held) -> list[Key]:
-        """Return what is held and was not, and settings that changed and not back."""
-        expected, initial = self._expected, self._initial
-        new = [key for key, value in held.items() if expected.get(key) != value]
-        if new:  # a library that the test has loaded brings its settings
-            kinds = ("torch", "python")
-            initial |= {k: held[k] for k in new if k[0] in kinds and k not in initial}
-        lost = [
-            key
-            for key in expected.keys() - held.keys()
-            if not isinstance(key, str) and key[0] in SETTINGS
-        ]
-        return [
-            key for key in new + lost if key[0] not in SETTINGS or held.get(key) != initial.get(key)
-        ]
 
     def _put_back(self, name: str, value: object, wanted: object) -> str:
         """Undo a change, and return its description."""
@@ -302,25 +210,6 @@ def continue_parent() -> bool:
         os.kill(parent, signal.SIGCONT)
         return True
     return False
-
-
-def _differences(state: State, before: State) -> State:
-    """Return values that differ; None for those that are gone."""
-    changed = {
-        key: value
-        for key, value in state.items()
-        if before.get(key) is not value and before.get(key) != value
-    }
-    return changed | dict.fromkeys(before.keys() - state.keys())
-
-
-def _update(state: State, changes: State) -> None:
-    """Change values; a pair with None is removed."""
-    for key, value in changes.items():
-        if value is None and not isinstance(key, str):
-            state.pop(key, None)
-        else:
-            state[key] = value
 
 
 def _set_variable(name: str, value: object) -> None:

@@ -353,7 +353,7 @@ class CollectingPlugin:
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
         """Send the collected tests, and serve: forked ranks run tests from here."""
         end_if_forked(self._pid)
-        gc.freeze()  # the audit of each test collects garbage: 0.25 s in Megatron-LM's modules
+        gc.freeze()  # a failed test collects garbage: 0.25 s in Megatron-LM's modules
         manager = session.config.pluginmanager
         if self._debugger is not None:
             manager.register(self._debugger, "pdbinvoke")

@@ -167,9 +167,9 @@ LEAVES = """\
 @pytest.mark.parametrize(
     ("arguments", "ini"),
     [
-        (["--audit=fail"], ""),
-        ([], "megatron_audit = fail"),
-        (["--audit=fail"], "megatron_audit=off"),
+        (["--leaks"], ""),
+        ([], "megatron_leaks = true"),
+        (["--leaks"], "megatron_leaks=false"),
     ],
     ids=["typed", "in the ini file", "typed against the ini file"],
 )
@@ -184,9 +184,9 @@ def test_a_test_that_failed_by_an_option_fails_by_it_again(
     suite = Suite(there, is_fresh=True, has_torch=False)
     ended = suite.run("--ranks=1", "--device=cpu", "--run-dir=out", *arguments)
     assert ended.summary == "1 passed, 1 error"
-    assert json.loads((there / "out/run.json").read_text())["options"] == {"audit": "fail"}
+    assert json.loads((there / "out/run.json").read_text())["options"] == {"leaks": True}
     done = repro(here, str(there / "out"))
-    assert (done.exit_code, " --megatron-audit fail " in done.stdout) == (1, True), done.output
+    assert (done.exit_code, " --megatron-leaks " in done.stdout) == (1, True), done.output
     assert "fails in the same way: " in done.stdout
 
 

@@ -205,7 +205,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
         ("rank_timeout", "1", "with a value that it does not take: --rank-timeout: does not take"),
         ("stress", True, "with a value that it does not take: --stress: True is not a count"),
         ("lightweight", "yes", "with a value that it does not take: --lightweight: does not take"),
-        ("audit", "fail --pdb", "with a value that it does not take: --audit: 'fail --pdb' is"),
+        ("tensor_trace", "full --pdb", "a value that it does not take: --tensor-trace: 'full --p"),
         (
             "signatures",
             ["a.toml,/etc/b"],
@@ -226,7 +226,9 @@ def test_an_option_that_is_not_given_back_is_named(
     assert again.left_out[0].startswith(f"{name} was given there")
 
 
-@pytest.mark.parametrize("name", ["pdb", "p", "run_dir", "executor", "golden_reason", "--pdb"])
+@pytest.mark.parametrize(
+    "name", ["audit", "pdb", "p", "run_dir", "executor", "golden_reason", "--pdb"]
+)
 def test_no_other_option_is_given_back(tmp_path: Path, name: str) -> None:
     again = made(chosen_of(tmp_path, a_test(), options={name: "evil"}), Wishes(is_trusted=True))
     assert again.argv == made(chosen_of(tmp_path, a_test())).argv
@@ -239,13 +241,13 @@ def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, Js
         "rank_timeout": 0.5,
         "stop_early": "off",
         "tensor_trace": "full",
-        "audit": "fail",
+        "leaks": True,
         "signatures": ["a.toml", "b.toml"],
         "stress_seed": 1234567890,
     }
     words = made(chosen_of(tmp_path, record, options=options), Wishes(is_traced=True)).argv
     given = ["--megatron-rank-timeout", "0.5", "-o", "megatron_stop_early=off"]
-    given += ["--megatron-tensor-trace", "full", "--megatron-audit", "fail"]
+    given += ["--megatron-tensor-trace", "full", "--megatron-leaks"]
     given += ["-o", "megatron_signatures=a.toml,b.toml", "-o", "megatron_stress_seed=1234567890"]
     assert list(words[-1 - len(given) : -1]) == given
 

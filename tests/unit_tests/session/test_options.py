@@ -16,7 +16,6 @@ OPTIONS = """\
 --allow-dirty
 --allow-empty
 --attach
---audit
 --audit-determinism
 --bucket
 --cadence
@@ -35,6 +34,7 @@ OPTIONS = """\
 --history
 --keep-gangs
 --labels
+--leaks
 --lightweight
 --max-attempts
 --model

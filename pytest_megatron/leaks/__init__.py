@@ -1,0 +1,1 @@
+"""What distributed tests leave behind in their ranks."""

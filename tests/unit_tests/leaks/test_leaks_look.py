@@ -1,0 +1,112 @@
+"""The look after a test, in one process."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from pytest_megatron.leaks.look import Look, Things, cuda_bytes, describe
+
+BESIDE_LIBRARIES = """
+import ctypes, subprocess, sys, threading
+from pytest_megatron.leaks.look import Look
+
+library = ctypes.CDLL(None)
+for _ in range(50):
+    library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, library.pause, None)
+children, is_started, is_over = [], threading.Event(), threading.Event()
+
+def start():
+    children.append(subprocess.Popen(["sleep", "60"]))
+    is_started.set()
+    is_over.wait()
+
+threading.Thread(target=start).start()
+is_started.wait()
+opened = set()
+sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" else None)
+held = Look().things()
+is_over.set()
+children[0].kill()
+assert ("processes", children[0].pid) in held, held
+assert len([path for path in opened if "/task/" in path]) == 2, opened
+"""
+
+
+def new(look: Look, before: Things) -> list[str]:
+    return describe(look.things() - before)
+
+
+def test_a_process_is_looked_for_in_threads_that_can_start_one() -> None:
+    """Libraries have thousands of others."""
+    subprocess.run([sys.executable, "-c", BESIDE_LIBRARIES], check=True)
+
+
+def test_groups_are_found_where_all_others_were_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as before, with the same names."""
+    kept = []
+
+    def world() -> SimpleNamespace:
+        groups = [SimpleNamespace(size=lambda: 2) for _ in range(3)]
+        kept.extend(groups)
+        names = SimpleNamespace(items=lambda: [(g, str(n)) for n, g in enumerate(groups)])
+        return SimpleNamespace(default_pg=groups[0], pg_names=names)
+
+    distributed = ModuleType("torch.distributed.distributed_c10d")
+    monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    look = Look()
+    before = look.things()
+    vars(distributed)["_world"] = world()
+    assert new(look, before) == ["2 process groups (2 ranks)"]
+    before = look.things()
+    assert new(look, before) == []
+    vars(distributed)["_world"] = world()
+    assert new(look, before) == ["2 process groups (2 ranks)"]
+
+
+def test_memory_of_all_gpus_counts_once_one_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_used = False
+    cuda = ModuleType("torch.cuda")
+    vars(cuda).update(
+        is_initialized=lambda: is_used,
+        device_count=lambda: 2,
+        memory_allocated=lambda device: (3 << 30) * device,
+    )
+    monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
+    assert cuda_bytes() == 0
+    is_used = True
+    assert cuda_bytes() == 3 << 30
+
+
+def test_variables_are_named_without_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    look = Look(["RANK"])
+    before = look.things()
+    monkeypatch.setenv("KEPT", "secret")
+    monkeypatch.setenv("NEW", "secret")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("HOME", raising=False)
+    assert new(look, before) == ["environment: HOME unset, KEPT set, NEW set"]
+
+
+def test_a_thread_of_the_pool_that_inductor_compiles_in_is_no_leak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class AsyncCompile:
+        pool = staticmethod(functools.cache(lambda: ThreadPoolExecutor(1)))
+
+    module = ModuleType("torch._inductor.async_compile")
+    vars(module)["AsyncCompile"] = AsyncCompile
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    look = Look()
+    before = look.things()
+    with AsyncCompile.pool() as of_inductor, ThreadPoolExecutor(1) as own:
+        of_inductor.submit(int).result()
+        assert new(look, before) == []
+        own.submit(int).result()
+        assert [text.partition(" (")[0] for text in new(look, before)] == ["1 thread"]

@@ -65,7 +65,7 @@ def main() -> int:
     print(f"{arguments.workloads:,} workloads on {num_gpus:,} GPUs, seed {arguments.seed}")
     print(f"makespan    {found.makespan_s / 3600:.2f} h, bound {bound_s / 3600:.2f} h: ", end="")
     print(f"{found.makespan_s / bound_s:.3f} x (longest chain {found.chain_s / 3600:.2f} h)")
-    print(f"jobs        {found.num_jobs:,} in {found.num_submissions:,} submissions; {ends}")
+    print(f"jobs        {found.num_submissions:,}; {ends}")
     print(f"queries     {found.num_queries:,} in {found.num_intervals:,} intervals: ", end="")
     print(f"{found.num_queries / found.num_intervals:.2f} each")
     print(f"verdicts    {told}; {len(wrong)} wrong, {len(twice)} orders executed twice")

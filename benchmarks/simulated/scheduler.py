@@ -77,7 +77,6 @@ class Found:
     num_queries: int = 0
     num_intervals: int = 0
     num_submissions: int = 0
-    num_jobs: int = 0
     verdicts: dict[str, str] = field(default_factory=dict)
     executions: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
@@ -173,7 +172,6 @@ class Simulation:
         found = self.found
         found.gpu_seconds, found.chain_s = self.cluster.gpu_seconds, max(self._chains.values())
         found.num_queries, found.num_submissions = slurm.num_queries, slurm.num_submissions
-        found.num_jobs = slurm.num_jobs
         return found
 
     def _drive(self, scheduler: WorkloadScheduler) -> None:
@@ -234,9 +232,10 @@ class Simulation:
     def _key_of(self, spec: Path) -> str:
         """Return the order that a spec's file is of, as the journal has it."""
         assert spec.is_file()
-        batch, index = int(spec.parent.name), int(spec.stem)
-        key = self._journal.batches[batch].keys[index]
-        self._records[key] = JobFiles.of(self._context.engine_dir, batch, index).record
+        batch = int(spec.stem)
+        key = self._journal.batches[batch].key
+        assert key is not None
+        self._records[key] = JobFiles.of(self._context.engine_dir, batch).record
         return key
 
     def _fate_of(self, job: SimulatedJob) -> Fate:

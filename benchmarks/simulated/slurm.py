@@ -1,7 +1,7 @@
 """Slurm's commands over a cluster that is not there: the engine's own protocol, `SlurmCommands`.
 
-What sbatch is given is read as Slurm reads it (`--array`, `--exclude`, script, argument). A job
-ends by leaving what the worker would have left.
+What sbatch is given is read as Slurm reads it (`--exclude`, script, argument). A job ends by
+leaving what the worker would have left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from simulated.cluster import Cluster, Shape, SimulatedJob, State
 
 _EPOCH = datetime(2026, 1, 1)  # noqa: DTZ001 - Slurm prints times without a zone
 _KEPT_S = 300.0  # how long Slurm remembers a job that has ended, by default
-_MAX_ARRAY = 1001  # Slurm's default
 _SLACK_S = 600.0  # that a job may take longer than its training
 
 
@@ -51,7 +50,6 @@ class SimulatedSlurm:
     Attributes:
         num_queries: How often `jobs` was asked.
         num_submissions: How often `submit` was.
-        num_jobs: Elements of arrays, and jobs that are none.
     """
 
     def __init__(
@@ -61,13 +59,13 @@ class SimulatedSlurm:
         self._cluster = cluster
         self._scripts = scripts
         self._key_of = key_of
-        self._numbers: dict[tuple[int, int | None], int] = {}
+        self._numbers: dict[int, int] = {}
         self._seen: dict[int, SlurmJob] = {}
         self._next_id = 1
-        self.num_queries = self.num_submissions = self.num_jobs = 0
+        self.num_queries = self.num_submissions = 0
 
     def submit(self, words: Sequence[str]) -> int:
-        """Put a job, or every element of an array, into the queue.
+        """Put a job into the queue.
 
         Raises:
             SlurmRefusedError: There are not so many nodes.
@@ -85,18 +83,9 @@ class SimulatedSlurm:
         if len(frozenset(self._cluster.nodes) - shape.excluded) < shape.num_nodes:
             raise SlurmRefusedError("Requested node configuration is not available")
         job_id, self._next_id = self._next_id, self._next_id + 1
-        elements: list[int | None] = [None]
-        if "array" in given:
-            elements = [*range(int(given["array"].partition("-")[2]) + 1)]
-        for element in elements:
-            spec = Path(argument) if element is None else Path(argument) / f"{element}.json"
-            job = self._cluster.submit(self._key_of(spec), shape)
-            place = (job_id, element)
-            self._numbers[place] = job.number
-            self._seen[job.number] = SlurmJob(
-                job_id=job_id, element=element, state="PENDING", name=given["job-name"]
-            )
-        self.num_jobs += len(elements)
+        job = self._cluster.submit(self._key_of(Path(argument)), shape)
+        self._numbers[job_id] = job.number
+        self._seen[job.number] = SlurmJob(job_id=job_id, state="PENDING", name=given["job-name"])
         return job_id
 
     def jobs(self) -> tuple[SlurmJob, ...]:
@@ -106,32 +95,22 @@ class SimulatedSlurm:
             if job.ended is not None and self._cluster.now - job.ended > _KEPT_S:
                 self._cluster.forget(job.number)
                 seen = self._seen.pop(job.number)
-                del self._numbers[seen.place]
+                del self._numbers[seen.job_id]
         return tuple(self._said(job) for job in self._cluster.jobs())
 
     def accounted(self, _ids: Sequence[int]) -> tuple[SlurmJob, ...]:
         """Return nothing: there is no accounting."""
         return ()
 
-    def cancel(self, labels: Sequence[str]) -> None:
+    def cancel(self, ids: Sequence[int]) -> None:
         """End jobs."""
-        for label in labels:
-            first, _, element = label.partition("_")
-            places = [(int(first), int(element))] if element else self._places(int(first))
-            for place in places:
-                if place in self._numbers:
-                    self._cluster.cancel(self._numbers[place])
-
-    def max_array_size(self) -> int:
-        """Return Slurm's default."""
-        return _MAX_ARRAY
+        for job_id in ids:
+            if job_id in self._numbers:
+                self._cluster.cancel(self._numbers[job_id])
 
     def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
         """Return those that are down."""
         return frozenset(hosts) & self._cluster.down
-
-    def _places(self, job_id: int) -> list[tuple[int, int | None]]:
-        return [place for place in self._numbers if place[0] == job_id]
 
     def _said(self, job: SimulatedJob) -> SlurmJob:
         """Return what squeue prints of a job."""

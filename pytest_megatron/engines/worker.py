@@ -1,10 +1,9 @@
 """Carries out one attempt inside the job of an engine.
 
-Started as `python -m pytest_megatron.engines.worker SPEC`. SPEC is a file, or a directory:
-element N of a job array then takes `N.json` in it. The environment is the job's, under the plan's
-own variables. It leaves the attempt's files as a local run does, and at the end the file that the
-spec names, whole or not at all; what kept it from running anything it also prints. The exit code is
-0 if every phase was clean, 1 if not, 2 if the spec cannot be read.
+Started as `python -m pytest_megatron.engines.worker SPEC`. The environment is the job's, under the
+plan's own variables. It leaves the attempt's files as a local run does, and at the end the file
+that the spec names, whole or not at all; what kept it from running anything it also prints. The
+exit code is 0 if every phase was clean, 1 if not, 2 if the spec cannot be read.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ from pytest_megatron.workloads.training.run.runner import (
     run_attempt,
 )
 
-_ARRAY_INDEX = "SLURM_ARRAY_TASK_ID"
-
 
 class ToldToEndError(BaseException):
     """The job is to end; everything that runs in it is ended on the way out."""
@@ -60,7 +57,7 @@ class SecondStartError(Exception):
 def main(arguments: list[str]) -> int:
     """Run the attempt that the spec on the command line describes."""
     try:
-        spec = read_spec(spec_path(Path(arguments[0]), os.environ))
+        spec = read_spec(Path(arguments[0]))
         step = Step.of(spec, os.environ)
     except LaunchError as error:
         _say(str(error))
@@ -95,19 +92,6 @@ def claim_start(directory: Path) -> int:
             file.write(f"{socket.gethostname()} {os.environ.get('SLURM_JOB_ID', '')}\n")
             return number
     raise AssertionError
-
-
-def spec_path(named: Path, env: Mapping[str, str]) -> Path:
-    """Return the file of the spec that the command line names.
-
-    Raises:
-        LaunchError: A directory is named outside of a job array.
-    """
-    if not named.is_dir():
-        return named
-    if _ARRAY_INDEX not in env:
-        raise LaunchError(str(named), f"is a directory and {_ARRAY_INDEX} is not set; name a spec")
-    return named / f"{env[_ARRAY_INDEX]}.json"
 
 
 def run(spec: JobSpec, step: Step | None) -> int:

@@ -104,7 +104,6 @@ class SlurmLab:
             **kept,
             "SLURM_CONF": str(self._config),
             "PATH": f"{directory}/bin:{_SCRIPTS}:{kept.get('PATH', os.defpath)}",
-            "XDG_CACHE_HOME": f"{directory}/cache",  # scripts of one test serve the next
         }
         own = {
             "SLURM_LAB_DIR": str(directory),
@@ -151,7 +150,7 @@ class SlurmLab:
         return int(done.stdout.partition(";")[0])
 
     def job(self, job: int | str) -> dict[str, str]:
-        """Return what `scontrol` says of a job, or of the element `7_2` of an array."""
+        """Return what `scontrol` says of a job."""
         words = self.ask("scontrol", "show", "job", "-o", str(job)).splitlines()[0].split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,6 @@ _CONFIG = {
         "cpus_per_task": 8,
         "account": "nobody",
         "max_jobs": 64,
-        "shared_paths": ["/"],
     },
 }
 
@@ -64,11 +63,10 @@ class ScaleRun:
         products = []
         for name, kind in self.kinds.items():
             mark = self.marks_dir / name
-            job = "${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}"
             last = KINDS[kind]
             if kind == "flaky":
                 last = f"[ $(wc -l < {mark}) = 1 ] || exit 0; {last}"
-            script = f'echo "{{assets_dir}} {job}" >> {mark}; {pause}; {last}'
+            script = f'echo "{{assets_dir}} $SLURM_JOB_ID" >> {mark}; {pause}; {last}'
             axes: dict[str, object] = {"environment": ["dev"], "scope": ["L0"]}
             axes |= {"script": [script], "time_limit": [120]}
             products.append({"test_case": [name], "products": [axes]})
@@ -191,12 +189,12 @@ def kinds_of(number: int) -> dict[str, str]:
 
 def _journal(path: Path) -> dict[str, str]:
     """Return the job of each order that was submitted."""
-    keys: dict[int, Sequence[str]] = {}
+    keys: dict[int, str] = {}
     found: dict[str, str] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
         if row["event"] == "intent":
-            keys[row["batch"]] = row["keys"]
+            keys[row["batch"]] = row["key"]
         elif row["event"] == "job":
-            found |= dict.fromkeys(keys[row["batch"]], str(row["job_id"]))
+            found[keys[row["batch"]]] = str(row["job_id"])
     return found

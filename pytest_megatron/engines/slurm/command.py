@@ -18,20 +18,22 @@ from pytest_megatron.base.command import PATH, echo_error
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import listed, nearest
 from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
-from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
-from pytest_megatron.engines.slurm.script import ScriptWriter, kept_scripts
+from pytest_megatron.engines.slurm.checks import SlurmChecks
+from pytest_megatron.engines.slurm.script import ScriptWriter, make_scripts
 from pytest_megatron.engines.slurm.shape import (
     STEP_FLAGS,
     UNSET,
     WORKER,
     ShapePaths,
     container_words,
+    flag_words,
     place_flags,
     shape_of,
     step_flags,
     sync_lines,
     sync_script,
 )
+from pytest_megatron.engines.slurm.submit import RealSlurm
 from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
@@ -67,7 +69,7 @@ def shell_lines(
     yield from _exports(slurm.job_env)
     if slurm.container is not None:
         yield from slurm.setup
-    words = [*_words(flags), "--ntasks=1", *slurm.sbatch_flags, *_shell(slurm, paths)]
+    words = [*flag_words(flags), "--ntasks=1", *slurm.sbatch_flags, *_shell(slurm, paths)]
     yield wrapped(["srun", *words])
     yield "# in it:"
     yield from _exports(slurm.env)
@@ -93,7 +95,7 @@ def allocation_lines(
     assert slurm.python is not None
     yield "# its nodes:"
     flags = _named(place_flags(resources, slurm), paths)
-    yield wrapped(["salloc", *_words(flags), *slurm.sbatch_flags])
+    yield wrapped(["salloc", *flag_words(flags), *slurm.sbatch_flags])
     yield "# in the shell that this opens:"
     yield UNSET
     yield from _exports(slurm.job_env)
@@ -118,10 +120,6 @@ def _shell(slurm: SlurmConfig, paths: ShapePaths) -> list[str]:
 def _exports(variables: Mapping[str, str]) -> Iterator[str]:
     for name, value in variables.items():
         yield f"export {name}={shlex.quote(value)}"
-
-
-def _words(flags: Mapping[str, str]) -> list[str]:
-    return [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
 
 
 def wrapped(words: Sequence[str]) -> str:
@@ -278,13 +276,10 @@ def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
 
 
 def _look_at_cluster(context: EngineContext, config: SlurmConfig, checked: CheckedJob) -> None:
-    """Print the problems that a reachable cluster has with the job; they stop nothing."""
-    cluster = ask_slurm(context.env)
-    if cluster.partitions:
-        checks = SlurmChecks(config, context, look_around(), lambda: cluster)
-        job = checked.job
-        for finding in checks.findings(job.workload, job.setting, checked.needed):
-            echo_error(finding.line)
+    """Print what a reachable cluster has against the job; it stops nothing."""
+    checks = SlurmChecks(config, context, RealSlurm(context.env, context.root).refusal)
+    for finding in checks.findings(checked.job.workload, checked.job.setting, checked.needed):
+        echo_error(finding.line)
 
 
 def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:
@@ -370,7 +365,7 @@ def sbatch(item: str, *, is_interactive: bool, **given: Unpack[_SlurmOptions]) -
     if is_interactive:
         click.echo("\n".join(_interactive_lines(found, is_lightweight=given["lightweight"])))
         return
-    (text,) = kept_scripts([shape_of(found.checked.needed, found.place, found.paths)], found.paths)
+    (text,) = make_scripts([shape_of(found.checked.needed, found.place, found.paths)])
     found.write()
     shebang, _, rest = text.partition("\n")
     click.echo(

@@ -8,25 +8,19 @@ answer is waited for.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from pytest_megatron.base.files import append_lines
-from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.base.text import counted
-from pytest_megatron.engines.slurm.checks import SlurmChecks, ask_slurm, look_around
+from pytest_megatron.engines.slurm.checks import SlurmChecks
 from pytest_megatron.engines.slurm.journal import JobEnd, Journal
 from pytest_megatron.engines.slurm.script import ScriptWriter
 from pytest_megatron.engines.slurm.shape import ShapePaths
 from pytest_megatron.engines.slurm.states import (
     JobFiles,
-    Place,
     SlurmJob,
     detail_of,
     find_record,
@@ -46,11 +40,9 @@ from pytest_megatron.engines.slurm.submit import (
     SlurmSettings,
     Submitted,
     Submitter,
-    scancel_labels,
     who_cancelled,
 )
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workloads.engine.api import (
     EngineContext,
     EngineError,
@@ -72,83 +64,6 @@ from pytest_megatron.workloads.training.run.runner import (
     LiveLog,
 )
 
-FILE = OWN_DIR / "bad_nodes.jsonl"
-_MOST_BYTES = 1 << 20  # of the file, from its end
-_HOUR_S = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _BadNode:
-    """A line of the file; `at` is in seconds since 1970."""
-
-    host: str
-    at: float
-    why: str
-
-
-class BadNodes:
-    """Reads the file once, for one run, and adds to it."""
-
-    def __init__(self, root: Path, *, lasts_s: float, now: Callable[[], float] = time.time) -> None:
-        """Begin without reading the file of bad nodes.
-
-        Args:
-            root: The project.
-            lasts_s: How long a node is remembered; 0 is not at all.
-            now: Seconds since 1970.
-        """
-        self._root = root
-        self._lasts_s = lasts_s
-        self._now = now
-        self._known: dict[str, _BadNode] | None = None
-
-    @property
-    def hosts(self) -> frozenset[str]:
-        """Those to keep away from."""
-        return frozenset(self._entries)
-
-    def text(self) -> str | None:
-        """Return a text about nodes that jobs keep away from, or None if there are none."""
-        found = [
-            f"{host} ({entry.why}, {(self._now() - entry.at) / _HOUR_S:.1f} h ago)"
-            for host, entry in sorted(self._entries.items())
-        ]
-        if not found:
-            return None
-        return f"keeps away from nodes that failed: {', '.join(found)}; to forget them: rm {FILE}"
-
-    def add(self, hosts: Iterable[str], why: str) -> None:
-        """Remember nodes for later runs; this one knows already what is to be avoided."""
-        rows = [_BadNode(host, int(self._now()), why) for host in sorted({*hosts})]
-        if not rows or not self._lasts_s:
-            return
-        with contextlib.suppress(OSError):  # a full disk; the next run finds out again
-            make_own_dir(self._root)
-            lines = "".join(f"{json.dumps(asdict(row))}\n" for row in rows)
-            append_lines(self._root / FILE, lines)
-
-    @property
-    def _entries(self) -> dict[str, _BadNode]:
-        """Return the nodes that failed lately, by host."""
-        if self._known is None:
-            now, found = self._now(), self._read() if self._lasts_s else ()
-            newest = {entry.host: entry for entry in found}
-            self._known = {n: e for n, e in newest.items() if abs(now - e.at) < self._lasts_s}
-        return self._known
-
-    def _read(self) -> Iterator[_BadNode]:
-        """Yield the rows, the newest of a host last; invalid rows are skipped."""
-        try:
-            with (self._root / FILE).open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))
-                text = file.read()
-        except OSError:
-            return
-        for line in text.splitlines():
-            with contextlib.suppress(SchemaError):
-                yield parse(_BadNode, line)
-
-
 _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and KILL
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
@@ -165,7 +80,7 @@ class _Tracked:
     """A submission that has not ended.
 
     Attributes:
-        queued: Batch that it was submitted with, and its index there; None while it waits to be.
+        queued: Batch that it was submitted with; None while it waits to be.
         told: The last update about it.
         absent_since: Since when it is known to have ended, or to be unknown, without a record.
         note: To be shown beside Slurm's own words.
@@ -174,7 +89,7 @@ class _Tracked:
     """
 
     submission: Submission
-    queued: tuple[int, int] | None = None
+    queued: int | None = None
     told: tuple[SubmissionPhase, str] = (SubmissionPhase.WAITING, "")
     absent_since: float | None = None
     note: str = ""
@@ -217,10 +132,8 @@ class SlurmEngine:
         self._intake = Submitter(context, commands, scripts, settings, journal, self._now)
         self._tracked: dict[str, _Tracked] = {}
         self._news: list[Update] = []
-        self._unwanted: set[str] = set()  # labels of jobs to be cancelled
+        self._unwanted: set[int] = set()  # jobs to be cancelled
         self._asked_account = -_ACCOUNT_S
-        self._bad_nodes = BadNodes(context.root, lasts_s=settings.remembers_s)
-        self._has_said_bad = False
         self._running = RunningJobs()
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
@@ -234,7 +147,7 @@ class SlurmEngine:
     def findings(
         self, workload: Workload, setting: Setting, resources: Resources
     ) -> Sequence[CheckFinding]:
-        """Return what is wrong with the jobs of a workload, as far as this machine can know."""
+        """Return why Slurm would not take the job of a workload now."""
         checks = self._settings.checks
         return () if checks is None else checks.findings(workload, setting, resources)
 
@@ -259,24 +172,15 @@ class SlurmEngine:
         ended = self._journal.ends.get(submission.key)
         queued = self._journal.places.get(submission.key)
         if ended is not None:
-            files = None if queued is None else JobFiles.of(self._context.engine_dir, *queued)
+            files = None if queued is None else JobFiles.of(self._context.engine_dir, queued)
             outcome = taken_up(submission, ended, files, self._context.facts)
             self._news.append(
                 Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=outcome)
             )
             return
         if queued is None:
-            submission = self._away_from_bad(submission)
             self._intake.add(submission)
         self._tracked[submission.key] = _Tracked(submission, queued=queued)
-
-    def _away_from_bad(self, submission: Submission) -> Submission:
-        """Return a submission that keeps away from nodes which failed under earlier runs."""
-        said = self._bad_nodes.text()
-        if said is not None and not self._has_said_bad:
-            self._has_said_bad = True
-            submission.listener.on_lines([said])
-        return replace(submission, avoid_hosts=submission.avoid_hosts | self._bad_nodes.hosts)
 
     def poll(self) -> Sequence[Update]:
         """Ask Slurm once for all jobs, and submit what was held back."""
@@ -319,18 +223,18 @@ class SlurmEngine:
 
     def _cancel_until(self, until: float) -> None:
         """Cancel and look, until all that is to be cancelled is gone."""
-        labels: list[str] = []
+        told: list[int] = []
         was_away = False
         while (left := self._cancelled_ones()) and self._now() < until:
             try:
-                if not labels and (found := self._labels(left)):
+                if not told and (found := self._ids(left)):
                     self._commands.cancel(found)
                     said = f"waiting for {counted(len(left), 'cancelled job')} to end"
                     left[0].submission.listener.on_lines([f"{said}; Ctrl-C leaves at once"])
-                    labels = found
+                    told = found
                 self._look_at_all()
             except SlurmAwayError as error:
-                if not (labels or was_away):  # CI may kill this process before it answers
+                if not (told or was_away):  # CI may kill this process before it answers
                     how = f"jobs go on until it is back; to end them then: {self._how_to_end(left)}"
                     left[0].submission.listener.on_lines([f"Slurm does not answer: {error}; {how}"])
                 was_away = True
@@ -345,14 +249,12 @@ class SlurmEngine:
         return [tracked for tracked in self._tracked.values() if tracked.is_cancelled]
 
     def _how_to_end(self, wanted: Iterable[_Tracked]) -> str:
-        labels = " ".join(self._labels(wanted))
-        return f"scancel {labels}" if labels else f"those named .{self._journal.run_id}-N"
+        ids = " ".join(map(str, self._ids(wanted)))
+        return f"scancel {ids}" if ids else f"those named .{self._journal.run_id}-N"
 
-    def _labels(self, wanted: Iterable[_Tracked]) -> list[str]:
-        """Return what scancel takes for these."""
-        num_live = Counter(t.queued[0] for t in self._tracked.values() if t.queued is not None)
-        chosen = [t.queued for t in wanted if t.queued is not None]
-        return scancel_labels(self._journal.batches, chosen, num_live)
+    def _ids(self, wanted: Iterable[_Tracked]) -> list[int]:
+        """Return the jobs of these, as far as they are known."""
+        return [job_id for tracked in wanted if (job_id := self._job_id(tracked)) is not None]
 
     def _submit_ready(self) -> None:
         """Submit what there is room for."""
@@ -362,9 +264,11 @@ class SlurmEngine:
             match done:
                 case RefusedSubmission(text=text):
                     self._refuse(tracked, text)
-                case Submitted(batch=batch, index=index, note=note, label=label):
-                    tracked.queued, tracked.note = (batch, index), note
-                    what = f"job {label} is submitted" if label else "Slurm has not answered yet"
+                case Submitted(batch=batch, note=note, job_id=job_id):
+                    tracked.queued, tracked.note = batch, note
+                    what = "Slurm has not answered yet"
+                    if job_id is not None:
+                        what = f"job {job_id} is submitted"
                     self._tell(tracked, SubmissionPhase.WAITING, what)
 
     def _look_at_all(self) -> None:
@@ -382,10 +286,10 @@ class SlurmEngine:
                 any((self._context.engine_dir / "outcomes").iterdir())
         missing: list[_Tracked] = []
         for tracked in list(self._tracked.values()):
-            place = self._place(tracked)
-            if place is None:
+            job_id = self._job_id(tracked)
+            if job_id is None:
                 continue
-            job = seen.get(place)
+            job = seen.get(job_id)
             if job is None:
                 missing.append(tracked)
             else:
@@ -400,7 +304,7 @@ class SlurmEngine:
     def _give_up_unanswered(self) -> None:
         """Submit once more what did not arrive."""
         late = self._intake.give_up()
-        for tracked in [t for t in self._tracked.values() if t.queued and t.queued[0] in late]:
+        for tracked in [t for t in self._tracked.values() if t.queued in late]:
             tracked.queued = None
             if tracked.is_cancelled:
                 self._finish(
@@ -409,13 +313,13 @@ class SlurmEngine:
             else:
                 self._intake.add(replace(tracked.submission, delay_s=0.0))
 
-    def _with_who_cancelled(self, seen: dict[Place, SlurmJob]) -> dict[Place, SlurmJob]:
+    def _with_who_cancelled(self, seen: dict[int, SlurmJob]) -> dict[int, SlurmJob]:
         """Ask the accounting, which alone knows who cancelled a job that we did not."""
         foreign = {
             job.job_id
             for tracked in self._tracked.values()
             if not tracked.is_cancelled
-            and (job := seen.get(self._place(tracked) or (0, None))) is not None
+            and (job := seen.get(self._job_id(tracked) or 0)) is not None
             and job.state == "CANCELLED"
         }
         return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
@@ -426,10 +330,10 @@ class SlurmEngine:
         if phase_of(job) is SubmissionPhase.ENDED:
             self._look_at_end(tracked, job)
         elif job.num_restarts:
-            self._unwanted.add(job.label)
+            self._unwanted.add(job.job_id)
             self._end(tracked, job)
         elif never is not None:
-            self._unwanted.add(job.label)
+            self._unwanted.add(job.job_id)
             self._refuse(tracked, never)
         else:
             tracked.absent_since = None
@@ -455,13 +359,13 @@ class SlurmEngine:
             return
         files = {id(t): find_record(self._files_of(t)) for t in missing}
         unclear = [tracked for tracked in missing if files[id(tracked)] is None]
-        accounted: dict[Place, SlurmJob] = {}
+        accounted: dict[int, SlurmJob] = {}
         if unclear and self._now() - self._asked_account >= _ACCOUNT_S:
             self._asked_account = self._now()
-            ids = {place[0] for tracked in unclear if (place := self._place(tracked)) is not None}
-            accounted = {job.place: job for job in self._commands.accounted(sorted(ids))}
+            found = self._commands.accounted(sorted(self._ids(unclear)))
+            accounted = {job.job_id: job for job in found}
         for tracked in missing:
-            job = accounted.get(self._place(tracked) or (0, None))
+            job = accounted.get(self._job_id(tracked) or 0)
             if job is not None and phase_of(job) is SubmissionPhase.ENDED:
                 self._look_at_end(tracked, job)
             elif files[id(tracked)] is not None or not self._may_come(tracked, 1.0):
@@ -498,15 +402,13 @@ class SlurmEngine:
         if trouble is not None and is_late and self._settings.retries_timeout:
             outcome = replace(outcome, trouble=replace(trouble, is_transient=True))
         if trouble is not None and tracked.is_cancelled:
-            label = "" if job is None else f" (job {job.label})"
-            outcome = replace(outcome, trouble=_cancelled(f"by this run{label}"))
+            which = "" if job is None else f" (job {job.job_id})"
+            outcome = replace(outcome, trouble=_cancelled(f"by this run{which}"))
         elif trouble is not None and job is not None and self._is_meant(trouble, job):
             outcome = replace(outcome, trouble=_for_good(trouble, job))
         elif trouble is not None and trouble.kind in _MAYBE_OF_DISK and (why := self._no_room()):
             here = replace(trouble, text=f"{trouble.text}; {why}", hosts=(), is_transient=False)
             outcome = replace(outcome, trouble=replace(here, kind=TroubleKind.LOST))
-        elif trouble is not None and outcome.suspects:
-            self._bad_nodes.add(outcome.suspects, trouble.kind.value)
         self._finish(tracked, outcome)
 
     def _no_room(self) -> str | None:
@@ -551,17 +453,13 @@ class SlurmEngine:
             tracked.told = (phase, text)
             self._news.append(Update(key=tracked.submission.key, phase=phase, detail=text))
 
-    def _place(self, tracked: _Tracked) -> Place | None:
+    def _job_id(self, tracked: _Tracked) -> int | None:
         """Return which job of Slurm's a submission is; None where that is not known."""
-        if tracked.queued is None:
-            return None
-        number, index = tracked.queued
-        batch = self._journal.batches[number]
-        return None if batch.job_id is None else (batch.job_id, index if batch.is_array else None)
+        return None if tracked.queued is None else self._journal.batches[tracked.queued].job_id
 
     def _files_of(self, tracked: _Tracked) -> JobFiles:
         assert tracked.queued is not None
-        return JobFiles.of(self._context.engine_dir, *tracked.queued)
+        return JobFiles.of(self._context.engine_dir, tracked.queued)
 
 
 def _cancelled(text: str) -> EngineError:
@@ -585,18 +483,17 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
     config = read_slurm_config(context.config_file, project_words(context.root).platforms)
     journal = Journal.open(context.engine_dir)
     paths = ShapePaths(root=context.root, run_dir=context.run_dir, logs=context.engine_dir / "logs")
+    slurm = RealSlurm(context.env, context.root, [journal.descriptor])
     return SlurmEngine(
         context,
-        RealSlurm(context.env, context.root, [journal.descriptor]),
+        slurm,
         ScriptWriter(config, paths, context.engine_dir),
         SlurmSettings(
             interval_s=config.interval,
             max_jobs=config.max_jobs,
-            max_array=config.max_array,
-            remembers_s=config.remember_nodes * 3600.0,
             retries_cancelled=config.retry_cancelled,
             retries_timeout=config.retry_timeout,
-            checks=SlurmChecks(config, context, look_around(), lambda: ask_slurm(context.env)),
+            checks=SlurmChecks(config, context, slurm.refusal),
         ),
         journal,
     )

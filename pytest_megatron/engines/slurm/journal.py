@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -33,8 +32,7 @@ class _JournalRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Intent:
     batch: int
-    keys: tuple[str, ...]
-    is_array: bool
+    key: str
     event: Literal["intent"] = "intent"
 
 
@@ -78,17 +76,16 @@ _LINE: TypeAdapter[_Line] = TypeAdapter(Annotated[_Line, Field(discriminator="ev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One call of sbatch: a job, or an array of jobs.
+    """One call of sbatch.
 
     Attributes:
         number: Counted from 1 within a run; it is part of the job's name.
-        keys: Keys of the submissions, by their index in the array.
+        key: Key of the submission; None if it was withdrawn.
         job_id: None as long as it is not known whether the job was submitted.
     """
 
     number: int
-    keys: tuple[str, ...]
-    is_array: bool
+    key: str | None
     job_id: int | None = None
 
 
@@ -97,8 +94,8 @@ class Journal:
 
     Attributes:
         run_id: Eight hexadecimal digits that no other run has.
-        batches: Those that may be in Slurm's queue, or were, by number; without keys if not.
-        places: The batch that a submission was submitted with last, and its index in that.
+        batches: Those that may be in Slurm's queue, or were, by number; without a key if not.
+        places: Number of the batch that a submission was submitted with last.
         ends: How submissions ended, by key.
         descriptor: Descriptor of the locked file, for a process that shall hold the lock too.
     """
@@ -107,7 +104,7 @@ class Journal:
         self.descriptor = descriptor
         self.run_id = run_id
         self.batches: dict[int, Batch] = {}
-        self.places: dict[str, tuple[int, int]] = {}
+        self.places: dict[str, int] = {}
         self.ends: dict[str, JobEnd] = {}
 
     @classmethod
@@ -148,14 +145,14 @@ class Journal:
         """Let others have it."""
         os.close(self.descriptor)
 
-    def intend(self, keys: Sequence[str], *, is_array: bool) -> Batch:
-        """Note that these submissions are about to be submitted together.
+    def intend(self, key: str) -> Batch:
+        """Note that a submission is about to be submitted.
 
         Raises:
-            OSError: It cannot be written; do not submit them.
+            OSError: It cannot be written; do not submit it.
         """
         number = max(self.batches, default=0) + 1
-        line = _Intent(batch=number, keys=tuple(keys), is_array=is_array)
+        line = _Intent(batch=number, key=key)
         self._write(line)
         self._take(line)
         return self.batches[number]
@@ -202,15 +199,14 @@ class Journal:
         match line:
             case _JournalRun():
                 pass
-            case _Intent(batch=number, keys=keys, is_array=is_array):
-                self.batches[number] = Batch(number=number, keys=keys, is_array=is_array)
-                self.places |= {key: (number, index) for index, key in enumerate(keys)}
+            case _Intent(batch=number, key=key):
+                self.batches[number] = Batch(number=number, key=key)
+                self.places[key] = number
             case _JournalJob(batch=number, job_id=job_id):
                 self.batches[number] = replace(self.batches[number], job_id=job_id)
             case _Withdrawn(batch=number):
-                for key in self.batches[number].keys:
-                    self.places.pop(key, None)
-                self.batches[number] = replace(self.batches[number], keys=())
+                self.places.pop(self.batches[number].key or "", None)
+                self.batches[number] = replace(self.batches[number], key=None)
             case _Dropped(key=key):
                 self.places.pop(key, None)
             case JobEnd(key=key):

@@ -1,30 +1,26 @@
 """Writes the scripts that Slurm is given, one for each shape of job; submits nothing.
 
-nemo-run fills our template in a child process (`nemo.py`); the text is kept for later runs.
+nemo-run fills our template in a child process (`nemo.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.base.files import JsonValue, is_private, read_text, write_text_atomically
-from pytest_megatron.base.schema import parse
-from pytest_megatron.engines.slurm import nemo as nemo_driver
-from pytest_megatron.engines.slurm.nemo import MISSING, NEMO, TEMPLATE
-from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape, ShapePaths, shape_of
+from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
+from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import Resources
@@ -37,8 +33,6 @@ _INSTALL = "pip install 'pytest-megatron[cluster]'"
 _LEPTON_PIN = "leptonai>=0.26.6,<0.28"
 _CHILD_LIMIT_S = 300.0  # an import from a slow shared file system takes a minute or two
 _DIGEST_LENGTH = 12
-_ANY_RUN_DIR, _ANY_ROOT = "/run-directory-of-pytest-megatron", "/project-of-pytest-megatron"
-_PLAIN_PATH = re.compile(r"/[\w./+@%-]+").fullmatch  # bash and pyxis take it as it is
 _MOST_LINES = 5
 # What makes nemo-run or its dependencies behave otherwise than in a shell of their own.
 _NOT_INHERITED = ("PYTHONWARNINGS", "SLURM_PROCID", "NEMORUN_HOME")
@@ -86,7 +80,7 @@ class ScriptWriter:
         return replace(setting, python=place.python, env=env, has_ft_launcher=has_ft)
 
     def write(self, wanted: Collection[Resources]) -> dict[Resources, JobScript]:
-        """Return a script for each; its only argument is a spec, or a directory of an array's.
+        """Return a script for each; its only argument is a spec.
 
         Raises:
             LaunchError: nemo-run is missing or cannot write one, or there is no room.
@@ -96,7 +90,7 @@ class ScriptWriter:
         found = {needed: self._dir / "scripts" / _name(shape) for needed, shape in shapes.items()}
         missing = {path: shapes[needed] for needed, path in found.items() if not path.is_file()}
         if missing:
-            texts = kept_scripts(list(missing.values()), self._paths)
+            texts = make_scripts(list(missing.values()))
             try:
                 (self._dir / "scripts").mkdir(parents=True, exist_ok=True)
                 self._paths.logs.mkdir(parents=True, exist_ok=True)
@@ -116,65 +110,6 @@ class ScriptWriter:
             )
             for needed, place in places.items()
         }
-
-
-def kept_scripts(shapes: Sequence[Shape], paths: ShapePaths) -> list[str]:
-    """Return the text of a script for each shape; what was made before is not made again.
-
-    nemo-run takes from seconds to a minute to import. A text is kept for all projects of the user:
-    placeholders stand for the run directory and the project, if these need no quotes, and its name
-    is a digest of everything else that it depends on.
-
-    Raises:
-        LaunchError: The job cannot be written, see `make_scripts`.
-    """
-    pairs = ((str(paths.run_dir), _ANY_RUN_DIR), (str(paths.root), _ANY_ROOT))
-    moves = [(path, mark) for path, mark in pairs if _PLAIN_PATH(path)]
-    requests = [json.dumps(asdict(shape), ensure_ascii=False) for shape in shapes]
-    is_taken = any(mark in request for request in requests for _, mark in pairs)
-    directory = _own_cache()
-    if directory is None or is_taken or pairs[0] not in moves:
-        return make_scripts(shapes)
-    general = [parse(Shape, _replaced(request, moves)) for request in requests]
-    files = [directory / _name(shape) for shape in general]
-    texts = {file: text for file in files if (text := _kept_text(file)) is not None}
-    missing = {file: s for file, s in zip(files, general, strict=True) if file not in texts}
-    if missing:
-        texts |= zip(missing, make_scripts(list(missing.values())), strict=True)
-        with contextlib.suppress(OSError):  # the next run makes them again
-            for file in missing:
-                write_text_atomically(file, f"{_digest(texts[file].encode())}\n{texts[file]}")
-    back = [(mark, path) for path, mark in reversed(moves)]
-    return [_replaced(texts[file], back) for file in files]
-
-
-def _replaced(text: str, moves: Iterable[tuple[str, str]]) -> str:
-    """Replace each first text of the pairs by its second."""
-    for old, new in moves:
-        text = text.replace(old, new)
-    return text
-
-
-def _own_cache() -> Path | None:
-    """Return the user's directory of texts; None if it cannot be made, or others can enter it."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        cache = named if named.is_absolute() else Path.home() / ".cache"
-        directory = cache / "pytest-megatron"
-        cache.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        return directory if is_private(directory) else None
-    except (OSError, RuntimeError):  # no home
-        return None
-
-
-def _kept_text(file: Path) -> str | None:
-    """Return a text that was kept, or None where none is, or it is damaged."""
-    try:
-        digest, _, text = read_text(file).partition("\n")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text if digest == _digest(text.encode()) else None
 
 
 def make_scripts(shapes: Sequence[Shape]) -> list[str]:
@@ -256,10 +191,8 @@ def _version(distribution: str) -> str:
 
 
 def _name(shape: Shape) -> str:
-    """Return the name of a shape's script, which another text has never."""
-    driver = _digest(Path(nemo_driver.__file__).read_bytes() + TEMPLATE.read_bytes())
-    made_by = [*map(_version, (NEMO, "Jinja2")), sys.version, driver, STEP_FLAGS]
-    text = json.dumps([asdict(shape), made_by], sort_keys=True)
+    """Return the name of a shape's script, which another shape has never."""
+    text = json.dumps(asdict(shape), sort_keys=True)
     return f"{shape.name}-{_digest(text.encode())}.sh"
 
 

@@ -1,7 +1,6 @@
 """All that makes the text of a job's script, from what a submission needs and the settings. Pure.
 
-Orders of one shape have one script, and can be elements of one array: what they differ in stands
-in their specs.
+Submissions of one shape have one script: what they differ in stands in their specs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,6 +154,11 @@ def place_flags(resources: Resources, slurm: SlurmConfig) -> dict[str, str]:
         for name, value in found.items()
         if value is not None and not (name in lists and not value)
     }
+
+
+def flag_words(flags: Mapping[str, str]) -> list[str]:
+    """Return flags as words of a command."""
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
 
 
 def step_flags(slurm: SlurmConfig) -> list[str]:

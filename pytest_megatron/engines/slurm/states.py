@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeAlias
 
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.engines.slurm.journal import JobEnd
@@ -37,7 +36,6 @@ from pytest_megatron.workloads.engine.records import (
 )
 from pytest_megatron.workloads.training.run.runner import tail
 
-Place: TypeAlias = tuple[int, "int | None"]  # a job, and which element of an array
 # Width of each field of `squeue -O`; the sign after it ends a field, whatever its width.
 _WIDTHS = {
     "JobArrayID": 24,
@@ -76,7 +74,6 @@ _TROUBLES = {
 }
 _ENDED = frozenset({"COMPLETED", "FAILED", *_TROUBLES})
 _ABSENT = frozenset({"", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown", "UNLIMITED"})
-_ARRAY_ID = re.compile(r"(\d+)(?:_(\d+))?$")
 _MOST_SIGNAL = 0x7F  # larger ones are Slurm's own numbers; a killed job has that reason too
 _UID = re.compile(r"by (\d+)$")
 _HOST_PARTS = re.compile(r"(?:\[[^\]]*\]|[^,\[\]])+")
@@ -85,11 +82,10 @@ _RANGES = re.compile(r"\[([^\]]*)\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """State of one job in Slurm, or of one element of an array.
+    """State of one job in Slurm.
 
     Attributes:
-        job_id: Number that sbatch printed, of the whole array.
-        element: The array's index, None for a job that is none.
+        job_id: Number that sbatch printed.
         state: Slurm's word, in capitals.
         reason: Why it waits, or why it failed; "" where Slurm has none.
         num_restarts: How often it was put into the queue again after it had started.
@@ -100,7 +96,6 @@ class SlurmJob:
     """
 
     job_id: int
-    element: int | None = None
     state: str
     reason: str = ""
     num_restarts: int = 0
@@ -111,30 +106,15 @@ class SlurmJob:
     by_uid: int | None = None
 
     @property
-    def place(self) -> Place:
-        """Number of the job, and of its element."""
-        return self.job_id, self.element
-
-    @property
-    def label(self) -> str:
-        """Label of it for a person, and for scancel."""
-        return label_of(self.job_id, self.element)
-
-    @property
     def hosts(self) -> tuple[str, ...]:
         """The names of its nodes."""
         return expand_hosts(self.nodes)
 
 
-def label_of(job_id: int, element: int | None) -> str:
-    """Return a job's id as Slurm's commands take it: `41`, or `41_7` for an element."""
-    return str(job_id) if element is None else f"{job_id}_{element}"
-
-
 def parse_squeue(text: str) -> tuple[SlurmJob, ...]:
-    """Read what `squeue --array --noheader -O SQUEUE_FORMAT` printed.
+    """Read what `squeue --noheader -O SQUEUE_FORMAT` printed.
 
-    A line of another form, as of a job that was submitted by other means, is passed over.
+    A line of another form, as of a job array that was submitted by other means, is passed over.
     """
     return tuple(job for line in text.splitlines() if (job := _squeue_line(line)) is not None)
 
@@ -148,12 +128,10 @@ def _squeue_line(line: str) -> SlurmJob | None:
         if sign != _SIGN:
             return None
         fields[name] = _present(value)
-    place = _ARRAY_ID.match(fields["JobArrayID"])
-    if place is None:
+    if not fields["JobArrayID"].isdecimal():
         return None
     return SlurmJob(
-        job_id=int(place[1]),
-        element=None if place[2] is None else int(place[2]),
+        job_id=int(fields["JobArrayID"]),
         state=fields["State"].upper(),
         reason=fields["Reason"],
         num_restarts=_number(fields["RestartCnt"]),
@@ -169,18 +147,16 @@ def parse_sacct(text: str) -> tuple[SlurmJob, ...]:
 
     With `-D` there is a line for each time that a job was put into the queue.
     """
-    found: dict[Place, SlurmJob] = {}
+    found: dict[int, SlurmJob] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        place = _ARRAY_ID.match(fields[0])
-        if place is None or len(fields) != len(SACCT_FIELDS):
+        if not fields[0].isdecimal() or len(fields) != len(SACCT_FIELDS):
             continue
         words = fields[1].split()
         by = _UID.search(fields[1])
         code, _, signal = fields[2].partition(":")
         job = SlurmJob(
-            job_id=int(place[1]),
-            element=None if place[2] is None else int(place[2]),
+            job_id=int(fields[0]),
             state=words[0].rstrip("+").upper() if words else "",
             exit_status=(_number(code) << 8) | _number(signal),
             start=_time(fields[3]),
@@ -188,9 +164,9 @@ def parse_sacct(text: str) -> tuple[SlurmJob, ...]:
             name=fields[5],
             by_uid=None if by is None else int(by[1]),
         )
-        earlier = found.get(job.place)
+        earlier = found.get(job.job_id)
         restarts = 0 if earlier is None else earlier.num_restarts + 1
-        found[job.place] = replace(job, num_restarts=restarts)
+        found[job.job_id] = replace(job, num_restarts=restarts)
     return tuple(found.values())
 
 
@@ -207,17 +183,17 @@ def detail_of(job: SlurmJob) -> str:
     if phase_of(job) is SubmissionPhase.WAITING:
         why = job.reason or ("" if job.state == "PENDING" else job.state.lower())
         expected = f", expected to start at {start}" if start else ""
-        return f"job {job.label} waits{f': {why}' if why else ''}{expected}"
+        return f"job {job.job_id} waits{f': {why}' if why else ''}{expected}"
     since = f" since {start}" if start else ""
     word = "runs" if job.state == "RUNNING" else f"is {job.state.lower()}"
-    return f"job {job.label} {word} on {job.nodes or 'no node'}{since}"
+    return f"job {job.job_id} {word} on {job.nodes or 'no node'}{since}"
 
 
 def why_never(job: SlurmJob) -> str | None:
     """Return why a job that waits will never start, None where it may."""
     if phase_of(job) is not SubmissionPhase.WAITING or not _NEVER.match(job.reason):
         return None
-    return f"job {job.label} can never start: Slurm says {job.reason}"
+    return f"job {job.job_id} can never start: Slurm says {job.reason}"
 
 
 def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
@@ -235,32 +211,30 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
     if job.state in _TROUBLES:
         kind, said = _TROUBLES[job.state]
         who = "" if job.by_uid is None else f" by the user with the id {job.by_uid}"
-        text = f"job {job.label}{_where(job)} ended as {job.state}: {said}{who}"
+        text = f"job {job.job_id}{_where(job)} ended as {job.state}: {said}{who}"
         return EngineError(kind=kind, text=text)
     if had_record:
         return None
     if not job.nodes:
         text = (
-            f"job {job.label} ended as {job.state} before it started: {job.reason or 'no reason'}"
+            f"job {job.job_id} ended as {job.state} before it started: {job.reason or 'no reason'}"
         )
         return EngineError(kind=TroubleKind.NOT_STARTED, text=text)
     if job.reason == "JobLaunchFailure" and job.exit_status > _MOST_SIGNAL:
         text = (
-            f"job {job.label}{_where(job)} could not be launched there ({_exit(job)}): its output "
+            f"job {job.job_id}{_where(job)} could not be launched there ({_exit(job)}): its output "
             f"file, its directory or its container could not be made, or a prolog failed"
         )
         return EngineError(kind=TroubleKind.BOOT_FAIL, text=text)
-    return EngineError(
-        kind=TroubleKind.LOST,
-        text=f"job {job.label}{_where(job)} ended as {job.state}, {_exit(job)}, and left no record",
-    )
+    text = f"job {job.job_id}{_where(job)} ended as {job.state}, {_exit(job)}, and left no record"
+    return EngineError(kind=TroubleKind.LOST, text=text)
 
 
 def _requeued(job: SlurmJob) -> str:
     """Describe that Slurm put a job into the queue again."""
     times = "once" if job.num_restarts == 1 else f"{job.num_restarts} times"
     why = f" ({job.reason})" if job.reason else ""
-    return f"job {job.label} was put into the queue again {times} after it had started{why}"
+    return f"job {job.job_id} was put into the queue again {times} after it had started{why}"
 
 
 def _where(job: SlurmJob) -> str:
@@ -329,12 +303,12 @@ class JobFiles:
     log: Path
 
     @classmethod
-    def of(cls, engine_dir: Path, batch: int, index: int) -> JobFiles:
-        """Return the files of an element of a batch."""
+    def of(cls, engine_dir: Path, batch: int) -> JobFiles:
+        """Return the files of a batch."""
         return cls(
-            spec=engine_dir / "specs" / str(batch) / f"{index}.json",
-            record=engine_dir / "outcomes" / f"{batch}_{index}.json",
-            log=engine_dir / "logs" / f"{batch}_{index}.log",
+            spec=engine_dir / "specs" / f"{batch}.json",
+            record=engine_dir / "outcomes" / f"{batch}.json",
+            log=engine_dir / "logs" / f"{batch}.log",
         )
 
 

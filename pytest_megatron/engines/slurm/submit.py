@@ -1,4 +1,4 @@
-"""Submits attempts as jobs: what goes together, how much at a time, and what was not answered.
+"""Submits attempts as jobs: how many at a time, and what was not answered.
 
 The engine needs no more of a cluster than `SlurmCommands`: a simulated one is as good.
 """
@@ -15,15 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from pytest_megatron.base.text import grouped
 from pytest_megatron.engines.slurm.journal import Batch, Journal
 from pytest_megatron.engines.slurm.states import (
     SACCT_FIELDS,
     SQUEUE_FORMAT,
     JobFiles,
-    Place,
     SlurmJob,
-    label_of,
     parse_sacct,
     parse_squeue,
     phase_of,
@@ -99,11 +96,8 @@ class SlurmCommands(Protocol):
     def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
         """Return what the accounting knows of jobs; nothing where there is none."""
 
-    def cancel(self, labels: Sequence[str]) -> None:
-        """End jobs, by id or `id_element`; those that have ended do not matter."""
-
-    def max_array_size(self) -> int:
-        """Return the first index that an element of an array cannot have."""
+    def cancel(self, ids: Sequence[int]) -> None:
+        """End jobs; those that have ended do not matter."""
 
     def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
         """Return those hosts that are out of service now."""
@@ -149,7 +143,7 @@ class RealSlurm:
         Raises:
             SlurmAwayError: It got no answer, or could not ask.
         """
-        done = self._run(["squeue", "--me", "--states=all", "--array", "-h", "-O", SQUEUE_FORMAT])
+        done = self._run(["squeue", "--me", "--states=all", "-h", "-O", SQUEUE_FORMAT])
         if done.returncode != 0:
             raise SlurmAwayError(_error_line(done))
         return parse_squeue(done.stdout)
@@ -167,20 +161,14 @@ class RealSlurm:
             found += parse_sacct(done.stdout)
         return tuple(found)
 
-    def cancel(self, labels: Sequence[str]) -> None:
+    def cancel(self, ids: Sequence[int]) -> None:
         """Cancel jobs by scancel.
 
         Raises:
             SlurmAwayError: The controller is away.
         """
-        for some in _chunks(labels):
+        for some in _chunks([str(number) for number in ids]):
             self._run(["scancel", "--quiet", *some])
-
-    def max_array_size(self) -> int:
-        """Return how many elements a job array may have, by scontrol."""
-        said = self._run(["scontrol", "show", "config"]).stdout
-        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", said, re.MULTILINE)
-        return 1 if found is None else max(1, int(found[1]))
 
     def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
         """Return nodes that are down, by sinfo."""
@@ -188,13 +176,15 @@ class RealSlurm:
         lines = [line.partition("|") for line in self._run(words).stdout.splitlines()]
         return frozenset(name for name, _, state in lines if _BAD_NODE.search(state.strip()))
 
-    def said(self, words: Sequence[str]) -> str:
-        """Return what a command prints, "" if it fails or there is none."""
-        try:
-            done = self._run(words)
-        except (SlurmAwayError, LaunchError):
-            return ""
-        return done.stdout if done.returncode == 0 else ""
+    def refusal(self, words: Sequence[str]) -> str | None:
+        """Return why sbatch would not take a job of these flags now, None if it would.
+
+        Raises:
+            SlurmAwayError: The controller is away.
+            LaunchError: There is no sbatch.
+        """
+        done = self._run(["sbatch", "--test-only", *words, "--wrap=true"], self._submit_env)
+        return None if done.returncode == 0 else _error_line(done)
 
     def _run(
         self, words: Sequence[str], env: Mapping[str, str] | None = None
@@ -233,13 +223,13 @@ class RealSlurm:
 
 
 def who_cancelled(
-    commands: SlurmCommands, seen: Mapping[Place, SlurmJob], ids: Iterable[int]
-) -> dict[Place, SlurmJob]:
+    commands: SlurmCommands, seen: Mapping[int, SlurmJob], ids: Iterable[int]
+) -> dict[int, SlurmJob]:
     """Return jobs of these that were cancelled by a user, as far as the accounting knows."""
     return {
-        known.place: replace(seen[known.place], by_uid=known.by_uid)
+        known.job_id: replace(seen[known.job_id], by_uid=known.by_uid)
         for known in commands.accounted(sorted(ids))
-        if known.by_uid is not None and known.place in seen
+        if known.by_uid is not None and known.job_id in seen
     }
 
 
@@ -266,7 +256,7 @@ class JobScript:
     """Script of one shape of job, and settings for the specs of such jobs.
 
     Attributes:
-        path: The script; its only argument is a spec, or the directory of an array's specs.
+        path: The script; its only argument is a spec.
         exclude: Hosts that its own `--exclude` names; ours would take the place of that.
         env: Variables of the training, over those of the job.
         options: For the programs that run in the job.
@@ -292,24 +282,9 @@ class Scripts(Protocol):
         """
 
 
-def cut(submissions: Iterable[Submission], most: int) -> list[tuple[Submission, ...]]:
-    """Return submissions in batches of equal jobs, of at most `most` each.
-
-    The batches are in the order in which the first of each came, and so is each batch: Slurm
-    prefers the earlier of equal jobs.
-    """
-    kinds = grouped(((one.resources, one.avoid_hosts), one) for one in submissions)
-    found: list[tuple[Submission, ...]] = []
-    for same in kinds.values():
-        found += (tuple(same[first : first + most]) for first in range(0, len(same), most))
-    return found
-
-
-def job_name(submissions: Sequence[Submission], run_id: str, number: int) -> str:
+def job_name(submission: Submission, run_id: str, number: int) -> str:
     """Return a name for people that also has the run and the batch of a job."""
-    items = {submission.key.split("/")[0] for submission in submissions}
-    title = items.pop() if len(items) == 1 else f"{len(items)}_workloads"
-    plain = _NOT_PLAIN.sub("_", title)[:_MOST_TITLE]
+    plain = _NOT_PLAIN.sub("_", submission.key.split("/")[0])[:_MOST_TITLE]
     return f"{plain}.{run_id}-{number}"
 
 
@@ -319,43 +294,16 @@ def parse_name(name: str) -> tuple[str, int] | None:
     return None if found is None else (found[1], int(found[2]))
 
 
-def scancel_labels(
-    batches: Mapping[int, Batch],
-    wanted: Iterable[tuple[int, int]],
-    num_live: Mapping[int, int],
-) -> list[str]:
-    """Return what scancel takes: a whole array where all that is left of it is wanted.
-
-    Args:
-        batches: By number. One without an id has nothing to cancel yet.
-        wanted: Batch and index of each job.
-        num_live: Jobs of each batch that have not ended.
-    """
-    found: list[str] = []
-    for number, indices in grouped(wanted).items():
-        batch = batches[number]
-        if batch.job_id is not None and (not batch.is_array or len(indices) == num_live[number]):
-            found.append(str(batch.job_id))
-        elif batch.job_id is not None:
-            found += [label_of(batch.job_id, index) for index in indices]
-    return found
-
-
-def sbatch_words(
-    script: JobScript, *, name: str, num_elements: int | None, avoid: Iterable[str], log: Path
-) -> list[str]:
+def sbatch_words(script: JobScript, *, name: str, avoid: Iterable[str], log: Path) -> list[str]:
     """Return the arguments of sbatch that are not in the script; the spec follows them.
 
     Args:
-        script: For all of them.
+        script: That of the job's shape.
         name: Name from `job_name`.
-        num_elements: Size of the array; None for a job that is none.
         avoid: Hosts that failed.
-        log: Where the job's output goes; `%a` in it is the array's index.
+        log: Where the job's output goes.
     """
     words = [f"--job-name={name}", "--no-requeue", f"--output={log}", f"--error={log}"]
-    if num_elements is not None:
-        words.append(f"--array=0-{num_elements - 1}")
     hosts = sorted({*avoid})
     if hosts:
         words.append(f"--exclude={','.join([*script.exclude, *hosts])}")
@@ -371,10 +319,8 @@ class SlurmSettings:
 
     Attributes:
         max_jobs: Most jobs of this run in the queue at a time; None is all.
-        max_array: Elements of an array; None is what the cluster allows.
         timers_s: How long a record may come after the job ended well in Slurm: shared
             file systems are late.
-        remembers_s: How long later runs keep away from a node that failed; 0 is none.
         retries_cancelled: Whether a job that its own user cancelled is worth another attempt.
         retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
         checks: Checks of a workload before it is submitted, or None.
@@ -382,9 +328,7 @@ class SlurmSettings:
 
     interval_s: float = 10.0
     max_jobs: int | None = None
-    max_array: int | None = None
     timers_s: float = 60.0
-    remembers_s: float = 0.0
     retries_cancelled: bool = False
     retries_timeout: bool = False
     checks: Checking | None = None
@@ -396,14 +340,13 @@ class Submitted:
 
     Attributes:
         batch: Number of it in the journal.
-        label: Label of the job, or "" where that is not known yet.
+        job_id: None where it is not known yet.
         note: To be shown about it, or "".
     """
 
     submission: Submission
     batch: int
-    index: int
-    label: str
+    job_id: int | None
     note: str = ""
 
 
@@ -445,13 +388,11 @@ class Submitter:
         self._now = now
         self._waiting: dict[str, _WaitingSubmission] = {}
         self._known: dict[Resources, JobScript] = {}
-        self._most = settings.max_array  # elements of a batch; less where Slurm takes no more
-        self._is_most_known = False
         self._full_at: int | None = None
         self.unsure = {
             batch.number: now() + SETTLE_S
             for batch in journal.batches.values()
-            if batch.job_id is None and batch.keys
+            if batch.job_id is None and batch.key is not None
         }
 
     def add(self, submission: Submission) -> None:
@@ -471,16 +412,12 @@ class Submitter:
             num_live: Jobs of the run that are in the queue.
 
         Raises:
-            LaunchError: No script can be written.
+            LaunchError: No script can be written, or there is no sbatch.
         """
         ready = self._ready(num_live)
         if not ready:
             return []
         found: list[Submitted | RefusedSubmission] = []
-        try:
-            self._learn_most()
-        except SlurmAwayError:
-            return []
         # A script may take long to write: not for what is refused without one.
         first = [submission for submission in ready if submission.resources not in self._known]
         found += [one for submission in first for one in self._unplanned(submission)]
@@ -488,13 +425,15 @@ class Submitter:
         wanted = dict.fromkeys(submission.resources for submission in ready)
         if unknown := [resources for resources in wanted if resources not in self._known]:
             self._known |= self._scripts.write(unknown)
-        for submissions in cut(ready, self._most or 1):
-            done = self._submit_together(submissions, num_live + len(found))
-            if done is None:  # no room, or nobody there: the others wait with them
+        for submission in ready:
+            done = self._submit_one(submission, num_live)
+            if done is None:  # no room: the others wait with it
                 break
-            found += done
-            if any(isinstance(one, Submitted) and one.batch in self.unsure for one in done):
-                break
+            found.append(done)
+            if isinstance(done, Submitted):
+                num_live += 1
+                if done.batch in self.unsure:  # nobody there
+                    break
         return found
 
     def _ready(self, num_live: int) -> list[Submission]:
@@ -512,84 +451,57 @@ class Submitter:
         try:
             submission.planned(None)
         except MegatronError as error:
-            return self._refuse([submission], str(error))
+            return [self._refuse(submission, str(error))]
         return []
 
-    def _learn_most(self) -> None:
-        """Ask once how large an array may be."""
-        if self._is_most_known:
-            return
-        allowed = self._commands.max_array_size()
-        self._most = min(allowed, self._settings.max_array or allowed)
-        self._is_most_known = True
-
-    def _submit_together(
-        self, submissions: Sequence[Submission], num_live: int
-    ) -> list[Submitted | RefusedSubmission] | None:
-        """Submit equal ones as one job or one array; None where there is no room for them."""
-        found: list[Submitted | RefusedSubmission] = []
-        planned: list[tuple[Submission, Planned]] = []
-        for submission in submissions:
-            try:
-                planned.append((submission, submission.planned(None)))
-            except MegatronError as error:
-                found += self._refuse([submission], str(error))
-        if not planned:
-            return found
-        good = [submission for submission, _ in planned]
+    def _submit_one(
+        self, submission: Submission, num_live: int
+    ) -> Submitted | RefusedSubmission | None:
+        """Submit a job; None where there is no room for it."""
         try:
-            batch = self._journal.intend([o.key for o in good], is_array=len(good) > 1)
+            planned = submission.planned(None)
+        except MegatronError as error:
+            return self._refuse(submission, str(error))
+        try:
+            batch = self._journal.intend(submission.key)
         except OSError as error:
-            return [*found, *self._refuse(good, _cannot_write(error))]
+            return self._refuse(submission, _cannot_write(error))
         try:
-            note = self._sbatch(batch, good, self._write_specs(batch, planned))
+            self._write_spec(batch, submission, planned)
+            note = self._sbatch(batch, submission)
         except OSError as error:
             self._withdraw(batch)
-            return [*found, *self._refuse(good, _cannot_write(error))]
+            return self._refuse(submission, _cannot_write(error))
+        except LaunchError:
+            self._withdraw(batch)
+            raise
         except SlurmRefusedError as error:
             self._withdraw(batch)
-            if error.is_full and self._makes_room(len(good), num_live):
-                return found or None
-            return [*found, *self._refuse(good, f"Slurm refused it: {error}")]
-        batch = self._journal.batches[batch.number]
-        for index, submission in enumerate(good):
-            del self._waiting[submission.key]
-            element = index if batch.is_array else None
-            label = "" if batch.job_id is None else label_of(batch.job_id, element)
-            found.append(
-                Submitted(
-                    submission=submission, batch=batch.number, index=index, label=label, note=note
-                )
-            )
-        return found
+            if error.is_full and num_live > 0:  # there is room again when one of them has ended
+                self._full_at = num_live
+                return None
+            return self._refuse(submission, f"Slurm refused it: {error}")
+        del self._waiting[submission.key]
+        job_id = self._journal.batches[batch.number].job_id
+        return Submitted(submission=submission, batch=batch.number, job_id=job_id, note=note)
 
-    def _makes_room(self, num_orders: int, num_live: int) -> bool:
-        """Keep that the queue is full; return if waiting, or fewer at a time, helps."""
-        if num_orders == 1 and num_live == 0:
-            return False
-        self._most = max(1, num_orders // 2)
-        self._full_at = num_live
-        return True
-
-    def _sbatch(self, batch: Batch, submissions: Sequence[Submission], spec: Path) -> str:
+    def _sbatch(self, batch: Batch, submission: Submission) -> str:
         """Submit a batch; return a note about it.
 
         Raises:
             SlurmRefusedError: It is not there.
+            LaunchError: There is no sbatch.
             OSError: The journal cannot be written before anything was submitted.
         """
-        number, avoid, note = batch.number, submissions[0].avoid_hosts, ""
-        script = self._known[submissions[0].resources]
-        log = JobFiles.of(self._context.engine_dir, number, 0).log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if batch.is_array:
-            log = log.with_name(f"{number}_%a.log")
-        name = job_name(submissions, self._journal.run_id, number)
-        size = len(submissions) if batch.is_array else None
+        number, avoid, note = batch.number, submission.avoid_hosts, ""
+        script = self._known[submission.resources]
+        files = JobFiles.of(self._context.engine_dir, number)
+        files.log.parent.mkdir(parents=True, exist_ok=True)
+        name = job_name(submission, self._journal.run_id, number)
 
         def words(hosts: frozenset[str]) -> list[str]:
-            found = sbatch_words(script, name=name, num_elements=size, avoid=hosts, log=log)
-            return [*found, str(spec)]
+            found = sbatch_words(script, name=name, avoid=hosts, log=files.log)
+            return [*found, str(files.spec)]
 
         self.unsure[number] = self._now() + SETTLE_S  # also where Ctrl-C ends this
         try:
@@ -600,7 +512,7 @@ class Submitter:
                     raise
                 job_id = self._commands.submit(words(frozenset()))
                 note = f"on any node, also on {', '.join(sorted(avoid))}, since Slurm said: {error}"
-        except SlurmRefusedError:
+        except (SlurmRefusedError, LaunchError):
             del self.unsure[number]
             raise
         except SlurmAwayError:
@@ -609,26 +521,26 @@ class Submitter:
         self._arrived(number, job_id)
         return note
 
-    def recognise(self, jobs: Iterable[SlurmJob]) -> tuple[dict[Place, SlurmJob], set[str]]:
+    def recognise(self, jobs: Iterable[SlurmJob]) -> tuple[dict[int, SlurmJob], set[int]]:
         """Return this run's jobs, and the ids of those that should not be there.
 
         Learns the ids of jobs whose submission was not answered. One that came after it had been
         given up was submitted again, and is one too many.
         """
-        found: dict[Place, SlurmJob] = {}
-        strays: set[str] = set()
+        found: dict[int, SlurmJob] = {}
+        strays: set[int] = set()
         for job in jobs:
             run_id, number = parse_name(job.name) or ("", 0)
             batch = self._journal.batches.get(number)
             if run_id != self._journal.run_id or batch is None:
                 continue
-            if batch.keys and batch.job_id is None:
+            if batch.key is not None and batch.job_id is None:
                 self._arrived(number, job.job_id)
             elif batch.job_id != job.job_id:
                 if phase_of(job) is not SubmissionPhase.ENDED:
-                    strays.add(str(job.job_id))
+                    strays.add(job.job_id)
                 continue
-            found[job.place] = job
+            found[job.job_id] = job
         return found, strays
 
     def give_up(self) -> set[int]:
@@ -639,8 +551,7 @@ class Submitter:
         late = {number for number, until in self.unsure.items() if until <= self._now()}
         for number in late:
             del self.unsure[number]
-            for index in range(len(self._journal.batches[number].keys)):
-                remove_spec(JobFiles.of(self._context.engine_dir, number, index))
+            remove_spec(JobFiles.of(self._context.engine_dir, number))
             self._withdraw(self._journal.batches[number])
         return late
 
@@ -650,42 +561,38 @@ class Submitter:
         with contextlib.suppress(OSError):  # a job is found again by its name
             self._journal.submitted(number, job_id)
 
-    def _write_specs(self, batch: Batch, planned: Sequence[tuple[Submission, Planned]]) -> Path:
-        """Write the specs of the jobs of a batch; return the argument of their script.
+    def _write_spec(self, batch: Batch, submission: Submission, planned: Planned) -> None:
+        """Write the spec of the job of a batch.
 
         Raises:
-            OSError: They cannot be written.
+            OSError: It cannot be written.
         """
-        directory, script = self._context.engine_dir, self._known[planned[0][0].resources]
-        for index, (submission, found) in enumerate(planned):
-            files = JobFiles.of(directory, batch.number, index)
-            files.spec.parent.mkdir(parents=True, exist_ok=True)
-            files.record.parent.mkdir(parents=True, exist_ok=True)
-            spec = JobSpec(
-                key=submission.key,
-                plan=found.plan,
-                outcome=files.record,
-                root=self._context.root,
-                description=json.dumps(found.description),
-                env=dict(script.env),
-                watches_gpus=submission.resources.gpus_per_node > 0,
-                stops_early=submission.stop_early is not None,
-                secret=secrets.token_hex(32),
-                options=dict(script.options),
-            )
-            write_spec(files.spec, spec)
-        first = JobFiles.of(directory, batch.number, 0).spec
-        return first.parent if batch.is_array else first
+        script = self._known[submission.resources]
+        files = JobFiles.of(self._context.engine_dir, batch.number)
+        files.spec.parent.mkdir(parents=True, exist_ok=True)
+        files.record.parent.mkdir(parents=True, exist_ok=True)
+        spec = JobSpec(
+            key=submission.key,
+            plan=planned.plan,
+            outcome=files.record,
+            root=self._context.root,
+            description=json.dumps(planned.description),
+            env=dict(script.env),
+            watches_gpus=submission.resources.gpus_per_node > 0,
+            stops_early=submission.stop_early is not None,
+            secret=secrets.token_hex(32),
+            options=dict(script.options),
+        )
+        write_spec(files.spec, spec)
 
     def _withdraw(self, batch: Batch) -> None:
         with contextlib.suppress(OSError):
             self._journal.withdrawn(batch.number)
 
-    def _refuse(self, submissions: Sequence[Submission], text: str) -> list[RefusedSubmission]:
-        """Let go of submissions that are never submitted."""
-        for submission in submissions:
-            self.drop(submission.key)
-        return [RefusedSubmission(submission=one, text=text) for one in submissions]
+    def _refuse(self, submission: Submission, text: str) -> RefusedSubmission:
+        """Let go of a submission that is never submitted."""
+        self.drop(submission.key)
+        return RefusedSubmission(submission=submission, text=text)
 
 
 def _cannot_write(error: OSError) -> str:

@@ -319,39 +319,15 @@ class SlurmConfig(PlaceConfig):
             "Slurm's accounting nobody can tell whether it was you, and it counts as yours."
         ),
     ] = False
-    remember_nodes: Annotated[
-        Count,
-        About(
-            "Hours for which later runs of the project keep away from a node that failed under a "
-            "job; 0 is none. They are in `.pytest_megatron/bad_nodes.jsonl`."
-        ),
-    ] = 24
     max_jobs: Annotated[
         Positive | None, About("Jobs of a run that are in the queue at a time; by default all.")
     ] = None
-    max_array: Annotated[
-        Positive | None,
-        About("Elements of a job array at most; by default what the cluster allows."),
-    ] = None
     interval: Annotated[Seconds, About("Seconds between two questions about the queue.")] = 10.0
-    shared_paths: Annotated[
-        tuple[Text, ...],
-        About(
-            "Directories of which you know that every node sees them, whatever kind of file system "
-            "they are on."
-        ),
-    ] = ()
     platforms: Annotated[
         dict[Text, PlaceConfig],
         Checked(_check_platforms),
         About("Platform to the keys that are different there, see below."),
     ] = field(default_factory=dict)
-
-    @property
-    def port_range(self) -> range:
-        """`ports` as numbers."""
-        first, _, last = self.ports.partition("-")
-        return range(int(first), int(last) + 1)
 
     def at(self, platform: str) -> SlurmConfig:
         """Return the settings as they are for one platform; `platforms` is empty in them."""

@@ -17,6 +17,12 @@ from pytest_megatron.workloads.engine.config import DockerConfig, ExecutorConfig
 # Values that are a text however they look in YAML: `mem: 0`, `time: 1:00:00`, `env: {X: 0x10}`.
 _WRITTEN = frozenset(("account", "mem", "reservation", "shm_size", "time", "user"))
 _VARIABLES = frozenset(("env", "job_env"))
+# Keys of earlier versions, by section: what to do instead.
+_REMOVED = {
+    ("slurm", "max_array"): "was removed, as jobs are no arrays any more; drop it",
+    ("slurm", "remember_nodes"): "was removed; drop it, exclude has the nodes to keep away from",
+    ("slurm", "shared_paths"): "was removed, as paths are not checked any more; drop it",
+}
 
 
 def read_executor_config(path: Path) -> ExecutorConfig:
@@ -28,6 +34,10 @@ def read_executor_config(path: Path) -> ExecutorConfig:
     """
     document = read_yaml(path, error=ConfigError)
     schema.refuse_duplicates(document, ConfigError)
+    for (section, key), text in _REMOVED.items():
+        found = document.value.get(section)
+        if isinstance(found, dict) and key in found:
+            raise ConfigError(f"{document.where((section, key))}: {section}.{key}", text)
     engines = {entry.name for entry in importlib.metadata.entry_points(group=GROUP)}
     foreign = engines - {"docker", "local", "slurm"}
     value = {

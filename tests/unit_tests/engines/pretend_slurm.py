@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pytest_megatron.engines.slurm.states import Place, SlurmJob
+from pytest_megatron.engines.slurm.states import SlurmJob
 from pytest_megatron.engines.slurm.submit import SlurmAwayError
 
 
@@ -24,16 +24,15 @@ class PretendSlurm:
         is_away: Whether nobody answers.
     """
 
-    table: dict[Place, SlurmJob] = field(default_factory=dict)
+    table: dict[int, SlurmJob] = field(default_factory=dict)
     accounts: tuple[SlurmJob, ...] = ()
     submissions: list[list[str]] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
     num_queries: int = 0
     answers: list[BaseException | None] = field(default_factory=list)
     loses: bool = False
     is_away: bool = False
     bad: frozenset[str] = frozenset()
-    most: int = 1001
     ends_what_is_cancelled: bool = True
     now: float = 0.0
 
@@ -43,12 +42,8 @@ class PretendSlurm:
         if answer is not None and (self.loses or not isinstance(answer, SlurmAwayError)):
             raise answer
         given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
-        job_id = 1 + max((job_id for job_id, _ in self.table), default=40)
-        last = given.get("array", "").rpartition("-")[2]
-        elements = range(int(last) + 1) if last else (None,)
-        for element in elements:
-            job = SlurmJob(job_id=job_id, element=element, state="PENDING", name=given["job-name"])
-            self.table[job.place] = job
+        job_id = 1 + max(self.table, default=40)
+        self.table[job_id] = SlurmJob(job_id=job_id, state="PENDING", name=given["job-name"])
         if answer is not None:
             raise answer
         return job_id
@@ -61,16 +56,12 @@ class PretendSlurm:
     def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
         return tuple(job for job in self.accounts if job.job_id in ids)
 
-    def cancel(self, labels: Sequence[str]) -> None:
-        self.cancelled += labels
-        for place, job in self.table.items():
-            is_meant = job.label in labels or str(job.job_id) in labels
-            if is_meant and self.ends_what_is_cancelled and job.state in ("PENDING", "RUNNING"):
-                self.table[place] = replace(job, state="CANCELLED")
-
-    def max_array_size(self) -> int:
-        self._require_answer()
-        return self.most
+    def cancel(self, ids: Sequence[int]) -> None:
+        self.cancelled += ids
+        for job_id in ids:
+            job = self.table[job_id]
+            if self.ends_what_is_cancelled and job.state in ("PENDING", "RUNNING"):
+                self.table[job_id] = replace(job, state="CANCELLED")
 
     def _require_answer(self) -> None:
         if self.is_away:
@@ -79,9 +70,9 @@ class PretendSlurm:
     def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
         return self.bad & frozenset(hosts)
 
-    def set(self, place: Place, state: str, **changes: object) -> None:
+    def set(self, job_id: int, state: str, **changes: object) -> None:
         """Change what squeue says of a job."""
-        self.table[place] = replace(self.table[place], state=state, **changes)  # type: ignore[arg-type] # fields of a job
+        self.table[job_id] = replace(self.table[job_id], state=state, **changes)  # type: ignore[arg-type] # fields of a job
 
     def wait(self, seconds: float) -> None:
         """Let time pass."""

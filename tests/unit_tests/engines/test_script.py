@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pytest_megatron.engines.slurm import script
-from pytest_megatron.engines.slurm.script import ScriptWriter, kept_scripts, make_scripts, place_of
+from pytest_megatron.engines.slurm.script import ScriptWriter, make_scripts, place_of
 from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import Resources
@@ -75,32 +74,11 @@ def shapes() -> dict[str, Shape]:
     }
 
 
-def shape_in(project: Path, run: str) -> tuple[Shape, ShapePaths]:
-    """The shape of a run of a project."""
-    directory = project / run
-    logs, spec = directory / "logs", directory / "spec.json"
-    paths = ShapePaths(root=project, run_dir=directory, logs=logs, spec=spec)
-    return shape_of(ON_GPUS, CONTAINER.at("dgx_h100"), paths), paths
-
-
-PLACES = {
-    "first": (Path("/home/me/project"), "run1"),
-    "second": (Path("/nfs/other"), ".pytest_megatron/runs/1"),
-}
-
-
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """What nemo-run makes of every shape: one child process for all."""
-    wanted = {**shapes(), **{name: shape_in(*place)[0] for name, place in PLACES.items()}}
+    wanted = shapes()
     return dict(zip(wanted, make_scripts(list(wanted.values())), strict=True))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of the user that has nothing yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "pytest-megatron"
 
 
 @pytest.mark.parametrize("name", ["plain", "native", "container"])
@@ -121,33 +99,6 @@ def test_a_shape_that_has_a_script_needs_no_nemo_run(
     assert writer.write([ON_CPU])[ON_CPU].path == path
     with pytest.raises(LaunchError, match="ImportError: gone"):
         writer.write([ON_CPU, ON_GPUS])
-
-
-def test_what_a_project_has_made_serves_every_project_of_the_user(
-    texts: dict[str, str], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, here = shape_in(*PLACES["first"])
-    assert kept_scripts([first, first], here) == [texts["first"]] * 2
-    (kept,) = cache.iterdir()
-    _break_nemo(monkeypatch, tmp_path, "raise ImportError('gone')")
-    for name, place in PLACES.items():
-        shape, there = shape_in(*place)
-        assert kept_scripts([shape], there) == [texts[name]]
-    changed = replace(first, workdir="/elsewhere")
-    blank = replace(here, run_dir=Path("/home/me/run 3"))
-    taken = replace(first, setup=("cd /project-of-pytest-megatron",))
-    for shape, paths in ((first, blank), (changed, here), (taken, here)):
-        with pytest.raises(LaunchError, match="ImportError: gone"):
-            kept_scripts([shape], paths)
-    kept.parent.chmod(0o750)  # others could have changed what is in there
-    with pytest.raises(LaunchError, match="ImportError: gone"):
-        kept_scripts([first], here)
-    kept.parent.chmod(0o700)
-    assert kept_scripts([first], here) == [texts["first"]]
-    for damage in (b"", kept.read_bytes()[:-1], b"\xff"):
-        kept.write_bytes(damage)
-        with pytest.raises(LaunchError, match="ImportError: gone"):
-            kept_scripts([first], here)
 
 
 def _break_nemo(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:

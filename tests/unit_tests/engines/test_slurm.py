@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +61,7 @@ def text_of(found: dict[str, SubmissionOutcome], item: str) -> str:
     return trouble.text
 
 
-def leave_record(run: Run, order: Submission, batch: int = 1, index: int = 0) -> None:
+def leave_record(run: Run, order: Submission, batch: int = 1) -> None:
     """Write what a job leaves that could not plan its training: the shortest record."""
     record = JobRecord(
         key=order.key,
@@ -72,7 +71,7 @@ def leave_record(run: Run, order: Submission, batch: int = 1, index: int = 0) ->
         hosts=("node1",),
         trouble=None,
     )
-    write_record(JobFiles.of(run.run_dir / "engine", batch, index).record, record)
+    write_record(JobFiles.of(run.run_dir / "engine", batch).record, record)
 
 
 def test_a_submission_that_arrived_unanswered_is_found_by_its_name(tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_a_submission_that_arrived_unanswered_is_found_by_its_name(tmp_path: Pat
     slurm.wait(100)
     assert (ends(engine), len(slurm.submissions)) == ({}, 1)
     leave_record(run, run.order("a"))
-    slurm.set((41, None), "COMPLETED", nodes="node1")
+    slurm.set(41, "COMPLETED", nodes="node1")
     assert kinds(ends(engine)) == {"a": None}
 
 
@@ -96,8 +95,8 @@ def test_one_that_did_not_arrive_is_submitted_again_and_never_runs_twice(tmp_pat
     assert (ends(engine), len(slurm.submissions)) == ({}, 2)
     slurm.submit(slurm.submissions[0])  # it was on its way all the time
     ends(engine)
-    assert slurm.cancelled == ["42"]
-    assert not JobFiles.of(run.run_dir / "engine", 1, 0).spec.exists()
+    assert slurm.cancelled == [42]
+    assert not JobFiles.of(run.run_dir / "engine", 1).spec.exists()
 
 
 def test_a_controller_of_slurm_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -118,13 +117,12 @@ def test_a_controller_of_slurm_that_is_away_is_waited_for(tmp_path: Path) -> Non
     assert said.detail == "job 41 waits"
 
 
-def test_one_query_for_all_jobs_and_arrays_of_what_is_equal(tmp_path: Path) -> None:
-    run, slurm = Run(tmp_path), PretendSlurm(most=2)
+def test_one_query_for_all_jobs(tmp_path: Path) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm)
     engine.submit([run.order(item, nodes=2 if item in "be" else 1) for item in "abcde"])
     engine.poll()
-    arrays = [[w for w in words if "--array" in w] for words in slurm.submissions]
-    assert (arrays, slurm.num_queries) == ([["--array=0-1"], [], ["--array=0-1"]], 1)
+    assert (len(slurm.submissions), slurm.num_queries) == (5, 1)
 
 
 def test_no_more_than_the_limit_are_in_the_queue_and_the_first_come_first(tmp_path: Path) -> None:
@@ -133,31 +131,30 @@ def test_no_more_than_the_limit_are_in_the_queue_and_the_first_come_first(tmp_pa
     engine.submit([run.order(item) for item in "abc"])
     assert len(slurm.table) == 2
     leave_record(run, run.order("a"))
-    slurm.set((41, 0), "COMPLETED", nodes="node1")
+    slurm.set(41, "COMPLETED", nodes="node1")
     ends(engine)
-    assert sorted(slurm.table) == [(41, 0), (41, 1), (42, None)]
+    assert sorted(slurm.table) == [41, 42, 43]
 
 
-def test_no_script_is_written_for_what_is_refused_or_not_yet_submitted(tmp_path: Path) -> None:
+def test_no_script_is_written_for_what_is_refused(tmp_path: Path) -> None:
     """Nemo-run takes up to a minute to import."""
 
     def refuse(_devices: object) -> NoReturn:
         raise LaunchError("item", "the golden is gone")
 
     run, slurm = Run(tmp_path), PretendSlurm()
-    engine, slurm.is_away = engine_on(run, slurm), True
-    engine.submit([run.order("a")])
-    engine.submit([replace(run.order("b", nodes=2), planned=refuse)])
+    engine = engine_on(run, slurm)
+    engine.submit([replace(run.order("a", nodes=2), planned=refuse)])
     assert list(run.run_dir.glob("*.sh")) == []
-    slurm.is_away = False
-    assert list(ends(engine)) == ["b"]
+    engine.submit([run.order("b")])
+    assert list(ends(engine)) == ["a"]
     assert [path.name for path in run.run_dir.glob("*.sh")] == ["1_0.sh"]
 
 
 def test_a_limit_on_submissions_is_waited_for(tmp_path: Path) -> None:
     run = Run(tmp_path)
     full = SlurmRefusedError("QOSMaxSubmitJobPerUserLimit", is_full=True)
-    slurm = PretendSlurm(answers=[None, full, full, None])
+    slurm = PretendSlurm(answers=[None, full, None, full])
     engine = engine_on(run, slurm)
     engine.submit([run.order("wide", nodes=2)])
     engine.submit([run.order(item) for item in "abcd"])
@@ -165,10 +162,10 @@ def test_a_limit_on_submissions_is_waited_for(tmp_path: Path) -> None:
     assert ends(engine) == {}
     assert len(slurm.submissions) == 2  # nothing ended, so there is no more room than before
     leave_record(run, run.order("wide"))
-    slurm.set((41, None), "COMPLETED", nodes="node[1-2]")
+    slurm.set(41, "COMPLETED", nodes="node[1-2]")
     assert list(ends(engine)) == ["wide"]
     ends(engine)
-    assert [[w for w in words if "--array" in w] for words in slurm.submissions[2:]][-1] == []
+    assert sorted(slurm.table) == [41, 42]  # of the four, one had room
 
 
 def test_a_limit_that_never_goes_by_is_a_refusal(tmp_path: Path) -> None:
@@ -195,19 +192,19 @@ def test_a_record_may_be_late_but_not_for_ever(tmp_path: Path) -> None:
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm)
     engine.submit([run.order(item) for item in ("late", "never", "failed")])
-    for index in range(2):
-        slurm.set((41, index), "COMPLETED", nodes="node1")
-    slurm.set((41, 2), "FAILED", nodes="node1", exit_status=256)
+    for job_id in (41, 42):
+        slurm.set(job_id, "COMPLETED", nodes="node1")
+    slurm.set(43, "FAILED", nodes="node1", exit_status=256)
     assert ends(engine) == {}
     slurm.wait(11)
     assert kinds(ends(engine)) == {"failed": TroubleKind.LOST}
     slurm.wait(40)
-    leave_record(run, run.order("late"), 1, 0)
+    leave_record(run, run.order("late"), 1)
     assert kinds(ends(engine)) == {"late": None}
     slurm.wait(10)
     found = ends(engine)
     assert text_of(found, "never") == (
-        "job 41_1 on node1 ended as COMPLETED, exit code 0, and left no record"
+        "job 42 on node1 ended as COMPLETED, exit code 0, and left no record"
     )
 
 
@@ -215,20 +212,20 @@ def test_a_job_that_was_started_again_is_taken_back(tmp_path: Path) -> None:
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm)
     engine.submit([run.order("a")])
-    slurm.set((41, None), "PENDING", num_restarts=1, reason="BeginTime")
+    slurm.set(41, "PENDING", num_restarts=1, reason="BeginTime")
     assert kinds(ends(engine)) == {"a": TroubleKind.REQUEUED}
-    assert slurm.cancelled == ["41"]
+    assert slurm.cancelled == [41]
 
 
 def test_a_job_that_can_never_start_is_taken_back_and_others_wait(tmp_path: Path) -> None:
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm)
     engine.submit([run.order("a"), run.order("b")])
-    slurm.set((41, 0), "PENDING", reason="PartitionTimeLimit")
-    slurm.set((41, 1), "PENDING", reason="QOSMaxJobsPerUserLimit")
+    slurm.set(41, "PENDING", reason="PartitionTimeLimit")
+    slurm.set(42, "PENDING", reason="QOSMaxJobsPerUserLimit")
     found = ends(engine)
-    assert text_of(found, "a") == "job 41_0 can never start: Slurm says PartitionTimeLimit"
-    assert (kinds(found), slurm.cancelled) == ({"a": TroubleKind.NOT_STARTED}, ["41_0"])
+    assert text_of(found, "a") == "job 41 can never start: Slurm says PartitionTimeLimit"
+    assert (kinds(found), slurm.cancelled) == ({"a": TroubleKind.NOT_STARTED}, [41])
 
 
 def test_what_slurm_has_forgotten_the_accounting_may_know(tmp_path: Path) -> None:
@@ -237,8 +234,8 @@ def test_what_slurm_has_forgotten_the_accounting_may_know(tmp_path: Path) -> Non
     orders = [run.order(item) for item in ("recorded", "accounted", "unknown")]
     engine.submit(orders)
     leave_record(run, orders[0])
-    slurm.set((41, 1), "NODE_FAIL", nodes="node7")
-    slurm.accounts = (slurm.table[41, 1],)
+    slurm.set(42, "NODE_FAIL", nodes="node7")
+    slurm.accounts = (slurm.table[42],)
     slurm.table.clear()
     assert kinds(ends(engine)) == {"recorded": None}
     slurm.wait(31)
@@ -253,7 +250,7 @@ def test_the_nodes_that_are_out_of_service_are_the_bad_ones(tmp_path: Path) -> N
     run, slurm = Run(tmp_path), PretendSlurm(bad=frozenset({"node3", "node9"}))
     engine = engine_on(run, slurm)
     engine.submit([run.order("a", nodes=4)])
-    slurm.set((41, None), "NODE_FAIL", nodes="node[1-4]")
+    slurm.set(41, "NODE_FAIL", nodes="node[1-4]")
     assert ends(engine) == {}
     slurm.wait(11)
     found = ends(engine)
@@ -269,8 +266,8 @@ def test_who_cancelled_a_job_is_said_where_the_accounting_knows(tmp_path: Path) 
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm)
     engine.submit([run.order("a")])
-    slurm.set((41, None), "CANCELLED")
-    slurm.accounts = (replace(slurm.table[41, None], by_uid=1007),)
+    slurm.set(41, "CANCELLED")
+    slurm.accounts = (replace(slurm.table[41], by_uid=1007),)
     assert text_of(ends(engine), "a") == (
         "job 41 ended as CANCELLED: it was cancelled by the user with the id 1007"
     )
@@ -291,36 +288,11 @@ def test_what_its_own_user_cancelled_is_not_submitted_again_unless_asked(
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm, SlurmSettings(retries_cancelled=retries))
     engine.submit([run.order("a")])
-    slurm.set((41, None), "CANCELLED")
-    slurm.accounts = () if by is None else (replace(slurm.table[41, None], by_uid=by),)
+    slurm.set(41, "CANCELLED")
+    slurm.accounts = () if by is None else (replace(slurm.table[41], by_uid=by),)
     trouble = ends(engine)["a"].trouble
     assert trouble is not None
     assert (trouble.kind, trouble.is_transient) == (TroubleKind.CANCELLED, is_transient)
-
-
-def test_later_runs_keep_away_from_a_node_that_failed_for_some_time(tmp_path: Path) -> None:
-    settings = SlurmSettings(timers_s=0.0, remembers_s=3600.0)
-    first, slurm = Run(tmp_path), PretendSlurm()
-    engine = engine_on(first, slurm, settings)
-    engine.submit([first.order("a"), first.order("b")])
-    slurm.set((41, 0), "NODE_FAIL", nodes="node3")
-    slurm.set((41, 1), "FAILED", nodes="node2")
-    ends(engine)
-    engine.close()
-    file = tmp_path / ".pytest_megatron" / "bad_nodes.jsonl"
-    old = {"host": "node1", "at": 0, "why": "node_fail"}
-    file.write_text(f"no row\n[1]\n{json.dumps(old)}\n{file.read_text()}")
-    file.rename(tmp_path / "kept")
-    second = Run(tmp_path / "later")
-    (second.root / ".pytest_megatron").mkdir(parents=True)
-    (tmp_path / "kept").rename(second.root / ".pytest_megatron" / "bad_nodes.jsonl")
-    engine = engine_on(second, slurm, settings)
-    engine.submit([second.order("c", avoid_hosts=["node4"]), second.order("d")])
-    excluded = [word for words in slurm.submissions for word in words if "--exclude" in word]
-    assert excluded == ["--exclude=node3,node4", "--exclude=node3"]
-    (said,) = second.heard.lines
-    assert said.startswith("keeps away from nodes that failed: node3 (node_fail, 0.0 h ago); ")
-    engine.close()
 
 
 @pytest.mark.parametrize("retries", [False, True])
@@ -330,7 +302,7 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm, SlurmSettings(timers_s=0.0, retries_timeout=retries))
     engine.submit([run.order("a")])
-    slurm.set((41, None), "TIMEOUT", nodes="node1")
+    slurm.set(41, "TIMEOUT", nodes="node1")
     trouble = ends(engine)["a"].trouble
     assert trouble is not None
     assert (trouble.kind, trouble.is_transient) == (TroubleKind.TIMEOUT, retries or None)
@@ -338,12 +310,12 @@ def test_a_time_limit_of_slurm_is_tried_again_where_the_settings_say_so(
 
 def test_a_full_disk_is_not_the_fault_of_the_node(small_disk: Path) -> None:
     run, slurm = Run(small_disk), PretendSlurm()
-    engine = engine_on(run, slurm, SlurmSettings(timers_s=0.0, remembers_s=3600.0))
+    engine = engine_on(run, slurm, SlurmSettings(timers_s=0.0))
     engine.submit([run.order("a")])
     with contextlib.suppress(OSError):
         (small_disk / "filled").write_bytes(bytes(1 << 17))
     failed = {"nodes": "node1", "reason": "JobLaunchFailure", "exit_status": 0x80}
-    slurm.set((41, None), "FAILED", **failed)
+    slurm.set(41, "FAILED", **failed)
     outcome = ends(engine)["a"]
     engine.close()
     trouble = outcome.trouble
@@ -351,7 +323,6 @@ def test_a_full_disk_is_not_the_fault_of_the_node(small_disk: Path) -> None:
     assert (trouble.kind, trouble.is_transient, outcome.suspects) == (TroubleKind.LOST, False, ())
     why = f"{run.run_dir}/engine: No space left on device; make room, or give another --run-dir"
     assert trouble.text.endswith(f"; {why}")
-    assert not (small_disk / ".pytest_megatron").exists()
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -366,12 +337,12 @@ def test_the_logs_of_a_running_job_are_followed(tmp_path: Path, *, copies: bool)
     log.write_text(ITERATION.format(1))
     dirs.launcher_log.write_text("[default0]:epoch 1\n")
     assert (ends(engine), run.heard.iterations) == ({}, [])  # it waits
-    slurm.set((41, None), "RUNNING", nodes="node1")
+    slurm.set(41, "RUNNING", nodes="node1")
     assert (ends(engine), run.heard.iterations) == ({}, [1])
     with log.open("a") as file:
         file.write(ITERATION.format(2))
     leave_record(run, order)
-    slurm.set((41, None), "COMPLETED", nodes="node1")
+    slurm.set(41, "COMPLETED", nodes="node1")
     assert kinds(ends(engine)) == {"a": None}
     assert run.heard.iterations == [1, 2]
     assert run.heard.lines == (["[rank0]: epoch 1"] if copies else [])
@@ -379,14 +350,14 @@ def test_the_logs_of_a_running_job_are_followed(tmp_path: Path, *, copies: bool)
 
 def test_another_controller_goes_on_where_the_first_was_killed(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    slurm = PretendSlurm(answers=[None, SlurmAwayError(AWAY)])
+    slurm = PretendSlurm(answers=[None, None, None, SlurmAwayError(AWAY)])
     first = engine_on(run, slurm)
     first.submit([run.order(item) for item in ("done", "lost", "runs")])
     first.submit([run.order("unanswered", nodes=2)])
-    leave_record(run, run.order("done"), 1, 0)
-    slurm.set((41, 0), "COMPLETED", nodes="node1")
-    slurm.set((41, 1), "CANCELLED")
-    slurm.set((41, 2), "RUNNING", nodes="node1")
+    leave_record(run, run.order("done"), 1)
+    slurm.set(41, "COMPLETED", nodes="node1")
+    slurm.set(42, "CANCELLED")
+    slurm.set(43, "RUNNING", nodes="node1")
     assert len(ends(first)) == 2
     with pytest.raises(LaunchError, match="another controller follows the jobs of this run"):
         Journal.open(run.run_dir / "engine")
@@ -397,11 +368,11 @@ def test_another_controller_goes_on_where_the_first_was_killed(tmp_path: Path) -
     second.submit([run.order(item) for item in ("done", "lost", "runs", "new")])
     second.submit([run.order("unanswered", nodes=2)])
     assert kinds(ends(second)) == {"done": None, "lost": TroubleKind.CANCELLED}
-    assert len(slurm.submissions) == 3  # of those, only `new` is submitted now
-    leave_record(run, run.order("runs"), 1, 2)
-    leave_record(run, run.order("unanswered"), 2, 0)
-    slurm.set((41, 2), "COMPLETED", nodes="node1")
-    slurm.set((42, None), "COMPLETED", nodes="node1")
+    assert len(slurm.submissions) == 5  # of those, only `new` is submitted now
+    leave_record(run, run.order("runs"), 3)
+    leave_record(run, run.order("unanswered"), 4)
+    slurm.set(43, "COMPLETED", nodes="node1")
+    slurm.set(44, "COMPLETED", nodes="node1")
     assert kinds(ends(second)) == {"runs": None, "unanswered": None}
     second.close()
 
@@ -418,7 +389,7 @@ def test_ctrl_c_within_sbatch_loses_no_job(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.submit([run.order("a")])
     engine.cancel([run.order("a").key])
-    assert slurm.cancelled == ["41"]
+    assert slurm.cancelled == [41]
     assert text_of(ends(engine), "a") == "it was cancelled by this run (job 41)"
 
 
@@ -435,10 +406,10 @@ def test_a_second_ctrl_c_leaves_at_once_and_says_what_is_left(tmp_path: Path) ->
     engine._pause = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.cancel([order.key for order in orders[:2]])
-    assert slurm.cancelled == ["41_0", "41_1"]
+    assert slurm.cancelled == [41, 42]
     assert run.heard.lines == [
         "waiting for 2 cancelled jobs to end; Ctrl-C leaves at once",
-        "jobs may be left in Slurm's queue; to end them: scancel 41_0 41_1",
+        "jobs may be left in Slurm's queue; to end them: scancel 41 42",
     ]
 
 
@@ -450,8 +421,8 @@ def test_who_cancels_while_slurm_is_away_is_told_at_once_how_to_end_the_jobs(
     engine.submit([run.order("a")])
     engine.poll()
 
-    def refuse(labels: Sequence[str]) -> None:
-        del labels
+    def refuse(ids: Sequence[int]) -> None:
+        del ids
         raise SlurmAwayError(AWAY)
 
     slurm.cancel = refuse  # type: ignore[method-assign]
@@ -479,7 +450,7 @@ def test_what_was_cancelled_before_it_began_is_submitted_again_by_who_attaches(
 def test_a_machine_without_slurm_is_told_so(tmp_path: Path) -> None:
     run = Run(tmp_path)
     engine = run.engine(RealSlurm({"PATH": "/nonexistent"}, tmp_path), {})
-    with pytest.raises(LaunchError, match="scontrol cannot be run: No such file or directory"):
+    with pytest.raises(LaunchError, match="sbatch cannot be run: No such file or directory"):
         engine.submit([run.order("a")])
     assert list(engine.poll()) == []  # it was not taken
     engine.close()

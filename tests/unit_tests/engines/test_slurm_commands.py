@@ -60,7 +60,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         case.mkdir(parents=True)
         (case / "model_config.yaml").write_text(CASE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
@@ -159,7 +158,6 @@ def test_what_sbatch_prints_trains_whenever_it_is_submitted(
 ) -> None:
     """Also from a shell in which a launcher has left its variables, which once hung."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run_dir = tmp_path / "a run"
     (tmp_path / "cluster.yaml").write_text("format_version: 1\nslurm: {mode: srun-native}\n")
     words = ["tp1_pp1[dev-cpu]", "--project", str(ROOT), "--recipes", str(ROOT / "recipes")]
@@ -216,7 +214,8 @@ def test_what_the_cluster_would_not_take_is_said_beside_the_script(
     result = CliRunner().invoke(sbatch, ["--interactive", *words])
     assert result.exit_code == 0
     assert result.stderr == (
-        "pytest-megatron: error: cluster.yaml: slurm: the job asks for 00:40:00, and partition "
-        "short gives at most 00:02:00: it is refused, or waits for ever; lower the recipe's "
-        "time_limit or time_slack, or choose another partition [partition-time]\n"
+        "pytest-megatron: warning: cluster.yaml: slurm: sbatch --test-only says: allocation "
+        "failure: Requested time limit is invalid (missing or exceeds some limit): Slurm refuses "
+        "the job, or it waits until that is otherwise; change the recipe or this section, unless "
+        "nodes are only away for a while [slurm-refuses]\n"
     )

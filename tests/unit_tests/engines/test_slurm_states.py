@@ -32,7 +32,7 @@ def test_lines_of_squeue() -> None:
     text = "\n".join(
         [
             squeue_line(
-                "41_7", "PENDING", "Resources", "0", "0", "2026-11-21T09:30:00", "", "a.0123abcd-1"
+                "41", "PENDING", "Resources", "0", "0", "2026-11-21T09:30:00", "", "a.0123abcd-1"
             ),
             squeue_line("42", "FAILED", "None", "1", "256", "N/A", "node[1-2]", "a|b"),
             squeue_line("43_[3-9]", "PENDING", "None", "0", "0", "N/A", "", "x"),
@@ -42,7 +42,6 @@ def test_lines_of_squeue() -> None:
     assert parse_squeue(text) == (
         SlurmJob(
             job_id=41,
-            element=7,
             state="PENDING",
             reason="Resources",
             start=START,
@@ -63,7 +62,7 @@ def test_lines_of_sacct_count_how_often_a_job_was_queued() -> None:
     text = (
         "41|NODE_FAIL|1:0|2026-11-21T09:00:00|node1|a\n"
         "41|CANCELLED by 1007|0:15|2026-11-21T09:30:00|node2|a\n"
-        "42_1|OUT_OF_MEMORY+|0:125|Unknown|None assigned|b\n"
+        "42|OUT_OF_MEMORY+|0:125|Unknown|None assigned|b\n"
         "sacct: error: something\n"
     )
     assert parse_sacct(text) == (
@@ -77,7 +76,7 @@ def test_lines_of_sacct_count_how_often_a_job_was_queued() -> None:
             name="a",
             by_uid=1007,
         ),
-        SlurmJob(job_id=42, element=1, state="OUT_OF_MEMORY", exit_status=125, name="b"),
+        SlurmJob(job_id=42, state="OUT_OF_MEMORY", exit_status=125, name="b"),
     )
 
 
@@ -187,9 +186,9 @@ def test_reasons_that_no_waiting_helps(reason: str, *, is_final: bool) -> None:
 
 
 def test_what_a_person_is_told_of_a_job() -> None:
-    waits = SlurmJob(job_id=41, element=2, state="PENDING", reason="Resources", start=START)
+    waits = SlurmJob(job_id=41, state="PENDING", reason="Resources", start=START)
     runs = SlurmJob(job_id=42, state="RUNNING", nodes="node[1-2]", start=START)
     assert [detail_of(waits), detail_of(runs)] == [
-        "job 41_2 waits: Resources, expected to start at 09:30",
+        "job 41 waits: Resources, expected to start at 09:30",
         "job 42 runs on node[1-2] since 09:30",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -158,22 +157,6 @@ def test_a_spec_that_cannot_be_read_says_why(
     assert (done.returncode, done.stdout) == (2, "")
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_an_array_finds_its_element(project: Project, tmp_path: Path) -> None:
-    project.add("sound")
-    path = WorkerEngine(context_of(project)).spec(first_order(project, "sound"))
-    array = tmp_path / "array"
-    array.mkdir()
-    path.rename(array / "7.json")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_megatron.engines.worker", str(array)],
-        env=project.env(SLURM_ARRAY_TASK_ID="7", SLURM_JOB_ID="41"),
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert json.loads(path.with_suffix(".outcome").read_text())["job_id"] == "41"
 
 
 def test_a_further_attempt_keeps_away_from_the_host_that_a_trouble_names(project: Project) -> None:

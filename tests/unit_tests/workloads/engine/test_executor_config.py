@@ -73,7 +73,6 @@ def test_a_platform_changes_its_keys_and_keeps_the_others(tmp_path: Path) -> Non
 
 def test_without_a_file_slurm_has_defaults_and_docker_no_image() -> None:
     assert read_slurm_config(None) == SlurmConfig()
-    assert SlurmConfig().port_range == range(20000, 30000)
     with pytest.raises(ConfigError, match="docker needs to know which image"):
         read_docker_config(None)
 
@@ -108,6 +107,9 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
             "slurm.mode: found 'mpirun', expected one of srun-native",
         ),
         ("slurm: {interval: 0}", "slurm.interval: found 0, expected a number > 0"),
+        ("slurm: {max_array: 9}", "slurm.max_array: was removed, .*; drop it"),
+        ("slurm: {remember_nodes: 1}", "slurm.remember_nodes: was removed; drop it, exclude has"),
+        ("slurm: {shared_paths: [/]}", "slurm.shared_paths: was removed, .*; drop it"),
         ("slurm: {max_jobs: 0}", "slurm.max_jobs: found 0, expected an integer >= 1"),
         ("slurm: {exclude: node1}", "slurm.exclude: found 'node1', expected a list"),
         ("slurm: {env: {A B: x}}", "expected the name of a variable"),

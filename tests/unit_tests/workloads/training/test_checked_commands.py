@@ -94,12 +94,11 @@ def test_a_plan_shows_what_would_be_refused_and_goes_on(project: Path) -> None:
     assert "recipes/gpt.yaml::wrong[dev-cpu]: would be refused, see above" in result.stderr
 
 
-def test_what_the_cluster_cannot_take_is_refused_without_a_job(
+def test_what_the_cluster_cannot_take_is_warned_of_and_refused(
     project: Path, slurm_lab: SlurmLab
 ) -> None:
     (project / "slurm.yaml").write_text(
-        "format_version: 1\n"
-        "slurm: {account: none, partition: short, time_slack: 3, ports: 40000-40100}\n"
+        "format_version: 1\nslurm: {account: none, partition: short, time_slack: 3}\n"
     )
     words = ("recipes", "--platform", "cpu", "--run-dir", "run")
     slurm = ("--executor", "slurm", "--executor-config", "slurm.yaml")
@@ -107,10 +106,10 @@ def test_what_the_cluster_cannot_take_is_refused_without_a_job(
     assert (result.returncode, "2 errors" in result.stdout) == (1, True)
     wanted = (
         LAYERS,
-        "the job asks for 00:33:00, and partition short gives at most 00:02:00: it is refused",
+        "slurm: sbatch --test-only says: allocation failure: Requested time limit is invalid",
+        "Slurm refused it: sbatch: error: Batch job submission failed: Requested time limit is",
     )
-    assert [text in result.stdout for text in wanted] == [True, True]
-    assert not list(project.glob("run/engine/**/*.sh"))
+    assert [text in result.stdout for text in wanted] == [True, True, True]
     assert not list(project.glob("run/*/repeat_1"))
 
 

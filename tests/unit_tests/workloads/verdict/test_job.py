@@ -66,7 +66,7 @@ class CheckedPlace(Here):
     def findings(
         self, _workload: Workload, _setting: Setting, _needed: Resources
     ) -> Sequence[CheckFinding]:
-        return findings_of([RuleMatch("partition-unknown", "slurm.toml", name="gpu", there="cpu")])
+        return findings_of([RuleMatch("layout-no-experts", "recipes/r.yaml:7", ep=2)])
 
 
 def job_on(
@@ -104,7 +104,7 @@ def test_a_job_is_judged_by_the_gpus_that_run_it(tmp_path: Path) -> None:
 
 def test_an_engine_taken_over_refuses_no_job_for_its_own_findings(tmp_path: Path) -> None:
     checked = job_on(tmp_path, gpu_gib=94, place=CheckedPlace())
-    with pytest.raises(LaunchError, match="partition-unknown"):
+    with pytest.raises(LaunchError, match="layout-no-experts"):
         checked.require_runnable()
     checked.without_engine_findings().require_runnable()
     unfit = job_on(tmp_path, gpu_gib=80, place=CheckedPlace())

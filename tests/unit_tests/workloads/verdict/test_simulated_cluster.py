@@ -34,7 +34,7 @@ def test_every_kind_of_end_was_there(found: Found) -> None:
 
 def test_no_order_is_executed_twice(found: Found) -> None:
     assert set(found.executions.values()) == {1}
-    assert sum(found.executions.values()) == found.num_jobs == sum(found.ends.values())
+    assert sum(found.executions.values()) == found.num_submissions == sum(found.ends.values())
 
 
 def test_one_query_is_enough_for_an_interval(found: Found) -> None:

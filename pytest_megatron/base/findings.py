@@ -24,7 +24,6 @@ class Severity(Enum):
 # Rule id -> its meaning; the reference documentation has the same table, a test compares them.
 RULES = {
     "bare-string": "A single value stands where a list belongs",
-    "budget": "The expected cost of a scope is above its budget in the CI table, or not known",
     "case-duplicate-key": "A mapping of `model_config.yaml` has one key twice; the last one counts",
     "case-type": "A value of `model_config.yaml` is not of the kind that its key takes",
     "case-unknown-key": "`model_config.yaml` has a top-level key that nothing reads",

@@ -6,7 +6,7 @@ import ast
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -79,56 +79,6 @@ class CiJob:
         """The workload that it runs; None for unit tests."""
         return self.name if self.kind == "workload" else None
 
-    @property
-    def device(self) -> str:
-        """The unit of its cost: `GPU`, or `rank` for a process on the CPU."""
-        return "GPU" if self.gpus else "rank"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DroppedJob:
-    """A job that a budget has no room for.
-
-    Attributes:
-        items: The node id of a workload, or the files of tests.
-        price_s: Devices times seconds that it is expected to cost.
-        num_runs, num_caught: Runs in the history, and failures of the code that began in them.
-    """
-
-    name: str
-    items: tuple[str, ...]
-    price_s: float
-    num_runs: Count
-    num_caught: Count
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanBudget:
-    """The budget of a plan.
-
-    Attributes:
-        limit: As it was given; `limit_s` in devices times seconds.
-        device: `GPU` or `rank`.
-        expected_s: Seconds of the jobs that run and have a history.
-        unknown: Jobs that run without a history.
-        num_others: Jobs on other devices, which run.
-    """
-
-    limit: str
-    device: str
-    limit_s: float
-    expected_s: float
-    unknown: tuple[str, ...] = ()
-    num_others: Count = 0
-    dropped: tuple[DroppedJob, ...] = ()
-
-    @property
-    def nowhere(self) -> dict[str, dict[str, int]]:
-        """The items that the budget left out, in the form of tests that ran nowhere."""
-        items = (item for one in self.dropped for item in one.items)
-        return {f"not run: budget {self.limit}": {i: int("::" in i) for i in items}}
-
 
 @open_to_others
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +88,6 @@ class PlanFile:
     Attributes:
         commit: The commit that was planned for; None where the plan has none.
         run_id: Id of the run of GitHub Actions that planned, None elsewhere.
-        budget: What became of `--budget`; None without.
     """
 
     event: str = ""
@@ -150,7 +99,6 @@ class PlanFile:
     commit: str | None = None
     run_id: str | None = None
     jobs: tuple[CiJob, ...]
-    budget: PlanBudget | None = None
 
     @property
     def headline(self) -> str | None:
@@ -342,12 +290,10 @@ class UnitJobs:
 
     Attributes:
         left_out: Rows and buckets without a job.
-        files: Id of a job -> its test files.
     """
 
     jobs: tuple[CiJob, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def joined(parts: Iterable[UnitJobs], left_out: Iterable[LeftOut] = ()) -> UnitJobs:
@@ -356,7 +302,6 @@ class UnitJobs:
         return UnitJobs(
             jobs=tuple(job for part in found for job in part.jobs),
             left_out=(*left_out, *(one for part in found for one in part.left_out)),
-            files={id_: files for part in found for id_, files in part.files.items()},
         )
 
 
@@ -469,13 +414,11 @@ def _jobs_of(bucket: Bucket, row: CiJob, tag: str, table: CiTable, root: Path) -
         return UnitJobs()
     own = replace(bucket, files=files)
     jobs = [unit_job(own, row, tag, table, experimental="exclude")]
-    files_of = {jobs[0].id: files}
     tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
     if tests and tag in ("", _LATEST):
         own = replace(bucket, files=tests)
         jobs.append(unit_job(own, row, tag, table, experimental="only"))
-        files_of[jobs[1].id] = tests
-    return UnitJobs(jobs=tuple(jobs), files=files_of)
+    return UnitJobs(jobs=tuple(jobs))
 
 
 def _has_mark(file: Path, mark: str) -> bool:

@@ -15,14 +15,11 @@ from typing import cast
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
-from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
-from pytest_megatron.ci.budget import Budget, item_histories, keep_within
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.jobs import (
     CiJob,
     LeftOut,
-    PlanBudget,
     UnitChoice,
     UnitJobs,
     bucket_jobs,
@@ -36,7 +33,6 @@ from pytest_megatron.ci.jobs import (
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError
-from pytest_megatron.runs.history import HistoryEntry, device_time
 from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.golden.policy import Base, ComparisonPolicy, policy_named
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
@@ -167,7 +163,6 @@ class PlanRequest:
         num_shards: None makes jobs of the buckets that recipes name.
         durations: Files of recorded durations; empty is the project's history, if it is there.
         changes: Changed paths, None where they are not known.
-        budget: At most so much may be spent, by these runs; None leaves out nothing.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
     """
@@ -186,7 +181,6 @@ class PlanRequest:
     gpus: int = 0
     ranks: int = 0
     changes: tuple[PathChange, ...] | None = None
-    budget: tuple[Budget, tuple[HistoryEntry, ...]] | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
 
@@ -200,7 +194,6 @@ class CiPlan:
         jobs: One for each row, then one for each bucket or shard; before them those that try
             layouts, where the project has them.
         left_out: Every other row, with its reasons.
-        budget: What became of the request's.
     """
 
     trigger: Trigger
@@ -210,7 +203,6 @@ class CiPlan:
     jobs: tuple[CiJob, ...]
     left_out: tuple[LeftOut, ...]
     suggestion: Suggestion | None
-    budget: PlanBudget | None = None
 
     def as_json(self, *, is_explained: bool = False) -> dict[str, JsonValue]:
         """Return the plan for `plan --format json`; words of a list are joined with commas."""
@@ -234,7 +226,6 @@ class CiPlan:
             "suggestion": None if self.suggestion is None else asdict(self.suggestion),
             "workloads": [_row(workload) for workload in self.workloads],
             "jobs": [asdict(job) for job in self.jobs],
-            "budget": None if self.budget is None else asdict(self.budget),
             "matrix": {
                 "unit": unit_matrix(self.jobs),
                 "integration": integration_matrix(self.jobs),
@@ -282,24 +273,6 @@ def make_plan(request: PlanRequest) -> CiPlan:
     if not jobs and not request.is_empty_allowed:
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
         raise empty or EmptySelectionError("the plan", problem)
-    budget: PlanBudget | None = None
-    if request.budget is not None:
-        limit, entries = request.budget
-        histories = item_histories(entries, is_lightweight=decision.is_lightweight)
-        kept, budget = keep_within(limit, jobs, units.files, histories)
-        if jobs and not kept and not request.is_empty_allowed:
-            least = device_time(min(one.price_s for one in budget.dropped), limit.device)
-            problem = (
-                f"has room for none of {counted(len(jobs), 'job')}; the cheapest costs {least}"
-            )
-            raise EmptySelectionError(f"--budget {limit.text}", problem)
-        jobs = list(kept)
-        gone = {item: one.reason for one in budget.dropped for item in one.items}
-        workloads = tuple(row for row in workloads if row.node_id not in gone)
-        left_out += [
-            LeftOut(name=one.name, reasons=(f"budget {limit.text}: {one.reason}",))
-            for one in budget.dropped
-        ]
     tried: tuple[CiJob, ...] = ()
     if table.workflow.layouts:  # of rows whose ranks run a Python program
         programs = {
@@ -314,7 +287,6 @@ def make_plan(request: PlanRequest) -> CiPlan:
         jobs=(*tried, *jobs),
         left_out=tuple(left_out),
         suggestion=suggestion,
-        budget=budget,
     )
 
 

@@ -1,16 +1,14 @@
-"""`pytest-megatron plan` and `cost`: jobs of CI, and what items cost."""
+"""`pytest-megatron plan`: jobs of CI."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import secrets
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -24,9 +22,7 @@ from pytest_megatron.base.command import (
     format_option,
 )
 from pytest_megatron.base.files import JsonValue, read_text
-from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import columns, counted, grouped, listed, printable, rough_time
-from pytest_megatron.ci.budget import Budget, budget_lines, parse_budget
+from pytest_megatron.base.text import counted, grouped, listed
 from pytest_megatron.ci.decide import (
     PathChange,
     Trigger,
@@ -37,20 +33,6 @@ from pytest_megatron.ci.decide import (
 from pytest_megatron.ci.jobs import CiJob, LeftOut, integration_matrix, unit_matrix
 from pytest_megatron.ci.plan import BrokenRecipesError, CiPlan, PlanRequest, make_plan
 from pytest_megatron.errors import EmptySelectionError, SelectionError
-from pytest_megatron.runs.history import (
-    COST_KEYS,
-    CostRow,
-    HistoryEntry,
-    cost_rows,
-    days_ago,
-    device_time,
-)
-from pytest_megatron.runs.history_options import (
-    days_of,
-    history_option,
-    read_entries,
-    read_known_entries,
-)
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.model import CADENCES
 
@@ -80,8 +62,6 @@ class _PlanOptions(TypedDict):
     ranks: int
     changed_paths: str | None
     diff: str | None
-    budget: str | None
-    path: Path
     apply_suggestion: bool
     explain: bool
     allow_empty: bool
@@ -143,12 +123,6 @@ class _PlanOptions(TypedDict):
     help="Changed paths, or git diff --name-status; suggests a label.",
 )
 @click.option("--diff", metavar="REV", help="The same for what changed since REV.")
-@click.option(
-    "--budget",
-    metavar="TIME",
-    help="GPU time, such as 2h or '40 GPU-h': drop what detects least for its price.",
-)
-@history_option
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
 @click.option("--explain", is_flag=True, help="Print why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
@@ -205,17 +179,9 @@ def _request(given: _PlanOptions) -> PlanRequest:
         gpus=given["gpus"],
         ranks=given["ranks"] or given["gpus"],
         changes=_changes(root, given["changed_paths"], given["diff"]),
-        budget=_budget(given["budget"], given["path"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
     )
-
-
-def _budget(text: str | None, path: Path) -> tuple[Budget, tuple[HistoryEntry, ...]] | None:
-    """Return a budget, and the runs by which costs are expected."""
-    if text is None:
-        return None
-    return parse_budget(text, "--budget"), read_known_entries(path)
 
 
 def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
@@ -274,166 +240,6 @@ def _write_outputs(plan: CiPlan, *, is_explained: bool) -> None:
 _FORMS = {"text": _print_text, "json": _print_json, "github": _write_outputs}
 
 
-_DEARER = 0.1  # share from which on a page lists a change
-_HEAD = ("cost", "before", "a run", "change", "runs", "wall")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CostTable:
-    """Costs by one key.
-
-    Attributes:
-        span: The span that was typed; `since` is where it begins.
-    """
-
-    by: str
-    span: str
-    since: str
-    rows: tuple[CostRow, ...]
-
-    @property
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as they are shown."""
-        return [_cost_cells(row) for row in self.rows]
-
-
-@click.command(name="cost")
-@history_option
-@click.option("--by", type=Choice(list(COST_KEYS)), default="item", show_default=True)
-@click.option(
-    "--since",
-    metavar="SPAN",
-    default="7d",
-    show_default=True,
-    help="30d, 12h, 2w; compared with the span before it.",
-)
-@click.option(
-    "--sort",
-    type=Choice(["cost", "change"]),
-    default="cost",
-    show_default=True,
-    help="change begins with what got dearer by most.",
-)
-@format_option("text", "json", "csv", "html", about="html is a page with all keys of --by.")
-def cost(*, path: Path, by: str, since: str, sort: str, form: str) -> None:
-    """Print what runs cost: GPUs times seconds, over all attempts and repeats.
-
-    On the CPU, processes count in place of GPUs; both are never added up. A change is that of the
-    mean of one run.
-    """
-    days = days_of(since)
-    start, before = days_ago(days), days_ago(2 * days)
-    entries = read_entries(path)
-    tables = {
-        key: _CostTable(
-            by=key, span=since, since=start, rows=_sorted_rows(entries, key, start, before, sort)
-        )
-        for key in (COST_KEYS if form == "html" else (by,))
-    }
-    match form:
-        case "html":
-            text = _cost_page(list(tables.values()))
-        case "csv":
-            text = _cost_csv(tables[by])
-        case "json":
-            text = json.dumps(_cost_json(tables[by]), indent=1) + "\n"
-        case _:
-            text = printable(_cost_text(tables[by]))
-    click.echo(text, nl=False)
-
-
-def _sorted_rows(
-    entries: Sequence[HistoryEntry], by: str, since: str, before: str, sort: str
-) -> tuple[CostRow, ...]:
-    """Return the costs, sorted by cost or by change."""
-    rows = cost_rows(entries, by, since=since, before=before)
-    return tuple(sorted(rows, key=lambda r: -r.extra_s)) if sort == "change" else rows
-
-
-def _cost_cells(row: CostRow) -> tuple[str, ...]:
-    """Return the cells of a cost."""
-    known = row.run_s is not None
-    at_least = ">= " if row.num_unknown else ""
-    return (
-        at_least + device_time(row.device_s, row.device) if known else "unknown",
-        device_time(row.before_s, row.device) if row.num_before else "-",
-        device_time(row.run_s, row.device) if row.run_s is not None else "-",
-        "-" if row.change is None else f"{row.change:+.0%}",
-        str(row.num_runs),
-        rough_time(row.wall_s),
-        row.key,
-    )
-
-
-def _unknown_line(table: _CostTable) -> str:
-    """Return the line about runs whose cost is not known, "" where there are none."""
-    number = sum(row.num_unknown for row in table.rows)
-    if not number:
-        return ""
-    return (
-        f"{counted(number, 'run')} of earlier versions: the number of GPUs is unknown, so their "
-        "cost is not in the sums"
-    )
-
-
-def _cost_text(table: _CostTable) -> str:
-    """Return costs as a table."""
-    if not table.rows:
-        return f"no runs in the last {table.span}\n"
-    lines = columns([(*_HEAD, table.by), *table.cells], num_right=len(_HEAD))
-    lines.append(f"\nthe last {table.span}; before: the {table.span} before that")
-    lines += [line] if (line := _unknown_line(table)) else []
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _cost_json(table: _CostTable) -> dict[str, JsonValue]:
-    """Return costs as JSON."""
-    rows: list[JsonValue] = [
-        {
-            table.by: row.key,
-            "device": row.device,
-            "device_s": round(row.device_s, 3),
-            "wall_s": round(row.wall_s, 3),
-            "num_runs": row.num_runs,
-            "num_unknown": row.num_unknown,
-            "before_device_s": round(row.before_s, 3),
-            "num_before": row.num_before,
-            "change": None if row.change is None else round(row.change, 4),
-        }
-        for row in table.rows
-    ]
-    return {"schema": 1, "by": table.by, "since": table.since, "rows": rows}
-
-
-def _cost_csv(table: _CostTable) -> str:
-    """Return a table for a spreadsheet, which would run a text that begins as a formula does."""
-    rows = _cost_json(table)["rows"]
-    assert isinstance(rows, list)
-    file = io.StringIO()
-    names = (table.by, "device", "device_s", "wall_s", "num_runs", "num_unknown")
-    writer = csv.DictWriter(file, (*names, "before_device_s", "num_before", "change"))
-    writer.writeheader()
-    for row in rows:
-        assert isinstance(row, dict)
-        name = str(row[table.by])
-        writer.writerow(
-            {**row, table.by: f"'{name}" if name.startswith(tuple("=+-@\t\r")) else name}
-        )
-    return file.getvalue()
-
-
-def _cost_page(tables: Sequence[_CostTable]) -> str:
-    """Return costs as a page of HTML."""
-    items = tables[0]
-    grown = [
-        r for r in items.rows if r.extra_s > 0 and r.change is not None and r.change >= _DEARER
-    ]
-    dearer = replace(items, rows=tuple(sorted(grown, key=lambda row: -row.extra_s)))
-    return render(
-        "cost.html", head=_HEAD, tables=tables, dearer=dearer, unknown=_unknown_line(items)
-    )
-
-
 MAX_MATRIX = 256  # jobs of one matrix; GitHub refuses more
 MAX_SHOWN = 3  # rows of one reason
 
@@ -464,8 +270,6 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
         lines += [line for job in jobs for line in _job_lines(job)]
     if not plan.jobs:
         lines += ["", "no jobs"]
-    if plan.budget is not None:
-        lines += ["", *budget_lines(plan.budget)]
     if is_explained:
         lines += ["", *_left_out_lines(plan.left_out)]
     return "".join(f"{line}\n" for line in lines)

@@ -7,14 +7,12 @@ from pytest_megatron.rooms import Room
 ROOM = Room(
     commands={
         "ci": ("command:command", "Write files for CI, and make one verdict of many jobs."),
-        "cost": ("plan_command:cost", "Print what items cost in GPU time, and what got dearer."),
         "plan": ("plan_command:command", "Print the CI jobs for labels and an event."),
     },
     provides={
         "begin": "hooks:begin",
         "configure": "hooks:configure",
         "decide": "decide:decide_for",
-        "project_lint": "budget:lint_budgets",
         "reporter": "log:register_ci_log",
     },
 )

@@ -35,7 +35,6 @@ from pytest_megatron.workloads.recipe.model import SCOPE_ALIASES, Vocabulary
 BUILT_IN = Path(__file__).with_name("table.toml")
 HOSTED = "ubuntu-24.04"
 TABLE_NAME = "ci"
-BUDGET = r"(\d+(?:\.\d+)?) ?(?:(GPU|rank)-)?(h|min)"
 
 Cadence: TypeAlias = Literal["mergegroup", "nightly", "pr", "weekly"]
 Variable: TypeAlias = Annotated[str, matches("^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable")]
@@ -165,10 +164,6 @@ class CiTable:
     default_time_limit_s: Annotated[Positive, About("Seconds, of rows without one.")]
     job_margin_minutes: Count
     workflow: Workflow = Workflow()
-    budget: Annotated[
-        dict[str, Annotated[str, matches(BUDGET, "GPU time such as '40 GPU-h' or '90 GPU-min'")]],
-        About("Scope to the GPU time that its workloads may be expected to cost."),
-    ]
     opt_in_platforms: Annotated[
         tuple[Text, ...], About("Where only tests marked launch_on_<platform> run.")
     ]
@@ -229,8 +224,7 @@ def _without_aliases(table: CiTable) -> CiTable:
         replace(rule, scope=tuple(SCOPE_ALIASES.get(word, word) for word in rule.scope))
         for rule in table.rules
     )
-    budget = {SCOPE_ALIASES.get(scope, scope): text for scope, text in table.budget.items()}
-    return replace(table, rules=tuple(rules), budget=budget)
+    return replace(table, rules=tuple(rules))
 
 
 def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
@@ -252,12 +246,6 @@ def _check_words(table: CiTable, where: str, vocabulary: Vocabulary) -> None:
     for index, mark in enumerate(table.marks):
         _known(f"{where} marks[{index}].environment", mark.environment, environments)
         _known(f"{where} marks[{index}].platform", mark.platform, platforms)
-    run = {scope for rule in table.rules for scope in rule.scope}
-    for scope in table.budget:
-        _known(f"{where} budget", (scope,), vocabulary.scopes)
-        if scope not in run:
-            problem = f"no rule runs scope {scope!r}, expected {one_of(scope, run)}"
-            raise ConfigError(f"{where} budget", problem)
     if unreachable := _unreachable(table.rules):
         index, earlier = unreachable
         raise ConfigError(

@@ -28,9 +28,7 @@ _LINES = (
     "isolated: run on a gang of fresh processes that runs nothing else",
     "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
-    "owner(name, ...): who looks after a test, for `pytest-megatron cost --by owner`",
 )
-_NO_LABELS = ("controller", "isolated", "rerun_transient", "skip", "xfail")
 
 _TIMEOUT_LINE = (
     "timeout(s, func_only=False): limit for each phase of a test on a gang, or for its call alone, "
@@ -49,21 +47,6 @@ def declare_marks(config: pytest.Config) -> None:
 def asks_for_gang(item: pytest.Item) -> bool:
     """Return whether a test has a marker that requests a gang, valid or not."""
     return any(item.get_closest_marker(name) is not None for name in ("world_size", "isolated"))
-
-
-def labels_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return the names of a test's marks that have no arguments and change nothing by themselves.
-
-    Marks of pytest and of this plugin are none.
-    """
-    names = {mark.name for mark in item.iter_markers() if not (mark.args or mark.kwargs)}
-    return tuple(sorted(names.difference(_NO_LABELS)))
-
-
-def owners_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return the names that the nearest mark `owner` of a test has."""
-    mark = item.get_closest_marker("owner")
-    return () if mark is None else tuple(name for name in mark.args if isinstance(name, str))
 
 
 def is_quarantined_by_us(item: pytest.Item) -> bool:

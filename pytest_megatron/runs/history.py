@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -25,15 +25,13 @@ from pytest_megatron.base.files import (
     read_bytes,
     write_text_atomically,
 )
-from pytest_megatron.base.schema import Count, Positive, SchemaError, parse, validate
-from pytest_megatron.base.text import grouped, rough_time
-from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.base.schema import SchemaError, parse, validate
+from pytest_megatron.base.text import grouped
 from pytest_megatron.runs.record import Real, RecordedFile, to_json
 
 MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
-_SMALL_S = 10
 _NUM_RECENT = 5  # executions from which the next duration is estimated
 _Z = 1.959963984540054  # of the normal distribution, 95 % lie within
 # Risk that an item leaves quarantine and is as flaky as before: 5 % at most, for items are put into
@@ -57,11 +55,6 @@ class HistoryEntry(RecordedFile):
         is_quarantined: Whether its failure did not count.
         quarantined_until: Last day of its quarantine, also of one that is over; else empty.
         page: URL of the run in CI; empty elsewhere.
-        num_devices: GPUs that it held, on the CPU its processes; None in lines of before this key.
-        attempts_s: Wall time of all attempts and repeats; None as well.
-        num_repeats: How often it was to be trained, as far as it came.
-        is_lightweight: Whether it ran shortened.
-        scope, labels, owners: Values of `run.json`.
     """
 
     time: str
@@ -76,27 +69,8 @@ class HistoryEntry(RecordedFile):
     is_dirty: bool
     platform: str
     is_quarantined: bool = False
-    num_devices: Count | None = None
-    attempts_s: Real | None = None
-    num_repeats: Positive = 1
-    is_lightweight: bool = False
-    scope: str | None = None
-    labels: tuple[str, ...] = ()
-    owners: tuple[str, ...] = ()
     quarantined_until: str = ""
     page: str = ""
-
-    @property
-    def device_s(self) -> float | None:
-        """The devices times the time of all attempts; None where they are not known."""
-        if self.num_devices is None or self.attempts_s is None:
-            return None
-        return self.num_devices * self.attempts_s
-
-    @property
-    def device(self) -> str:
-        """The unit of `device_s`: `GPU`, or `rank` for a process on the CPU."""
-        return "rank" if self.platform.split()[0:1] == [CPU_PLATFORM] else "GPU"
 
     @property
     def is_in_quarantine(self) -> bool:
@@ -297,98 +271,6 @@ def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
         first_seen=odd[0].time if odd else "",
         last_seen=odd[-1].time if odd else "",
     )
-
-
-def device_time(seconds: float, device: str) -> str:
-    """Return `12.5 GPU-h`, or `3.0 rank-s` for processes on the CPU."""
-    shown = rough_time(seconds) if seconds >= _SMALL_S else f"{seconds:.1f} s"
-    return shown.replace(" ", f" {device}-")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostRow:
-    """Cost of an item, or of all items with one word, in a period and in the one before.
-
-    Attributes:
-        device: The unit, `GPU` or `rank`; a word with items of both kinds has two rows.
-        device_s: Devices times seconds, of the runs of which that is known.
-        wall_s: Seconds of all runs, one after the other.
-        num_runs: Lines of the history; `num_unknown` of them have no number of devices.
-        before_s, num_before: `device_s` and number of its runs in the period before.
-    """
-
-    key: str
-    device: str
-    device_s: float
-    wall_s: float
-    num_runs: int
-    num_unknown: int
-    before_s: float
-    num_before: int
-
-    @property
-    def run_s(self) -> float | None:
-        """Mean of one run; None where it is known of none."""
-        num_known = self.num_runs - self.num_unknown
-        return self.device_s / num_known if num_known else None
-
-    @property
-    def change(self) -> float | None:
-        """Share by which one run got dearer; None where either period knows none."""
-        before = self.before_s / self.num_before if self.num_before else 0.0
-        return None if self.run_s is None or not before else self.run_s / before - 1
-
-    @property
-    def extra_s(self) -> float:
-        """Part of `device_s` that its runs would not have cost at the price before."""
-        change = self.change or 0.0
-        return self.device_s * change / (1 + change) if change > -1 else 0.0
-
-
-# Name -> the words of an entry; a line of an earlier version does not have them all.
-COST_KEYS: Mapping[str, Callable[[HistoryEntry], tuple[str, ...]]] = {
-    "item": lambda e: (e.node_id if e.kind != "tests" else f"{e.node_id} (other tests)",),
-    "label": lambda e: e.labels,
-    "scope": lambda e: () if e.scope is None else (e.scope,),
-    "platform": lambda e: (e.platform,),
-    "owner": lambda e: e.owners,
-}
-
-
-def cost_rows(
-    entries: Iterable[HistoryEntry], by: str, *, since: str = "", before: str = ""
-) -> tuple[CostRow, ...]:
-    """Return the cost by a key of `COST_KEYS`, the dearest first; GPUs come before processes.
-
-    Args:
-        entries: Entries in any order.
-        by: An entry with several labels or owners counts for each of them.
-        since: Entries before this time are of the period before.
-        before: Entries before this time are left out.
-    """
-    now: dict[tuple[str, str], list[HistoryEntry]] = {}
-    then: dict[tuple[str, str], list[float]] = {}
-    for entry in entries:
-        missing = f"no {by}" if entry.device_s is not None else f"unknown {by}"
-        for key in COST_KEYS[by](entry) or (missing,):
-            if entry.time >= since:
-                now.setdefault((key, entry.device), []).append(entry)
-            elif entry.time >= before and entry.device_s is not None:
-                then.setdefault((key, entry.device), []).append(entry.device_s)
-    rows = [
-        CostRow(
-            key=key,
-            device=device,
-            device_s=sum(entry.device_s or 0.0 for entry in found),
-            wall_s=sum(e.duration_s if e.attempts_s is None else e.attempts_s for e in found),
-            num_runs=len(found),
-            num_unknown=sum(entry.device_s is None for entry in found),
-            before_s=sum(then.get((key, device), ()), 0.0),
-            num_before=len(then.get((key, device), ())),
-        )
-        for (key, device), found in now.items()
-    ]
-    return tuple(sorted(rows, key=lambda r: (r.device, -r.device_s, -r.wall_s, r.key)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,13 +44,6 @@ def read_entries(path: Path) -> tuple[HistoryEntry, ...]:
     return history.entries
 
 
-def read_known_entries(path: Path, root: Path = Path()) -> tuple[HistoryEntry, ...]:
-    """Return the entries of a project's history, which may not be there yet, or of a given file."""
-    if path != DEFAULT_HISTORY:
-        return read_entries(path)
-    return read_entries(root / path) if (root / path).exists() else ()
-
-
 def days_of(span: str) -> float:
     """Return the number of days of a span such as 12h or 2w.
 

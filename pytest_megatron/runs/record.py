@@ -256,7 +256,6 @@ class _RecordedItem:
         advice: What to do about it, in one line.
         num_devices: GPUs that it held, on the CPU its processes; None in records of before this
             key.
-        scope, labels, owners: The row's scope, its tag or marks, and maintainers or mark `owner`.
     """
 
     verdict: RecordedVerdict
@@ -266,9 +265,6 @@ class _RecordedItem:
     duration_s: Real | None = None
     quarantine: RecordedQuarantine | None = None
     num_devices: _Count | None = None
-    scope: str | None = None
-    labels: tuple[str, ...] = ()
-    owners: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -356,7 +352,7 @@ RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind
 _ABSENT = frozenset(
     (
         *("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine"),
-        *("num_devices", "scope", "labels", "owners", "advice", "report", "layout"),
+        *("num_devices", "advice", "report", "layout"),
     )
 )
 

@@ -342,7 +342,7 @@ class HistoryPlugin:
                 self._write()
         elif isinstance(record, RecordedTest) and report.nodeid not in self._earlier:
             file = report.nodeid.partition("::")[0]
-            key = (file, record.device, record.world_size, record.labels, record.owners)
+            key = (file, record.device, record.world_size)
             self._others.setdefault(key, []).append(record)
 
     @pytest.hookimpl(trylast=True)
@@ -399,10 +399,9 @@ class HistoryPlugin:
         """Return the line of an item for the history."""
         facts = self._session.facts
         if isinstance(record, RecordedTest):
-            kind, platform, num_repeats = "test", f"{record.device} x{record.world_size}", 1
+            kind, platform = "test", f"{record.device} x{record.world_size}"
         else:
             kind, platform = "workload", str(record.platform)
-            num_repeats = len({attempt.repeat for attempt in record.attempts}) or 1
         return HistoryEntry(
             time=utc_now(),
             run=self._session.run_dir.name,
@@ -418,21 +417,14 @@ class HistoryPlugin:
             is_quarantined=record.is_held,
             quarantined_until="" if record.quarantine is None else record.quarantine.until,
             page=ci_page(os.environ) or "",
-            num_devices=record.num_devices,
-            attempts_s=round(sum(attempt.duration_s for attempt in record.attempts), 3),
-            num_repeats=num_repeats,
-            is_lightweight=self._session.options.is_lightweight,
-            scope=record.scope,
-            labels=record.labels,
-            owners=record.owners,
         )
 
     def _entry_of_file(self, file: str, records: Sequence[RecordedTest]) -> HistoryEntry:
-        """Return one line for tests of a file that passed or were skipped, for their cost."""
+        """Return one line for tests of a file that passed or were skipped."""
         attempts = tuple(attempt for record in records for attempt in record.attempts)
         together = replace(records[0], verdict="passed", attempts=attempts, quarantine=None)
-        entry = self._entry(file, together)
-        return replace(entry, kind="tests", causes=(), duration_s=entry.attempts_s or 0.0)
+        took_s = round(sum(attempt.duration_s for attempt in attempts), 3)
+        return replace(self._entry(file, together), kind="tests", causes=(), duration_s=took_s)
 
     def _write(self) -> None:
         """Append new entries; a history that cannot be written is reported and fails nothing."""

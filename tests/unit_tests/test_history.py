@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -56,6 +57,13 @@ def test_what_is_appended_is_read(tmp_path: Path) -> None:
     for entry in (ENTRY, replace(ENTRY, commit=None, causes=("dns",))):
         append(path, [entry])
     assert read(path).entries == (ENTRY, replace(ENTRY, commit=None, causes=("dns",)))
+
+
+def test_keys_that_earlier_versions_wrote_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    earlier = {"num_devices": 8, "attempts_s": 1.5, "scope": "L0", "owners": ["team"]}
+    path.write_text(json.dumps({**json.loads(ENTRY.as_line()), **earlier}) + "\n")
+    assert read(path) == History(entries=(ENTRY,))
 
 
 def test_a_broken_line_costs_that_line_alone(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 COMMANDS = {
     "gpt.yaml": ("expand", "gpt.yaml"),
     "history.jsonl": ("flaky", "--history", "history.jsonl"),
-    "costs.jsonl": ("cost", "--history", "costs.jsonl"),
     "run.json": ("runs", "report", "."),
     "plan.json": ("ci", "summary", ".", "--expect", "plan.json"),
     "golden.json": ("golden", "show", "golden.json"),

@@ -293,12 +293,10 @@ MACROS: dict[str, tuple[object, ...]] = {
     "jobs": ([JOB],),
     "slowest": ([ITEM],),
 }
-COSTS = {"by": EVIL, "cells": [[EVIL, EVIL]], "rows": [EVIL], "span": EVIL, "since": EVIL}
 USED_BY_OTHERS = {"macros.html", "ci_summary.md"}
 BOX = dict.fromkeys(["width", "height", "left", "right", "top", "bottom", "strip_top", "foot"], 100)
 PAGES = {
     **PAGES,
-    "cost.html": {"head": [EVIL], "tables": [COSTS], "dearer": COSTS, "unknown": EVIL},
     "chart.svg": {
         "chart": {"metric": EVIL, "passed": True, "golden": None, "first_step": 3},
         "title": EVIL,

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import grouped
-from pytest_megatron.ci.jobs import CiJob, PlanBudget, PlanFile
+from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 from pytest_megatron.runs.nowhere import NowhereGroup, ran_nowhere
 
@@ -39,7 +39,6 @@ class CiSummary:
         problems: Problems of the whole, such as runs of two commits.
         notes: Lines that fail nothing.
         headline: The plan, in a line.
-        budget: The plan's, with the jobs that it has no room for.
         fetch: Command that downloads the artifacts under the same names; None if they are here.
     """
 
@@ -48,7 +47,6 @@ class CiSummary:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     headline: str | None = None
-    budget: PlanBudget | None = None
 
     @property
     def verdict(self) -> str:
@@ -106,13 +104,13 @@ class CiSummary:
 
     @property
     def nowhere(self) -> tuple[NowhereGroup, ...]:
-        """Tests that were skipped or deselected in every job, and items that no budget is for."""
+        """Tests that were skipped or deselected in every job."""
         tests = (
             (item.node_id, item.skip_reason or "no reason" if item.verdict == SKIPPED else None)
             for item in self.items
         )
         runs = [run for job in self.jobs for run in job.deselected]
-        return ran_nowhere(tests, runs if self.budget is None else [*runs, self.budget.nowhere])
+        return ran_nowhere(tests, runs)
 
     def slowest(self, number: int) -> tuple[JobItem, ...]:
         """Return the items that took longest."""
@@ -186,7 +184,6 @@ def merge(
         problems=tuple(problems),
         notes=tuple(notes),
         headline=None if expected is None else expected.headline,
-        budget=None if expected is None else expected.budget,
     )
 
 

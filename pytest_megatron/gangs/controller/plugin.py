@@ -41,10 +41,8 @@ from pytest_megatron.gangs.controller.reports import (
 from pytest_megatron.gangs.controller.results import add_way_back
 from pytest_megatron.gangs.markers import (
     PhaseLimits,
-    labels_of,
     limits_of,
     num_reruns_of,
-    owners_of,
     spec_of,
 )
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
@@ -472,8 +470,6 @@ class GangPlugin(RecordCarrier):
             record = replace(
                 test_record(execution.merged, spec, history),
                 num_devices=count_gpus(spec.world_size, per_device),
-                labels=labels_of(item),
-                owners=owners_of(item),
             )
             put_record(report, record)
             self._stop_if_repeated(item, execution.ended.internal_error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import click
@@ -22,9 +21,8 @@ from pytest_megatron.base.command import (
 )
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
-from pytest_megatron.runs.history_options import history_option, read_known_entries
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.lint import PROJECT_LINTS, lint_recipes
+from pytest_megatron.workloads.recipe.lint import lint_recipes
 from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.model import project_words
 
@@ -81,10 +79,9 @@ def _as_text(loaded: list[Loaded]) -> str:
 @click.command(name="lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
 @root_option
-@history_option
 @findings_option
-def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
-    """Report errors in recipes, their test cases and goldens, and scopes above their budget.
+def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
+    """Report errors in recipes, their test cases and goldens.
 
     PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
     an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
@@ -92,16 +89,12 @@ def lint(paths: tuple[Path, ...], root: Path, path: Path, form: str) -> None:
     from pytest_megatron.workloads.training.checks.check import lint_checks  # noqa: PLC0415 - slow to import
 
     config, words = load_config(root), project_words(root)
-    history = partial(read_known_entries, path, root)
     findings = lint_recipes(
         paths or (Path("recipes"),),
         root=root,
         vocabulary=words,
         other_names=config.golden_platforms,
-        row_checks=[
-            lambda rows, _: lint_checks(rows, root, os.environ),
-            *(make(config, words, root, history) for make in PROJECT_LINTS.all()),
-        ],
+        row_checks=[lambda rows, _: lint_checks(rows, root, os.environ)],
     )
     click.echo(findings_text(findings, form), nl=False)
     sys.exit(any(finding.is_error for finding in findings))

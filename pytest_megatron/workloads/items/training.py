@@ -462,13 +462,7 @@ class TrainingPlugin(RecordCarrier):
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
         """Keep the record of a workload, also as properties of its item."""
         workload = item.workload
-        item.record = replace(
-            record,
-            num_devices=workload.nodes * workload.gpus,
-            scope=workload.scope,
-            labels=() if workload.tag is None else (workload.tag,),
-            owners=workload.maintainers,
-        )
+        item.record = replace(record, num_devices=workload.nodes * workload.gpus)
         item.user_properties.append(("megatron.verdict", record.verdict))
         item.user_properties.append(("megatron.attempts", len(record.attempts)))
         if record.causes:

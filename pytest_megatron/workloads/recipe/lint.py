@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from pytest_megatron.base.findings import Finding, Severity, in_order
-from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
-from pytest_megatron.rooms import ExtensionPoint
-from pytest_megatron.runs.history import HistoryEntry
 from pytest_megatron.workloads.recipe.case import (
     CASES,
     GOLDENS,
@@ -30,33 +26,6 @@ from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS, Vocabulary, Workload
 
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
-
-
-class ProjectLint(Protocol):
-    """A lint of settings that rows have to fit."""
-
-    def __call__(
-        self,
-        config: ProjectConfig,
-        vocabulary: Vocabulary,
-        root: Path,
-        history: Callable[[], Sequence[HistoryEntry]],
-    ) -> RowCheck:
-        """Return a check of rows by what the whole project says, such as its budgets.
-
-        Args:
-            config: Settings of the project.
-            vocabulary: Words that its recipes may use.
-            root: The project's.
-            history: Reads the history of runs.
-
-        Raises:
-            ConfigError: A setting is wrong.
-        """
-        ...
-
-
-PROJECT_LINTS: ExtensionPoint[ProjectLint] = ExtensionPoint("project_lint")
 
 
 def lint_recipes(

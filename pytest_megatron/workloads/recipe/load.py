@@ -343,8 +343,6 @@ def load_document(
     expansion = expand(document, profile, vocabulary)
     findings = list(expansion.findings)
     variants = variants_of(expansion.rows)
-    maintainers = document.value.get("maintainers")
-    owners = tuple(map(str, maintainers)) if isinstance(maintainers, list) else ()
     workloads: list[Workload] = []
     shared: SharedFields = {}
     for row, variant in zip(expansion.rows, variants, strict=True):
@@ -354,7 +352,6 @@ def load_document(
                     row,
                     file=document.file,
                     variant=variant,
-                    maintainers=owners,
                     # Rows in the short form share nothing.
                     shared=shared if row.case is None else None,
                 )

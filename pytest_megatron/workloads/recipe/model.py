@@ -193,7 +193,6 @@ class Workload:
         never_transient: Ids of signatures that do not.
         quarantine: Why its failure does not count for now, or None.
         equivalence: What it is compared with in place of a golden, or None.
-        maintainers: Maintainers of the recipe.
         own_case: The case of a row in the short form, with the lines of the recipe; None for one
             that has a file.
     """
@@ -225,7 +224,6 @@ class Workload:
     never_transient: tuple[str, ...] = ()
     quarantine: Quarantine | None = None
     equivalence: Equivalence | None = None
-    maintainers: tuple[str, ...] = ()
     own_case: YamlDocument | None = None
 
     @property
@@ -322,7 +320,6 @@ def parse_row(
     *,
     file: Path,
     variant: tuple[str, ...],
-    maintainers: tuple[str, ...] = (),
     shared: SharedFields | None = None,
 ) -> Workload:
     """Turn a row into a workload.
@@ -331,7 +328,6 @@ def parse_row(
         row: The row.
         file: Recipe that has the row.
         variant: See `Workload`.
-        maintainers: Those of the recipe.
         shared: By the axes of earlier rows of the file, what rows with these axes have from the
             file's `spec`, and the fields that each has of its own. Filled here.
 
@@ -357,7 +353,6 @@ def parse_row(
         name=reader.name(),
         variant=variant,
         own_case=row.case,
-        maintainers=maintainers,
         **values,  # type: ignore[arg-type]  # read by `_FIELDS`
         **{name: read(reader) for name, read in own_fields},  # type: ignore[arg-type]
     )

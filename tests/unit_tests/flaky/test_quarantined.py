@@ -46,8 +46,6 @@ SUITE = f"""
     def test_by_pattern(rank):
         raise ValueError("again")
 
-    @pytest.mark.smoke
-    @pytest.mark.owner("team-a")
     @pytest.mark.rerun_transient(1)
     def test_flaky(rank):
         state = Path(f"state-{{rank}}")
@@ -59,9 +57,6 @@ SUITE = f"""
         pass
 """
 SETTING = f"""
-[tool.pytest.ini_options]
-markers = ["smoke"]
-
 [tool.pytest-megatron.quarantine]
 "test_it.py::test_by_*" = {{ reason = "#7", until = {UNTIL} }}
 """
@@ -132,8 +127,8 @@ def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Ru
     path = run.directory.parent / ".pytest_megatron" / "history.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     (rest,) = [e for e in lines if e["kind"] == "tests"]
-    assert (rest["node_id"], rest["num_attempts"], rest["num_devices"]) == ("test_it.py", 1, 2)
-    assert rest["attempts_s"] > 0
+    assert (rest["node_id"], rest["num_attempts"]) == ("test_it.py", 1)
+    assert rest["duration_s"] > 0
     entries = [e for e in lines if e["kind"] == "test"]
     assert {e["node_id"].partition("::")[2]: e["verdict"] for e in entries} == {
         "test_by_pattern": "failed",
@@ -147,11 +142,6 @@ def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Ru
     assert (until["test_passes"], until["test_expired"]) == (f"{UNTIL}", "2001-01-01")
     (flaky,) = [e for e in entries if e["verdict"] == "flaky"]
     assert (flaky["causes"], flaky["num_attempts"]) == (["port_in_use"], 2)
-    attempts = run.items["test_flaky"]["attempts"]
-    assert isinstance(attempts, list)
-    took = [a["duration_s"] for a in attempts if isinstance(a, dict)]
-    assert flaky["attempts_s"] == pytest.approx(sum(map(float, map(str, took))), abs=0.01)
-    assert (flaky["labels"], flaky["owners"]) == (["smoke"], ["team-a"])
     suite = Suite(root=run.directory.parent)
     again = suite.run("--ranks", "2", "-k", "flaky or ordinary")
     assert again.returncode == 0

@@ -38,6 +38,7 @@ REMOVED = {
     "culprit": "was removed; write git bisect run pytest-megatron repro RUN ITEM",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
     "report": "is a part of runs; write pytest-megatron runs report RUN",
+    "trace show": "was removed; read the lines of rank_<r>.jsonl with grep or jq",
     "watch": "is a part of gangs; write pytest-megatron gangs watch",
     "--changed": "was removed; write --testmon, as pytest-testmon works on ranks",
     "--audit": "was removed, and looks no longer by default; write --leaks in place of fail",

@@ -1,4 +1,4 @@
-"""`pytest-megatron trace`: compares and prints traces of tensors, outside pytest.
+"""`pytest-megatron trace`: compares traces of tensors, outside pytest.
 
 Thin: finds, compares and prints. Errors go up to `main`, which ends with exit code 2.
 """
@@ -23,7 +23,7 @@ from pytest_megatron.base.command import (
     format_option,
 )
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import columns, counted, listed, printable
+from pytest_megatron.base.text import counted, listed, printable
 from pytest_megatron.errors import RunError, TraceError
 from pytest_megatron.runs.equivalence import TraceComparison, as_text, comparison_to_json, headline
 from pytest_megatron.runs.find import FoundRun, find_runs
@@ -37,13 +37,6 @@ from pytest_megatron.runs.record import (
     read_run,
 )
 from pytest_megatron.trace.bits import compare_bits
-from pytest_megatron.trace.files import (
-    TraceRecord,
-    rank_files,
-    read_end,
-    read_header,
-    read_records,
-)
 
 _MOST_LISTED = 10
 _PHASE = re.compile(r"phase_(\d+)").fullmatch
@@ -247,12 +240,9 @@ def _shown(value: object) -> str:
     return "none" if value is None else str(value) or "given"
 
 
-_COLUMNS = ("step", "phase", "module", "tensor", "shape", "dtype", "norm", "hash")
-
-
 @click.group("trace", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Compare and print traces of tensors, which --tensor-trace and --audit-determinism record."""
+    """Compare traces of tensors, which --tensor-trace and --audit-determinism record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,56 +337,3 @@ def _to_json(one: _Compared) -> JsonValue:
         "text": one.line,
         "comparison": None if one.comparison is None else comparison_to_json(one.comparison),
     }
-
-
-@command.command("show")
-@click.argument("path", metavar="DIR", type=PATH)
-@click.argument("item", required=False)
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="0 are initial weights.")
-@click.option("--module", default="", metavar="TEXT", help="Modules whose name has this text.")
-@format_option("text", "json")
-def show(
-    *, path: Path, item: str | None, rank: int, step: int | None, module: str, form: str
-) -> None:
-    """Print a trace of a rank, one line a tensor.
-
-    DIR is the directory of a trace; or a run directory or an artifact of one, with ITEM where it
-    has traces of several.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        found = find_traces(path, Path(scratch), item)
-        if len(found) > 1:
-            names = "".join(f"\n  {one.name}: {one.directory}" for one in found)
-            raise RunError(str(path), f"has {len(found)} traces, expected one; name one:{names}")
-        files = rank_files(found[0].directory)
-        if rank not in files:
-            raise TraceError("--rank", f"{rank} is not in the trace, expected 0 to {max(files)}")
-        records = [
-            record
-            for record in read_records(files[rank])
-            if step in (None, record.step) and module in record.module
-        ]
-        header, end = read_header(files[rank]), read_end(files[rank])
-    num_steps = None if end is None else end.steps
-    if form == "json":
-        rows: list[JsonValue] = [dict(zip(_COLUMNS, _cells(one), strict=True)) for one in records]
-        echo_json({"rank": rank, "world_size": len(files), "steps": num_steps, "tensors": rows})
-        return
-    core = "" if header.megatron_core is None else f", megatron-core {header.megatron_core}"
-    steps = "cut off" if num_steps is None else counted(num_steps, "step")
-    click.echo(
-        printable(
-            f"rank {rank} of {len(files)} on {header.device}, torch {header.torch}{core}: "
-            f"{steps}, {counted(len(records), 'tensor')}"
-        )
-    )
-    click.echo(printable("\n".join(columns([_COLUMNS, *map(_cells, records)]))))
-
-
-def _cells(record: TraceRecord) -> tuple[str, ...]:
-    """Return the cells of a tensor's row."""
-    shape = "x".join(map(str, record.shape)) or "1"
-    norm = "not finite" if record.norm is None else f"{record.norm:.6g}"
-    place = (str(record.step), record.phase, record.module or "the model", record.tensor)
-    return (*place, shape, record.dtype, norm, record.hash)

@@ -115,30 +115,3 @@ def test_what_cannot_be_compared_is_one_clear_error(
     shutil.rmtree(next(Path("untraced").glob("*/repeat_1")))
     code, text = run("diff", *words)
     assert (code, text[: len(expected)]) == (2, expected)
-
-
-def test_tensors_of_a_rank_are_printed(tmp_path: Path) -> None:
-    before = write_run(tmp_path / "before", "1f0c2a7d9b64", ITEM)
-    words = ("--rank", "1", "--step", "2", "--module", CHANGED)
-    code, text = run("show", before, *words)
-    head, columns, *rows = text.splitlines()
-    assert (code, head) == (
-        0,
-        "rank 1 of 2 on cpu, torch 2.13.0+cpu, megatron-core 0.16.1: 2 steps, 4 tensors",
-    )
-    assert columns.split()[:4] == ["step", "phase", "module", "tensor"]
-    assert [row.split()[1] for row in rows] == ["forward", "forward", "backward", "gradient"]
-    tensors = json.loads(run("show", before, *words, "--format", "json")[1])["tensors"]
-    assert tensors[1]["tensor"] == "output.0"
-
-
-def test_one_of_several_traces_has_to_be_named(tmp_path: Path) -> None:
-    before = write_run(tmp_path / "before", "1f0c2a7d9b64", ITEM, OTHER)
-    code, text = run("show", before)
-    assert code == 2
-    assert "has 2 traces, expected one; name one:" in text
-    assert run("show", before, "pp2")[0] == 0
-    assert run("show", before, "pp2", "--rank", "7") == (
-        2,
-        "--rank: 7 is not in the trace, expected 0 to 1",
-    )

@@ -36,6 +36,7 @@ REMOVED = {
     "changed": "was removed, as pytest-testmon works on ranks; delete the files of its records",
     "cost": "was removed; run.json has GPUs and times of each item, and `ci summary` GPU hours",
     "culprit": "was removed; write git bisect run pytest-megatron repro RUN ITEM",
+    "golden review": "was removed; see with golden accept RUN --dry-run, take with --only ITEM",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
     "report": "is a part of runs; write pytest-megatron runs report RUN",
     "trace show": "was removed; read the lines of rank_<r>.jsonl with grep or jq",

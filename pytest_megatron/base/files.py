@@ -211,21 +211,37 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def write_texts_together(texts: Mapping[Path, str]) -> None:
-    """Replace several files; none of them unless all can be written.
+    """Replace several files, or none of them; a killed process may leave some old and some new.
 
     Raises:
-        OSError: One cannot be written, see `write_text_atomically`; every file is as it was.
+        OSError: One cannot be written, see `write_text_atomically`, or is no file; every file is
+            as it was.
     """
     staged: dict[Path, Path] = {}
+    old: dict[Path, bytes | None] = {}
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
+            old[path] = read_bytes(path) if path.exists() else None
             staged[path] = _stage(path, text.encode())
         for path, temporary in staged.items():
             temporary.replace(path)
+    except BaseException:
+        for path, temporary in staged.items():
+            if not temporary.exists():
+                _restore(path, old[path])
+        raise
     finally:
         for temporary in staged.values():
             temporary.unlink(missing_ok=True)
+
+
+def _restore(path: Path, content: bytes | None) -> None:
+    """Give a file its old content again, None where it was not there."""
+    if content is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_bytes_atomically(path, content)
 
 
 def _stage(path: Path, content: bytes) -> Path:

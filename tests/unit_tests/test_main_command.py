@@ -44,7 +44,7 @@ def test_a_removed_command_says_what_to_do_instead(command: str) -> None:
     ("words", "hint"),
     [
         pytest.param(["docter"], "'docter'; did you mean 'doctor'?", id="a command"),
-        pytest.param(["golden", "reveiw"], "'reveiw'; did you mean 'review'?", id="of golden"),
+        pytest.param(["golden", "acept"], "'acept'; did you mean 'accept'?", id="of golden"),
         pytest.param(["ci", "sumary"], "'sumary'; did you mean 'summary'?", id="of a plain group"),
         pytest.param(["xyz"], "'xyz'.", id="like none"),
     ],
@@ -88,7 +88,7 @@ def completed(shell: str, *words: str, code: str = "") -> str:
     ("words", "expected"),
     [
         pytest.param(["re"], ["record", "repro"], id="a command"),
-        pytest.param(["golden", "re"], ["review"], id="a command of a group"),
+        pytest.param(["golden", "li"], ["lint"], id="a command of a group"),
         pytest.param(["schema", "re"], ["recipe"], id="a word of an argument"),
         pytest.param(["doctor", "--no"], ["--no-collective"], id="an option"),
         pytest.param(["plan", "--format", "g"], ["github"], id="a word of an option"),

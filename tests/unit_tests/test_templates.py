@@ -219,7 +219,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "reason": EVIL,
         "sentences": [EVIL],
         "causes": [(EVIL, EVIL)],
-        "clusters": [(EVIL, [EVIL])],
         "rows": [(EVIL, METRIC)],
         "buckets": ("0", "< 1e-6"),
         "histogram": [(EVIL, [(1, 0, 1), (0, 1, 0)])],

@@ -31,7 +31,6 @@ from pytest_megatron.workloads.golden.model import (
 )
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics
-from pytest_megatron.workloads.refresh.transaction import recover_above
 
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
 
@@ -48,10 +47,6 @@ class _GoldenCommands(LazyGroup):
         ),
         "diff": ("workloads.commands.golden_show:diff", "Print how goldens differ."),
         "lint": ("workloads.commands.golden_files:lint", "Report errors in goldens."),
-        "review": (
-            "workloads.commands.golden_refresh:review",
-            "Ask about each golden that runs change.",
-        ),
         "show": ("workloads.commands.golden_show:show", "Print the content of goldens."),
     }
 
@@ -60,8 +55,7 @@ class _GoldenCommands(LazyGroup):
     "golden", cls=_GoldenCommands, context_settings={"help_option_names": ["-h", "--help"]}
 )
 def command() -> None:
-    """Compare observed metrics with golden values, refresh and review them."""
-    recover_above(Path())  # what a killed refresh left half done
+    """Compare observed metrics with golden values, and refresh them."""
 
 
 @command.command("check")

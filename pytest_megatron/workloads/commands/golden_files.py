@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import click
 
@@ -29,7 +29,7 @@ from pytest_megatron.workloads.golden.lint import Project, find_goldens, lint_go
 from pytest_megatron.workloads.golden.store import Form, place_of, project_form, read_text
 from pytest_megatron.workloads.recipe.case import CASES, GOLDENS
 from pytest_megatron.workloads.recipe.model import project_words
-from pytest_megatron.workloads.refresh.transaction import locked, replace_together
+from pytest_megatron.workloads.refresh.write import locked
 
 # The default directories of recipes: ours, then Megatron-LM's.
 _RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
@@ -196,17 +196,12 @@ def _replace(root: Path, changes: Sequence[_ConvertedFile]) -> None:
         GoldenError: One cannot be written, or has changed since it was read; all are as they were.
     """
     targets = {change.target.resolve(): change.new.text for change in changes}
-    base = root.resolve()
     try:
         with locked(root):
             for change in changes:
                 if read_text(change.source) != change.old:
                     raise GoldenError(str(change.source), "has changed meanwhile; convert it again")
-            if all(target.is_relative_to(base) for target in targets):
-                texts = {PurePosixPath(t.relative_to(base)): text for t, text in targets.items()}
-                replace_together(root, texts)
-            else:
-                write_texts_together(targets)
+            write_texts_together(targets)
             for change in changes:
                 if change.source.resolve() not in targets:
                     change.source.unlink()

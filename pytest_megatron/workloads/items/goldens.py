@@ -2,13 +2,14 @@
 
 A workload only hands in a candidate, which stays in the run directory; its values become a golden
 when every item of the session passed and the gate lets all of them through. A workload that
-disagrees with its golden leaves one too, for `pytest-megatron golden review` and `golden accept`.
+disagrees with its golden leaves one too, for `pytest-megatron golden accept`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from pytest_megatron.workloads.recipe.case import Evaluation
 from pytest_megatron.workloads.refresh.gate import Candidate, GateRule, hard
 from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
 from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
-from pytest_megatron.workloads.refresh.transaction import (
+from pytest_megatron.workloads.refresh.write import (
     AcceptOutcome,
     Terms,
     accept,
@@ -231,8 +232,8 @@ class GoldenWriter:
             )
         return "\n".join(lines)
 
-    def _may_review(self, node_id: str, record: RecordedWorkload) -> bool:
-        """Return False for a candidate that can be no golden, whatever a person answers."""
+    def _may_be_taken(self, node_id: str, record: RecordedWorkload) -> bool:
+        """Return False for a candidate that can be no golden, whatever a person says."""
         try:
             directory = Path(str(record.directory))
             candidate = read_candidate(node_id, record, directory, self._root, self.policy)
@@ -245,11 +246,12 @@ class GoldenWriter:
         """Write every candidate, if the session was clean; return False if that went wrong."""
         offered = {n: r for n, r in records.items() if r.golden and r.golden.is_offered}
         kept = [name for name, r in records.items() if r.golden and r.golden.candidate]
-        num_left = sum(name in offered or self._may_review(name, records[name]) for name in kept)
+        num_left = sum(name in offered or self._may_be_taken(name, records[name]) for name in kept)
         if num_left and (exit_status != pytest.ExitCode.OK or not offered):
+            run_dir = shlex.quote(self._session.shorten(str(self._session.run_dir)))
             self.lines.append(
                 f"goldens: {counted(num_left, 'candidate')} in the run directory; to look at what "
-                "would change: pytest-megatron golden review"
+                f"would change: pytest-megatron golden accept {run_dir} --dry-run"
             )
         if not self._options.is_writing_goldens or not records:
             return True

@@ -58,7 +58,6 @@ from pytest_megatron.workloads.items.report import (
     training_failure,
 )
 from pytest_megatron.workloads.recipe.model import Workload
-from pytest_megatron.workloads.refresh.transaction import recover
 from pytest_megatron.workloads.training.plan.plan import Replay, Setting, require_inputs
 from pytest_megatron.workloads.verdict.attempt import Verdict, evaluate
 from pytest_megatron.workloads.verdict.compare import Judgement, judge
@@ -121,11 +120,10 @@ def register_training(config: pytest.Config, session: RunSession) -> None:
     """Register the roles that run the workloads of a session.
 
     Raises:
-        pytest.UsageError: The policy is wrong, or a killed refresh cannot be ended.
+        pytest.UsageError: The policy is wrong.
     """
     with usage_errors():
         policy = policy_named(session.options.golden_policy, root=session.root)
-        recover(session.root)  # a killed refresh may have left it half done
     goldens = GoldenWriter(session, policy)
     manager = config.pluginmanager
     is_fake = session.options.fake_ranks is not None

@@ -1,4 +1,4 @@
-"""Changed goldens for a reviewer: Markdown, sentences, a commit message, a plot. Pure.
+"""Changed goldens for a reviewer: Markdown, sentences, a commit message. Pure.
 
 A comment of GitHub ends at 64 kB, so the page stays below 60 however many goldens there are: the
 rows that matter most come first, and the rest is counted.
@@ -6,15 +6,13 @@ rows that matter most come first, and the rest is counted.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import counted, listed, plain
-from pytest_megatron.workloads.golden.compare.result import relative
-from pytest_megatron.workloads.golden.model import Series, is_loss
+from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.refresh.difference import (
     BUCKETS,
     NOISE,
@@ -23,7 +21,6 @@ from pytest_megatron.workloads.refresh.difference import (
     FileDifference,
     MetricDifference,
     Trend,
-    clusters_of,
 )
 from pytest_megatron.workloads.refresh.gate import Refusal
 
@@ -49,7 +46,6 @@ def markdown(differences: Sequence[FileDifference], *, reason: str | None = None
         reason=reason,
         sentences=interpret(differences),
         causes=[(cause, counted(n, "golden")) for cause, n in causes.most_common()],
-        clusters=[(one.text, [d.path for d in one.members]) for one in clusters_of(differences)],
         rows=_rows(differences),
         buckets=BUCKETS,
         histogram=_histogram(differences),
@@ -225,90 +221,3 @@ def _files(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]
     states = (FileChange.NEW, FileChange.UNREADABLE, FileChange.GONE, FileChange.UNCHANGED)
     found = [(s, sorted(d.path for d in differences if d.state is s)) for s in states]
     return [(state.value.capitalize(), paths) for state, paths in found if paths]
-
-
-OLD, NEW, BOTH = "\N{MIDDLE DOT}", "+", "\N{BULLET}"
-_BARS = (
-    " \N{LOWER ONE EIGHTH BLOCK}\N{LOWER ONE QUARTER BLOCK}\N{LOWER THREE EIGHTHS BLOCK}"
-    "\N{LOWER HALF BLOCK}\N{LOWER FIVE EIGHTHS BLOCK}\N{LOWER THREE QUARTERS BLOCK}"
-    "\N{LOWER SEVEN EIGHTHS BLOCK}\N{FULL BLOCK}"
-)
-_LABEL = 11  # characters left of the plot
-
-
-def plot(old: Series | None, new: Series | None, *, width: int = 60, height: int = 8) -> str:
-    """Return a plot of two series over their steps; either may be missing.
-
-    Args:
-        old: Drawn as a dot.
-        new: Drawn as a plus; a bullet where both are.
-        width: Width of the whole plot, in characters.
-        height: Height of the curves, in lines; two more show the deviation.
-    """
-    sides = tuple({} if side is None else side.finite() for side in (old, new))
-    everything = sides[0] | sides[1]
-    if not everything:
-        return "(no finite value)"
-    num_columns = max(10, width - _LABEL)
-    first, last = min(everything), max(everything)
-    values = [value for side in sides for value in side.values()]
-    low, high = min(values), max(values)
-    grid: list[list[str]] = [[" "] * num_columns for _ in range(height)]
-    for side, mark in zip(sides, (OLD, NEW), strict=True):
-        for step, value in side.items():
-            column = _scaled(step, first, last, num_columns)
-            row = height - 1 - _scaled(value, low, high, height)
-            cell = grid[row][column]
-            grid[row][column] = mark if cell in (" ", mark) else BOTH
-    lines = [_labelled(_label(row, height, low, high), cells) for row, cells in enumerate(grid)]
-    lines += _deviation_lines(sides, first, last, num_columns)
-    axis = f"{first}".ljust(num_columns - len(f"{last}")) + f"{last}"
-    return "\n".join([*lines, _labelled("step", axis)])
-
-
-def _deviation_lines(
-    sides: Sequence[Mapping[int, float]], first: int, last: int, num_columns: int
-) -> Sequence[str]:
-    """Return a line of bars for steps where the new value is larger, and one where it is not."""
-    old, new = sides
-    peaks = {1: [0.0] * num_columns, -1: [0.0] * num_columns}
-    for step in old.keys() & new.keys():
-        off = relative(new[step], old[step])
-        if off:
-            row = peaks[1 if off > 0 else -1]
-            column = _scaled(step, first, last, num_columns)
-            row[column] = max(row[column], abs(off))
-    finite = [off for row in peaks.values() for off in row if math.isfinite(off)]
-    largest = max(finite, default=0.0)
-    if not largest:
-        return ()
-    return [
-        _labelled(f"{sign}{largest:.1e}", [_bar(off, largest) for off in peaks[key]])
-        for key, sign in ((1, "+"), (-1, "-"))
-    ]
-
-
-def _bar(off: float, largest: float) -> str:
-    """Return the character for a deviation in the plot."""
-    if not off:
-        return " "
-    share = min(1.0, off / largest)  # over an old value of 0 it is infinite
-    return _BARS[max(1, math.ceil(share * (len(_BARS) - 1)))]
-
-
-def _scaled(value: float, low: float, high: float, size: int) -> int:
-    """Return the place of a value on an axis of so many cells."""
-    if high <= low:
-        return size // 2
-    return min(size - 1, int((value - low) / (high - low) * size))
-
-
-def _label(row: int, height: int, low: float, high: float) -> str:
-    """Return the number beside a row of the plot, at its ends alone."""
-    if row == 0:
-        return f"{high:.5g}"
-    return f"{low:.5g}" if row == height - 1 else ""
-
-
-def _labelled(label: str, cells: Sequence[str]) -> str:
-    return f"{label:>{_LABEL - 1}} {''.join(cells)}".rstrip()

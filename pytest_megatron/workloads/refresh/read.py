@@ -70,7 +70,6 @@ from pytest_megatron.workloads.verdict.compare import compare_in_mode
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob, metric_names_of
 
 CANDIDATE = "golden_candidate.json"
-REJECTED = "golden_rejected.json"
 _TARGET = re.compile(r"[\w.+=-]+/[\w.+=-]+/golden_values_[\w.+-]+\.json").fullmatch
 _ROUNDING = 1e-6  # of a median of values that were written with their fewest digits
 
@@ -78,7 +77,7 @@ _ROUNDING = 1e-6  # of a median of values that were written with their fewest di
 def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candidate, ...]:
     """Return the workloads of a run that disagree with their goldens, in the order of the run.
 
-    Those that agree offer nothing, and candidates that a review rejected are not offered again.
+    Those that agree offer nothing.
 
     Args:
         run_dir: A run directory, or an unpacked artifact of one.
@@ -94,8 +93,7 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
         if not isinstance(record, RecordedWorkload) or record.golden is None:
             continue
         directory = run_dir / _name_of(record.directory)
-        if not (directory / REJECTED).is_file():
-            found.append(read_candidate(node_id, record, directory, root, policy))
+        found.append(read_candidate(node_id, record, directory, root, policy))
     return tuple(found)
 
 

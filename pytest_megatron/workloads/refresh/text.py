@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, plain
 from pytest_megatron.workloads.refresh.difference import (
     BUCKETS,
-    MOST_OUTLIERS,
     FileChange,
     FileDifference,
     MetricDifference,
-    cluster,
-    clusters_of,
 )
 from pytest_megatron.workloads.refresh.pull_request import interpret, markdown
-from pytest_megatron.workloads.refresh.transaction import AcceptOutcome
+from pytest_megatron.workloads.refresh.write import AcceptOutcome
 
 FORMS = ("text", "json", "markdown")
 
@@ -32,25 +29,15 @@ def differences_text(differences: Sequence[FileDifference]) -> str:
             continue
         lines.append(f"{difference.path}: {_state(difference)}")
         if difference.state is FileChange.CHANGED:
-            lines += [f"    {metric_line(metric)}" for metric in difference.metrics]
+            lines += [f"    {_metric_line(metric)}" for metric in difference.metrics]
             lines += [f"    {cause}" for cause in difference.causes]
     num_same = sum(d.state is FileChange.UNCHANGED for d in differences)
     if num_same:
         lines.append(f"{num_same} unchanged")
-    return plain("\n".join([*lines, *_clusters(differences), *interpret(differences)]))
+    return plain("\n".join([*lines, *interpret(differences)]))
 
 
-def _clusters(differences: Sequence[FileDifference]) -> Iterator[str]:
-    """Yield a line for each way in which many goldens change; the files follow where few do."""
-    clusters = clusters_of(differences)
-    if clusters:
-        yield "by the way in which they change, the rarest first:"
-    for one in clusters:
-        yield f"    {one.text}"
-        yield from (f"        {d.path}" for d in one.members if len(one.members) <= MOST_OUTLIERS)
-
-
-def metric_line(metric: MetricDifference) -> str:
+def _metric_line(metric: MetricDifference) -> str:
     """Return one metric in one line, headline figures first."""
     if not metric.num_new:
         return f"{metric.metric}: gone, it had {metric.num_old} steps"
@@ -78,10 +65,6 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
     return {
         "schema": 1,
         "goldens": [_file_json(difference) for difference in differences],
-        "clusters": [
-            {"change": one.kind.text, "paths": [d.path for d in one.members]}
-            for one in cluster(differences, lambda difference: difference)
-        ],
         "interpretation": list[JsonValue](interpret(differences)),
     }
 

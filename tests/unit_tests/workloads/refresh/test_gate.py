@@ -18,7 +18,7 @@ from pytest_megatron.workloads.golden.store import read_golden
 from pytest_megatron.workloads.refresh.difference import differ
 from pytest_megatron.workloads.refresh.gate import refuse_mass
 from pytest_megatron.workloads.refresh.read import read_run
-from pytest_megatron.workloads.refresh.transaction import Terms, accept
+from pytest_megatron.workloads.refresh.write import Terms, accept
 
 SOUND = metric_map(curve())
 

@@ -1,4 +1,4 @@
-"""`golden accept`, `golden review` and `golden diff`, as a user types them."""
+"""`golden accept` and `golden diff`, as a user types them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Staged:
     return staged
 
 
-def run(*arguments: str, keys: str | None = None) -> Result:
-    return CliRunner().invoke(group, ["golden", *arguments], input=keys)
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(group, ["golden", *arguments])
 
 
 def fails(*arguments: str) -> str:
@@ -158,16 +158,15 @@ def test_a_run_file_that_is_none_is_one_clear_error(
     assert problem in fails("accept", "run")
 
 
-def test_words_of_an_artifact_do_not_steer_the_terminal(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_an_artifact_do_not_steer_the_terminal(staged: Staged) -> None:
     name = "recipes/r.yaml::evil\x1b[2J\x07[dev-cpu]"
     evil = staged.items.pop("recipes/r.yaml::new[dev-cpu]")
     staged.items[name] = {**evil, "problem": "\x1b[31m"}  # type: ignore[dict-item]
     staged.write()
-    outputs = [run("accept", "run"), run("review", "run", "--list"), review(monkeypatch, "mss")]
-    assert [r for r in outputs if "\x1b" in r.output or "\x07" in r.output] == []
-    assert "recipes/r.yaml::evil[dev-cpu]: [damaged-run]" in outputs[0].stderr
+    result = run("accept", "run")
+    assert "\x1b" not in result.output
+    assert "\x07" not in result.output
+    assert "recipes/r.yaml::evil[dev-cpu]: [damaged-run]" in result.stderr
 
 
 def test_a_directory_that_is_no_text_is_one_clear_error(staged: Staged) -> None:
@@ -201,92 +200,6 @@ def test_a_tree_that_cannot_be_written_is_one_clear_error(staged: Staged) -> Non
     error = fails("accept", "run")
     assert error.endswith("no golden was changed; make room, or make it writable")
     assert read_golden(staged.root / staged.target("better")).metrics != BETTER
-
-
-def review(monkeypatch: pytest.MonkeyPatch, keys: str, *arguments: str) -> Result:
-    monkeypatch.setattr(
-        "pytest_megatron.workloads.commands.golden_refresh.is_interactive", lambda: True
-    )
-    return run("review", "run", *arguments, keys=keys)
-
-
-def test_a_review_accepts_rejects_and_skips(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged.add("third", [SOUND, SOUND])
-    result = review(monkeypatch, "ars")
-    assert result.exit_code == 0, result.output
-    assert goldens(staged) == {"better"}
-    assert read_golden(staged.root / staged.target("better")).metrics == BETTER
-    assert "1 of 3: recipes/r.yaml::better[dev-cpu]" in result.stdout
-    assert "lm loss (· golden, + candidate, • both):" in result.stdout
-    assert (staged.run_dir / "r-new-dev-cpu" / "golden_rejected.json").is_file()
-    assert [line.split()[0] for line in run("review", "run", "--list").stdout.splitlines()] == [
-        "recipes/r.yaml::third[dev-cpu]"
-    ]
-    assert run("accept", "run").exit_code == 0
-    assert goldens(staged) == {"better", "third"}
-
-
-def test_many_goldens_are_decided_by_the_way_in_which_they_change(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(6):
-        staged.golden(f"worse{number}")
-        staged.add(f"worse{number}", [WORSE, WORSE])
-        staged.golden(f"better{number}")
-        staged.add(f"better{number}", [BETTER, BETTER])
-    result = review(monkeypatch, "samorsssssa")
-    assert result.exit_code == 0, result.output
-    headings = [x for x in result.stdout.splitlines() if " of 14: " in x]
-    assert headings[0] == "1 of 14: recipes/r.yaml::new[dev-cpu]"  # the only one of its kind
-    assert headings[1].startswith("2 to 7 of 14: 6 goldens: changed; loss worse, by < 1e-1 in the")
-    assert headings[1].endswith("outside the band; refused: loss-worse")
-    assert [x.partition(": ")[0] for x in headings[2:8]] == [f"{n} of 14" for n in range(2, 8)]
-    assert headings[8].startswith("8 to 14 of 14: 7 goldens: changed; loss better, by < 1e-3")
-    assert "cannot be accepted, give --reason TEXT: [loss-worse] lm loss" in result.stdout
-    assert "7 written" in result.stdout
-    assert read_golden(staged.root / staged.target("better5")).metrics == BETTER
-    assert read_golden(staged.root / staged.target("worse5")).metrics == SOUND
-
-
-def test_quitting_a_review_decides_nothing(staged: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = review(monkeypatch, "rmq")
-    assert result.exit_code == 0
-    assert result.stdout.endswith("quit: nothing was decided, nothing was written\n")
-    assert (staged.run_dir / "r-better-dev-cpu" / "golden_candidate.json").is_file()
-    assert goldens(staged) == {"better"}
-
-
-def test_what_the_gate_refuses_cannot_be_accepted_in_a_review(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged.golden("bad")
-    staged.add("bad", [metric_map(curve(60))] * 2)
-    result = review(monkeypatch, "ax?s", "--only", "bad")
-    assert "cannot be accepted, it never may: [truncated] repeat 1, lm loss ends" in result.stdout
-    assert result.stdout.endswith("nothing was accepted, so nothing was written\n")
-
-
-def test_a_review_begins_with_how_to_have_what_can_be_accepted(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged.add("once", [BETTER])
-    result = review(monkeypatch, "sss")
-    before, _, _ = result.output.partition("1 of 3: ")
-    assert "\n1 of 3 candidates cannot be accepted, they were not trained 2 times" in f"\n{before}"
-    line = "    pytest -p megatron 'recipes/r.yaml::once[dev-cpu]' --n-repeat 2\n"
-    assert line in before
-    assert line in run("review", "run", "--list").stderr
-
-
-def test_a_review_without_a_terminal_says_what_to_do(staged: Staged) -> None:
-    assert fails("review", str(staged.run_dir)).startswith(
-        "golden review: needs a terminal to ask on; give --accept-all or --list"
-    )
-    assert run("review", "run", "--accept-all").exit_code == 0
-    assert goldens(staged) == {"better", "new"}
-    assert "nothing waits for a decision" in run("review", "run", "--list").stdout
 
 
 def git(*arguments: str) -> None:
@@ -350,19 +263,3 @@ def test_bad_sides_of_a_difference_are_clear_errors(repository: Staged) -> None:
     result = run("diff", target, "broken.json", "--exit-code")
     assert result.exit_code == 1
     assert result.stderr.startswith("broken.json: holds no metric ({})")
-
-
-def test_a_command_ends_what_a_killed_refresh_began(staged: Staged) -> None:
-    """The journal says that all new files are on the disk; one of two was renamed already."""
-    targets = [staged.target("better"), staged.target("new")]
-    entries = [{"target": t, "has_old": n == 0} for n, t in enumerate(targets)]
-    text = (staged.run_dir / "r-new-dev-cpu" / "golden_candidate.json").read_text()
-    waiting = staged.root / "golden_values/gpt/new/.golden_values_dev_cpu.json.new"
-    waiting.parent.mkdir()
-    waiting.write_text(text)
-    (staged.root / ".pytest_megatron").mkdir()
-    journal = staged.root / ".pytest_megatron" / "goldens.replacing.json"
-    journal.write_text(json.dumps({"schema": 1, "entries": entries, "made": []}))
-    assert run("review", "run", "--list").exit_code == 0
-    assert (staged.root / staged.target("new")).read_text() == text
-    assert (waiting.exists(), journal.exists()) == (False, False)

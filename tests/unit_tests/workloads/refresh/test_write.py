@@ -1,4 +1,4 @@
-"""Several goldens are replaced together or not at all, whoever dies and whatever the disk does.
+"""Several goldens are replaced together or not at all; of a killed refresh each file is whole.
 
 Megatron-LM moves one file after another into place, without a lock.
 """
@@ -11,26 +11,19 @@ import signal
 import stat
 import subprocess
 import sys
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.runs.layout import OWN_DIR
 from pytest_megatron.workloads.golden.store import read_golden
-from pytest_megatron.workloads.refresh.transaction import LOCK, locked, recover, replace_together
+from pytest_megatron.workloads.refresh.write import LOCK, locked
 
 GUEST = Path(__file__).parents[2] / "guests" / "killed_refresh.py"
 OLD = {"a.json": "old a.json", "b.json": "old b.json"}
-NEW = {"a.json": "new a.json", "b.json": "new b.json", "new": "", "new/c.json": "new c.json"}
-A, B = PurePosixPath("golden_values/m/a.json"), PurePosixPath("golden_values/m/b.json")
-
-
-def kill_at_every_operation(root: Path, mode: str) -> list[dict[str, object]]:
-    done = subprocess.run(
-        [sys.executable, str(GUEST), str(root), mode], check=True, capture_output=True, text=True
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+NEW = {"a.json": "new a.json", "b.json": "new b.json", "new/c.json": "new c.json"}
+A, B = Path("golden_values/m/a.json"), Path("golden_values/m/b.json")
 
 
 @pytest.fixture
@@ -41,9 +34,9 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def replace(root: Path, texts: dict[PurePosixPath, str]) -> None:
+def replace(root: Path, texts: dict[Path, str]) -> None:
     with locked(root):
-        replace_together(root, texts)
+        write_texts_together({root / target: text for target, text in texts.items()})
 
 
 def contents(root: Path) -> dict[str, str]:
@@ -51,35 +44,45 @@ def contents(root: Path) -> dict[str, str]:
     return {p.relative_to(root).as_posix(): p.read_text() for p in files if p.is_file()}
 
 
-def journals(root: Path) -> list[str]:
-    return [p.name for p in (root / OWN_DIR).glob("goldens.*.json")]
-
-
-@pytest.mark.parametrize("mode", ["once", "recovery"])
-def test_a_kill_before_any_file_operation_leaves_the_old_set_or_the_new_one(
-    tmp_path: Path, mode: str
-) -> None:
-    """SIGKILL of the refresh, and with `recovery` of whoever ends it as well, at every step."""
-    found = kill_at_every_operation(tmp_path / "project", mode)
-    assert [d for d in found if d["files"] not in (OLD, NEW) or d["left"]] == []
-    sides = [d["files"] == NEW for d in found]
-    assert (sides[0], sides[-1]) == (False, True)
-    assert sides == sorted(sides)  # from one operation on it is the new one
-    assert len({d["at"] for d in found}) > 25
-
-
-def test_a_kill_while_a_failed_refresh_is_undone_leaves_the_old_set(tmp_path: Path) -> None:
-    found = kill_at_every_operation(tmp_path / "project", "undo")
-    assert [d for d in found if d["files"] != {**OLD, "c.json": ""} or d["left"]] == []
-    assert len(found) > 25
+def test_a_kill_before_any_file_operation_leaves_each_file_whole(tmp_path: Path) -> None:
+    """SIGKILL of the refresh at every step; the same refresh again ends it."""
+    command = [sys.executable, str(GUEST), str(tmp_path / "project")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    for one in found:
+        files = one["files"]
+        assert all(text in (OLD.get(name), NEW[name]) for name, text in files.items()), one
+        assert files.keys() >= OLD.keys(), one
+        assert one["again"] == NEW
+    sides = [sum(one["files"].get(name) == text for name, text in NEW.items()) for one in found]
+    assert (sides[0], sides[-1]) == (0, len(NEW))
+    assert sides == sorted(sides)
+    assert len(found) > 10
 
 
 def test_a_target_that_is_no_file_leaves_every_file_as_it_was(root: Path) -> None:
     (root / "golden_values" / "z.json").mkdir()
     before = contents(root)
     with pytest.raises(IsADirectoryError):
-        replace(root, {A: "new", PurePosixPath("golden_values/z.json"): "new"})
-    assert (contents(root), journals(root)) == (before, [])
+        replace(root, {A: "new", Path("golden_values/z.json"): "new"})
+    assert contents(root) == before
+
+
+@pytest.mark.parametrize("error", [OSError("no"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_a_rename_that_fails_brings_back_what_was_renamed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    before, rename = contents(root), Path.replace
+
+    def replaced(path: Path, target: Path) -> Path:
+        if target.name == "c.json":
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    with pytest.raises(type(error)):
+        replace(root, {A: "new a", Path("golden_values/m/n.json"): "n", A.with_name("c.json"): "c"})
+    assert contents(root) == before
 
 
 def test_a_golden_keeps_no_second_name_and_has_the_usual_mode(root: Path) -> None:
@@ -105,8 +108,8 @@ def test_a_full_disk_leaves_every_file_as_it_was(small_disk: Path) -> None:
         (small_disk / target).write_text("old")
     before = contents(small_disk)
     with pytest.raises(OSError, match="No space left"):
-        replace(small_disk, {A: "new", B: "x" * (64 << 10), PurePosixPath("golden_values/c"): "n"})
-    assert (contents(small_disk), journals(small_disk)) == (before, [])
+        replace(small_disk, {A: "new", B: "x" * (64 << 10), Path("golden_values/c"): "n"})
+    assert contents(small_disk) == before
     replace(small_disk, {A: "new"})
     assert (small_disk / A).read_text() == "new"
 
@@ -120,40 +123,17 @@ def test_a_file_system_that_cannot_be_written_is_told_and_left_alone(small_disk:
     assert contents(small_disk) == {str(A): "old"}
 
 
-def test_a_reader_that_cannot_end_a_killed_refresh_says_so(small_disk: Path) -> None:
-    (small_disk / OWN_DIR).mkdir()
-    (small_disk / OWN_DIR / "goldens.replacing.json").write_text("{}")
-    subprocess.run(_remounted(small_disk), check=True)
-    with pytest.raises(GoldenError, match="was interrupted and cannot be ended: Read-only file"):
-        recover(small_disk)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{", "is no journal of a refresh"),
-        ('{"entries": [{"target": "../x", "has_old": true}], "made": []}', "leads out of the"),
-        ('{"entries": [], "made": ["/etc"]}', "leads out of the project"),
-    ],
-)
-def test_a_journal_that_is_none_of_ours_is_one_clear_error(
-    root: Path, text: str, problem: str
-) -> None:
-    (root / OWN_DIR).mkdir()
-    (root / OWN_DIR / "goldens.replacing.json").write_text(text)
-    with pytest.raises(GoldenError, match=problem):
-        recover(root)
-
-
 def test_refreshes_side_by_side_leave_one_whole_set_after_another(root: Path) -> None:
     """Four processes, twenty sets each: what is there at the end is of one process and set."""
     program = (
-        "import sys; from pathlib import Path, PurePosixPath as P\n"
-        "from pytest_megatron.workloads.refresh.transaction import locked, replace_together\n"
+        "import sys; from pathlib import Path\n"
+        "from pytest_megatron.base.files import write_texts_together\n"
+        "from pytest_megatron.workloads.refresh.write import locked\n"
+        "root = Path(sys.argv[1])\n"
         "for n in range(20):\n"
-        "    with locked(Path(sys.argv[1])):\n"
-        "        texts = {P(f'golden_values/m/{x}.json'): f'{sys.argv[2]} {n}' for x in 'ab'}\n"
-        "        replace_together(Path(sys.argv[1]), texts)\n"
+        "    with locked(root):\n"
+        "        texts = {root / f'golden_values/m/{x}.json': f'{sys.argv[2]} {n}' for x in 'ab'}\n"
+        "        write_texts_together(texts)\n"
     )
     command = [sys.executable, "-c", program, str(root)]
     running = [subprocess.Popen([*command, str(number)]) for number in range(4)]
@@ -169,7 +149,7 @@ def test_refreshes_side_by_side_leave_one_whole_set_after_another(root: Path) ->
 def test_a_lock_outlives_nobody(root: Path) -> None:
     program = (
         "import sys, signal; from pathlib import Path\n"
-        "from pytest_megatron.workloads.refresh.transaction import locked\n"
+        "from pytest_megatron.workloads.refresh.write import locked\n"
         "with locked(Path(sys.argv[1])):\n"
         "    print('up', flush=True); signal.pause()\n"
     )
@@ -187,7 +167,7 @@ def test_a_lock_outlives_nobody(root: Path) -> None:
 def test_a_lock_that_is_held_for_too_long_is_one_clear_error(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_megatron.workloads.refresh.transaction._LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("pytest_megatron.workloads.refresh.write._LOCK_WAIT_S", 0.05)
     with locked(root), pytest.raises(GoldenError, match="another refresh has held the goldens"):
         replace(root, {A: "new"})
     with pytest.raises(GoldenError, match="no such file"):

@@ -48,6 +48,7 @@ REMOVED = {
     "--record-changed": "was removed; write --testmon, as pytest-testmon works on ranks",
     "megatron_changed_draw": "was removed, as --changed was; drop it",
     "megatron_changed_file": "was removed, as --changed was; drop it",
+    "--stop-early": "was removed, as only a loss that is not finite ends a training; drop it",
 }
 
 

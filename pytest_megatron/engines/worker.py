@@ -32,10 +32,8 @@ from pytest_megatron.workloads.engine.records import (
     EndRecord,
     JobRecord,
     JobSpec,
-    ask_controller,
     of_start,
     read_spec,
-    remove_requests,
     write_record,
 )
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, inherited
@@ -44,6 +42,7 @@ from pytest_megatron.workloads.training.run.runner import (
     StartPhase,
     run_attempt,
 )
+from pytest_megatron.workloads.verdict.losses import FiniteLosses
 
 
 class ToldToEndError(BaseException):
@@ -133,7 +132,6 @@ def run(spec: JobSpec, step: Step | None) -> int:
     )
     if not (is_second and spec.outcome.exists()):  # which says how the first start ended
         write_record(spec.outcome, record)
-    remove_requests(spec.outcome)
     if trouble is not None and trouble.kind is not TroubleKind.CANCELLED:  # who told it knows
         _say(trouble.text)
     return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
@@ -170,13 +168,12 @@ def _carry_out(
         _need_one_node(spec.plan)
     gpus = gather_facts(spec.root).host.gpus if spec.watches_gpus else ()
     with HealthWatch(gpus) as watch:
-        ask = partial(ask_controller, spec.outcome, gather_facts(spec.root))
         ends = run_attempt(
             plan,
             json.loads(spec.description),
             ForwardingListener(on_lines=_print_lines),
             start=start,
-            stop_early=ask if spec.stops_early else None,
+            losses=FiniteLosses(names=spec.losses) if spec.losses else None,
         )
         return tuple(map(EndRecord.of, ends)), watch.finish()
 

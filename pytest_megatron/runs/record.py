@@ -74,24 +74,6 @@ class RecordedHealth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedStop:
-    """The stop of an attempt that could only fail.
-
-    Attributes:
-        iteration: The last that was trained.
-        last_iteration: The one that the attempt was to reach.
-        saved_s: Estimate of the time that it would have trained on; `saved_gpu_s` times its GPUs.
-        text: For a person.
-    """
-
-    iteration: _Count
-    last_iteration: _Count | None = None
-    saved_s: Real | None = None
-    saved_gpu_s: Real | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecordedAttempt:
     """An attempt of a workload.
 
@@ -111,7 +93,6 @@ class RecordedAttempt:
     is_transient: bool = False
     health: RecordedHealth | None = None
     fingerprint: str | None = None
-    stopped: RecordedStop | None = None
     note: str | None = None
 
 

@@ -351,7 +351,6 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["fork", "fresh"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
-Switch = Literal["on", "off"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
@@ -365,12 +364,12 @@ LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
     *("audit-determinism", "fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
-    *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures", "stop-early"),
+    *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures"),
     *("stress", "stress-seed", "tensor-trace", "workload-start"),
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
     *("gang-start", "keep-runs", "max-retries-per-run", "queue-timeout", "rank-grace"),
-    *("retry-backoff", "signatures", "stop-early", "stress-seed", "workload-start"),
+    *("retry-backoff", "signatures", "stress-seed", "workload-start"),
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
@@ -386,7 +385,6 @@ _EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
 _GOLDEN: ValueKind[GoldenMode] = one_of(
     "check", "record", "refresh", "off", problem="is not a way to use goldens"
 )
-_STOP_EARLY: ValueKind[Switch] = one_of("on", "off")
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
 _GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
@@ -552,11 +550,6 @@ class Options:
     )
     golden_policy: str = TEXT(
         "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
-    )
-    stop_early: Switch = _STOP_EARLY(
-        "stop-early",
-        "end a training at once when its verdict can only be failed",
-        "on",
     )
     golden_reason: str | None = REASON(
         "golden-reason", "why goldens change, which they record", None

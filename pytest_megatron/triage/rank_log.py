@@ -46,7 +46,7 @@ class LaunchEnd(Enum):
     EXITED = "exited"
     TIME_LIMIT = "time limit"
     HUNG_COLLECTIVE = "hung collective"
-    STOPPED = "stopped early"  # since what it measured could only fail
+    STOPPED = "stopped early"  # since a loss was not finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,6 @@ from pytest_megatron.workloads.engine.config_file import read_docker_config
 from pytest_megatron.workloads.engine.local import LeasingEngine
 from pytest_megatron.workloads.engine.records import (
     JobSpec,
-    RunningJobs,
     outcome_of,
     read_record,
     write_spec,
@@ -216,7 +215,6 @@ class DockerEngine(LeasingEngine):
         self._token = secrets.token_hex(3)
         self._num_run = 0
         self._link: DriverLink | None = None
-        self._running = RunningJobs()
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting for plans: a container has nothing of this process's environment."""
@@ -275,7 +273,7 @@ class DockerEngine(LeasingEngine):
             description=json.dumps(planned.description),
             env=self._config.env,
             watches_gpus=False,  # this process does, which sees who else uses them
-            stops_early=submission.stop_early is not None,
+            losses=() if submission.losses is None else submission.losses.names,
             options={},
         )
         module = "pytest_megatron.engines.docker.inside"
@@ -352,7 +350,7 @@ class DockerEngine(LeasingEngine):
         link = self._driver()
         link.send(request, lease.descriptors)
         try:
-            return self._until_gone(link, submission, live, Path(request.job_dir) / _OUTCOME)
+            return self._until_gone(link, submission, live)
         except (DriverGoneError, LaunchError):
             raise
         except BaseException:  # Ctrl-C; the second one comes through the wait below
@@ -364,9 +362,7 @@ class DockerEngine(LeasingEngine):
                 _until(link, Gone, StartRefused)
             raise
 
-    def _until_gone(
-        self, link: DriverLink, submission: Submission, live: LiveLog, outcome: Path
-    ) -> Gone:
+    def _until_gone(self, link: DriverLink, submission: Submission, live: LiveLog) -> Gone:
         """Follow a container's logs until it is gone."""
         limit_s = _limit_s(live.plan)
         stop_at = time.monotonic() + limit_s
@@ -384,7 +380,6 @@ class DockerEngine(LeasingEngine):
                     stop_at = time.monotonic() + limit_s
                 case _:
                     live.poll()
-                    self._running.judge([(submission, outcome)])
             if time.monotonic() >= stop_at:
                 link.send(StopContainer())
                 stop_at = float("inf")

@@ -54,7 +54,6 @@ from pytest_megatron.workloads.engine.api import (
     Update,
 )
 from pytest_megatron.workloads.engine.config_file import read_slurm_config
-from pytest_megatron.workloads.engine.records import RunningJobs
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.checks.rules import CheckFinding
 from pytest_megatron.workloads.training.plan.plan import Setting
@@ -134,7 +133,6 @@ class SlurmEngine:
         self._news: list[Update] = []
         self._unwanted: set[int] = set()  # jobs to be cancelled
         self._asked_account = -_ACCOUNT_S
-        self._running = RunningJobs()
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting as plans for jobs need it."""
@@ -295,8 +293,6 @@ class SlurmEngine:
             else:
                 self._look(tracked, job)
         self._look_for(missing)
-        running = [t for t in self._tracked.values() if t.told[0] is SubmissionPhase.RUNNING]
-        self._running.judge((t.submission, self._files_of(t).record) for t in running)
         if self._unwanted:
             self._commands.cancel(sorted(self._unwanted))
             self._unwanted.clear()

@@ -32,7 +32,6 @@ from pytest_megatron.workloads.engine.records import (
     JobRecord,
     outcome_of,
     read_record,
-    remove_requests,
 )
 from pytest_megatron.workloads.training.run.runner import tail
 
@@ -382,7 +381,6 @@ def taken_up(
 
 def remove_spec(files: JobFiles) -> None:
     """Remove what a job read; a job that is started again does not find its spec."""
-    remove_requests(files.record)
     with contextlib.suppress(OSError):
         files.spec.unlink()
 

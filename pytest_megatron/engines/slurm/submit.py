@@ -579,7 +579,7 @@ class Submitter:
             description=json.dumps(planned.description),
             env=dict(script.env),
             watches_gpus=submission.resources.gpus_per_node > 0,
-            stops_early=submission.stop_early is not None,
+            losses=() if submission.losses is None else submission.losses.names,
             secret=secrets.token_hex(32),
             options=dict(script.options),
         )

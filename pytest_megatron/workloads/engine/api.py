@@ -62,13 +62,15 @@ class Planned:
     description: dict[str, JsonValue]
 
 
-class FindFailure(Protocol):
-    """Returns why an attempt can only fail, None while it may pass; as `StopEarly`."""
+class WatchedLosses(Protocol):
+    """Losses that end a training once one of them is not finite; see `run_attempt`."""
 
-    def __call__(
-        self, ends: Sequence[PhaseEnd], facts: SessionFacts | None = None, /
-    ) -> str | None:
-        """Judge its phases so far; `facts` are of the job, None where it runs on this machine."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, for `JobSpec.losses`."""
+
+    def __call__(self, end: PhaseEnd, /) -> str | None:
+        """Return the first that is not finite of a phase, which may still run, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,8 @@ class Submission:
         avoid_gpus: UUIDs of GPUs that failed under one; to be taken last.
         delay_s: Pause before it may be submitted.
         listener: Sees lines and progress, where the engine can show them live.
-        stop_early: For `run_attempt`, where the engine runs it in this process, else for
-            `RunningJobs`; None to let every attempt train to its end.
+        losses: For `run_attempt`, where the engine runs it in this process; None where a loss that
+            is not finite ends nothing.
     """
 
     key: str
@@ -98,7 +100,7 @@ class Submission:
     avoid_gpus: frozenset[str] = frozenset()
     delay_s: float = 0.0
     listener: AttemptListener
-    stop_early: FindFailure | None = None
+    losses: WatchedLosses | None = None
 
 
 class TroubleKind(Enum):

@@ -198,7 +198,7 @@ class LocalEngine(LeasingEngine):
 
         return SubmissionOutcome(
             ends=run_attempt(
-                planned.plan, planned.description, submission.listener, start, submission.stop_early
+                planned.plan, planned.description, submission.listener, start, submission.losses
             )
         )
 

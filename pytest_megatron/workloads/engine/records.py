@@ -1,20 +1,16 @@
 """Files that a job reads and writes: `SPEC.json` and an outcome.
 
-While it runs, it leaves its phases so far for the controller, which may ask it to stop.
-
 A spec holds the plan without the environment that the controller has: a job has its own. It can
 hold what a case sets, and so is readable by its owner only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Self
 
@@ -23,14 +19,12 @@ from pytest_megatron.base.schema import SchemaError, adapter, parse
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workloads.engine.api import (
-    FindFailure,
     Planned,
-    Submission,
     SubmissionOutcome,
     SubmissionResult,
 )
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
-from pytest_megatron.workloads.training.run.runner import JudgePace, PhaseEnd, PhaseResult
+from pytest_megatron.workloads.training.run.runner import PhaseEnd, PhaseResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +38,7 @@ class JobSpec:
         description: The content of `plan.json`, as JSON.
         env: Variables of the engine's configuration, over the job's own and under the plan's.
         watches_gpus: Whether the job asks its GPUs how they are.
-        stops_early: The controller judges the training while it runs.
+        losses: Names of the losses that end the training once one of them is not finite.
         secret: What tasks of one job on several nodes know one another by.
         options: For the engine's own programs.
     """
@@ -56,7 +50,7 @@ class JobSpec:
     description: str
     env: dict[str, str]
     watches_gpus: bool
-    stops_early: bool = False
+    losses: tuple[str, ...] = ()
     secret: str = ""
     options: dict[str, str]
 
@@ -77,27 +71,6 @@ class EndRecord(PhaseResult):
         script = None if end.script is None else replace(end.script, env={})
         result = {name: getattr(end, name) for name in _RESULT}
         return cls(number=end.plan.number, **{**result, "script": script})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningRecord:
-    """Phases of a job that runs, the last as if it were stopped now; written now and then."""
-
-    ends: tuple[EndRecord, ...]
-    facts: SessionFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequest:
-    """Request of the controller to stop a job in a phase.
-
-    Attributes:
-        number: Number of the phase.
-        problem: Why it can only fail.
-    """
-
-    number: int
-    problem: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +152,7 @@ def write_record(path: Path, record: JobRecord) -> None:
         OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, record)
-
-
-def _write(path: Path, record: JobRecord | RunningRecord | StopRequest) -> None:
-    write_json_atomically(path, parse_json(adapter(type(record)).dump_json(record)))
+    write_json_atomically(path, parse_json(adapter(JobRecord).dump_json(record)))
 
 
 def read_record(path: Path) -> JobRecord | None:
@@ -225,68 +194,3 @@ def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd,
         PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
         for end in ends
     )
-
-
-def _running_file(outcome: Path) -> Path:
-    return outcome.with_name(f"{outcome.name}.running")
-
-
-def _stop_file(outcome: Path) -> Path:
-    return outcome.with_name(f"{outcome.name}.stop")
-
-
-def ask_controller(outcome: Path, facts: SessionFacts, ends: Sequence[PhaseEnd]) -> str | None:
-    """Leave a job's phases so far for the controller; return why it wants the last one stopped.
-
-    Args:
-        outcome: The file that the job leaves when it ends.
-        facts: Facts of the job.
-        ends: Ends of phases, for `StopEarly`.
-    """
-    running = RunningRecord(ends=tuple(map(EndRecord.of, ends)), facts=facts)
-    try:
-        _write(_running_file(outcome), running)
-        request = parse(StopRequest, read_bytes(_stop_file(outcome)))
-    except (OSError, SchemaError):  # no answer yet, or a full disk
-        return None
-    return request.problem if request.number == ends[-1].plan.number else None
-
-
-def remove_requests(outcome: Path) -> None:
-    """Remove what a job that has ended and the controller asked each other."""
-    for path in (_running_file(outcome), _stop_file(outcome)):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-@dataclass(slots=True)
-class RunningJobs:
-    """The jobs of an engine that run, as the controller judges them."""
-
-    _pace: JudgePace = field(default_factory=JudgePace)
-
-    def judge(self, jobs: Iterable[tuple[Submission, Path]]) -> None:
-        """Have jobs stopped that can only fail, unless it is too soon to judge them again.
-
-        Args:
-            jobs: Submissions, and the files that their jobs leave when they end.
-        """
-        if not self._pace.is_due:
-            return
-        began = time.monotonic()
-        for submission, outcome in jobs:
-            if submission.stop_early is not None:
-                self._judge(submission, submission.stop_early, outcome)
-        self._pace.pause(time.monotonic() - began)
-
-    @staticmethod
-    def _judge(submission: Submission, find_failure: FindFailure, outcome: Path) -> None:
-        """Ask a running job to stop if it can only fail."""
-        with contextlib.suppress(OSError, SchemaError):  # it has just begun, or a full disk
-            running = parse(RunningRecord, read_bytes(_running_file(outcome)))
-            ends = _with_plans(running.ends, submission.planned(None).plan)
-            problem = find_failure(ends, running.facts)
-            if problem is not None:
-                _write(
-                    _stop_file(outcome), StopRequest(number=ends[-1].plan.number, problem=problem)
-                )

@@ -261,14 +261,11 @@ class Series:
         values: (num_values,) the value at each of them.
         is_full_precision: True if the values have all their digits. Megatron-LM's extraction
             rounds to five decimals, and its goldens hold such values.
-        pending: Steps that a run which is not over has yet to measure; the values there are the
-            golden's (`continued_like`).
     """
 
     steps: tuple[int, ...]
     values: tuple[Value, ...]
     is_full_precision: bool = False
-    pending: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         assert len(self.steps) == len(self.values)

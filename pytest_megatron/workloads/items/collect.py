@@ -26,8 +26,7 @@ from pytest_megatron.session.state import IS_WORKLOAD
 if TYPE_CHECKING:
     from pytest_megatron.runs.record import RecordedWorkload
     from pytest_megatron.workloads.recipe.model import Workload
-    from pytest_megatron.workloads.verdict.early_stop import EarlyStop
-    from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+    from pytest_megatron.workloads.verdict.job import CheckedJob, Training
 
 
 class RecipeReader(Protocol):
@@ -42,9 +41,6 @@ class WorkloadRunner(Protocol):
 
     def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory."""
-
-    def early_stop(self, job: WorkloadJob) -> EarlyStop | None:
-        """Return what ends attempts that can only fail; None where all train to their end."""
 
     def set_up(self, item: WorkloadItem) -> None:
         """Train a workload."""

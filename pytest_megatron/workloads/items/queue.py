@@ -413,8 +413,7 @@ class QueuePlugin:
         checked = show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (checked.job, retries)
-        early = runner.early_stop(checked.job)
-        return begin(checked, self._session.facts, live, retries, early)
+        return begin(checked, self._session.facts, live, retries)
 
 
 def register_queue(config: pytest.Config, session: RunSession) -> None:

@@ -24,7 +24,6 @@ from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedAudit,
     RecordedHealth,
-    RecordedStop,
     RecordedWorkload,
 )
 from pytest_megatron.runs.redact import Redactor
@@ -39,7 +38,7 @@ from pytest_megatron.workloads.training.run.runner import (
     Progress,
     parse_progress,
 )
-from pytest_megatron.workloads.verdict.attempt import Attempt, StoppedEarly, Verdict
+from pytest_megatron.workloads.verdict.attempt import Attempt, Verdict
 from pytest_megatron.workloads.verdict.compare import Judgement
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.workloads.verdict.retry import fingerprint
@@ -253,7 +252,6 @@ def training_failure(training: Training) -> str:
     lines = [last.cause.text, *filter(None, [advice_on(training)])]
     lines += [f"{_INDENT}{line}" for line in last.cause.evidence]
     lines += [f"see {last.cause.see}"] if last.cause.see else []
-    lines += _saved(last)
     for attempt in training.attempts[:-1]:
         if attempt.cause is not None:
             lines.append(f"attempt {attempt.number}: {attempt.cause.text}")
@@ -289,14 +287,12 @@ def mismatch(training: Training, judgement: Judgement) -> str:
     what = "metrics" if "metrics" in compared else min(compared)
     if last.cause is not None and last.ends[-1].end is End.NOT_EXITED:
         first = f"{last.cause.text}; and its {what} disagree: {judgement.in_short}"
-    elif last.stopped is None or last.cause is None:
+    else:
         end = f"its {what} disagree"
         if judgement.is_golden_to_blame:
             end = "could not be compared"
         so_far = "ended with exit code 0" if judgement.is_too_short else "trained to the end"
         first = f"{judgement.in_short}: {so_far}, but {end}"
-    else:
-        first = last.cause.text
     lines = [first]
     traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
@@ -312,14 +308,7 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             num_more = len(repeat.failed) - _MAX_SHOWN
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
-    advice = () if last.stopped is not None else filter(None, [advice_on(training, judgement)])
-    return "\n".join([*lines, *advice, *_saved(last)])
-
-
-def _saved(attempt: Attempt) -> list[str]:
-    """Return the line on an attempt that was stopped: what it saved, and how to have the rest."""
-    stopped = attempt.stopped
-    return [] if stopped is None else [f"{stopped.text}; for all of it: -o megatron_stop_early=off"]
+    return "\n".join([*lines, *filter(None, [advice_on(training, judgement)])])
 
 
 def folded(problem: str) -> str:
@@ -378,7 +367,6 @@ def summary_line(
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         parts.append(problem.partition("\n")[0])
-        parts += [a.stopped.text for a in training.attempts[-1:] if a.stopped is not None]
     elif judgement is not None:
         layout = training.job.workload.equivalence
         parts += [] if layout is None else [f"equivalent to {layout.text}"]
@@ -552,20 +540,7 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         is_transient=cause is not None and cause.is_transient,
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
-        stopped=None if attempt.stopped is None else _stop_record(attempt.stopped),
         note=attempt.note,
-    )
-
-
-def _stop_record(stopped: StoppedEarly) -> RecordedStop:
-    """Return an early stop for run.json."""
-    saved_s = stopped.saved_s
-    return RecordedStop(
-        iteration=stopped.iteration,
-        last_iteration=stopped.last_iteration,
-        saved_s=None if saved_s is None else round(saved_s, 3),
-        saved_gpu_s=None if saved_s is None else round(saved_s * stopped.num_gpus, 3),
-        text=stopped.text,
     )
 
 

@@ -62,7 +62,6 @@ from pytest_megatron.workloads.training.plan.plan import Replay, Setting, requir
 from pytest_megatron.workloads.verdict.attempt import Verdict, evaluate
 from pytest_megatron.workloads.verdict.compare import Judgement, judge
 from pytest_megatron.workloads.verdict.driver import train
-from pytest_megatron.workloads.verdict.early_stop import EarlyStop
 from pytest_megatron.workloads.verdict.job import (
     CheckedJob,
     JobOptions,
@@ -234,8 +233,7 @@ class TrainingPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
-        is_of_logs = item.training.verdict is Verdict.FAILED  # of a training that was not stopped
-        if not is_of_logs or item.training.attempts[-1].stopped is not None:
+        if item.training.verdict is not Verdict.FAILED:  # whose problem is of logs
             problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
@@ -251,25 +249,10 @@ class TrainingPlugin(RecordCarrier):
         with contextlib.closing(live):
             checked = show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
-            early = self.early_stop(checked.job)
             facts, engine = self._session.facts, engine_of(self._session)
-            training = train(checked, facts, live, retries, engine, early)
+            training = train(checked, facts, live, retries, engine)
             retries.note_end(training)
             return training
-
-    def early_stop(self, job: WorkloadJob) -> EarlyStop | None:
-        """Return what ends attempts that can only fail; None where all train to their end.
-
-        Raises:
-            GoldenError: The golden was changed, or cannot be read.
-        """
-        if self._session.options.stop_early == "off" or not EarlyStop.can_judge(job):
-            return None
-        is_compared = self._session.options.golden == "check"
-        golden = self._goldens.read_copy(job) if is_compared else None
-        return EarlyStop(
-            job=job, golden=golden, policy=self._goldens.policy, facts=self._session.facts
-        )
 
     def _judge(self, item: WorkloadItem, training: Training) -> None:
         """Compare a training with its golden and record the result.
@@ -335,11 +318,10 @@ class TrainingPlugin(RecordCarrier):
     def _judgement_of_failed(self, training: Training) -> Judgement | None:
         """Return and record what is comparable of a training that failed; None without any.
 
-        That is what it was stopped for, or all of it if what came after it failed.
+        That is all of it if only what came after it failed.
         """
         job, last = training.job, training.attempts[-1]
         is_compared = job.case is not None and last.is_whole
-        is_compared = is_compared or (last.stopped is not None and bool(last.stopped.compared))
         if training.verdict is Verdict.BROKEN or not is_compared:
             return None
         golden = self._goldens.read_copy(job)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.base.files import JsonValue, read_end, read_json, write_json_atomically
-from pytest_megatron.base.text import describe_exit, name_ranks, rough_time
+from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
@@ -235,36 +235,6 @@ class FailureCause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoppedEarly:
-    """An attempt that was ended since it could only fail.
-
-    Attributes:
-        iteration: The last one that it measured.
-        last_iteration: The one that it was to reach; None where that is not known.
-        saved_s: Estimate of the time that it would have trained on, or None.
-        num_gpus: That it had; 0 on the CPU.
-        compared: A text of `RepeatComparison.against`, and the metrics that disagree; empty where a
-            loss is not finite.
-    """
-
-    iteration: int
-    last_iteration: int | None
-    saved_s: float | None
-    num_gpus: int
-    compared: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The time that stopping early saved, for a person."""
-        if self.saved_s is None:
-            return "stopped early"
-        saved = rough_time(self.saved_s * (self.num_gpus or 1))
-        return (
-            f"stopped early: saved about {saved.replace(' ', ' GPU-') if self.num_gpus else saved}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One execution of a workload.
 
@@ -283,7 +253,6 @@ class Attempt:
         audit_ends: Ends of the phases of the audit.
         facts: Where and with what it ran; None where that is the controller's machine.
         suspects: The machines that failed under it, where it was theirs.
-        stopped: Why it was stopped, if it could only fail; it has a cause as well.
         note: What is odd about one that trained as it should, or None.
         lost_s: Time that it ran, where no phase left its end.
     """
@@ -303,7 +272,6 @@ class Attempt:
     audit_ends: tuple[PhaseEnd, ...] = ()
     facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
-    stopped: StoppedEarly | None = None
     note: str | None = None
     lost_s: float = 0.0
 

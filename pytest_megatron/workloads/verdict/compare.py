@@ -292,7 +292,7 @@ class Judgement:
 def judge(
     training: Training, golden: Golden | None, policy: ComparisonPolicy, facts: SessionFacts
 ) -> Judgement:
-    """Compare every whole repeat of a training; of one that was stopped, take what it showed.
+    """Compare every whole repeat of a training.
 
     Args:
         training: With a case; a script judges itself.
@@ -307,21 +307,7 @@ def judge(
         if golden is not None:
             found.append(_with_golden(training, attempt, golden, policy, facts))
         found += _within(training, attempt, policy)
-    found += _comparisons_when_stopped(training.attempts[-1])
     return Judgement(repeats=tuple(found), policy=policy)
-
-
-def _comparisons_when_stopped(attempt: Attempt) -> list[RepeatComparison]:
-    """Return what an attempt disagrees in that was stopped for it; none follows such a one."""
-    return [
-        RepeatComparison(
-            repeat=attempt.repeat,
-            against=against,
-            measured=attempt.whole_path if against == GOLDEN else attempt.dirs.phase(2).metrics,
-            comparisons=comparisons,
-        )
-        for against, comparisons in (() if attempt.stopped is None else attempt.stopped.compared)
-    ]
 
 
 def _within(
@@ -340,8 +326,6 @@ def _within(
         ]
     case, _ = _case(training)
     if case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
-        if len(attempt.metrics) == 1:  # it is not over yet
-            return []
         return [_with_first_phase(training, attempt, policy)]
     phases = {end.plan.name: end.plan.dirs.root for end in attempt.ends}
     return [

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -66,7 +65,6 @@ from pytest_megatron.workloads.verdict.attempt import (
     why_a_script_failed_late,
     why_it_failed,
 )
-from pytest_megatron.workloads.verdict.early_stop import EarlyStop
 from pytest_megatron.workloads.verdict.equivalence import (
     compare_gradients,
     compare_traces,
@@ -74,6 +72,7 @@ from pytest_megatron.workloads.verdict.equivalence import (
     measure_gradients,
 )
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.workloads.verdict.losses import FiniteLosses
 from pytest_megatron.workloads.verdict.retry import StopRetrying, next_step, with_policy
 
 _RESUMES = (TestType.CKPT_RESUME, TestType.FROZEN_RESUME)
@@ -242,7 +241,6 @@ def train(
     listener: AttemptListener,
     retries: Retries,
     engine: Engine,
-    early_stop: EarlyStop | None = None,
 ) -> Training:
     """Run one job, its repeats one after the other up to the first that is not clean.
 
@@ -252,14 +250,13 @@ def train(
         listener: Sees lines and progress.
         retries: Asked before every further attempt.
         engine: Where it runs.
-        early_stop: Ends attempts that can only fail; None lets all train to their end.
 
     Raises:
         MegatronError: It cannot be planned or started; nothing is left running.
         KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
     found: list[RepeatEnd] = []
-    for repeat in begin(checked, facts, listener, retries, early_stop):
+    for repeat in begin(checked, facts, listener, retries):
         found.append(_drive(repeat, engine))
         if found[-1].attempts[-1].cause is not None:
             break
@@ -271,7 +268,6 @@ def begin(
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
-    early_stop: EarlyStop | None = None,
 ) -> tuple[Repeat, ...]:
     """Return the repeats of a job; nothing of them has run yet.
 
@@ -281,7 +277,7 @@ def begin(
     checked.require_runnable()
     first = checked.job.replay.repeat
     return tuple(
-        _repeat(checked, facts, listener, retries, early_stop, repeat=repeat)
+        _repeat(checked, facts, listener, retries, repeat=repeat)
         for repeat in range(first, first + checked.job.num_repeats)
     )
 
@@ -328,7 +324,6 @@ def _repeat(
     facts: SessionFacts,
     listener: AttemptListener,
     retries: Retries,
-    early_stop: EarlyStop | None,
     *,
     repeat: int,
 ) -> Repeat:
@@ -340,12 +335,11 @@ def _repeat(
     while True:
         plan = checked.plan_of(repeat=repeat, number=len(outcomes) + 1)
         submission = _submission(checked, plan, facts, listener, outcomes, repeat=repeat)
-        stop = None if early_stop is None else partial(early_stop.find_failure, plan)
-        outcome = yield replace(submission, delay_s=pause_s, stop_early=stop)
+        outcome = yield replace(submission, delay_s=pause_s)
         outcomes.append(outcome)
         if unclean := _redact(job, plan, outcome):
             listener.on_lines(unclean)
-        judged = _judged(job, plan, outcome, early_stop, repeat=repeat, number=len(outcomes))
+        judged = _judged(job, plan, outcome, repeat=repeat, number=len(outcomes))
         attempts.append(judged)
         step = next_step(attempts, job.retry, random.random())  # noqa: S311 - no secret
         where = f"{job.node_id}, repeat {repeat}, attempt {len(attempts)}"
@@ -398,6 +392,7 @@ def _submission(
             on_lines=lambda lines: listener.on_lines([redactor.text(line) for line in lines]),
             on_progress=listener.on_progress,
         ),
+        losses=FiniteLosses.of(job),
     )
 
 
@@ -405,7 +400,6 @@ def _judged(
     job: WorkloadJob,
     plan: AttemptPlan,
     outcome: SubmissionOutcome,
-    early_stop: EarlyStop | None,
     *,
     repeat: int,
     number: int,
@@ -440,10 +434,6 @@ def _judged(
     if outcome.trouble is not None:
         return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))
     judged = judge_files(job, plan, attempt)
-    if early_stop is not None:
-        is_stopped = bool(outcome.ends) and outcome.ends[-1].end is End.STOPPED
-        look = early_stop.account if is_stopped else early_stop.explain
-        judged = look(plan, judged)
     cause = with_policy(with_health(judged.cause, health), job.retry)
     if cause is not None and outcome.ends:
         last = outcome.ends[-1]

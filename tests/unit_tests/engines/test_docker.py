@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from pytest_megatron.engines.docker.engine import DockerEngine
 from pytest_megatron.engines.docker.inside import _hand_over
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Gpu
-from pytest_megatron.runs.environment import SessionFacts, gather_facts
+from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workloads.engine.api import (
     EngineContext,
@@ -36,7 +36,8 @@ from pytest_megatron.workloads.engine.api import (
 from pytest_megatron.workloads.engine.api import TroubleKind as Kind
 from pytest_megatron.workloads.engine.config_file import read_docker_config
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workloads.training.run.runner import AttemptListener, End, PhaseEnd, Progress
+from pytest_megatron.workloads.training.run.runner import AttemptListener, End, Progress
+from pytest_megatron.workloads.verdict.losses import FiniteLosses
 
 SOURCE = Path(pytest_megatron.__file__).parents[1]
 READY = "[default0]:up"  # as torch.distributed.run copies a line of rank 0
@@ -226,17 +227,14 @@ def test_a_time_limit_is_the_workload_s_own(place: Place) -> None:
     assert [end.end for end in outcome.ends] == [End.TIME_LIMIT]
 
 
-def test_a_training_that_can_only_fail_is_ended(place: Place) -> None:
-    order = place.order(*bash(f"touch '{place.root}/nan'; exec sleep 300"))
-
-    def find_failure(ends: Sequence[PhaseEnd], facts: SessionFacts | None = None, /) -> str | None:
-        assert facts is not None
-        (end,) = ends
-        return f"phase {end.plan.number}: nan" if (place.root / "nan").exists() else None
-
-    outcome = place.run(replace(order, stop_early=find_failure))
+def test_a_training_with_a_loss_that_is_not_finite_is_ended(place: Place) -> None:
+    written = '{"step": 1, "lm loss": NaN}\n{"step": 2, "lm loss": 1.0}\n'
+    there = "$(dirname $(find run -name launcher.log))/metrics.jsonl"
+    order = place.order(*bash(f"printf '{written}' > {there}; exec sleep 300"))
+    outcome = place.run(replace(order, losses=FiniteLosses(names=("lm loss",))))
     (end,) = outcome.ends
-    assert (end.end, end.problem, outcome.trouble) == (End.STOPPED, "phase 1: nan", None)
+    problem = "lm loss is nan at step 1, the first that is not finite"
+    assert (end.end, end.problem, outcome.trouble) == (End.STOPPED, problem, None)
 
 
 def test_memory_that_is_used_up_is_told_from_a_crash(place: Place) -> None:

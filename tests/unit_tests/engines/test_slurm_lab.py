@@ -229,28 +229,16 @@ def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
     assert (first["signature"], second["signature"]) == ("engine_node_fail", None)
 
 
-def test_jobs_that_can_only_fail_are_ended_and_leave_their_record(
+def test_a_job_with_a_loss_that_is_not_finite_is_ended_and_leaves_its_record(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:
     project = Project(root=tmp_path / "project")
-    slow = {"TINY_TRAIN_STEP_MS": "60000.0"}  # as it prints
-    project.add("nan", "nan@3", "hang@8", env=slow)
-    off = project.add("off", "hang@8", env=slow)
-    project.golden(off, changes={3: 1.0})
+    project.add("nan", "nan@3", "hang@8")
     process = session_of(project)
     text, _ = process.communicate(timeout=_SLOW_S)
     run = SessionRun(
         returncode=process.returncode, stdout=text, stderr="", directory=project.root / "run"
     )
-    for case, reason in (("nan", "is nan at step 3"), ("off", "is off at step 3")):
-        assert run.verdict(case) == ("FAILED", "failed"), text
-        assert f"stopped after iteration 7 of 10: lm loss {reason}" in run.problem(case)
-        (attempt,) = run.attempts(case)
-        stopped = attempt["stopped"]
-        assert isinstance(stopped, dict)
-        assert (stopped["iteration"], stopped["saved_s"]) == (7, 180.0)
-    assert (
-        text.count("stopped early: saved about 3 min; for all of it: -o megatron_stop_early=off")
-        == 2
-    )
+    assert run.verdict("nan") == ("FAILED", "failed"), text
+    assert "stopped after iteration 7 of 10: lm loss is nan at step 3" in run.problem("nan")
     assert slurm_lab.ask("squeue", "-h", "-o", "%A %T").split() == []

@@ -239,14 +239,13 @@ def test_no_other_option_is_given_back(tmp_path: Path, name: str) -> None:
 def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, JsonValue]) -> None:
     options: JsonValue = {
         "rank_timeout": 0.5,
-        "stop_early": "off",
         "tensor_trace": "full",
         "leaks": True,
         "signatures": ["a.toml", "b.toml"],
         "stress_seed": 1234567890,
     }
     words = made(chosen_of(tmp_path, record, options=options), Wishes(is_traced=True)).argv
-    given = ["--megatron-rank-timeout", "0.5", "-o", "megatron_stop_early=off"]
+    given = ["--megatron-rank-timeout", "0.5"]
     given += ["--megatron-tensor-trace", "full", "--megatron-leaks"]
     given += ["-o", "megatron_signatures=a.toml,b.toml", "-o", "megatron_stress_seed=1234567890"]
     assert list(words[-1 - len(given) : -1]) == given

@@ -65,7 +65,6 @@ megatron_queue_timeout
 megatron_rank_grace
 megatron_retry_backoff
 megatron_signatures
-megatron_stop_early
 megatron_stress_seed
 megatron_workload_start
 """
@@ -83,8 +82,8 @@ REMOVED_OPTIONS = [
         "--retry-backoff: is a setting now; write -o megatron_retry_backoff=3, or put",
     ),
     (
-        ["--megatron-stop-early=off"],
-        "--megatron-stop-early: is a setting now; write -o megatron_stop_early=off, or put",
+        ["-o", "megatron_stop_early=off"],
+        "megatron_stop_early: was removed, as only a loss that is not finite ends a training; drop",
     ),
 ]
 GIVEN_SHARING = ("--ranks", "2", "--ranks-per-gpu", "2")

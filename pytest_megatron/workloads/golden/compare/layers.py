@@ -3,9 +3,6 @@
 Every layer is measured, whether or not one before it failed, so that a verdict shows all of them;
 the first that failed decides. None looks at another metric.
 
-Of a run that is not over (`Point.is_pending`), a layer that values to come could still mend is left
-out: one that fails then fails whatever comes.
-
 The band is the deviation allowed at each step. It has two sources: the golden itself (deterministic
 or not, its precision), and the spread of its repeats, which is in its provenance. Run-to-run noise
 of a training grows over the steps, from nothing at step 1, so a learned band is narrow where bugs
@@ -34,7 +31,6 @@ from pytest_megatron.workloads.golden.compare.result import (
     find_absent,
     find_frozen,
     find_unusable,
-    has_pending,
     relative,
     ulps_between,
 )
@@ -283,7 +279,7 @@ def find_hole(
     presence = Layer(
         rule=ComparisonRule.PRESENCE,
         passed=bool(len(golden)) and len(points) >= len(golden),
-        measured=float(sum(not point.is_pending for point in points)),
+        measured=float(len(points)),
         limit=float(len(golden)),
         unit="steps",
     )
@@ -323,18 +319,16 @@ def loss_layers(
     golden: Series, observed: Series, points: list[Point], band: Band, limits: LossLimits
 ) -> Iterable[LayerFinding]:
     """Yield the layers of a loss: first step, shape, early window, every step, mean and tail."""
-    is_over = not has_pending(points)
     if points[0].step == 1:
         yield _step_1(points[0], band.allowed[0], limits)
-    if is_over:
-        yield _shape(golden, observed, limits)
+    yield _shape(golden, observed, limits)
     pairs = list(zip(points, band.allowed, strict=True))
     early = [pair for pair in pairs if 1 < pair[0].step <= limits.early_steps]
     if early:
         yield _every_step(ComparisonRule.EARLY, early, 0, band.note)
     yield _every_step(ComparisonRule.BAND, pairs, band.num_outside, band.note)
     yield _outlier(pairs, limits.outside_factor, band)
-    if is_over and len(points) >= LEARNING.least_steps_for_means:
+    if len(points) >= LEARNING.least_steps_for_means:
         yield _mean(ComparisonRule.BIAS, points, band.bias, band.note)
         yield _mean(ComparisonRule.TAIL, _tail(points), band.tail, band.note)
     if limits.window_mean is not None:
@@ -464,7 +458,7 @@ def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) ->
 def _in_company(points: Sequence[Point], at: int) -> float:
     """Return the deviation allowed at a step, given those of the steps around it."""
     around = [*points[max(0, at - NEIGHBOURS) : at], *points[at + 1 : at + 1 + NEIGHBOURS]]
-    off = sorted(math.inf if p.is_pending else abs(p.signed) for p in around)
+    off = sorted(abs(p.signed) for p in around)
     return NEIGHBOUR_FACTOR * off[int(NEIGHBOUR_PART * len(off))] if off else 0.0
 
 
@@ -474,16 +468,14 @@ def _windows(points: Sequence[Point], limit: float, band: Band) -> Iterable[Laye
     starts = range(0, max(1, len(points) - size + 1), size)
     windows = [points[start : start + size] for start in starts]
     windows[-1] = points[starts[-1] :]
-    windows = [window for window in windows if not has_pending(window)]
 
     def excess(window: Sequence[Point]) -> float:
         observed, golden = _means(window)
         return abs(observed - golden) - limit * abs(golden)
 
-    if windows:
-        worst = max(windows, key=excess)
-        allowed = limit * abs(_means(worst)[1]) + band.rounding
-        yield _mean(ComparisonRule.WINDOW, worst, allowed, band.note)
+    worst = max(windows, key=excess)
+    allowed = limit * abs(_means(worst)[1]) + band.rounding
+    yield _mean(ComparisonRule.WINDOW, worst, allowed, band.note)
 
 
 def _mean(rule: ComparisonRule, points: Sequence[Point], allowed: float, note: str) -> LayerFinding:

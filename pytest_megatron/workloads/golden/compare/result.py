@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import groupby
@@ -25,11 +25,9 @@ from pytest_megatron.runs.record import (
     to_json,
 )
 from pytest_megatron.workloads.golden.model import (
-    MetricMap,
     Series,
     Value,
     is_finite,
-    series_of,
     step_interval,
     to_float32,
 )
@@ -373,16 +371,11 @@ _NUM_DECIMALS = 5  # Megatron-LM's extraction, and so its goldens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One step at which golden and run both have a finite number.
-
-    Attributes:
-        is_pending: The run is not over and has yet to measure it; `observed` is the golden's.
-    """
+    """One step at which golden and run both have a finite number."""
 
     step: int
     observed: float
     golden: float
-    is_pending: bool = False
 
     @property
     def signed(self) -> float:
@@ -410,49 +403,19 @@ def align(golden: Series, observed: Series) -> tuple[Series, Series]:
     return golden, observed
 
 
-def continued_like(golden: MetricMap, observed: MetricMap) -> MetricMap:
-    """Return a run that is not over, continued with the golden's values: the best that can come.
-
-    A comparison with that golden which fails for it fails whatever the run measures from now on,
-    since layers that values to come could mend are left out. Steps that are missing in between may
-    come late.
-    """
-    ahead = {name: _continued(series, observed.get(name)) for name, series in golden.items()}
-    return {**observed, **ahead}
-
-
-def _continued(golden: Series, observed: Series | None) -> Series:
-    """Return what was observed so far, with the golden's values ahead."""
-    measured = {} if observed is None else dict(observed.items())
-    ahead = {
-        step: value
-        for step, value in golden.items()
-        if step not in measured and (isinstance(value, str) or math.isfinite(value))
-    }
-    is_full = (observed or golden).is_full_precision
-    whole = series_of({**measured, **ahead}, is_full_precision=is_full)
-    return replace(whole, pending=frozenset(ahead))
-
-
 def shared_points(golden: Series, observed: Series) -> list[Point]:
     """Return the steps at which both have a finite number, ascending."""
     at = dict(observed.items())
     return [
-        Point(step=step, observed=o, golden=g, is_pending=step in observed.pending)
+        Point(step=step, observed=o, golden=g)
         for step, g in golden.items()
         if isinstance(g, float) and isinstance(o := at.get(step), float)
         if math.isfinite(g) and math.isfinite(o)
     ]
 
 
-def has_pending(points: Iterable[Point]) -> bool:
-    """Return True if values to come may still change a number made of `points`."""
-    return any(point.is_pending for point in points)
-
-
-def measure(points: Iterable[Point]) -> Deviation:
-    """Return the largest and the mean deviation over `points` that were measured."""
-    points = [point for point in points if not point.is_pending]
+def measure(points: Sequence[Point]) -> Deviation:
+    """Return the largest and the mean deviation over `points`."""
     if not points:
         return Deviation()
     worst = max(points, key=lambda p: abs(relative(p.observed, p.golden)))
@@ -466,7 +429,7 @@ def measure(points: Iterable[Point]) -> Deviation:
     )
 
 
-def mean_signed(points: list[Point]) -> float:
+def mean_signed(points: Sequence[Point]) -> float:
     """Return sum of (observed - golden) / sum of |golden|: no single step near 0 dominates."""
     scale = math.fsum(abs(p.golden) for p in points)
     return relative(scale + math.fsum(p.signed for p in points), scale)

@@ -25,7 +25,6 @@ from pytest_megatron.workloads.golden.compare.result import (
     allowed_of,
     counting_layer,
     first_difference,
-    has_pending,
     measure,
     relative,
     shared_points,
@@ -127,8 +126,6 @@ def _judge(
         return _judge_loss(comparison, points, golden, rules)
     if rules.not_timed is not None:
         return _unjudged(comparison, rules.not_timed)
-    if has_pending(points):
-        return comparison
     return _judge_cost(comparison, points, rules)
 
 

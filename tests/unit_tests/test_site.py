@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 def build(root: Path, index: str) -> subprocess.CompletedProcess[str]:
     """Build a site of two pages with the configuration of this project."""
-    (root / "docs").mkdir()
+    (root / "docs").mkdir(exist_ok=True)
     for name in ("conf.py", "search_scorer.js"):
         (root / "docs" / name).write_text(CONF.with_name(name).read_text())
     (root / "docs/index.md").write_text(index)
@@ -44,6 +44,16 @@ def test_the_index_is_the_side_bar_and_comments_are_not_shown(tmp_path: Path) ->
     assert "executor" in shown
     assert "needs: Slurm" not in shown
     assert 'url=docs/index.html"' in (tmp_path / "build/site/index.html").read_text()
+
+
+def test_a_mark_is_replaced_by_the_table_of_its_script(tmp_path: Path) -> None:
+    (tmp_path / "docs/reference").mkdir(parents=True)
+    script = 'def rows():\n    yield from ("| a |", "|---|", "| b |")\n'
+    (tmp_path / "docs/reference/my_tables.py").write_text(script)
+    index = "# Index\n\n## Learn\n\n[A page](page.md)\n\n<!-- table: my_tables.py rows -->\n"
+    ended = build(tmp_path, index)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "<td><p>b</p></td>" in (tmp_path / "build/site/docs/index.html").read_text()
 
 
 def test_blocks_can_be_copied_and_results_of_a_search_are_ranked(tmp_path: Path) -> None:

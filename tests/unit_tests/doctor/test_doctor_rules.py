@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,6 @@ from pytest_megatron.doctor.command import finding_of, rules
 from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, Python, compat
 from pytest_megatron.doctor.probes.packages import read_packages
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
-
-ROOT = Path(__file__).parents[3]
-
-
-def test_the_reference_has_the_tables_of_the_data() -> None:
-    script = runpy.run_path(str(ROOT / "docs/reference/doctor_tables.py"))
-    for name, tables in (("doctor", "tables"), ("checks", "check_tables")):
-        page = (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8")
-        begin, end = "<!-- tables: doctor_tables.py -->", "<!-- end of tables -->"
-        assert f"{begin}\n{script[tables]()}\n\n{end}" in page
 
 
 @pytest.mark.parametrize("rule", rules().values(), ids=list(rules()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from pytest_megatron.workloads.engine.config_file import (
     read_slurm_config,
 )
 
-REFERENCE = Path(__file__).parents[4] / "docs/reference"
 CLUSTER = """\
 format_version: 1
 slurm:
@@ -147,9 +145,3 @@ def test_an_unknown_platform_and_a_file_of_another_version(tmp_path: Path) -> No
         read_executor_config(written(tmp_path, "slurm: {}\n"))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_executor_config(tmp_path / "none.yaml")
-
-
-def test_the_tables_of_the_page_are_up_to_date() -> None:
-    script = runpy.run_path(str(REFERENCE / "executor_tables.py"))
-    page = (REFERENCE / "executor-config.md").read_text()
-    assert script["tables"]() in page

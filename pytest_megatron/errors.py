@@ -43,6 +43,8 @@ REMOVED = {
     "watch": "is a part of gangs; write pytest-megatron gangs watch",
     "--changed": "was removed; write --testmon, as pytest-testmon works on ranks",
     "--audit": "was removed, and looks no longer by default; write --leaks in place of fail",
+    "--attach": "was removed; cancel the jobs of a pytest that is gone with scancel, by the ids in "
+    "engine/journal.jsonl of its run, and start a new run",
     "--keep-contexts": "was removed, as runs were slower with it; drop it, --keep-gangs is enough",
     "--pack-gpus": "was removed, as it gained little; drop it: each gang has its own GPUs",
     "--record-changed": "was removed; write --testmon, as pytest-testmon works on ranks",

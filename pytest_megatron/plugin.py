@@ -71,7 +71,7 @@ _HAS_WORKER: ExtensionPoint[_OfSession] = ExtensionPoint("has_worker")  # of pyt
 _SELECTED: ExtensionPoint[_OfItems] = ExtensionPoint("selected")  # those that will run
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
-_CHANGING_ARGUMENTS = frozenset(("attach", "bucket", "keep-gangs"))
+_CHANGING_ARGUMENTS = frozenset(("bucket", "keep-gangs"))
 _SHORT_NAMES = pytest.StashKey[ShortNames]()
 
 
@@ -94,11 +94,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     """Note how the session begins, before anything of the project is imported."""
     if early_config.pluginmanager.has_plugin(options.ENDED_PLUGIN):
         return
-    run = options.early_words(early_config, "attach")
-    if run:
-        from pytest_megatron.workloads.items.queue import add_recorded
-
-        add_recorded(early_config, args, ",".join(run))
     for begin in _BEGIN.all():
         begin(early_config, args)
     if not options.is_rank(early_config):

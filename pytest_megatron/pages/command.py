@@ -38,7 +38,7 @@ def list_runs(*, root: Path) -> None:
 def prune(*, keep: int, root: Path) -> None:
     """Remove all but the latest N runs of the project, with their logs, pages and candidates.
 
-    A run that has not ended is never removed: it may be going on, or be taken over with --attach.
+    A run that has not ended is never removed: it may be going on.
     """
     try:
         removed = remove_old_runs(root, keep)

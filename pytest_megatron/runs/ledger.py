@@ -27,27 +27,17 @@ _LEAST_ENDED = 3  # before that, "more than half" says nothing about the machine
 class RunLedger:
     """Further attempts that a run has used."""
 
-    def __init__(
-        self,
-        *,
-        run_dir: Path,
-        max_retries: int = DEFAULT_MAX_RETRIES,
-        is_attached: bool = False,
-    ) -> None:
+    def __init__(self, *, run_dir: Path, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
         """Begin without reading the ledger.
 
         Args:
             run_dir: Is there before the first call.
             max_retries: How many incidents all items of the run together may be run again for. One
                 that is a machine's is one for all items under which that machine failed so.
-            is_attached: Whether all that a controller did which is gone is gone through again:
-                attempts that it claimed are claimed already.
         """
         self._path = run_dir / _FILE
         self._max_retries = max_retries
-        self._is_attached = is_attached
         self._counts = _RetryCounts()
-        self._granted: Counter[str] | None = None
 
     def claim(self, node_id: str, signature: str, hosts: Sequence[str] = ()) -> str | None:
         """Take one further attempt for an item; return why it cannot have one, or None.
@@ -62,8 +52,6 @@ class RunLedger:
             row["hosts"] = list[JsonValue](sorted(hosts))
         try:
             with self._open() as counts:
-                if self._is_granted(node_id):
-                    return None
                 if counts.is_infrastructure:
                     return _MOSTLY_BROKEN
                 if counts.num_incidents_with(row) > self._max_retries:
@@ -81,8 +69,7 @@ class RunLedger:
             broken_by: Id of the transient cause that it failed with to the end, or None.
         """
         with contextlib.suppress(OSError), self._open() as counts:
-            if not (self._is_attached and node_id in counts.ended):
-                counts.append({"event": "end", "node_id": node_id, "broken_by": broken_by})
+            counts.append({"event": "end", "node_id": node_id, "broken_by": broken_by})
             if counts.is_infrastructure and not counts.was_said:
                 counts.append({"event": "infrastructure"})
                 return counts.text
@@ -95,12 +82,6 @@ class RunLedger:
         with contextlib.suppress(OSError), self._open() as counts:
             return counts.text if counts.was_said else None
         return None
-
-    def _is_granted(self, node_id: str) -> bool:
-        """Take back a claim of the controller that is gone."""
-        assert self._granted is not None
-        self._granted[node_id] -= 1
-        return self._granted[node_id] >= 0
 
     @contextmanager
     def _open(self) -> Iterator[_RetryCounts]:
@@ -115,8 +96,6 @@ class RunLedger:
                 text += b"\n"
                 os.write(descriptor, b"\n")
             counts.take(text)
-            if self._granted is None:
-                self._granted = counts.retries_of.copy() if self._is_attached else Counter()
             counts.descriptor = descriptor
             yield counts
 
@@ -126,8 +105,6 @@ class _RetryCounts:
 
     Attributes:
         num_bytes: That were counted.
-        ended: Items that ended.
-        retries_of: Item to the number of its further attempts.
         descriptor: Descriptor of the file while it is locked.
     """
 
@@ -137,8 +114,6 @@ class _RetryCounts:
         self._of_hosts: set[tuple[str, str]] = set()
         self.num_ended = 0
         self.was_said = False
-        self.ended: set[str] = set()
-        self.retries_of: Counter[str] = Counter()
         self.descriptor = -1
         self._broken: Counter[str] = Counter()
 
@@ -175,16 +150,13 @@ class _RetryCounts:
 
     def _count(self, row: dict[str, JsonValue]) -> None:
         """Count a line of the ledger."""
-        node_id = str(row.get("node_id"))
         match row.get("event"):
             case "retry":
                 alone, of_hosts = _incidents(row)
                 self._num_alone += alone
                 self._of_hosts |= of_hosts
-                self.retries_of[node_id] += 1
             case "end":
                 self.num_ended += 1
-                self.ended.add(node_id)
                 if row["broken_by"] is not None:
                     self._broken[str(row["broken_by"])] += 1
             case "infrastructure":

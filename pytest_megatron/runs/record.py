@@ -363,7 +363,6 @@ class RecordedRun(RecordedFacts, RecordedFile):
     is_redacted: bool = False
     arguments: tuple[str, ...] | None = None
     directory: str = "."
-    positional: tuple[str, ...] | None = None
     env: _Variables = field(default_factory=dict)
     seeds: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, OptionValue] = field(default_factory=dict)

@@ -18,7 +18,7 @@ import pytest
 
 NAME = "megatron-cancelled"
 _FOLLOWER_S = 20.0  # for node 0 to end the session; Slurm gives 30 by default (KillWait)
-# Where a terminal is lost, and with Ctrl-\ in one, jobs of a queue stay, for `--attach`.
+# Where a terminal is lost, and with Ctrl-\ in one, pytest ends as it would without us.
 _OFF_TERMINAL = (signal.SIGHUP, signal.SIGQUIT)
 
 _Handler = Callable[[int, FrameType | None], None]

@@ -198,7 +198,7 @@ def _ini_file(config: pytest.Config) -> Iterable[str]:
 
 
 def _override_lines(config: pytest.Config) -> list[str]:
-    """Return the values of `-o`, with those of the run that `--attach` takes over."""
+    """Return the values of `-o`."""
     spaces = (config.option, config.known_args_namespace)
     return next(filter(None, (getattr(space, "override_ini", None) for space in spaces)), [])
 
@@ -541,13 +541,6 @@ class Options:
         0.0,
         "0: no limit",
     )
-    attach: Path | None = PATH(
-        "attach",
-        "take over the run in this directory, whose pytest is gone, with its options",
-        None,
-        "none; the ini option is not read",
-        metavar="RUN",
-    )
     golden_policy: str = TEXT(
         "golden-policy", "how to compare: strict, megatron or a file", "strict", metavar="POLICY"
     )
@@ -680,11 +673,6 @@ class Options:
         return " ".join(words) + (" (--labels)" if self.decision is not None else "")
 
     @property
-    def is_attached(self) -> bool:
-        """True if the run directory is that of a run whose controller is gone."""
-        return "attach" in self.typed
-
-    @property
     def asks_for_workloads(self) -> bool:
         """True if an option was typed that makes sense for workloads only.
 
@@ -795,8 +783,6 @@ def read_options(config: pytest.Config) -> Options:
         typed=frozenset(name for name in names if typed(config, name) is not None),
         given=frozenset(name for name in names if given(config, name) is not None),
     )
-    if options.is_attached:
-        options = replace(options, run_dir=options.attach)
     if getattr(config.option, "fail_on_flaky", None):  # the same, of pytest-rerunfailures
         options = replace(options, is_flaky_failure=True)
     options = _with_nodes(options)

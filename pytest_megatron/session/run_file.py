@@ -6,7 +6,6 @@ everything has ended, secrets are removed from the files of the run directory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Generator, Sequence
@@ -20,7 +19,7 @@ from pytest_megatron.base.schema import validate
 from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
 from pytest_megatron.runs.find import remove_old_runs
-from pytest_megatron.runs.history import HistoryEntry, append, known_items, read
+from pytest_megatron.runs.history import HistoryEntry, append, known_items
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir, seed_of_examples
 from pytest_megatron.runs.record import (
     OptionValue,
@@ -31,7 +30,6 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
     is_variable,
     item_to_json,
-    read_if_whole,
     run_text,
 )
 from pytest_megatron.runs.redact import Redactor
@@ -100,11 +98,6 @@ def keep_patch(session: RunSession) -> RecordedPatch | None:
     return RecordedPatch(file="dirty.patch" if made.text else None, problem=made.problem)
 
 
-def _positional(config: pytest.Config) -> list[str]:
-    found = getattr(config.known_args_namespace, "file_or_dir", None)
-    return [str(word) for word in found or ()]
-
-
 def _seeds(config: pytest.Config, run_id: str) -> dict[str, str | None]:
     """Return the seeds that pytest's plugins and Python have, each null if it has none."""
     seeds: dict[str, str | None] = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED")}
@@ -156,7 +149,7 @@ class RunFile(RecordCarrier):
         self._config = config
         self._session = session
         self._records: dict[str, RecordedItem] = {}
-        self._started = _started(session)
+        self._started = utc_now()
         self._patch: RecordedPatch | None = None
         self._has_patch = False
         self._is_redacted = False
@@ -272,7 +265,6 @@ class RunFile(RecordCarrier):
             exit_code=self._exit_code,
             arguments=tuple(session.arguments),
             directory=os.path.relpath(config.invocation_params.dir, session.root),
-            positional=tuple(session.redactor.words(_positional(config))),
             env=_session_env(session),
             seeds=_seeds(config, session.run_dir.name),
             options=_options(config, session),
@@ -305,15 +297,6 @@ def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
     return config.stash[_OWN]
 
 
-def _started(session: RunSession) -> str:
-    """Return when the run began; one that is taken over began earlier."""
-    if session.options.is_attached:
-        earlier = read_if_whole(session.run_dir / RUN_FILE, RecordedRun)
-        if earlier is not None and earlier.started is not None:
-            return earlier.started
-    return utc_now()
-
-
 _HISTORY = "megatron-history"
 
 
@@ -327,7 +310,6 @@ class HistoryPlugin:
         self._path = None if is_off else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
         self._others: dict[tuple[object, ...], list[RecordedTest]] = {}  # tests without own lines
-        self._earlier = self._written_by_this_run() if session.options.is_attached else frozenset()
         self._known: frozenset[str] | None = None
         self._num_flaky = 0
         self._problem: str | None = None
@@ -340,7 +322,7 @@ class HistoryPlugin:
             self._kept[report.nodeid] = self._entry(report.nodeid, record)
             if isinstance(record, RecordedWorkload):
                 self._write()
-        elif isinstance(record, RecordedTest) and report.nodeid not in self._earlier:
+        elif isinstance(record, RecordedTest):
             file = report.nodeid.partition("::")[0]
             key = (file, record.device, record.world_size)
             self._others.setdefault(key, []).append(record)
@@ -369,20 +351,11 @@ class HistoryPlugin:
         """Return true for every workload, and for tests with a failure now, once or expected."""
         if record.verdict == "flaky" and not record.is_held:
             self._num_flaky += 1
-        if self._path is None or node_id in self._earlier:
+        if self._path is None:
             return False
         if isinstance(record, RecordedWorkload) or record.quarantine is not None:
             return True
         return record.verdict in ("flaky", "failed") or self._knows(node_id)
-
-    def _written_by_this_run(self) -> frozenset[str]:
-        """Return the items of which the controller that is gone wrote already."""
-        if self._path is None:
-            return frozenset()
-        with contextlib.suppress(OSError):  # `_knows` says it
-            entries = read(self._path).entries
-            return frozenset(e.node_id for e in entries if e.run == self._session.run_dir.name)
-        return frozenset()
 
     def _knows(self, node_id: str) -> bool:
         """Return true if the history has an item: then its passes count as well."""

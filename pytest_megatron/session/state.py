@@ -43,7 +43,6 @@ _LOCK = ".lock"  # in a run directory that the user named
 _RUN_DIR_KEY = "megatron_run_dir"
 _RUN_NAME = pytest.StashKey[str]()
 IS_WORKLOAD = pytest.StashKey[bool]()  # in the stash of an item that is one
-RECORDED = pytest.StashKey[list[str]]()  # arguments of the run that this session takes over
 
 
 class RunSession:
@@ -81,8 +80,7 @@ class RunSession:
             self._typed: list[str] = json.loads(worker[_ARGUMENTS_KEY])
         else:
             self.run_dir = self._new_run_dir(config)
-            typed = config.stash.get(RECORDED, config.invocation_params.args)
-            self._typed = [str(argument) for argument in typed]
+            self._typed = [str(argument) for argument in config.invocation_params.args]
         self.log = SessionLog(self.run_dir)
         self.log.begin()
 
@@ -142,11 +140,7 @@ class RunSession:
     @functools.cached_property
     def ledger(self) -> RunLedger:
         """Further attempts of this run so far; the run directory must exist."""
-        return RunLedger(
-            run_dir=self.run_dir,
-            max_retries=self.options.max_retries,
-            is_attached=self.options.is_attached,
-        )
+        return RunLedger(run_dir=self.run_dir, max_retries=self.options.max_retries)
 
     @property
     def ranks_dir(self) -> str:
@@ -187,7 +181,7 @@ class RunSession:
         Raises:
             pytest.UsageError: The run directory holds an earlier run.
         """
-        if self.options.is_attached or self._is_ours:
+        if self._is_ours:
             return
         where = self.shorten(str(self.run_dir))
         if (self.run_dir / RUN_FILE).exists():

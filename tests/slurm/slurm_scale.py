@@ -12,8 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -38,15 +37,11 @@ class ScaleRun:
 
     Attributes:
         kinds: By test case, what comes of it where no machine fails.
-        sleep_s: How long a training takes; None has it wait for `go`.
-        happened: What was done to the run, in order.
     """
 
     root: Path
     lab: SlurmLab
     kinds: dict[str, str]
-    sleep_s: float | None
-    happened: list[str] = field(default_factory=list)
     _process: subprocess.Popen[str] | None = None
 
     @property
@@ -58,8 +53,6 @@ class ScaleRun:
         (self.root / "project" / "recipes").mkdir(parents=True)
         self.marks_dir.mkdir()
         pause = f"until [ -e {self.root}/go ]; do sleep 0.1; done"
-        if self.sleep_s is not None:
-            pause = f"sleep {self.sleep_s}"
         products = []
         for name, kind in self.kinds.items():
             mark = self.marks_dir / name
@@ -76,19 +69,13 @@ class ScaleRun:
         (project / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(recipe))
         (project / "slurm.yaml").write_text(yaml.safe_dump({"format_version": 1, **_CONFIG}))
 
-    def start(self, *words: str) -> None:
-        """Start pytest, or another one that takes over."""
-        given = words or (
+    def start(self) -> None:
+        """Start pytest."""
+        words = (
             *("recipes", "--executor", "slurm", "--executor-config", "slurm.yaml"),
             *("--run-dir", str(self.root / "run"), "-o", "megatron_max_retries_per_run=10000"),
         )
-        self._process = self._open(self.root / "pytest.log", *given)
-
-    def attach_meanwhile(self) -> tuple[int, str]:
-        """Have another pytest try to take over; return its exit code and what it says."""
-        log = self.root / "meanwhile.log"
-        exit_code = self._open(log, f"--attach={self.root}/run").wait(_LIMIT_S)
-        return exit_code, log.read_text()
+        self._process = self._open(self.root / "pytest.log", *words)
 
     def _open(self, path: Path, *words: str) -> subprocess.Popen[str]:
         kept = {k: v for k, v in self.lab.env.items() if not k.startswith(("PYTEST_", "COV_"))}
@@ -107,12 +94,6 @@ class ScaleRun:
         """Let trainings end."""
         (self.root / "go").touch()
 
-    def kill_pytest(self) -> None:
-        """Kill the controller and all that it has not handed to Slurm."""
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
     def end(self) -> None:
         """Leave no pytest behind."""
         if self._process is not None and self._process.poll() is None:
@@ -124,8 +105,8 @@ class ScaleRun:
         assert self._process is not None
         return self._process.wait(_LIMIT_S)
 
-    def do_at(self, num_marks: int, what: str, action: Callable[[], object]) -> None:
-        """Do something when so many trainings have begun."""
+    def wait_until_begun(self, num_marks: int) -> None:
+        """Wait until so many trainings have begun."""
         process = self._process
         assert process is not None
 
@@ -134,8 +115,6 @@ class ScaleRun:
             return self.num_marks >= num_marks
 
         wait_until(is_time, f"{num_marks} executions", _LIMIT_S)
-        action()
-        self.happened.append(f"{what} at {self.num_marks} executions")
 
     @property
     def marks(self) -> Counter[tuple[str, str]]:

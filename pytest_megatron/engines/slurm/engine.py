@@ -28,7 +28,6 @@ from pytest_megatron.engines.slurm.states import (
     outcome_with,
     phase_of,
     remove_spec,
-    taken_up,
     why_never,
 )
 from pytest_megatron.engines.slurm.submit import (
@@ -111,7 +110,7 @@ class SlurmEngine:
         journal: Journal,
         clock: _Clock = (time.monotonic, time.sleep),
     ) -> None:
-        """Open the run's journal, and go on where it ends.
+        """Begin; nothing is asked yet.
 
         Args:
             context: Context of the run.
@@ -150,13 +149,14 @@ class SlurmEngine:
         return () if checks is None else checks.findings(workload, setting, resources)
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        """Submit attempts, or take them up where an earlier controller left them.
+        """Submit attempts.
 
         Raises:
             LaunchError: No script can be written.
         """
         for submission in submissions:
-            self._take(submission)
+            self._intake.add(submission)
+            self._tracked[submission.key] = _Tracked(submission)
         try:
             self._submit_ready()
         except LaunchError:
@@ -164,21 +164,6 @@ class SlurmEngine:
                 self._intake.drop(submission.key)
                 self._tracked.pop(submission.key, None)
             raise
-
-    def _take(self, submission: Submission) -> None:
-        """Take a submission: it has ended, runs already, or is to be submitted."""
-        ended = self._journal.ends.get(submission.key)
-        queued = self._journal.places.get(submission.key)
-        if ended is not None:
-            files = None if queued is None else JobFiles.of(self._context.engine_dir, queued)
-            outcome = taken_up(submission, ended, files, self._context.facts)
-            self._news.append(
-                Update(key=submission.key, phase=SubmissionPhase.ENDED, outcome=outcome)
-            )
-            return
-        if queued is None:
-            self._intake.add(submission)
-        self._tracked[submission.key] = _Tracked(submission, queued=queued)
 
     def poll(self) -> Sequence[Update]:
         """Ask Slurm once for all jobs, and submit what was held back."""
@@ -240,7 +225,7 @@ class SlurmEngine:
                 self._pause(_CANCEL_POLL_S)
 
     def close(self) -> None:
-        """Close the journal. Jobs that were not cancelled go on, for a controller that attaches."""
+        """Close the journal."""
         self._journal.close()
 
     def _cancelled_ones(self) -> list[_Tracked]:
@@ -432,11 +417,8 @@ class SlurmEngine:
         """Note an outcome, and have the next poll return it."""
         submission = tracked.submission
         with contextlib.suppress(OSError):  # a full disk; the record is there, or was never to be
-            if tracked.is_cancelled and not submission.dirs.root.exists():
-                self._journal.dropped(submission.key)
-            else:
-                end = JobEnd(key=submission.key, trouble=outcome.trouble, hosts=outcome.hosts)
-                self._journal.ended(end)
+            end = JobEnd(key=submission.key, trouble=outcome.trouble, hosts=outcome.hosts)
+            self._journal.ended(end)
         if tracked.queued is not None:
             remove_spec(self._files_of(tracked))
         del self._tracked[submission.key]
@@ -470,16 +452,16 @@ def _for_good(trouble: EngineError, job: SlurmJob) -> EngineError:
 
 
 def open_slurm(context: EngineContext) -> SlurmEngine:
-    """Return the engine of a run; it goes on where an earlier controller of that run ended.
+    """Return the engine of a run.
 
     Raises:
         ConfigError: The settings are wrong.
-        LaunchError: Another controller has the run.
+        LaunchError: The journal cannot be written.
     """
     config = read_slurm_config(context.config_file, project_words(context.root).platforms)
     journal = Journal.open(context.engine_dir)
     paths = ShapePaths(root=context.root, run_dir=context.run_dir, logs=context.engine_dir / "logs")
-    slurm = RealSlurm(context.env, context.root, [journal.descriptor])
+    slurm = RealSlurm(context.env, context.root)
     return SlurmEngine(
         context,
         slurm,

@@ -1,20 +1,18 @@
 """Write-ahead log of submissions (effects).
 
-A controller that is killed loses nothing: the next to open the journal knows every job, and
-which submission may or may not have arrived. Lines of JSON, appended; one that was not finished was
-not written. Who has it open holds a lock on it, and so does each sbatch that runs for it.
+Where a controller was killed, it has the id of every job that may be in the queue, and the name of
+one of which that is not known. Lines of JSON, appended.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import EngineError
@@ -50,12 +48,6 @@ class _Withdrawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Dropped:
-    key: str
-    event: Literal["dropped"] = "dropped"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
     """End of a submission, beside the record of its job.
 
@@ -70,7 +62,7 @@ class JobEnd:
     event: Literal["end"] = "end"
 
 
-_Line: TypeAlias = _JournalRun | _Intent | _JournalJob | _Withdrawn | _Dropped | JobEnd
+_Line: TypeAlias = _JournalRun | _Intent | _JournalJob | _Withdrawn | JobEnd
 _LINE: TypeAdapter[_Line] = TypeAdapter(Annotated[_Line, Field(discriminator="event")])
 
 
@@ -96,54 +88,34 @@ class Journal:
         run_id: Eight hexadecimal digits that no other run has.
         batches: Those that may be in Slurm's queue, or were, by number; without a key if not.
         places: Number of the batch that a submission was submitted with last.
-        ends: How submissions ended, by key.
-        descriptor: Descriptor of the locked file, for a process that shall hold the lock too.
     """
 
     def __init__(self, descriptor: int, run_id: str) -> None:
-        self.descriptor = descriptor
+        self._descriptor = descriptor
         self.run_id = run_id
         self.batches: dict[int, Batch] = {}
         self.places: dict[str, int] = {}
-        self.ends: dict[str, JobEnd] = {}
 
     @classmethod
     def open(cls, directory: Path) -> Journal:
-        """Open the journal of a directory, with all that earlier controllers wrote.
+        """Begin the journal of a run.
 
         Raises:
-            LaunchError: Another controller has it open, or it cannot be read or written.
+            LaunchError: It cannot be written.
         """
         path = directory / _FILE
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            journal = cls(descriptor, secrets.token_hex(4))
+            journal._write(_JournalRun(id=journal.run_id))
         except OSError as error:
             raise LaunchError(str(path), f"cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise LaunchError(
-                str(path),
-                "another controller follows the jobs of this run, expected it to be gone; wait for "
-                "it, or end it, and attach again",
-            ) from error
-        text = path.read_text(encoding="utf-8")
-        lines = [line for line in map(_parse, text.splitlines()) if line is not None]
-        run = next((line for line in lines if isinstance(line, _JournalRun)), None)
-        journal = cls(descriptor, secrets.token_hex(4) if run is None else run.id)
-        if text and not text.endswith("\n"):  # its writer was killed within a line
-            os.write(descriptor, b"\n")
-        if run is None:
-            journal._write(_JournalRun(id=journal.run_id))
-        for line in lines:
-            journal._take(line)
         return journal
 
     def close(self) -> None:
-        """Let others have it."""
-        os.close(self.descriptor)
+        """Close the file."""
+        os.close(self._descriptor)
 
     def intend(self, key: str) -> Batch:
         """Note that a submission is about to be submitted.
@@ -173,14 +145,6 @@ class Journal:
         """
         self._note(_Withdrawn(batch=number))
 
-    def dropped(self, key: str) -> None:
-        """Note that a submission's job was cancelled before it began, and may be submitted again.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        self._note(_Dropped(key=key))
-
     def ended(self, end: JobEnd) -> None:
         """Note how a submission ended.
 
@@ -197,8 +161,6 @@ class Journal:
     def _take(self, line: _Line) -> None:
         """Apply a line of the journal to what is known."""
         match line:
-            case _JournalRun():
-                pass
             case _Intent(batch=number, key=key):
                 self.batches[number] = Batch(number=number, key=key)
                 self.places[key] = number
@@ -207,20 +169,10 @@ class Journal:
             case _Withdrawn(batch=number):
                 self.places.pop(self.batches[number].key or "", None)
                 self.batches[number] = replace(self.batches[number], key=None)
-            case _Dropped(key=key):
-                self.places.pop(key, None)
-            case JobEnd(key=key):
-                self.ends[key] = line
+            case _JournalRun() | JobEnd():
+                pass
 
     def _write(self, line: _Line) -> None:
         """Append a line; it is on the disk afterwards."""
-        os.write(self.descriptor, _LINE.dump_json(line) + b"\n")
-        os.fsync(self.descriptor)
-
-
-def _parse(line: str) -> _Line | None:
-    """Return a line's content; None for one that was not finished."""
-    try:
-        return _LINE.validate_json(line)
-    except ValidationError:
-        return None
+        os.write(self._descriptor, _LINE.dump_json(line) + b"\n")
+        os.fsync(self._descriptor)

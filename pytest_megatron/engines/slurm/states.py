@@ -18,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 
 from pytest_megatron.base.text import describe_exit
-from pytest_megatron.engines.slurm.journal import JobEnd
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workloads.engine.api import (
@@ -360,23 +359,6 @@ def rebuilt(submission: Submission, record: JobRecord, facts: SessionFacts) -> S
         return SubmissionOutcome(
             hosts=record.hosts, trouble=EngineError(kind=TroubleKind.LOST, text=text)
         )
-
-
-def taken_up(
-    submission: Submission, end: JobEnd, files: JobFiles | None, facts: SessionFacts
-) -> SubmissionOutcome:
-    """Return the outcome that an earlier controller saw.
-
-    Args:
-        submission: The attempt that was submitted.
-        end: What that wrote.
-        files: None where the submission never became a job.
-        facts: Facts of this controller.
-    """
-    found = None if files is None else find_record(files)
-    if isinstance(found, JobRecord):
-        return replace(rebuilt(submission, found, facts), trouble=end.trouble, hosts=end.hosts)
-    return SubmissionOutcome(trouble=end.trouble or _forgotten(None), hosts=end.hosts)
 
 
 def remove_spec(files: JobFiles) -> None:

@@ -106,21 +106,17 @@ class SlurmCommands(Protocol):
 class RealSlurm:
     """The commands of the Slurm client that is installed here."""
 
-    def __init__(
-        self, env: Mapping[str, str], cwd: Path, held_by_submissions: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, env: Mapping[str, str], cwd: Path) -> None:
         """Keep environment and directory of Slurm's commands.
 
         Args:
             env: The controller's environment.
             cwd: Where jobs start.
-            held_by_submissions: Descriptors that each sbatch keeps open until it ends.
         """
         kept = {name: value for name, value in env.items() if not _MISLEADING.match(name)}
         self._env = {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C.UTF-8"}
         self._submit_env = kept
         self._cwd = cwd
-        self._held = tuple(held_by_submissions)
 
     def submit(self, words: Sequence[str]) -> int:
         """Run sbatch; return the id of the job.
@@ -206,7 +202,6 @@ class RealSlurm:
                 errors="replace",
                 timeout=_TIMEOUT_S,
                 check=False,
-                pass_fds=self._held if env is not None else (),
                 start_new_session=True,  # Ctrl-C at the terminal is the controller's
             )
         except subprocess.TimeoutExpired as error:
@@ -389,11 +384,7 @@ class Submitter:
         self._waiting: dict[str, _WaitingSubmission] = {}
         self._known: dict[Resources, JobScript] = {}
         self._full_at: int | None = None
-        self.unsure = {
-            batch.number: now() + SETTLE_S
-            for batch in journal.batches.values()
-            if batch.job_id is None and batch.key is not None
-        }
+        self.unsure: dict[int, float] = {}
 
     def add(self, submission: Submission) -> None:
         """Take a submission; `submit` submits it when its pause is over."""

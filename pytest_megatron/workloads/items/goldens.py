@@ -102,7 +102,7 @@ class GoldenWriter:
         """Copy the golden, and what a run by hand measured, into the workload's directory.
 
         The run is compared with the copy and its page shows the copy, whatever becomes of the
-        golden while the training runs. A run that is taken over has the copy already.
+        golden while the training runs.
 
         Raises:
             LaunchError: It cannot be copied.
@@ -114,7 +114,7 @@ class GoldenWriter:
         try:
             if by_hand := os.environ.get(BY_HAND):
                 shutil.copyfile(by_hand, job.dirs.by_hand)
-            if path.is_file() and not (self._options.is_attached and job.dirs.golden.is_file()):
+            if path.is_file():
                 shutil.copyfile(path, job.dirs.golden)
             if job.dirs.golden.is_file():
                 self._digests[job.node_id] = digest_of(job.dirs.golden)

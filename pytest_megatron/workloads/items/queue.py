@@ -1,32 +1,24 @@
 """The role that runs workloads where there is a queue: all are submitted before any is waited for.
 
 Lives in the controller alone, and only with an engine that has a queue. Items are reported by
-pytest's own protocol, in the order in which they end. With `--attach` pytest takes over a run whose
-controller is gone, before conftest files are loaded.
+pytest's own protocol, in the order in which they end.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from pathlib import Path
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from pytest_megatron.base.text import counted, rough_time
-from pytest_megatron.errors import RunError
 from pytest_megatron.runs.history import typical_durations
-from pytest_megatron.runs.layout import RUN_FILE
-from pytest_megatron.runs.record import RecordedRun, read_run
-from pytest_megatron.runs.redact import REDACTED
 from pytest_megatron.session.options import LOCAL, has_workers
 from pytest_megatron.session.run_file import run_file_of
-from pytest_megatron.session.state import RECORDED, RunSession
+from pytest_megatron.session.state import RunSession
 from pytest_megatron.workloads.items.collect import WorkloadItem, runner_of
 from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.items.report import (
@@ -46,98 +38,6 @@ from pytest_megatron.workloads.verdict.scheduler import (
     WorkEnd,
     WorkloadScheduler,
 )
-
-# Arguments that pytest reads before it loads plugins.
-_OVERRIDING = ("-o", "--override-ini")
-_TOO_EARLY = ("-c", "--config-file", "--rootdir", "--confcutdir", *_OVERRIDING)
-
-
-def add_recorded(early_config: pytest.Config, arguments: list[str], run: str) -> None:
-    """Put the arguments of a run before those that are typed now.
-
-    Args:
-        early_config: Configuration of the session that takes over.
-        arguments: Changed in place: the options of ini files, then what is typed.
-        run: The run directory, from where the user is.
-
-    Raises:
-        pytest.UsageError: There is no such run, it ended, or its words cannot be used again.
-    """
-    directory = early_config.invocation_params.dir
-    recorded = _recorded(Path(directory, run), run)
-    _refuse_other_directory(early_config, recorded.directory, run)
-    told = list(recorded.arguments or ())
-    typed = [str(word) for word in early_config.invocation_params.args]
-    for word, after in itertools.zip_longest(told, told[1:], fillvalue=""):
-        if REDACTED in word:
-            raise pytest.UsageError(
-                f"--attach: {run} was started with a secret on its command line ({word}), which "
-                f"is not kept; give the option in a variable or in an ini file next time"
-            )
-        name, _, value = word.partition("=")
-        if name in _OVERRIDING and (value or after).startswith("megatron_"):
-            continue  # read by us
-        if name in _TOO_EARLY and not any(t.partition("=")[0] == name for t in typed):
-            raise pytest.UsageError(
-                f"--attach: {run} was started with {name}, which pytest reads before it knows of "
-                f"--attach; type it again beside --attach"
-            )
-    early_config.pluginmanager.consider_preparse(told, exclude_only=False)  # -p NAME
-    place = len(arguments) - len(typed)
-    arguments[place:place] = told
-    if recorded.positional is not None:  # whose conftest files are loaded first
-        namespace = early_config.known_args_namespace
-        namespace.file_or_dir = [*recorded.positional, *(namespace.file_or_dir or ())]
-    early_config.stash[RECORDED] = told
-
-
-def _recorded(directory: Path, run: str) -> RecordedRun:
-    """Return the record of a run that has not ended.
-
-    Raises:
-        pytest.UsageError: It is no run, or it has ended.
-    """
-    try:
-        found = read_run(directory)
-    except RunError as error:
-        raise pytest.UsageError(
-            f"--attach: {run} holds no {RUN_FILE} that can be read ({error}); expected the run "
-            f"directory of a pytest that had submitted its workloads"
-        ) from None
-    if found.arguments is None:
-        raise pytest.UsageError(
-            f"--attach: {directory / RUN_FILE} is not of a run; give a run directory"
-        )
-    if found.ended is not None:
-        raise pytest.UsageError(
-            f"--attach: {run} ended at {found.ended} with exit code {found.exit_code}; "
-            f"there is nothing to take over; start a new run"
-        )
-    return found
-
-
-def _refuse_other_directory(early_config: pytest.Config, started: str, run: str) -> None:
-    """Make sure that relative paths mean what they meant.
-
-    Raises:
-        pytest.UsageError: The user is elsewhere.
-    """
-    here, root = early_config.invocation_params.dir, early_config.rootpath
-    then = Path(os.path.normpath(root / started))
-    if then == here:
-        return
-    if "--attach" in map(str, early_config.invocation_params.args):
-        # pytest takes the path for one of tests when it looks for the root, before any plugin.
-        raise pytest.UsageError(
-            f"--attach {run}: in two words, pytest takes the project's root from this path, and "
-            f"found {root}; change to where the run was started ({started!r} from the project's "
-            f"root) and write --attach={run}"
-        )
-    raise pytest.UsageError(
-        f"--attach: {run} was started in {then}, if the project's root is {root}, and you are in "
-        f"{here}; change to the directory where it was started"
-    )
-
 
 _ERASE_ROW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 _LEAST_SHARE = 0.05  # below it, what is left is a guess
@@ -297,11 +197,10 @@ class QueuePlugin:
             return (yield)
         self._has_begun = True
         self._session.open_run_dir()
-        run_file_of(self._config, self._session).write()  # who takes over reads there what to do
-        verb = "taking up" if self._session.options.is_attached else "submitting"
+        run_file_of(self._config, self._session).write()
         # A cluster that does not answer fails only after minutes.
         self._terminal.write(
-            [f"{self._session.options.executor}: {verb} {counted(len(mine), 'workload')}"]
+            [f"{self._session.options.executor}: submitting {counted(len(mine), 'workload')}"]
         )
         scheduler = WorkloadScheduler(
             engine_of(self._session), queue_timeout_s=self._session.options.queue_timeout_s
@@ -324,7 +223,7 @@ class QueuePlugin:
         return True
 
     def pytest_unconfigure(self) -> None:
-        """Let others follow the jobs of this run, once `run.json` records its end."""
+        """Close the engine, once `run.json` records the end of the run."""
         if self._has_begun:
             engine_of(self._session).close()
 
@@ -410,7 +309,7 @@ class QueuePlugin:
         runner = runner_of(self._config)
         checked = runner.prepare(item)
         live = self._terminal.listener(item.name)
-        checked = show_findings(self._session, checked, live)
+        show_findings(self._session, checked, live)
         retries = ItemRetries(self._session, item.nodeid, live)
         self._begun[item.nodeid] = (checked.job, retries)
         return begin(checked, self._session.facts, live, retries)
@@ -420,21 +319,13 @@ def register_queue(config: pytest.Config, session: RunSession) -> None:
     """Register the role, where an engine may have a queue.
 
     Raises:
-        pytest.UsageError: pytest-xdist is to share out what the engine shares out itself, or there
-            is nothing that could be taken over.
+        pytest.UsageError: pytest-xdist is to share out what the engine shares out itself.
     """
-    executor, is_attached = session.options.executor, session.options.is_attached
-    is_shared_out = has_workers(config)
-    if session.is_worker or (executor == LOCAL and not is_attached):
+    executor = session.options.executor
+    if session.is_worker or executor == LOCAL:
         return
     # Elsewhere it is opened when it has something to do.
-    has_queue = (is_attached or is_shared_out) and engine_of(session).is_queue
-    if is_attached and not has_queue:
-        raise pytest.UsageError(
-            f"--attach: the executor {executor} has no queue that jobs could be left in; "
-            f"start a new run"
-        )
-    if is_shared_out and has_queue:
+    if has_workers(config) and engine_of(session).is_queue:
         raise pytest.UsageError(
             f"--executor {executor}: has a queue, which takes all workloads at once; drop -n, "
             f"which starts workers that would wait for one each"

@@ -577,23 +577,18 @@ def print_summary(
         reporter.write_line(shorten(line))
 
 
-def show_findings(
-    session: RunSession, checked: CheckedJob, listener: AttemptListener
-) -> CheckedJob:
-    """Show the warnings about a job that this session has not shown yet; return the job.
+def show_findings(session: RunSession, checked: CheckedJob, listener: AttemptListener) -> None:
+    """Show the warnings about a job that this session has not shown yet.
 
-    A job with an error is returned as it is, to be refused. In a run that is taken over it is in
-    the queue already: errors that the engine found are only shown.
+    Nothing is shown of a job with an error, which is to be refused.
     """
-    is_attached = session.options.is_attached
-    if any(finding.is_error for finding in checked.findings) and not is_attached:
-        return checked
+    if any(finding.is_error for finding in checked.findings):
+        return
     lines = [f"megatron: {session.shorten(finding.line)}" for finding in checked.findings]
     new = [line for line in dict.fromkeys(lines) if line not in session.warned]
     session.warned.update(new)
     if new:
         listener.on_lines(new)
-    return checked.without_engine_findings() if is_attached else checked
 
 
 class ItemRetries:

@@ -188,8 +188,7 @@ class TrainingPlugin(RecordCarrier):
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         self._goldens.require(job)
-        if not self._session.options.is_attached:
-            self._goldens.refuse_early(checked)
+        self._goldens.refuse_early(checked)
         self._make_run_dir(job)
         self._goldens.copy(job)
         return checked
@@ -247,7 +246,7 @@ class TrainingPlugin(RecordCarrier):
         checked = self.prepare(item)
         live = LiveTerminal(self._config, item.nodeid, note=self._session.progress_note)
         with contextlib.closing(live):
-            checked = show_findings(self._session, checked, live)
+            show_findings(self._session, checked, live)
             retries = ItemRetries(self._session, item.nodeid, live)
             facts, engine = self._session.facts, engine_of(self._session)
             training = train(checked, facts, live, retries, engine)
@@ -411,7 +410,7 @@ class TrainingPlugin(RecordCarrier):
             self._session.run_dir.mkdir(parents=True, exist_ok=True)
             if self._session.options.run_dir is None:
                 make_own_dir(self._session.root)
-            job.dirs.root.mkdir(exist_ok=self._session.options.is_attached)
+            job.dirs.root.mkdir()
         except FileExistsError as error:
             raise LaunchError(
                 str(error.filename), "holds an earlier run; give another --run-dir"

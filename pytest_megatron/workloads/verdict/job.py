@@ -219,10 +219,6 @@ class CheckedJob:
         """All problems."""
         return (*self.own_findings, *self.engine_findings)
 
-    def without_engine_findings(self) -> CheckedJob:
-        """Return the job as one that its engine accepted before."""
-        return replace(self, engine_findings=())
-
     def require_runnable(self) -> None:
         """Refuse a job that cannot train, before it costs anything.
 

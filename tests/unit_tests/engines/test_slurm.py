@@ -14,7 +14,6 @@ from pretend_slurm import PretendSlurm
 from slurm_orders import Run
 
 from pytest_megatron.engines.slurm.engine import SlurmEngine
-from pytest_megatron.engines.slurm.journal import Journal
 from pytest_megatron.engines.slurm.states import JobFiles
 from pytest_megatron.engines.slurm.submit import (
     RealSlurm,
@@ -348,35 +347,6 @@ def test_the_logs_of_a_running_job_are_followed(tmp_path: Path, *, copies: bool)
     assert run.heard.lines == (["[rank0]: epoch 1"] if copies else [])
 
 
-def test_another_controller_goes_on_where_the_first_was_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    slurm = PretendSlurm(answers=[None, None, None, SlurmAwayError(AWAY)])
-    first = engine_on(run, slurm)
-    first.submit([run.order(item) for item in ("done", "lost", "runs")])
-    first.submit([run.order("unanswered", nodes=2)])
-    leave_record(run, run.order("done"), 1)
-    slurm.set(41, "COMPLETED", nodes="node1")
-    slurm.set(42, "CANCELLED")
-    slurm.set(43, "RUNNING", nodes="node1")
-    assert len(ends(first)) == 2
-    with pytest.raises(LaunchError, match="another controller follows the jobs of this run"):
-        Journal.open(run.run_dir / "engine")
-    first.close()
-    with (run.run_dir / "engine/journal.jsonl").open("a") as file:
-        file.write('{"event": "inte')  # it was killed in the middle of a line
-    second = engine_on(run, slurm)
-    second.submit([run.order(item) for item in ("done", "lost", "runs", "new")])
-    second.submit([run.order("unanswered", nodes=2)])
-    assert kinds(ends(second)) == {"done": None, "lost": TroubleKind.CANCELLED}
-    assert len(slurm.submissions) == 5  # of those, only `new` is submitted now
-    leave_record(run, run.order("runs"), 3)
-    leave_record(run, run.order("unanswered"), 4)
-    slurm.set(43, "COMPLETED", nodes="node1")
-    slurm.set(44, "COMPLETED", nodes="node1")
-    assert kinds(ends(second)) == {"runs": None, "unanswered": None}
-    second.close()
-
-
 def test_ctrl_c_within_sbatch_loses_no_job(tmp_path: Path) -> None:
     run, slurm = Run(tmp_path), PretendSlurm(answers=[None])
     engine = engine_on(run, slurm)
@@ -431,20 +401,6 @@ def test_who_cancels_while_slurm_is_away_is_told_at_once_how_to_end_the_jobs(
         f"Slurm does not answer: {AWAY}; jobs go on until it is back; to end them then: scancel 41",
         "jobs may be left in Slurm's queue; to end them: scancel 41",
     ]
-
-
-def test_what_was_cancelled_before_it_began_is_submitted_again_by_who_attaches(
-    tmp_path: Path,
-) -> None:
-    run, slurm = Run(tmp_path), PretendSlurm()
-    engine = engine_on(run, slurm)
-    engine.submit([run.order("a")])
-    engine.cancel([run.order("a").key])
-    engine.close()
-    second = engine_on(run, slurm)
-    second.submit([run.order("a")])
-    assert (ends(second), len(slurm.submissions)) == ({}, 2)
-    second.close()
 
 
 def test_a_machine_without_slurm_is_told_so(tmp_path: Path) -> None:

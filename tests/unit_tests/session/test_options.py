@@ -15,7 +15,6 @@ CASE_SECRET, HOST_SECRET = "secretOfTheCase", "secretOfTheHost"
 OPTIONS = """\
 --allow-dirty
 --allow-empty
---attach
 --audit-determinism
 --bucket
 --cadence

@@ -197,114 +197,25 @@ def test_ctrl_c_cancels_everything_and_reports_nothing(project: QueueProject) ->
     last = (other.root / "pool.log").read_text().splitlines()[-1]
     assert sorted(key.split("-")[1] for key in last.split()[1:]) == ["later", "waits"]
     wait_until(other.is_quiet, "the job is gone")
-    code, text = other.run("--attach", "run")
-    assert (code, "--attach: run ended at" in text) == (pytest.ExitCode.USAGE_ERROR, True), text
-
-
-def test_a_second_controller_takes_over_and_runs_nothing_twice(project: QueueProject) -> None:
-    other = QueueProject(root=project.root / "attach")
-    other.rows(
-        before="exit 0",
-        during="until test -e MARKS/go; do sleep 0.02; done",
-        after="exit 3",
-    )
-    arguments = ("--executor", "pool", "recipes", "--run-dir", "run", "-v")
-    process = other.start(*arguments, POOL_SIZE="1")
-    wait_until(lambda: other.marks("during") == 1, "one has ended, one runs, one waits")
-    process.kill()
-    text = process.communicate()[0]
-    (other.root / "marks" / "go").touch()
-    code, text = other.run("--attach", "run", POOL_SIZE="1")
-    assert (code, "1 failed, 2 passed" in text) == (1, True), text
-    assert [other.marks(name) for name in ("before", "during", "after")] == [1, 1, 1]
-    found = json.loads((other.root / "run" / "run.json").read_text())
-    assert (found["arguments"], found["exit_code"]) == (["-p", "megatron", *arguments], 1)
-    assert sorted(other.verdicts("run").values()) == ["failed", "passed", "passed"]
-    history = (other.root / ".pytest_megatron" / "history.jsonl").read_text().splitlines()
-    assert len(history) == 3
-
-
-def test_a_job_that_became_wrong_is_refused_when_it_is_taken_over(tmp_path: Path) -> None:
-    other = QueueProject(root=tmp_path)
-    other.rows(odd="until test -e MARKS/go; do sleep 0.02; done  # for TRAINING_PARAMS_PATH")
-    process = other.start("--executor", "pool", "recipes", "--run-dir", "run", "--golden", "off")
-    wait_until(lambda: other.marks("odd") == 1, "it runs")
-    process.kill()
-    process.communicate()
-    case = other.root / "tests/functional_tests/test_cases/gpt/odd/model_config.yaml"
-    case.parent.mkdir(parents=True)
-    case.write_text(
-        "TEST_TYPE: frozen-start\n"
-        "MODEL_ARGS: {--num-layers: 3, --hidden-size: 64, --num-attention-heads: 4,\n"
-        "  --num-experts: 3, --moe-router-topk: 4, --train-iters: 4}\n"
-    )
-    (other.root / "marks" / "go").touch()
-    code, text = other.run("--attach", "run")
-    assert (code, "1 error" in text) == (1, True), text
-    assert "--moe-router-topk is 4, and there are 3 experts" in text
-    assert "nothing was run" in text
 
 
 # Many sessions in one process, one after the other.
 SESSIONS = """
-import json, pathlib, sys
+import json, sys
 import pytest
-for recorded, arguments in json.loads(sys.argv[1]):
-    pathlib.Path("old/run.json").write_text(recorded)
+for arguments in json.loads(sys.argv[1]):
     print("exit code", int(pytest.main(["-p", "megatron", *arguments])))
 """
-REFUSED: list[tuple[dict[str, object], list[str], str]] = [
-    ({}, ["--attach", "old"], "--attach: old holds no run.json that can be read"),
-    ({"items": {}}, ["--attach", "old"], "run.json is not of a run; give a run directory"),
-    (
-        {"arguments": [], "ended": "then", "exit_code": 0},
-        ["--attach", "old"],
-        "--attach: old ended at then with exit code 0; there is nothing to take over",
-    ),
-    (
-        {"arguments": ["--key=***"]},
-        ["--attach", "old"],
-        "was started with a secret on its command line (--key=***), which is not kept",
-    ),
-    (
-        {"arguments": ["-c", "x"]},
-        ["--attach", "old"],
-        "old was started with -c, which pytest reads before it knows of --attach; type it again",
-    ),
-    (
-        {"arguments": ["-o", "xfail_strict=true"]},
-        ["--attach", "old"],
-        "old was started with -o, which pytest reads before it knows of --attach; type it again",
-    ),
-    (  # settings are given again
-        {"arguments": ["-o", "megatron_retry_backoff=maybe", "-o", "xfail_strict=true"]},
-        ["--attach", "old", "-o", "xfail_strict=false"],
-        "megatron_retry_backoff: 'maybe' is",
-    ),
-    (
-        {"arguments": [], "directory": "elsewhere"},
-        ["--attach", "old"],
-        "('elsewhere' from the project's root) and write --attach=old",
-    ),
-    (
-        {"arguments": [], "directory": "elsewhere"},
-        ["--attach=old"],
-        "elsewhere, if the project's root is ",
-    ),
-    ({"arguments": ["recipes"]}, ["--attach", "old"], "--attach: the executor local has no queue"),
-    ({}, ["recipes", "--executor", "pool", "-n2"], "--executor pool: has a queue, which takes all"),
-    ({}, ["recipes", "--executor", "moon"], "--executor: unknown engine 'moon', expected one of "),
+REFUSED = [
+    (["recipes", "--executor", "pool", "-n2"], "--executor pool: has a queue, which takes all"),
+    (["recipes", "--executor", "moon"], "--executor: unknown engine 'moon', expected one of "),
+    (["recipes", "--attach=run"], "--attach: was removed; cancel the jobs of a pytest that is"),
 ]
 
 
 def test_what_makes_no_sense_is_a_usage_error(project: QueueProject) -> None:
-    (project.root / "old").mkdir()
-    sessions = [
-        [json.dumps({"items": {}, **recorded}) if recorded else "", arguments]
-        for recorded, arguments, _ in REFUSED
-    ]
-    text = project.run_program(SESSIONS, json.dumps(sessions))
+    text = project.run_program(SESSIONS, json.dumps([arguments for arguments, _ in REFUSED]))
     *said, _ = text.split("exit code 4\n")
     assert len(said) == len(REFUSED), text
-    for (_, _, error), found in zip(REFUSED, said, strict=True):
+    for (_, error), found in zip(REFUSED, said, strict=True):
         assert error in found

@@ -102,14 +102,10 @@ def test_a_job_is_judged_by_the_gpus_that_run_it(tmp_path: Path) -> None:
             job_on(tmp_path, unfit).require_runnable()
 
 
-def test_an_engine_taken_over_refuses_no_job_for_its_own_findings(tmp_path: Path) -> None:
+def test_findings_of_an_engine_refuse_a_job_as_its_own_do(tmp_path: Path) -> None:
     checked = job_on(tmp_path, gpu_gib=94, place=CheckedPlace())
     with pytest.raises(LaunchError, match="layout-no-experts"):
         checked.require_runnable()
-    checked.without_engine_findings().require_runnable()
-    unfit = job_on(tmp_path, gpu_gib=80, place=CheckedPlace())
-    with pytest.raises(LaunchError, match="memory-weights"):
-        unfit.without_engine_findings().require_runnable()
 
 
 def test_the_plan_of_the_first_attempt_is_made_once(tmp_path: Path) -> None:

@@ -70,23 +70,6 @@ def test_a_retry_budget_that_cannot_be_written_grants_nothing_and_fails_nothing(
     assert (ledger.note_end("a", "dns"), ledger.infrastructure()) == (None, None)
 
 
-def test_who_takes_over_a_run_has_its_claims_and_ends_already(tmp_path: Path) -> None:
-    gone = RunLedger(run_dir=tmp_path, max_retries=2)
-    assert [gone.claim(name, "dns") for name in ("a", "a")] == [None, None]
-    gone.note_end("b", None)
-    size = (tmp_path / "retries.jsonl").stat().st_size
-    ledger = RunLedger(run_dir=tmp_path, max_retries=2, is_attached=True)
-    used_up = "the run's 2 further attempts are used up"
-    assert [ledger.claim(name, "dns") for name in ("b", "a", "a", "a")] == [
-        used_up,
-        None,
-        None,
-        used_up,
-    ]
-    assert ledger.note_end("b", None) is None
-    assert (tmp_path / "retries.jsonl").stat().st_size == size
-
-
 def test_a_machine_that_fails_under_many_items_is_one_incident(tmp_path: Path) -> None:
     ledger = RunLedger(run_dir=tmp_path, max_retries=3)
     dead = [ledger.claim(str(n), "engine_node_fail", ("node1",)) for n in range(14)]

@@ -48,9 +48,11 @@ REMOVED = {
     "--keep-contexts": "was removed, as runs were slower with it; drop it, --keep-gangs is enough",
     "--pack-gpus": "was removed, as it gained little; drop it: each gang has its own GPUs",
     "--record-changed": "was removed; write --testmon, as pytest-testmon works on ranks",
+    "--stop-early": "was removed, as only a loss that is not finite ends a training; drop it",
+    "--stress": "was removed; write --count N of pytest-repeat, which works on ranks",
     "megatron_changed_draw": "was removed, as --changed was; drop it",
     "megatron_changed_file": "was removed, as --changed was; drop it",
-    "--stop-early": "was removed, as only a loss that is not finite ends a training; drop it",
+    "megatron_stress_seed": "was removed, as --stress was; drop it",
 }
 
 

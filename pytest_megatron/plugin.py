@@ -35,8 +35,6 @@ from pytest_megatron.gangs.start.environment import (
     record_start_environment,
     refuse_launcher,
 )
-from pytest_megatron.gangs.stress import NAME as STRESS
-from pytest_megatron.gangs.stress import StressPlugin, parametrise_repeats
 from pytest_megatron.process.originals import os  # loaded before any test can patch the library
 from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.session import options
@@ -45,12 +43,6 @@ from pytest_megatron.session.arguments import (
     findable,
     leave_out_of_environment,
     refuse_root_of_values,
-)
-from pytest_megatron.session.deselected import (
-    LeftOutFiles,
-    fold,
-    note_deselected,
-    take_deselected,
 )
 from pytest_megatron.session.options import has_workers
 from pytest_megatron.session.short_names import PREFIX, ShortNames
@@ -176,10 +168,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     names = {row.name for row in options.OPTION_ROWS.values() if row.metavar}
     refuse_root_of_values(config, names)
-    config.pluginmanager.register(LeftOutFiles(config), "megatron-left-out-files")
     chosen = options.read_options(config)
-    if chosen.num_stress is not None:
-        config.pluginmanager.register(StressPlugin(config, chosen), STRESS)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
         config.args[:] = findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
@@ -246,18 +235,6 @@ def pytest_collection_modifyitems(
         raise
 
 
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Note who left out tests; `run.json` has them, and the list of tests that ran nowhere."""
-    if items:
-        note_deselected(items[0].config, items)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep the tests that were left out; ranks leave out those of their controller."""
-    if not options.is_rank(session.config):
-        fold(session)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
@@ -268,7 +245,6 @@ def pytest_testnodedown(node: WorkerController) -> None:
         pytest.UsageError: It did.
     """
     output = getattr(node, "workeroutput", {})
-    take_deselected(node.config, output)
     problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
@@ -331,9 +307,8 @@ def _register_run_file(config: pytest.Config, chosen: options.Options) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrise tests whose mark names several world sizes, and those of `--stress`."""
+    """Parametrise tests whose mark names several world sizes."""
     parametrise_sizes(metafunc)
-    parametrise_repeats(metafunc)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

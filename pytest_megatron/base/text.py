@@ -86,11 +86,6 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     return found
 
 
-def numbered_parameter(word: str) -> re.Pattern[str]:
-    """Return the pattern of a parameter such as `world2` in a node id, with what separates it."""
-    return re.compile(rf"\[{word}\d+\]$|(?<=\[){word}\d+-|-{word}\d+(?=[]-])")
-
-
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that looks most like `word`; None if none looks like it."""
     import difflib  # noqa: PLC0415  every session imports this module, few have such an error

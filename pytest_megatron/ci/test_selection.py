@@ -17,7 +17,6 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.ci.decide import matches_any
 from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import (
-    EXPERIMENTAL,
     MarkChoice,
     base_of,
     known_marks,
@@ -25,7 +24,6 @@ from pytest_megatron.ci.test_files import (
     wanted_launch_marks,
 )
 from pytest_megatron.session.decision import Decision
-from pytest_megatron.session.deselected import REASON, note_ignored
 from pytest_megatron.session.options import Options, usage_errors
 from pytest_megatron.workloads.recipe.model import Vocabulary, project_words
 
@@ -106,11 +104,9 @@ class UnitPlugin:
             self._from_root(collection_path), self._options.bucket
         ):
             self._ignored.add(collection_path)
-            note_ignored(self._config, collection_path, "outside --bucket")
             return True
         if self._options.bucket and not self._may_launch(collection_path):
             self._unlaunched.add(collection_path)
-            note_ignored(self._config, collection_path, self._reason(self._launch))
             return True
         return None
 
@@ -128,7 +124,6 @@ class UnitPlugin:
             else:
                 dropped.append(item)
                 self._left_out[reason] += 1
-                item.stash[REASON] = self._reason(reason)
         if dropped:
             self._config.hook.pytest_deselected(items=dropped)
             items[:] = kept
@@ -166,12 +161,6 @@ class UnitPlugin:
                 parts.append(f"{len(files)} file{'' if len(files) == 1 else 's'} {what}")
         if parts:
             terminalreporter.write_line(f"megatron: left out {', '.join(parts)}")
-
-    def _reason(self, mark: str) -> str:
-        """Return why a test is left out, with the option; `mark` as `reason_to_leave_out`."""
-        if mark.endswith(EXPERIMENTAL):
-            return f"deselected by --experimental-tests {self._choice.experimental}"
-        return f"deselected by {self._options.selected_by}: {mark}"
 
     def _may_launch(self, path: Path) -> bool:
         """Return true if a file's text has a mark of the platform; it need not be importable."""

@@ -340,8 +340,8 @@ def _reproduce(case: FlakinessCase) -> str:
     if found.runs[0].kind != "test":
         return shlex.join(["pytest", "-p", "megatron", case.node_id, "--n-repeat", "20"])
     gang = ["--gpus", size] if device == "cuda" else ["--ranks", size, "--device", "cpu"]
-    test = case.node_id.partition("[")[0]  # repeats are a parameter
-    return shlex.join(["pytest", "-p", "megatron", *gang, "--stress", "200", test])
+    test = case.node_id.partition("[")[0]  # pytest-repeat makes repeats a parameter
+    return shlex.join(["pytest", "-p", "megatron", *gang, "--count", "200", test])
 
 
 def _proposal_markdown(proposal: _Proposal) -> str:

@@ -353,7 +353,6 @@ class RecordedRun(RecordedFacts, RecordedFile):
     Attributes:
         options: Options of the plugin that change how an item runs or is judged, where they were
             given; null in a file of an earlier version is one that was not.
-        deselected: Tests that were left out, folded by `runs.nowhere`.
     """
 
     started: str | None = None
@@ -367,7 +366,6 @@ class RecordedRun(RecordedFacts, RecordedFile):
     seeds: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, OptionValue] = field(default_factory=dict)
     patch: RecordedPatch | None = None
-    deselected: dict[str, dict[str, _Count]] = field(default_factory=dict)
     items: dict[str, RecordedItem]
 
 

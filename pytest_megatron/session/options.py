@@ -365,11 +365,11 @@ LIMITS_OF_OTHERS = "megatron_limits_of_others"
 OF_ITEMS = (
     *("audit-determinism", "fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
     *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures"),
-    *("stress", "stress-seed", "tensor-trace", "workload-start"),
+    *("tensor-trace", "workload-start"),
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
     *("gang-start", "keep-runs", "max-retries-per-run", "queue-timeout", "rank-grace"),
-    *("retry-backoff", "signatures", "stress-seed", "workload-start"),
+    *("retry-backoff", "signatures", "workload-start"),
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
@@ -611,14 +611,6 @@ class Options:
         "reruns of a distributed test that failed for a transient cause, at most",
         0,
     )
-    num_stress: int | None = COUNT(
-        "stress",
-        "run each distributed test N times, in another order and with delays at random in its "
-        "ranks, and report its failure rate",
-        None,
-        "once, without delays",
-    )
-    stress_seed: int = INDEX("stress-seed", "seed of order and delays of --stress", 0)
     pdb_rank: int | None = INDEX(
         "pdb-rank",
         "with --pdb, the rank to debug",
@@ -665,12 +657,6 @@ class Options:
             if row.name in OF_ITEMS
             and (row.name in self.given or getattr(self, name) != row.default)
         }
-
-    @property
-    def selected_by(self) -> str:
-        """The options that leave out tests or workloads, with the values that apply."""
-        words = (f"--{name} {','.join(w)}" for name, w in self.selection.items() if w)
-        return " ".join(words) + (" (--labels)" if self.decision is not None else "")
 
     @property
     def asks_for_workloads(self) -> bool:

@@ -33,7 +33,6 @@ from pytest_megatron.runs.record import (
     run_text,
 )
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.state import RunSession, link_latest
 from pytest_megatron.session.time_limit import limit_of_session
@@ -270,20 +269,11 @@ class RunFile(RecordCarrier):
             options=_options(config, session),
             **vars(session.facts.recorded()),
             patch=self._patch,
-            deselected=self._deselected(),
             items=self._records,
         )
         write_text_atomically(run_dir / RUN_FILE, run_text(run))
         if self._session.options.run_dir is None:
             link_latest(run_dir)
-
-    def _deselected(self) -> dict[str, dict[str, int]]:
-        """Return the tests that were left out, by reason, without secrets."""
-        redact = self._session.redactor.text
-        return {
-            redact(reason): {redact(node_id): number for node_id, number in tests.items()}
-            for reason, tests in deselected_of(self._config).items()
-        }
 
 
 _OWN = pytest.StashKey[RunFile]()
@@ -305,9 +295,7 @@ class HistoryPlugin:
 
     def __init__(self, session: RunSession) -> None:
         self._session = session
-        # A repeat of --stress is no run of the test: it has delays, and an id of its own.
-        is_off = session.options.history == "off" or session.options.num_stress is not None
-        self._path = None if is_off else session.history_file
+        self._path = None if session.options.history == "off" else session.history_file
         self._kept: dict[str, HistoryEntry] = {}
         self._others: dict[tuple[object, ...], list[RecordedTest]] = {}  # tests without own lines
         self._known: frozenset[str] | None = None

@@ -20,6 +20,7 @@ from pytest_megatron.runs.history import (
     flaky_records,
     known_items,
     read,
+    wilson_interval,
 )
 
 ENTRY = HistoryEntry(
@@ -344,3 +345,17 @@ def test_an_item_that_nobody_repaired_seldom_counts_as_a_regression() -> None:
                     num_wrong += 1
                     break
     assert num_wrong <= 5
+
+
+# Source: Newcombe, Two-sided confidence intervals for the single proportion, 1998, table I.
+@pytest.mark.parametrize(
+    ("num_failed", "number", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_interval_is_wilsons(num_failed: int, number: int, low: float, high: float) -> None:
+    assert wilson_interval(num_failed, number) == pytest.approx((low, high), abs=5e-5)

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 import pytest_megatron
 from pytest_megatron.base.templates import render, render_macro
-from pytest_megatron.runs.nowhere import NowhereGroup
 
 PACKAGE = Path(pytest_megatron.__file__).parent
 EVIL = (
@@ -69,7 +68,6 @@ ITEM = {
 }
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
 GROUP = [ITEM] * 9
-NOWHERE = [NowhereGroup(reason=EVIL, tests={EVIL: 1})]
 SUMMARY = {
     "verdict": "failed",
     "headline": EVIL,
@@ -79,7 +77,6 @@ SUMMARY = {
     "fetch": EVIL,
     "groups": [GROUP],
     "flaky": [ITEM],
-    "nowhere": NOWHERE,
     "jobs": [JOB],
 }
 RUNS = [{"time": EVIL, "is_good": number > 4} for number in range(6)]
@@ -288,7 +285,6 @@ MACROS: dict[str, tuple[object, ...]] = {
     "fetch": (SUMMARY,),
     "group": (GROUP, {"metric": EVIL, "mermaid": {"legend": EVIL, "source": EVIL}}),
     "flaky": ([ITEM],),
-    "nowhere": (NOWHERE,),
     "jobs": ([JOB],),
     "slowest": ([ITEM],),
 }

@@ -15,7 +15,6 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import grouped
 from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.summary.model import JobItem, JobRun
-from pytest_megatron.runs.nowhere import NowhereGroup, ran_nowhere
 
 SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
@@ -102,16 +101,6 @@ class CiSummary:
         """Items that passed when they were run again, and those whose failure does not count."""
         return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
 
-    @property
-    def nowhere(self) -> tuple[NowhereGroup, ...]:
-        """Tests that were skipped or deselected in every job."""
-        tests = (
-            (item.node_id, item.skip_reason or "no reason" if item.verdict == SKIPPED else None)
-            for item in self.items
-        )
-        runs = [run for job in self.jobs for run in job.deselected]
-        return ran_nowhere(tests, runs)
-
     def slowest(self, number: int) -> tuple[JobItem, ...]:
         """Return the items that took longest."""
         ran = [item for item in self.items if item.duration_s >= SHORT_S]
@@ -135,7 +124,6 @@ class CiSummary:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "jobs": [job.as_json() for job in self.jobs],
-            "nowhere": {group.reason: dict(group.tests) for group in self.nowhere},
             "failures": [
                 {
                     **first.as_json(),
@@ -211,9 +199,8 @@ def _last(tries: Sequence[JobRun]) -> tuple[JobRun, list[str]]:
             f"{len(same)} artifacts say that they are this job, try {last.run_attempt}: {names}"
         )
         items = tuple(item for run in same for item in run.items)
-        deselected = tuple(found for run in same for found in run.deselected)
         problems = tuple(problem for run in same for problem in run.problems)
-        last = replace(last, items=items, deselected=deselected, problems=(problem, *problems))
+        last = replace(last, items=items, problems=(problem, *problems))
     earlier = [
         f"{run.name}: try {run.run_attempt} was {run.verdict} ({run.artifact}); "
         f"try {last.run_attempt} counts"

@@ -17,7 +17,6 @@ from pytest_megatron.base.schema import Positive, Text
 from pytest_megatron.errors import CiError
 from pytest_megatron.runs.junit import Junit
 from pytest_megatron.runs.layout import make_results_dir
-from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.record import Picture, RecordedFile, to_json
 
 BAD = ("failed", "broken")
@@ -81,7 +80,6 @@ class JobItem:
         is_compared: Whether a workload was compared with its golden; None where that is not known.
         is_lightweight: Whether it ran shortened.
         policy: Under which it was compared, as a plan has it; None where that is not known.
-        skip_reason: Reason why it was skipped, as far as the run or its JUnit XML has it.
         gpu_s: GPU-seconds of all attempts, as far as its run directory has them.
         line: Where it is in the project's file, that of its node id; None where not known.
         picture: The first metric that disagrees with its golden.
@@ -100,7 +98,6 @@ class JobItem:
     is_compared: bool | None = None
     is_lightweight: bool = False
     policy: Mapping[str, object] | None = None
-    skip_reason: str = ""
     gpu_s: float = 0.0
     line: int | None = None
     picture: Picture | None = None
@@ -154,7 +151,6 @@ class JobRun:
         problems: Why the job counts as failed beside its items.
         commits: Those that its runs tested.
         has_run_file: Whether it left a `run.json`, and not JUnit XML alone.
-        deselected: Tests that it deselected, of each of its runs.
     """
 
     name: str
@@ -165,7 +161,6 @@ class JobRun:
     problems: tuple[str, ...] = ()
     commits: frozenset[str] = frozenset()
     has_run_file: bool = False
-    deselected: tuple[Deselected, ...] = ()
 
     @property
     def run_attempt(self) -> int:

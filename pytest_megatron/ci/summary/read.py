@@ -28,7 +28,6 @@ from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.junit import Junit, JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
-from pytest_megatron.runs.nowhere import Deselected
 from pytest_megatron.runs.record import (
     DRAW_FAILED,
     IS_DRAWN,
@@ -224,7 +223,6 @@ class _JobCollector:
     problems: list[str] = field(default_factory=list)
     commits: set[str] = field(default_factory=set)
     junits: list[Junit] = field(default_factory=list)
-    deselected: list[Deselected] = field(default_factory=list)
 
 
 def is_job(directory: Path) -> bool:
@@ -268,7 +266,6 @@ def read_run(root: Path, shown: str) -> JobRun:
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
         has_run_file=bool(run_dirs),
-        deselected=tuple(book.deselected),
     )
 
 
@@ -326,7 +323,6 @@ def _read_run_dir(
         return
     if run.commit is not None:
         collector.commits.add(run.commit)
-    collector.deselected.append(run.deselected)
     for node_id, record in run.items.items():
         case = cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
@@ -368,7 +364,6 @@ def _item(
         causes=record.causes,
         cause=cause,
         reproduce=_reproduce(place[1], node_id),
-        skip_reason=record.problem or "" if record.verdict == "skipped" else "",
     )
 
 
@@ -458,8 +453,6 @@ def _add_cases(collector: _JobCollector, job: str) -> None:
             item = collector.items[node_id]
             if cause is not None and item.verdict in ("passed", "flaky"):
                 collector.items[node_id] = replace(item, verdict=case.outcome, cause=cause)
-            elif case.outcome == item.verdict == "skipped":
-                collector.items[node_id] = replace(item, skip_reason=case.message)
         else:
             collector.items[case.node_id] = JobItem(
                 node_id=case.node_id,
@@ -468,7 +461,6 @@ def _add_cases(collector: _JobCollector, job: str) -> None:
                 duration_s=case.duration_s,
                 cause=cause,
                 reproduce=shlex.join(["pytest", case.node_id]),
-                skip_reason=case.message if case.outcome == "skipped" else "",
             )
 
 

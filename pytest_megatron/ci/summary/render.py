@@ -121,12 +121,6 @@ def as_text(summary: CiSummary) -> str:
     if summary.flaky:
         lines = (f"{_INDENT}{item.node_id}: {item.how_flaky}" for item in summary.flaky)
         blocks.append("\n".join(["flaky", *lines]))
-    if summary.nowhere:
-        lines = (
-            f"{_INDENT}{group.amount}: {group.reason}: {group.names(_MOST_ALSO)}"
-            for group in summary.nowhere
-        )
-        blocks.append("\n".join(["ran nowhere", *lines]))
     slow = summary.slowest(_MOST_SLOW)
     if slow:
         lines = (f"{_INDENT}{item.duration_s:8.1f} s  {item.node_id} ({item.job})" for item in slow)
@@ -214,7 +208,6 @@ def _sections(summary: CiSummary, link: str | None) -> Iterator[tuple[str, Itera
     yield "### What failed", _failures(summary, link)
     yield "### Flaky", _blocks("flaky", summary.flaky, _BLOCK_ROWS)
     jobs = sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky"))
-    yield "### Ran nowhere", _blocks("nowhere", summary.nowhere, _BLOCK_ROWS)
     yield "### Jobs", _blocks("jobs", jobs, _BLOCK_ROWS)
     yield "### Slowest", _blocks("slowest", summary.slowest(_MOST_SLOW), _BLOCK_ROWS)
 

@@ -95,7 +95,6 @@ class RankConfigs:
                 coverage=self.coverage,
                 coverage_file=str(self.coverage_dir / f"{number}-{place.rank}"),
                 finds_leaks=self._run.options.finds_leaks,
-                stress_seed=self._stress_seed,
             )
             for place in places
         )
@@ -113,11 +112,6 @@ class RankConfigs:
     def shared_dir(self, rank_configs: tuple[RankConfig, ...]) -> str:
         """Return a directory that ranks of all nodes of a gang can write to."""
         return self._dir_of_nodes if rank_configs[-1].node_rank > 0 else self._dir_of_node
-
-    @property
-    def _stress_seed(self) -> int | None:
-        options = self._run.options
-        return None if options.num_stress is None else options.stress_seed
 
     @cached_property  # read for each test
     def _dir_of_nodes(self) -> str:

@@ -25,9 +25,7 @@ from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import Gpu, this_host
 from pytest_megatron.runs.headline import reproduce_line
-from pytest_megatron.runs.nowhere import ran_nowhere
 from pytest_megatron.runs.record import RecordedTest
-from pytest_megatron.session.deselected import deselected_of
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.run_file import RunFile, record_on
 from pytest_megatron.session.slurm_step import count_unused_nodes
@@ -35,7 +33,6 @@ from pytest_megatron.session.state import RunSession
 from pytest_megatron.session.time_limit import limit_of_session
 
 NAME = "megatron-gangs-results"
-_MOST_SHOWN = 3
 _WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
 
@@ -53,7 +50,6 @@ class GangResults:
         self._file = file
         self._records: dict[str, RecordedTest] = {}
         self._config: pytest.Config | None = None
-        self._ran: list[tuple[str, str | None]] = []
         self._next_at = 0.0
 
     @pytest.hookimpl(tryfirst=True)
@@ -85,10 +81,6 @@ class GangResults:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the record of a test; an error that follows makes it a failure."""
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self._ran.append((report.nodeid, report.longrepr[2].removeprefix("Skipped: ")))
-        elif report.when == "call":
-            self._ran.append((report.nodeid, None))
         record, kept = record_on(report), self._records.get(report.nodeid)
         if record is None and report.failed and report.when == "teardown" and kept is not None:
             problem = kept.problem or report.longreprtext.strip().split("\n")[-1]
@@ -111,11 +103,6 @@ class GangResults:
         """List tests that passed at a rerun, and gangs that were replaced."""
         lines = flaky_lines(self._records)
         replaced = replaced_line(self._records.values())
-        if terminalreporter.verbosity > 0 and not terminalreporter.config.option.collectonly:
-            lines += [
-                f"megatron: {group.amount} ran nowhere: {group.reason}: {group.names(_MOST_SHOWN)}"
-                for group in ran_nowhere(self._ran, [deselected_of(terminalreporter.config)])
-            ]
         if replaced is not None:
             lines.append(f"megatron: {replaced}")
         if self._records and self._file.problem is not None:

@@ -371,7 +371,6 @@ class RankConfig:
         avoided: Node id of a collector that a rank died in -> message to report instead.
         workerinput: `config.workerinput` for a rank that collects, encoded.
         finds_leaks: Whether it fails tests for what they leave behind.
-        stress_seed: Seed of the delays of its tests; None for none.
     """
 
     gang: int
@@ -388,7 +387,6 @@ class RankConfig:
     avoided: Mapping[str, str] = field(default_factory=dict)
     workerinput: str = ""
     finds_leaks: bool = False
-    stress_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

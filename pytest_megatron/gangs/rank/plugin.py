@@ -34,7 +34,7 @@ from pytest_megatron.gangs.ipc.messages import (
 )
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
-from pytest_megatron.gangs.rank.collectives import Delays, count_collectives
+from pytest_megatron.gangs.rank.collectives import count_collectives
 from pytest_megatron.gangs.rank.debugger import RankDebugger
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs, flush_streams
@@ -67,7 +67,6 @@ class RankPlugin:
     _logs: RankLogs
     _pipes: RankPipes
     _state: StateKeeper
-    _delays: Delays
     _pid: int
 
     def __init__(self) -> None:
@@ -98,7 +97,6 @@ class RankPlugin:
         self._state = state
         self.rank_config, self._channel, self._logs, self._pipes = rank_config, channel, logs, pipes
         self._pid = getpid()
-        self._delays = Delays(rank_config.stress_seed, rank_config.rank, rank_config.world_size)
         self.debugger.begin(channel)
 
     def is_rerun(self, item: pytest.Item) -> bool:
@@ -361,9 +359,8 @@ class RankPlugin:
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
-        """Surround a phase: note it, delay it, measure its lines."""
+        """Surround a phase: note it, measure its lines."""
         self._pipes.note(when)
-        self._delays.before_phase(item.nodeid)
         self._is_in_phase = True
         if self.measurement is not None:
             self.measurement.enter(item.nodeid, when)

@@ -24,7 +24,6 @@ import pytest
 
 from pytest_megatron.base.files import write_bytes_atomically
 from pytest_megatron.errors import MegatronError, SelectionError
-from pytest_megatron.session.deselected import REASON
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
 from pytest_megatron.session.state import RunSession, session_of
 from pytest_megatron.workloads.items.collect import WorkloadItem
@@ -114,8 +113,6 @@ class SelectionPlugin:
         dropped = [item for item in workloads if id(item.workload) not in chosen]
         if dropped:
             gone = set(dropped)
-            for item in dropped:
-                item.stash[REASON] = f"deselected by {self._session.options.selected_by}"
             config.hook.pytest_deselected(items=dropped)
             items[:] = [item for item in items if item not in gone]
         if not self._session.options.selection["platform"]:

@@ -112,59 +112,6 @@ def test_texts_in_markdown(shown: str, expected: str) -> None:
     assert shown == expected
 
 
-def test_tests_that_were_left_out_everywhere_are_listed_by_reason() -> None:
-    """NVIDIA/Megatron-LM#7580: most of a suite was skipped, and nobody saw it."""
-    few, no_te = "needs 8 GPUs, this host has 2", "needs Transformer Engine"
-    by_mark, bucket = "deselected by -m 'not <slow>'", "outside --bucket"
-    deselected = {
-        "small": {by_mark: {"test_c.py": 3, "test_b.py::test_gemm": 1}, bucket: {"test_d.py": 0}},
-        "other": {bucket: {"test_a.py": 0, "test_c.py": 0, "test_d.py": 0}},
-    }
-    jobs = [
-        JobRun(
-            name=name,
-            artifact=None,
-            deselected=(deselected[name],),
-            items=tuple(
-                JobItem(node_id=node_id, job=name, verdict=verdict, skip_reason=reason)
-                for node_id, verdict, reason in rows
-            ),
-        )
-        for name, rows in {
-            "small": [
-                ("test_a.py::test_sizes[world2]", "passed", ""),
-                ("test_a.py::test_sizes[world8]", "skipped", few),
-                ("test_a.py::test_wide[x-world8]", "skipped", few),
-                ("test_a.py::test_wide[world8-y]", "skipped", few),
-                ("test_b.py::test_fp8", "skipped", no_te),
-                ("test_b.py::test_gemm", "skipped", no_te),
-            ],
-            "other": [
-                ("test_b.py::test_fp8", "skipped", no_te),
-                ("test_b.py::test_gemm", "failed", ""),
-            ],
-        }.items()
-    ]
-    summary = merge(jobs)
-    assert summary.as_json()["nowhere"] == {
-        by_mark: {"test_c.py": 3},
-        few: {"test_a.py::test_wide[x]": 1, "test_a.py::test_wide[y]": 1},
-        no_te: {"test_b.py::test_fp8": 1},
-        bucket: {"test_d.py": 0},
-    }
-    assert (
-        f"\nran nowhere\n    3 tests: {by_mark}: test_c.py (3 tests)\n"
-        f"    2 tests: {few}: test_a.py::test_wide[x], test_a.py::test_wide[y]\n"
-        f"    1 test: {no_te}: test_b.py::test_fp8\n    1 file: {bucket}: test_d.py"
-    ) in as_text(summary)
-    markdown = as_markdown(summary)
-    assert "### Ran nowhere\n\n| tests | why | such as |\n" in markdown
-    assert f"| 1 file | `{bucket}` | `test_d.py` |" in markdown
-    page = as_html(summary)
-    assert "<h2>Ran nowhere</h2>" in page
-    assert "<td>deselected by -m &#x27;not &lt;slow&gt;&#x27;</td>" in page, page
-
-
 def test_600_failures_with_curves_fit_a_comment() -> None:
     """GitHub takes 65,536 characters, GitLab 1,000,000; GitLab draws 2,000 of mermaid unasked."""
     found = job(600, text=EVIL, name=EVIL)

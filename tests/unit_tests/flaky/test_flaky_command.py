@@ -164,7 +164,7 @@ def test_a_proposal_has_evidence_owner_end_and_the_change(project: Path) -> None
     )
     assert f"{revision} [`run-1`](https://ci.example.com/a%28b%29%20%7C%60) |\n" in new
     assert "javascript" not in text
-    assert "```sh\npytest -p megatron --gpus 8 --stress 200 tests/t.py::new\n```" in new
+    assert "```sh\npytest -p megatron --gpus 8 --count 200 tests/t.py::new\n```" in new
     assert "- families of failure: `unknown` 2\n" in new
     assert "- owner: `@org/tests`\n- until 2027-01-15, or until " in new
     assert "regression" not in new

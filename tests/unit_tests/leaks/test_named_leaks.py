@@ -132,30 +132,3 @@ def test_nothing_is_looked_for_by_default(tmp_path: Path) -> None:
     )
     run = suite.run("--ranks=2", "-k", "not fails")
     assert run.summary == "7 passed, 1 deselected", run.stdout
-
-
-def test_tests_that_ran_at_no_size_are_listed_by_reason(suite: Suite) -> None:
-    suite.write(
-        test_sizes="""
-            import pytest
-
-            @pytest.mark.world_size(1, 2)
-            def test_of_two(world_size):
-                if world_size == 1:
-                    pytest.skip("needs 2 ranks")
-
-            @pytest.mark.world_size(1, 2)
-            def test_of_four():
-                pytest.skip("needs 4 ranks")
-
-            def test_other():
-                pass
-        """
-    )
-    run = suite.run("-v", "--ranks=2", "--device=cpu", "-k", "not other")
-    assert (
-        "\nmegatron: 1 test ran nowhere: needs 4 ranks: test_sizes.py::test_of_four\n" in run.stdout
-    )
-    by_option = "deselected by -k 'not other'"
-    assert f"\nmegatron: 1 test ran nowhere: {by_option}: test_sizes.py::test_other\n" in run.stdout
-    assert run.stdout.count("ran nowhere") == 2

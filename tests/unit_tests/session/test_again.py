@@ -36,8 +36,6 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "rank_timeout": 60.0,
         "rank_grace": 10.0,
         "ranks_per_gpu": 4,
-        "stress": 20,
-        "stress_seed": 3,
         "gang_start": "fresh",
     }
     chosen = chosen_of(tmp_path, a_test(), options=options)
@@ -54,10 +52,6 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "megatron_rank_grace=10",
     ]
     expected += [
-        "--megatron-stress",
-        "20",
-        "-o",
-        "megatron_stress_seed=3",
         "-o",
         "megatron_gang_start=fresh",
     ]
@@ -203,7 +197,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     ("name", "value", "reason"),
     [
         ("rank_timeout", "1", "with a value that it does not take: --rank-timeout: does not take"),
-        ("stress", True, "with a value that it does not take: --stress: True is not a count"),
+        ("ranks_per_gpu", True, "that it does not take: --ranks-per-gpu: True is not a count"),
         ("lightweight", "yes", "with a value that it does not take: --lightweight: does not take"),
         ("tensor_trace", "full --pdb", "a value that it does not take: --tensor-trace: 'full --p"),
         (
@@ -227,7 +221,7 @@ def test_an_option_that_is_not_given_back_is_named(
 
 
 @pytest.mark.parametrize(
-    "name", ["audit", "pdb", "p", "run_dir", "executor", "golden_reason", "--pdb"]
+    "name", ["audit", "stress", "pdb", "p", "run_dir", "executor", "golden_reason", "--pdb"]
 )
 def test_no_other_option_is_given_back(tmp_path: Path, name: str) -> None:
     again = made(chosen_of(tmp_path, a_test(), options={name: "evil"}), Wishes(is_trusted=True))
@@ -242,17 +236,16 @@ def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, Js
         "tensor_trace": "full",
         "leaks": True,
         "signatures": ["a.toml", "b.toml"],
-        "stress_seed": 1234567890,
     }
     words = made(chosen_of(tmp_path, record, options=options), Wishes(is_traced=True)).argv
     given = ["--megatron-rank-timeout", "0.5"]
     given += ["--megatron-tensor-trace", "full", "--megatron-leaks"]
-    given += ["-o", "megatron_signatures=a.toml,b.toml", "-o", "megatron_stress_seed=1234567890"]
+    given += ["-o", "megatron_signatures=a.toml,b.toml"]
     assert list(words[-1 - len(given) : -1]) == given
 
 
 def test_null_and_false_of_an_earlier_version_are_not_given(tmp_path: Path) -> None:
-    options: JsonValue = {"lightweight": False, "stress": None, "golden": "check"}
+    options: JsonValue = {"lightweight": False, "tensor_trace": None, "golden": "check"}
     again = made(chosen_of(tmp_path, a_row(), options=options))
     assert again == made(chosen_of(tmp_path, a_row()))
 

@@ -50,7 +50,6 @@ OPTIONS = """\
 --rerun-transient
 --run-dir
 --scope
---stress
 --tag
 --tee-ranks
 --tensor-trace
@@ -64,7 +63,6 @@ megatron_queue_timeout
 megatron_rank_grace
 megatron_retry_backoff
 megatron_signatures
-megatron_stress_seed
 megatron_workload_start
 """
 REMOVED_OPTIONS = [

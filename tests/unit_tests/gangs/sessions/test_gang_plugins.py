@@ -478,31 +478,3 @@ def test_the_time_limit_of_faulthandler_is_that_of_ranks(tmp_path: Path, ends: s
     assert ("exited with code 1" in run.stdout) == (ends == "true")
     logs = [path.read_text() for path in tmp_path.glob(".pytest_megatron/runs/2*/ranks/*/1/*.log")]
     assert "in test_slow" in "".join(logs)
-
-
-def test_what_a_plugin_leaves_out_without_a_name_is_counted(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, has_torch=False).write(
-        # As pytest-testmon 2.2.0 does it, pytest_testmon.py, class TestmonSelect.
-        conftest="""
-            class Nameless:
-                def __init__(self, config):
-                    self.config = config
-
-
-            def pytest_collection_modifyitems(config, items):
-                config.hook.pytest_deselected(items=[Nameless(config)])
-                del items[0]
-        """,
-        test_a="""
-            def test_left_out(rank):
-                pass
-
-            def test_selected(rank):
-                pass
-        """,
-    )
-
-    run = suite.run("--ranks", "2", "--device", "cpu", "-v")
-
-    assert run.words == {"test_selected": "PASSED"}, run.stdout + run.stderr
-    assert run.summary == "1 passed, 1 deselected"

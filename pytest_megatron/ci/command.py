@@ -1,4 +1,4 @@
-"""`pytest-megatron ci`: files for CI, one verdict of many jobs, and the comment with it."""
+"""`pytest-megatron ci`: files for CI, and one verdict of many jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 import click
 
@@ -150,7 +149,7 @@ def rows(*, plan: Path, paths: tuple[Path, ...]) -> None:
     "directory",
     metavar="DIR",
     type=PATH,
-    help="Write summary.json, summary.md, comment.md, junit.xml and the like there.",
+    help="Write summary.json, summary.md, comment.md and pages of the runs there.",
 )
 @click.option("--step-summary", is_flag=True, help="Append it to GITHUB_STEP_SUMMARY.")
 @format_option("text", "json", "markdown")
@@ -188,7 +187,8 @@ def summary(
         runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
         found = replace(merge(runs, expected, reported), fetch=_fetch(paths))
     if directory is not None:
-        write_outputs(found, directory, _write_pages(found, directory), _link(directory))
+        write_outputs(found, directory)
+        _write_pages(found, directory)
     if step_summary:
         page = os.environ.get("GITHUB_STEP_SUMMARY")
         if not page:
@@ -206,33 +206,6 @@ def summary(
     sys.exit(0 if found.has_passed else EXIT_FAILED)
 
 
-@command.command("comment")
-@click.argument("file", metavar="FILE", type=PATH, default=Path("summary/comment.md"))
-def comment(*, file: Path) -> None:
-    """Write the summary as a comment on the pull request, or replace the one of an earlier run.
-
-    FILE is `comment.md` of `ci summary --output`.  [default: summary/comment.md]
-
-    On GitHub the token is GITHUB_TOKEN, on GitLab GITLAB_TOKEN. Exit code 0 also where there is
-    no pull request or no token, or the server refuses: the verdict is that of `ci summary`.
-    """
-    from pytest_megatron.base.files import read_text  # noqa: PLC0415 - each command its own
-    from pytest_megatron.ci.comment import comment_place, post_comment  # noqa: PLC0415
-
-    try:
-        text = read_text(file)
-    except (OSError, ValueError) as error:
-        raise CiError(str(file), f"cannot be read: {error}; expected comment.md") from error
-    place = comment_place(os.environ)
-    if isinstance(place, str):
-        click.echo(f"no comment: {place}")
-        return
-    try:
-        click.echo(post_comment(place, text))
-    except CiError as error:
-        click.echo(f"no comment: {error}", err=True)
-
-
 def _fetch(paths: tuple[Path, ...]) -> str | None:
     """Return the command that downloads the artifacts of this run of GitHub Actions."""
     run_id, repository = (os.environ.get(f"GITHUB_{name}") for name in ("RUN_ID", "REPOSITORY"))
@@ -242,27 +215,17 @@ def _fetch(paths: tuple[Path, ...]) -> str | None:
     return shlex.join(["gh", "run", "download", run_id, *words])
 
 
-def _link(directory: Path) -> str | None:
-    """Return the URL of a directory of this job of GitLab's artifact; GitHub has none before."""
-    job = os.environ.get("CI_JOB_URL")
-    if not job or directory.is_absolute():
-        return None
-    return f"{job}/artifacts/file/{quote(directory.as_posix())}"
-
-
-def _write_pages(found: CiSummary, directory: Path) -> str | None:
-    """Write the pages of the runs that can be read; return where, from the directory, if any."""
+def _write_pages(found: CiSummary, directory: Path) -> None:
+    """Write the pages of the runs that can be read."""
     write_pages = WRITE_PAGES.first()
     if write_pages is None:
-        return None
+        return
     names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
     runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
     try:
-        index, _ = write_pages(runs, directory / _PAGES)
+        write_pages(runs, directory / _PAGES)
     except MegatronError as error:
         click.echo(f"no pages of the runs: {error}", err=True)
-        return None
-    return index.relative_to(directory).as_posix()
 
 
 def _append(path: Path, text: str) -> None:

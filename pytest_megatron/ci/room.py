@@ -13,6 +13,5 @@ ROOM = Room(
         "begin": "hooks:begin",
         "configure": "hooks:configure",
         "decide": "decide:decide_for",
-        "reporter": "log:register_ci_log",
     },
 )

@@ -126,8 +126,8 @@ class Workflow:
         tuple[Variable, ...], Len(2, 2), About("User and password of the registry.")
     ] = ()
     cache: Annotated[Texts, About("Paths kept from run to run.")] = ()
-    keeps_history: Annotated[bool, About("Keep history and durations.")] = False
-    comments: Annotated[bool, About("Write the summary on the pull request.")] = False
+    keeps_history: Annotated[bool, About("Keep the history of runs.")] = False
+    comments: Annotated[bool, About("Write the summary on the pull request of GitHub.")] = False
     layouts: Annotated[
         bool, About("Try rows for GPUs with --fake-ranks first; one that fails gets no GPU.")
     ] = False

@@ -112,7 +112,7 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         }
     if len(jobs) == 2:  # noqa: PLR2004 - stages and the plan's own
         raise CiError(where, "has no jobs, expected what 'plan --format json' prints")
-    verdict: dict[str, JsonValue] = {
+    jobs["verdict"] = {
         "stage": "verdict",
         "image": f"python:{workflow.python}",
         "timeout": "20 minutes",
@@ -125,16 +125,9 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         "artifacts": {
             "when": "always",
             "paths": ["summary"],
-            "reports": {
-                "junit": "summary/junit.xml",
-                "codequality": "summary/gl-code-quality-report.json",
-            },
             "expire_in": f"{workflow.retention_days} days",
         },
     }
-    if workflow.comments:  # a script ends where the verdict is bad
-        verdict["after_script"] = ["pytest-megatron ci comment summary/comment.md"]
-    jobs["verdict"] = verdict
     return yaml.safe_dump(jobs, sort_keys=False, width=1000)
 
 

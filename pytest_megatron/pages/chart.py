@@ -5,17 +5,16 @@ Colours follow the reader's scheme where a browser draws it; elsewhere they are 
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pytest_megatron.base.templates import render
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.record import MermaidChart, RecordedBand, finite
+from pytest_megatron.runs.record import RecordedBand, finite
 
 if TYPE_CHECKING:
     from pytest_megatron.workloads.golden.model import Series
@@ -381,85 +380,6 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
         places = [f"{x:.1f} {y:.1f}" for x, y in run]
         parts.append(f"M{'L'.join(places)}{_DOT if len(places) == 1 else ''}")
     return "".join(parts)
-
-
-_MERMAID_POINTS = 32
-_SEEN_APART = 0.03  # of the range of values; curves that are closer look like one
-_MERMAID_WIDTH, _MERMAID_HEIGHT = 600, 220
-_LEAST_POWER, _MOST_POWER = -2, 5  # of ten, of numbers that are shown as they are
-
-
-def mermaid_chart(chart: Chart) -> MermaidChart | None:
-    """Return a picture of a metric and its golden; None where no two steps can be compared.
-
-    Each point is the step that is off furthest in its part of all steps. Curves that would look
-    like one are shown by their distance.
-
-    Source: mermaid's xychart.jison, whose numbers have no exponents; GitLab's
-    render_sandboxed_mermaid.js, which renders 2,000 characters of a page unasked.
-    """
-    golden = chart.golden
-    found: list[tuple[float, str, list[tuple[int, float, float, float]]]] = []
-    runs = [curve for curve in chart.curves if curve.role is CurveRole.RUN]
-    for curve in runs or chart.curves[1:]:
-        rows = _worst_of_parts(curve.series, golden.series) if golden is not None else []
-        found.append((max((off for *_, off in rows), default=-1.0), curve.name, rows))
-    furthest, name, rows = max(found, default=(0.0, "", []))
-    if len(rows) < 2 or furthest <= 0:  # noqa: PLR2004 - a line
-        return None
-    steps, expected, observed, off = zip(*rows, strict=True)
-    axis = scale_of((*expected, *observed), start=0.0, end=1.0)
-    span = axis.high - axis.low
-    largest = max(abs(o - e) for o, e in zip(observed, expected, strict=True))
-    is_apart = largest > _SEEN_APART * span > _SEEN_APART * 1e-5 * max(abs(axis.low), axis.high)
-    lines = [expected, observed] if is_apart else [tuple(100 * share for share in off)]
-    colours = (_GOLDEN, _RUNS[0])[-len(lines) :]
-    power, numbers = _plain_numbers([value for line in lines for value in line])
-    title = f"{'value' if is_apart else 'off by, %'}{f', x 1e{power}' if power else ''}"
-    size = len(rows)
-    drawn = [numbers[2:][n * size : (n + 1) * size] for n in range(len(lines))]
-    options = {
-        "xyChart": {"width": _MERMAID_WIDTH, "height": _MERMAID_HEIGHT},
-        "themeVariables": {"xyChart": {"plotColorPalette": ", ".join(colours)}},
-    }
-    source = [
-        f"%%{{init: {json.dumps(options)}}}%%",
-        "xychart-beta",
-        f'x-axis "step" {steps[0]} --> {steps[-1]}',
-        f'y-axis "{title}" {numbers[0]} --> {numbers[1]}',
-        *(f"line [{', '.join(line)}]" for line in drawn),
-    ]
-    legend = f"golden ochre, {name} blue" if is_apart else f"{name}, distance from the golden"
-    return MermaidChart(legend=legend, source="\n".join(source))
-
-
-def _worst_of_parts(run: Series, golden: Series) -> list[tuple[int, float, float, float]]:
-    """Return step, golden, run and relative distance where a run is off furthest in each part."""
-    at, expected = _numbers(run), _numbers(golden)
-    rows = [
-        (
-            step,
-            expected[step],
-            at[step],
-            abs(at[step] - expected[step]) / (abs(expected[step]) or 1),
-        )
-        for step in sorted(at.keys() & expected.keys())
-    ]
-    rows = [row for row in rows if math.isfinite(100 * row[3]) and math.isfinite(row[2] - row[1])]
-    parts = min(len(rows), _MERMAID_POINTS)
-    bounds = [len(rows) * n // parts for n in range(parts + 1)] if parts else [0]
-    return [max(rows[a:b], key=lambda row: row[3]) for a, b in pairwise(bounds)]
-
-
-def _plain_numbers(values: Sequence[float]) -> tuple[int, list[str]]:
-    """Return a power of ten, and as multiples of it the ends of an axis and the values."""
-    axis = scale_of(values, start=0.0, end=1.0)
-    size = math.floor(math.log10(max(abs(axis.low), abs(axis.high)) or 1.0))
-    power = 0 if _LEAST_POWER <= size <= _MOST_POWER else size
-    shown = [value / 10.0**power for value in (axis.low, axis.high, *values)]
-    gap = math.floor(math.log10(shown[1] - shown[0]))
-    digits = min(8, max(0, 3 - gap))
-    return power, [f"{value:.{digits}f}" for value in shown]
 
 
 def allowed_around(golden: Series, allowed: RecordedBand) -> tuple[float, ...] | None:

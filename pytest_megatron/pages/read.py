@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
-from pytest_megatron.pages.chart import allowed_around, chart_svg, mermaid_chart
+from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.pages.model import (
     GOOD,
     AttemptRow,
@@ -32,7 +32,6 @@ from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
 from pytest_megatron.runs.record import (
-    Picture,
     RecordedAttempt,
     RecordedBand,
     RecordedComparison,
@@ -161,18 +160,6 @@ class RunReader:
             trace=trace,
             is_audit=not dirs.equivalence.is_file(),
         )
-
-
-def failed_picture(run_dir: Path, node_id: str, record: RecordedWorkload) -> Picture | None:
-    """Return the first metric that disagrees with the golden of a workload; None if all agree."""
-    dirs = item_dirs(run_dir, node_id)
-    notes: list[str] = []
-    comparison = _record(dirs.comparison, RecordedComparison, notes)
-    charts = () if comparison is None else _charts(dirs, record, comparison, notes)
-    if not charts or charts[0].passed is not False:  # which are sorted so
-        return None
-    first = charts[0]
-    return Picture(metric=first.metric, svg=chart_svg(first, node_id), mermaid=mermaid_chart(first))
 
 
 def _record(path: Path, model: type[_File], notes: list[str]) -> _File | None:

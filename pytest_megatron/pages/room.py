@@ -9,8 +9,6 @@ ROOM = Room(
         "runs": ("command:runs", "List and remove runs, write pages and pictures of them."),
     },
     provides={
-        "drawn_files": "read:is_worth_showing",
-        "failed_picture": "read:failed_picture",
         "pages": "write:write_report",
         "reporter": "plugin:register_pages",
     },

@@ -13,7 +13,7 @@ from pytest_megatron.errors import CiError
 
 _LOCATION = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 _YAML = ("yaml", "yml")
-BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
+_BAD = {"failure": "failed", "error": "broken", "skipped": "skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +51,8 @@ class JUnitCase:
         return str(found[-1]) if found else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Junit:
-    """One file.
-
-    Attributes:
-        elements: The `<testcase>` elements, for a file of all jobs.
-    """
-
-    cases: tuple[JUnitCase, ...]
-    elements: tuple[ET.Element, ...]
-
-
-def read_junit(path: Path) -> Junit:
-    """Read a file that `pytest --junit-xml` wrote.
+def read_junit(path: Path) -> tuple[JUnitCase, ...]:
+    """Read the cases of a file that `pytest --junit-xml` wrote.
 
     Raises:
         CiError: It is not whole, is no JUnit XML, or holds declarations that no report needs.
@@ -78,8 +66,7 @@ def read_junit(path: Path) -> Junit:
         raise CiError(str(path), f"cannot be read as JUnit XML: {error}") from error
     if root.tag not in ("testsuites", "testsuite"):
         raise CiError(str(path), f"begins with <{root.tag[:40]}>, expected <testsuites>")
-    elements = tuple(root.iter("testcase"))
-    return Junit(cases=tuple(read_case(element) for element in elements), elements=elements)
+    return tuple(map(_read_case, root.iter("testcase")))
 
 
 def _file_of(parts: Sequence[str]) -> str:
@@ -89,13 +76,13 @@ def _file_of(parts: Sequence[str]) -> str:
     return f"{'/'.join(parts)}.py"
 
 
-def read_case(element: ET.Element) -> JUnitCase:
+def _read_case(element: ET.Element) -> JUnitCase:
     """Return what a `<testcase>` holds."""
-    found = next((c for c in element if c.tag in BAD and c.get("type") != "pytest.xfail"), None)
+    found = next((c for c in element if c.tag in _BAD and c.get("type") != "pytest.xfail"), None)
     return JUnitCase(
         classname=element.get("classname", ""),
         name=element.get("name", ""),
-        outcome="passed" if found is None else BAD[found.tag],
+        outcome="passed" if found is None else _BAD[found.tag],
         message="" if found is None else found.get("message", ""),
         text="" if found is None else found.text or "",
         duration_s=_seconds(element.get("time")),

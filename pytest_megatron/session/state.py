@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 from typing_extensions import override
@@ -353,18 +353,7 @@ class SessionLog(logging.Filter):
         self._kept.clear()
 
 
-FOLDING_LOG = "megatron-ci-log"  # the name of the plugin that is one
 _REPORTERS: ExtensionPoint[Callable[[pytest.Config, RunSession], None]] = ExtensionPoint("reporter")
-
-
-class FoldingLog(Protocol):
-    """A log whose sections can be folded."""
-
-    def fold(self, title: str) -> None:
-        """Begin a section."""
-
-    def unfold(self) -> None:
-        """End it."""
 
 
 def register_reporters(config: pytest.Config, session: RunSession) -> None:

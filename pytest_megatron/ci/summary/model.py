@@ -15,9 +15,8 @@ from pathlib import Path
 from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.base.schema import Positive, Text
 from pytest_megatron.errors import CiError
-from pytest_megatron.runs.junit import Junit
 from pytest_megatron.runs.layout import make_results_dir
-from pytest_megatron.runs.record import Picture, RecordedFile, to_json
+from pytest_megatron.runs.record import RecordedFile, to_json
 
 BAD = ("failed", "broken")
 _ASSERTION = re.compile(r"(?:\[rank \d+\] )?(?:E +)?(?:AssertionError\b|assert\b)")
@@ -82,7 +81,6 @@ class JobItem:
         policy: Under which it was compared, as a plan has it; None where that is not known.
         gpu_s: GPU-seconds of all attempts, as far as its run directory has them.
         line: Where it is in the project's file, that of its node id; None where not known.
-        picture: The first metric that disagrees with its golden.
     """
 
     node_id: str
@@ -100,7 +98,6 @@ class JobItem:
     policy: Mapping[str, object] | None = None
     gpu_s: float = 0.0
     line: int | None = None
-    picture: Picture | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -157,7 +154,6 @@ class JobRun:
     artifact: str | None
     record: CiJobRecord | None = None
     items: tuple[JobItem, ...] = ()
-    junits: tuple[Junit, ...] = ()
     problems: tuple[str, ...] = ()
     commits: frozenset[str] = frozenset()
     has_run_file: bool = False

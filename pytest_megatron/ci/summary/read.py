@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
@@ -26,11 +26,9 @@ from pytest_megatron.ci.summary.model import (
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
-from pytest_megatron.runs.junit import Junit, JUnitCase, address, read_junit
+from pytest_megatron.runs.junit import JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.record import (
-    DRAW_FAILED,
-    IS_DRAWN,
     OptionValue,
     RecordedAttempt,
     RecordedEvidence,
@@ -222,7 +220,8 @@ class _JobCollector:
     items: dict[str, JobItem] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     commits: set[str] = field(default_factory=set)
-    junits: list[Junit] = field(default_factory=list)
+    has_junit: bool = False
+    cases: dict[tuple[str, str], JUnitCase] = field(default_factory=dict)
 
 
 def is_job(directory: Path) -> bool:
@@ -245,24 +244,22 @@ def read_run(root: Path, shown: str) -> JobRun:
     for directory in directories:
         for file in _junit_files(directory):
             try:
-                book.junits.append(read_junit(file))
+                _note_cases(book, read_junit(file))
             except CiError as error:
                 book.problems.append(f"{_show(book, file)}: {error.problem}")
-    cases = _by_address(book.junits)
     run_dirs = [d for d in directories if is_within(d / RUN_FILE, root)]
     for run_dir in run_dirs:
-        _read_run_dir(book, run_dir, name, cases)
+        _read_run_dir(book, run_dir, name)
     _add_cases(book, name)
-    if not run_dirs and (record is not None or not book.junits):
+    if not run_dirs and (record is not None or not book.has_junit):
         book.problems.append(_nothing(root))
     elif not book.items and not book.problems:
-        book.problems.append("ran no test" if book.junits else _NO_ITEMS)
+        book.problems.append("ran no test" if book.has_junit else _NO_ITEMS)
     return JobRun(
         name=name,
         artifact=shown.removesuffix("!"),
         record=record,
         items=tuple(book.items.values()),
-        junits=tuple(book.junits),
         problems=tuple(book.problems),
         commits=frozenset(book.commits),
         has_run_file=bool(run_dirs),
@@ -300,19 +297,16 @@ def _show(collector: _JobCollector, path: Path) -> str:
     )
 
 
-def _by_address(junits: Sequence[Junit]) -> dict[tuple[str, str], JUnitCase]:
-    """Return a case for each item: one that went wrong, if any did."""
-    found: dict[tuple[str, str], JUnitCase] = {}
-    for case in (case for junit in junits for case in junit.cases):
+def _note_cases(collector: _JobCollector, cases: Iterable[JUnitCase]) -> None:
+    """Note a case for each item: one that went wrong, if any did."""
+    collector.has_junit = True
+    for case in cases:
         key = (case.classname, case.name)
-        if key not in found or found[key].outcome == "passed":
-            found[key] = case
-    return found
+        if key not in collector.cases or collector.cases[key].outcome == "passed":
+            collector.cases[key] = case
 
 
-def _read_run_dir(
-    collector: _JobCollector, run_dir: Path, job: str, cases: Mapping[tuple[str, str], JUnitCase]
-) -> None:
+def _read_run_dir(collector: _JobCollector, run_dir: Path, job: str) -> None:
     """Take the items of one `run.json`, and the problems of the run as a whole."""
     shown = _show(collector, run_dir)
     try:
@@ -324,17 +318,15 @@ def _read_run_dir(
     if run.commit is not None:
         collector.commits.add(run.commit)
     for node_id, record in run.items.items():
-        case = cases.get(address(node_id))
+        case = collector.cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
         plan = None
         if isinstance(record, RecordedWorkload):
             plan = _plan_of(record, run_dir)
             line = _LINE.search(plan.recipe or "") if plan is not None else None
-            draw = DRAW_FAILED.first() if item.is_bad else None
             item = replace(
                 _as_judged(item, record, run.options),
                 line=None if line is None else int(line[1]),
-                picture=None if draw is None else draw(run_dir, node_id, record),
             )
         item = replace(item, gpu_s=_gpu_seconds(record, plan, run.options))
         collector.items[node_id] = item
@@ -428,9 +420,7 @@ def _unfinished(run: RecordedRun, run_dir: Path, collector: _JobCollector) -> st
     if code in _EXITS:
         return f"pytest {_EXITS[code]} (exit code {code})"
     has_bad = any(item.is_bad for item in collector.items.values())
-    has_bad = has_bad or any(
-        c.outcome in ("failed", "broken") for j in collector.junits for c in j.cases
-    )
+    has_bad = has_bad or any(c.outcome in ("failed", "broken") for c in collector.cases.values())
     if code and not has_bad:
         return f"pytest ended with exit code {code}, and no item says why; read the job's log"
     return None
@@ -446,7 +436,7 @@ def _running(run: RecordedRun, run_dir: Path) -> str | None:
 def _add_cases(collector: _JobCollector, job: str) -> None:
     """Add tests that only JUnit XML has, and errors that came after a record was made."""
     known = {address(node_id): node_id for node_id in collector.items}
-    for key, case in _by_address(collector.junits).items():
+    for key, case in collector.cases.items():
         node_id = known.get(key)
         cause = cause_of_case(case)
         if node_id is not None:  # an error that came after its record was made
@@ -552,7 +542,7 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
 
 def _is_wanted(path: PurePath) -> bool:
     is_result = path.name in (FILE_NAME, SUMMARY_FILE) or path.suffix == ".xml"
-    return is_result or is_worth_reading(path) or any(is_drawn(path) for is_drawn in IS_DRAWN.all())
+    return is_result or is_worth_reading(path)
 
 
 def _damaged(path: Path, shown: str, problem: str) -> JobRun:

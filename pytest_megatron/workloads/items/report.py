@@ -27,7 +27,7 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
 )
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.session.state import FOLDING_LOG, NOTE_PREFIX, FoldingLog, RunSession
+from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
 from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind, Saved
@@ -86,7 +86,6 @@ class LiveTerminal:
         self._config = config
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
         self._is_tty = reporter is not None and can_rewrite(reporter)
-        self._ci_log: FoldingLog | None = config.pluginmanager.get_plugin(FOLDING_LOG)
         self._copies_iterations = config.getoption("verbose") > 0
         self._name = node_id.rpartition("::")[2]
         self._width = 0
@@ -100,17 +99,12 @@ class LiveTerminal:
     def close(self) -> None:
         """Remove the progress line from the terminal."""
         self._write([], "")
-        self._unfold()
         if self._note is not None:
             self._note.unlink(missing_ok=True)
 
     def on_lines(self, lines: list[str]) -> None:
         """Copy lines, without those that the progress line stands for."""
         shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
-        if shown and self._ci_log is not None and self._writer is not None:
-            with uncaptured(self._config):
-                self._ci_log.fold(f"{self._name}: output of ranks")
-            self._has_line = True
         if shown:
             self._write(shown, None)
 
@@ -127,14 +121,7 @@ class LiveTerminal:
                 write_text_atomically(self._note, text)
         else:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
-            self._unfold()
             self._write([text], None)
-
-    def _unfold(self) -> None:
-        """End the folded section of a log of CI."""
-        if self._ci_log is not None:
-            with uncaptured(self._config):
-                self._ci_log.unfold()
 
     def _write(self, lines: Sequence[str], status: str | None) -> None:
         """Write whole lines, and on a terminal a line that the next write replaces."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from click.testing import CliRunner, Result
 
@@ -144,3 +147,26 @@ def head(*arguments: str) -> tuple[int, list[str]]:
     """Return exit code and the first block of the text, without indents."""
     result = summary(*arguments)
     return result.exit_code, [line.strip() for line in result.output.split("\n\n")[0].splitlines()]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line that GitHub's runner executes."""
+
+    name: str
+    properties: dict[str, str]
+    message: str
+
+
+def commands(log: str) -> list[Command]:
+    """Read a log as the runner does: ActionCommand.cs, TryParseV2 and TryParse."""
+    found = []
+    for line in re.split(r"\r\n|\r|\n", log):
+        match = re.match(r"::([\w-]+) ?(.*?)::(.*)", line.lstrip())
+        if match is not None:
+            pairs = (pair.partition("=") for pair in match[2].split(",") if pair)
+            properties = {key: unquote(value) for key, _, value in pairs}
+            found.append(Command(match[1], properties, unquote(match[3])))
+        elif old := re.search(r"##\[(\w+)[^\]]*\](.*)", line):
+            found.append(Command(old[1], {}, old[2]))
+    return found

@@ -18,7 +18,6 @@ from expressions import evaluate, fill
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.command import command
-from pytest_megatron.ci.summary.render import CODE_QUALITY_FILE
 from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
 from pytest_megatron.errors import CiError, ConfigError
 
@@ -199,22 +198,17 @@ def test_a_pull_request_of_a_fork_runs_nothing_on_own_runners() -> None:
     assert found == [True, False]
 
 
-MISSING_JOB = '<testsuites><testcase classname="job" name="unit-1"/></testsuites>'
-PLAIN_TEST = '<testsuites><testcase classname="tests.test_a" name="test_a"/></testsuites>'
-
-
 @pytest.mark.parametrize(
-    ("left", "summary", "kept", "is_saved"),
+    ("left", "kept", "is_saved"),
     [
-        pytest.param(None, MISSING_JOB, "1\n2\n", False, id="no-job-started"),
-        pytest.param("", MISSING_JOB, "1\n2\n", False, id="empty"),
-        pytest.param("2\n3\n", MISSING_JOB, "1\n2\n3\n", True, id="merged"),
-        pytest.param("0", MISSING_JOB, "0\n1\n2\n", True, id="cut-off"),
-        pytest.param(None, PLAIN_TEST, "1\n2\n", True, id="tests-without-a-gang"),
+        pytest.param(None, "1\n2\n", False, id="no-job-started"),
+        pytest.param("", "1\n2\n", False, id="empty"),
+        pytest.param("2\n3\n", "1\n2\n3\n", True, id="merged"),
+        pytest.param("0", "0\n1\n2\n", True, id="cut-off"),
     ],
 )
 def test_the_history_of_earlier_runs_is_kept(
-    left: str | None, summary: str, kept: str, *, is_saved: bool
+    left: str | None, kept: str, *, is_saved: bool
 ) -> None:
     project(FULL)
     ci("init")
@@ -225,10 +219,6 @@ def test_the_history_of_earlier_runs_is_kept(
     history = Path(".pytest_megatron/history.jsonl")
     history.parent.mkdir()
     history.write_text("1\n2\n")  # restored
-    durations = Path(".pytest_megatron/durations.xml")
-    durations.write_text("of all tests")
-    Path("summary").mkdir()
-    Path("summary/junit.xml").write_text(summary)
     artifact = Path("artifacts/logs-unit")
     artifact.mkdir(parents=True)
     if left is not None:
@@ -243,7 +233,6 @@ def test_the_history_of_earlier_runs_is_kept(
     found = dict(line.split("=") for line in outputs.read_text().splitlines())
     context: dict[str, JsonValue] = {"steps": {"history": {"outputs": cast("JsonValue", found)}}}
     assert history.read_text() == kept
-    assert durations.read_text() == (summary if summary == PLAIN_TEST else "of all tests")
     assert evaluate(steps["Save the history"]["if"], context) is is_saved
 
 
@@ -292,10 +281,7 @@ def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
     job = found["test tiny-line-dev-cpu"]
     assert (job["timeout"], job["image"]) == ("40 minutes", "registry.example.com/dev:1")
     assert found["verdict"]["when"] == "always"
-    assert found["verdict"]["artifacts"]["reports"] == {
-        "junit": "summary/junit.xml",
-        "codequality": f"summary/{CODE_QUALITY_FILE}",
-    }
+    assert job["artifacts"]["reports"] == {"junit": "megatron-jobs/$CI_JOB_ID/junit.xml"}
 
 
 def test_a_job_of_gitlab_waits_for_the_layout_of_its_row_alone() -> None:
@@ -449,9 +435,51 @@ def test_only_the_verdict_may_comment_and_only_where_the_project_wants_it() -> N
     jobs = cast("dict[str, dict[str, JsonValue]]", github()["jobs"])
     may_write = {"contents": "read", "pull-requests": "write"}
     assert [name for name, job in jobs.items() if job["permissions"] == may_write] == ["verdict"]
-    line = "pytest-megatron ci comment summary/comment.md"
-    assert line in str(jobs["verdict"]["steps"])
-    assert line in ci("child", "plan.json").output
+    assert 'gh pr comment "$NUMBER"' in str(jobs["verdict"]["steps"])
     project(PLAIN)
     ci("init", "--force")
-    assert "ci comment" not in GITHUB_FILE.read_text() + ci("child", "plan.json").output
+    assert "gh pr comment" not in GITHUB_FILE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("number_of_comments", "expected"),
+    [(1, ["pr comment 7 --edit-last --body-file summary/comment.md"]),
+     (0, ["pr comment 7 --edit-last --body-file summary/comment.md",
+          "pr comment 7 --body-file summary/comment.md"])],
+)  # fmt: skip
+def test_a_comment_is_written_once_and_then_edited(
+    number_of_comments: int, expected: list[str]
+) -> None:
+    project(PLAIN + "comments = true\n")
+    ci("init")
+    jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
+    steps = {step.get("name", ""): step for step in jobs["verdict"]["steps"]}
+    script = steps["Comment on the pull request"]["run"]
+    played = f'gh() {{ echo "$*"; [ {number_of_comments} = 1 ] || [ $4 != --edit-last ]; }}\n'
+    done = subprocess.run(
+        ["/bin/bash", "-eo", "pipefail", "-c", played + script],
+        env={"NUMBER": "7"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == expected
+
+
+def test_what_tests_print_is_no_command_of_the_workflow() -> None:
+    ci("init")
+    jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
+    (script,) = [step["run"] for step in jobs["unit"]["steps"] if step.get("name") == "Test"]
+    Path("megatron-job").mkdir()
+    done = subprocess.run(
+        ["/bin/bash", "-eo", "pipefail", "-c", script],
+        env={"PATH": os.environ["PATH"], "COMMAND": "printf '::add-mask::x\\n'; exit 3;"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    stop, printed, end = done.stdout.splitlines()
+    token = stop.removeprefix("::stop-commands::")
+    assert (done.returncode, printed, end) == (3, "::add-mask::x", f"::{token}::")
+    assert len(token) == 36
+    assert Path("megatron-job/pytest.log").read_text() == "::add-mask::x\n"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ci_artifacts import commands
 from click.testing import CliRunner
 from rank_suite import Suite
-from test_ci_log import commands
 from tiny_project import Project
 
 from pytest_megatron.ci.command import command
@@ -172,7 +172,8 @@ class Places:
         pages = [self.root / "run" / "index.html"]
         directory = record.get("directory")
         pages += [] if directory is None else [Path(str(directory)) / "curves.html"]
-        (note,) = [one for one in commands(self.stdout) if one.properties.get("title") == node_id]
+        told = commands(self.of_ci["ci summary"])
+        (note,) = [one for one in told if one.properties.get("title") == node_id]
         return {
             "terminal": self._block(name),
             "short summary": re.findall(rf"^\w+ {re.escape(node_id)} - (.*)", short, re.MULTILINE)[
@@ -200,18 +201,14 @@ def places_of(root: Path, stdout: str) -> Places:
     """Run `ci summary` and read what it leaves."""
     output = root / "summary"
     runner = CliRunner()
-    told = runner.invoke(command, ["summary", str(root / "run"), "--output", str(output)])
+    words = ["summary", str(root / "run"), "--output", str(output)]
+    told = runner.invoke(command, words, env=GITHUB)
     assert told.exit_code == 1, told.output
     texts = {"ci summary": told.output}
-    for name in ("comment.md", "summary.md", "junit.xml", "gl-code-quality-report.json"):
+    for name in ("comment.md", "summary.md"):
         texts[f"ci summary: {name}"] = html.unescape((output / name).read_text())
-    texts["ci summary: index.html"] = html.unescape((output / "index.html").read_text())
     shown = json.loads((output / "summary.json").read_text())
     texts["ci summary: summary.json"] = "\n".join(f["cause"]["text"] for f in shown["failures"])
-    texts["ci summary: gl-code-quality-report.json"] = "\n".join(
-        one["description"]
-        for one in json.loads((output / "gl-code-quality-report.json").read_text())
-    )
     return Places(root=root, stdout=stdout, of_ci=texts)
 
 
@@ -289,7 +286,7 @@ def test_a_failed_workload_has_one_headline_and_one_advice_everywhere(
     check_headline(places, name, HEADLINES[name])
     told = str(places.item(name)[1].get("advice", ""))
     assert (ADVICE[name] in told) if name in ADVICE else not told
-    shown = ("terminal", "annotation", "ci summary", "ci summary: index.html", "curves.html")
+    shown = ("terminal", "annotation", "ci summary", "curves.html")
     texts = {place: " ".join(text.split()) for place, text in places.texts(name).items()}
     assert [place for place in shown if place in texts and told not in texts[place]] == []
 

@@ -13,14 +13,9 @@ from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.ci.summary.render import (
     COMMENT_BYTES,
     STEP_SUMMARY_BYTES,
-    as_html,
     as_markdown,
     as_text,
 )
-from pytest_megatron.pages.chart import mermaid_chart
-from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.record import Picture
-from pytest_megatron.workloads.golden.model import series_of
 
 EVIL = "x`</code>|<script>alert(1)</script> @everyone \x1b[31mred\x1b[0m ![a](http://e)\u202e"
 
@@ -52,14 +47,6 @@ def test_names_and_logs_are_inert() -> None:
     assert not re.search(r"[<>]|\x1b|\u202e|!\[|@\w", outside)
     assert not re.search(r"\x1b|\u202e", page)
     assert "\n````text\n" in page
-
-
-def test_a_page_has_no_markup_of_names_and_logs() -> None:
-    page = as_html(merge([job(2, text=EVIL, name=EVIL)]))
-    tags = set(re.findall(r"<(\w+)", page))
-    assert not tags & {"script", "img", "a", "iframe"}
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert "\x1b" not in page
 
 
 def test_a_large_summary_fits_a_step_and_a_comment() -> None:
@@ -112,27 +99,15 @@ def test_texts_in_markdown(shown: str, expected: str) -> None:
     assert shown == expected
 
 
-def test_600_failures_with_curves_fit_a_comment() -> None:
-    """GitHub takes 65,536 characters, GitLab 1,000,000; GitLab draws 2,000 of mermaid unasked."""
+def test_600_failures_fit_a_comment() -> None:
+    """GitHub takes 65,536 characters."""
     found = job(600, text=EVIL, name=EVIL)
-    golden = series_of({step: 10.0 / step for step in range(1, 2001)})
-    off = series_of({step: 11.0 / step for step in range(1, 2001)})
-    chart = Chart(
-        metric=EVIL,
-        curves=(
-            Curve(name="golden", role=CurveRole.GOLDEN, series=golden),
-            Curve(name="repeat 1", role=CurveRole.RUN, series=off),
-        ),
-    )
-    picture = Picture(metric=EVIL, svg="", mermaid=mermaid_chart(chart))
-    items = tuple(replace(item, picture=picture, gpu_s=7200.0) for item in found.items)
+    items = tuple(replace(item, gpu_s=7200.0) for item in found.items)
     summary = merge([replace(found, items=items)])
-    comment = as_markdown(summary, COMMENT_BYTES, "https://gitlab.com/a/-/jobs/1/artifacts/file/x")
+    comment = as_markdown(summary, COMMENT_BYTES)
     assert len(comment.encode()) <= COMMENT_BYTES < 65_536
     assert comment.startswith("## :x: failed: 600 of 600 items")
     assert "\nCost: 1,200.0 GPU hours (4,320,000 GPU-seconds).\n" in comment
-    pictures = re.findall(r"(?ms)^```mermaid\n(.*?)\n```$", comment)
-    assert (len(pictures), sum(map(len, pictures)) < 2000) == (2, True)
     assert comment.count("```sh\npytest-megatron repro ") > 20
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", comment)
     outside = re.sub(r"(?s)(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)

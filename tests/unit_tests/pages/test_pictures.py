@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -14,9 +13,8 @@ from click.testing import CliRunner, Result
 from made_run import MadeRun, changed, curve
 
 from pytest_megatron.cli import group
-from pytest_megatron.pages.chart import chart_svg, mermaid_chart, scale_of
+from pytest_megatron.pages.chart import chart_svg, scale_of
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
-from pytest_megatron.runs.record import MermaidChart
 from pytest_megatron.workloads.golden.model import Series, series_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -146,98 +144,3 @@ def test_options_that_do_not_fit_are_one_error(run: Path, tmp_path: Path) -> Non
     assert "give their directory by --svg" in str(report(run, "--png").exception)
     both = report(run, "--svg", tmp_path, "--output", tmp_path)
     assert "give one of them" in str(both.exception)
-
-
-NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)"  # of mermaid's xychart.jison: no exponents
-LINE = re.compile(rf"line \[{NUMBER}(?:, {NUMBER})*\]")
-AXIS = re.compile(rf'[xy]-axis "[\w ,%-]+" ({NUMBER}) --> ({NUMBER})')
-
-
-def small(golden: Series, *runs: Series) -> MermaidChart | None:
-    curves = [Curve(name="golden", role=CurveRole.GOLDEN, series=golden)]
-    curves += [Curve(name="this run", role=CurveRole.RUN, series=run) for run in runs]
-    return mermaid_chart(Chart(metric=EVIL, curves=tuple(curves)))
-
-
-def times(series: Series, *factors: float) -> Series:
-    """Return a series whose values are multiplied, one after the other."""
-    values = {
-        step: value * factors[number % len(factors)]
-        for number, (step, value) in enumerate(series.items())
-        if isinstance(value, float)
-    }
-    return series_of(values)
-
-
-@pytest.mark.parametrize(
-    ("golden", "run"),
-    [
-        pytest.param(curve(1000), changed(curve(1000), {501: 40.0}), id="spike"),
-        pytest.param(curve(40), times(curve(40), 1.0, 1.0001), id="close"),
-        pytest.param(times(curve(40), 1e-12), times(curve(40), 3e-12), id="small"),
-        pytest.param(times(curve(40), 1e300), times(curve(40), -1e300), id="large"),
-        pytest.param(times(curve(40), 1e-310), times(curve(40), 3e-310), id="denormal"),
-        pytest.param(series_of({1: 0.0, 5: 0.0}), series_of({1: 0.0, 5: 1.0}), id="zero"),
-        pytest.param(series_of({1: 1.0, 2: 1.0}), series_of({1: 1.0, 2: 1.0 + 1e-12}), id="flat"),
-    ],
-)
-def test_a_picture_for_comments_is_what_mermaid_reads(golden: Series, run: Series) -> None:
-    """As mermaid 10.7.0 and 12.3.0 do, in which all of these were read."""
-    drawn = small(golden, run)
-    assert drawn is not None
-    options, kind, across, up, *lines = drawn.source.splitlines()
-    assert json.loads(options.removeprefix("%%{init: ").removesuffix("}%%"))
-    assert (kind, len(lines)) == ("xychart-beta", drawn.legend.count("ochre") + 1)
-    assert all(map(LINE.fullmatch, lines))
-    for axis in (across, up):
-        found = AXIS.fullmatch(axis)
-        assert found is not None
-        assert float(found[1]) < float(found[2])
-    assert len(drawn.source) < 1000
-
-
-def test_a_spike_is_not_lost_in_a_small_picture() -> None:
-    drawn = small(curve(1000), changed(curve(1000), {501: 40.0}))
-    assert drawn is not None
-    assert "40.0" in drawn.source.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "run", [curve(9), series_of({1: math.nan, 2: math.inf}), series_of({99: 1.0})]
-)
-def test_what_shows_nothing_is_not_drawn(run: Series) -> None:
-    assert small(curve(9), run) is None
-
-
-def test_a_summary_of_ci_has_the_curves_that_are_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CI_JOB_URL", "https://gitlab.com/you/x/-/jobs/7")
-    golden = curve(50)
-    made = MadeRun(root=Path("run"))
-    for number in range(3):
-        name = f"recipes/r.yaml::c{number}[{'<b>`' if number else 'x'}]"
-        made.item(name, [{"lm loss": times(golden, 2.0)}], golden={"lm loss": golden})
-    made.item("recipes/r.yaml::good[x]", [{"lm loss": golden}], golden={"lm loss": golden})
-    made.write()
-    done = CliRunner().invoke(group, ["ci", "summary", "run", "--output", "summary"])
-    assert done.exit_code == 1
-    comment = Path("summary/comment.md").read_text()
-    assert comment.count("\n```mermaid\n%%{init: ") == 2
-    url = "https://gitlab.com/you/x/-/jobs/7/artifacts/file/summary/curves/001-"
-    assert f"`lm loss`, golden ochre, this run blue, [as SVG]({url}" in comment
-    pictures = sorted(Path("summary/curves").iterdir())
-    assert len(pictures) == 3
-    assert ET.parse(pictures[0]).getroot().tag == f"{SVG}svg"  # noqa: S314 - ours
-    cases = list(ET.parse("summary/junit.xml").getroot().iter("testcase"))  # noqa: S314 - ours
-    (first,) = [case for case in cases if case.get("name") == "c0[x]"]
-    assert first.get("file") == "recipes/r.yaml"
-    reproduce = "pytest-megatron repro run 'recipes/r.yaml::c0[x]'"
-    assert first.findtext("system-out") == (
-        f"[[ATTACHMENT|{pictures[0].as_posix()}]]\nreproduce: {reproduce}"
-    )
-    (found,) = first.iter("property")
-    assert found.attrib == {"name": "megatron.reproduce", "value": reproduce}
-    (good,) = [case for case in cases if case.get("name") == "good[x]"]
-    assert list(good) == []

@@ -45,7 +45,7 @@ class _GoldenCommands(LazyGroup):
             "workloads.commands.golden_files:convert",
             "Write goldens in another form, place or precision.",
         ),
-        "diff": ("workloads.commands.golden_show:diff", "Print how goldens differ."),
+        "diff": ("workloads.commands.golden_diff:diff", "Print how goldens differ."),
         "lint": ("workloads.commands.golden_files:lint", "Report errors in goldens."),
         "show": ("workloads.commands.golden_show:show", "Print the content of goldens."),
     }

@@ -5,6 +5,7 @@ Thin: opens runs, asks `workloads/refresh/` and prints.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,15 +15,22 @@ from pathlib import Path, PurePath
 import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH, format_option, root_option
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.layout import COMPARISON_FILE, OWN_DIR, PLAN_FILE, make_own_dir
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.refresh.gate import Candidate
-from pytest_megatron.workloads.refresh.pull_request import commit_message, refusals_text
 from pytest_megatron.workloads.refresh.read import CANDIDATE, read_run
-from pytest_megatron.workloads.refresh.text import FORMS, outcome_text
+from pytest_megatron.workloads.refresh.report import (
+    FORMS,
+    commit_message,
+    differences_json,
+    differences_text,
+    markdown,
+    refusals_text,
+)
 from pytest_megatron.workloads.refresh.write import AcceptOutcome, Terms, write_pages
 from pytest_megatron.workloads.refresh.write import accept as accept_candidates
 
@@ -126,7 +134,7 @@ def _pages_directory(runs: Sequence[Path], root: Path) -> Path:
 def _report(outcome: AcceptOutcome, pages: Path, terms: Terms, *, form: str, is_dry: bool) -> None:
     """Print the outcome of a set, write its pages, and exit with 1 if it was refused."""
     if form == "json" or outcome.differences:
-        click.echo(printable(outcome_text(outcome, form, reason=terms.reason)))
+        click.echo(printable(_outcome_text(outcome, form, terms.reason)))
     if outcome.refused:
         _refuse(outcome)
     if not outcome.differences:
@@ -135,6 +143,21 @@ def _report(outcome: AcceptOutcome, pages: Path, terms: Terms, *, form: str, is_
         click.echo(f"{len(outcome.differences)} would be written (--dry-run)", err=form == "json")
     elif outcome.is_written:
         _print_written(outcome, pages, terms, is_error=form == "json")
+
+
+def _outcome_text(outcome: AcceptOutcome, form: str, reason: str | None) -> str:
+    """Return the differences of all goldens in one of `FORMS`; JSON names refusals as well."""
+    if form == "json":
+        value = differences_json(outcome.differences)
+        refused: list[JsonValue] = [
+            {"item": name, "rule": r.rule.value, "is_soft": r.rule.is_soft, "text": r.text}
+            for name, r in outcome.refused
+        ]
+        value = {**value, "is_written": outcome.is_written, "refused": refused}
+        return json.dumps(value, indent=2, allow_nan=False)
+    if form == "markdown":
+        return markdown(outcome.differences, reason=reason)
+    return differences_text(outcome.differences)
 
 
 def _refuse(outcome: AcceptOutcome) -> None:

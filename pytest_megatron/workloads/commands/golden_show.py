@@ -1,4 +1,4 @@
-"""`pytest-megatron golden show` and `golden diff`: contents and differences of goldens."""
+"""`pytest-megatron golden show`: contents of goldens."""
 
 from __future__ import annotations
 
@@ -8,27 +8,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import click
 
 from pytest_megatron.base.command import (
-    EXIT_FAILED,
     EXIT_UNUSABLE,
     PATH,
     echo_error,
-    echo_json,
-    format_option,
-    root_option,
 )
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.project import mend_of_owner, run_git
 from pytest_megatron.base.text import columns, counted, printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.lint import find_goldens
 from pytest_megatron.workloads.golden.model import (
     Generation,
-    Golden,
     Series,
     Value,
     parse_provenance,
@@ -39,153 +33,8 @@ from pytest_megatron.workloads.golden.store import (
     document_of,
     is_baseline,
     load_object,
-    parse_golden,
     read_text,
 )
-from pytest_megatron.workloads.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
-from pytest_megatron.workloads.refresh.difference import FileChange, FileDifference, differ
-from pytest_megatron.workloads.refresh.pull_request import markdown
-from pytest_megatron.workloads.refresh.text import FORMS, differences_json, differences_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """One file of a side.
-
-    Attributes:
-        where: Name of the file in messages.
-        content: Bytes of the file.
-    """
-
-    where: str
-    content: bytes
-
-
-def side_of_path(path: Path) -> Mapping[str, Text]:
-    """Return the goldens at a path by name: one file has the name "", below a directory its own.
-
-    Raises:
-        GoldenError: There is nothing, or it cannot be read.
-    """
-    if path.is_dir():
-        files = {p.relative_to(path).as_posix(): p for p in sorted(_goldens_below(path))}
-    elif path.exists():
-        files = {"": path}
-    else:
-        raise GoldenError(str(path), "no such file or directory")
-    try:
-        return {name: Text(where=str(p), content=p.read_bytes()) for name, p in files.items()}
-    except OSError as error:
-        raise GoldenError(
-            str(error.filename or path), f"cannot be read: {error.strerror}"
-        ) from error
-
-
-def side_of_tree(root: Path, paths: Sequence[str]) -> Mapping[str, Text]:
-    """Return the goldens below `paths` in the working tree of `root`, by path.
-
-    Raises:
-        GoldenError: One of them cannot be read.
-    """
-    found: dict[str, Text] = {}
-    for path in paths:
-        place = root / path
-        if place.exists():
-            for name, text in side_of_path(place).items():
-                found[PurePosixPath(path, name).as_posix()] = text
-    return found
-
-
-def side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> Mapping[str, Text]:
-    """Return the goldens below `paths` at a commit, by path.
-
-    Raises:
-        GoldenError: git does not know the commit, or `root` is in no repository.
-    """
-    prefix = _git(root, "rev-parse", "--show-prefix").decode().strip()
-    names = _git(root, "ls-tree", "-r", "-z", "--name-only", "--end-of-options", revision, *paths)
-    wanted = [name for name in names.decode().split("\0") if name and _is_golden(name)]
-    contents = _contents(root, [f"{revision}:{prefix}{name}" for name in wanted])
-    return {
-        name: Text(where=f"{revision}:{name}", content=content)
-        for name, content in zip(wanted, contents, strict=True)
-    }
-
-
-DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
-
-
-def compare_sides(
-    old: Mapping[str, Text], new: Mapping[str, Text]
-) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
-    """Return how goldens differ, file by file, and the problems of those that cannot be read.
-
-    Files whose bytes are the same are not parsed; they count as unchanged.
-    """
-    found: list[FileDifference] = []
-    problems: list[str] = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        shown = name or (b or a or Text(where="", content=b"")).where
-        before, broken_before = _parse(a)
-        same = a is not None and b is not None and a.content == b.content
-        after, broken_after = (before, broken_before) if same else _parse(b)
-        problems += [p for p in dict.fromkeys((broken_before, broken_after)) if p]
-        if before is not None or after is not None:
-            found.append(differ(shown, before, after, broken=broken_before))
-    return tuple(found), tuple(problems)
-
-
-def _parse(text: Text | None) -> tuple[Golden | None, str]:
-    """Return the golden of a text, or why there is none."""
-    if text is None:
-        return None, ""
-    try:
-        return parse_golden(text.content.decode("utf-8-sig"), text.where), ""
-    except UnicodeDecodeError as error:
-        return None, f"{text.where}: not UTF-8 text, at byte {error.start}"
-    except GoldenError as error:
-        return None, str(error)
-
-
-def _goldens_below(directory: Path) -> Iterator[Path]:
-    return (p for p in directory.rglob(f"{GOLDEN_PREFIX}*.json") if p.is_file())
-
-
-def _is_golden(name: str) -> bool:
-    """Return whether a name is that of a golden."""
-    path = PurePosixPath(name)
-    is_named = path.name.startswith(GOLDEN_PREFIX) and path.suffix == ".json"
-    return is_named and "\n" not in name
-
-
-def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
-    """Yield the content of objects of git, with one process for all of them."""
-    answer = _git(root, "cat-file", "--batch", given="\n".join(objects) + "\n") if objects else b""
-    at = 0
-    for _ in objects:
-        end = answer.index(b"\n", at)
-        size = int(answer[at:end].rpartition(b" ")[2])
-        yield answer[end + 1 : end + 1 + size]
-        at = end + 1 + size + 1
-
-
-def _git(root: Path, *arguments: str, given: str = "") -> bytes:
-    """Return what git prints."""
-    try:
-        done = run_git(root, *arguments, given=given.encode())
-    except OSError as error:
-        raise GoldenError("git", f"cannot be started: {error.strerror}") from error
-    if done.returncode:
-        words = done.stderr.decode(errors="replace")
-        if (mend := mend_of_owner(words)) is not None:
-            raise GoldenError(str(root), f"git refuses it, another user owns it; {mend}")
-        said = words.strip().splitlines() or ["it failed"]
-        raise GoldenError(
-            str(root), f"git says: {said[-1]}; give a commit that `git log` shows here"
-        )
-    return done.stdout
-
 
 SPARKS = "▁▂▃▄▅▆▇█"
 _GAP = "·"
@@ -417,57 +266,3 @@ def _fact(key: str, value: JsonValue) -> str:
 def _most(spread: JsonValue) -> float:
     numbers = spread.values() if isinstance(spread, dict) else [spread]
     return max((n for n in numbers if isinstance(n, int | float)), default=0.0)
-
-
-_MOST_REVISIONS = 2
-
-
-@click.command("diff")
-@click.argument("paths", nargs=-1, metavar="[OLD NEW | PATH...]")
-@click.option(
-    "--rev",
-    "revisions",
-    multiple=True,
-    metavar="COMMIT",
-    help="Compare the goldens of a commit with the working tree, or of two commits (A..B).",
-)
-@format_option(*FORMS)
-@click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
-@root_option
-def diff(
-    *, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, exit_code: bool, root: Path
-) -> None:
-    """Print how goldens differ: two files, two directories, or with --rev a commit.
-
-    With --rev, PATH limits the comparison, by default to every golden of the project.
-    """
-    revisions = tuple(part for one in revisions for part in one.split("..", 1))
-    if len(revisions) > _MOST_REVISIONS or not all(revisions):
-        raise GoldenError("--rev", f"found {len(revisions)} commits, expected COMMIT or A..B")
-    if revisions:
-        wanted = paths or DEFAULT_PATHS
-        old = side_of_revision(root, revisions[0], wanted)
-        new = (
-            side_of_revision(root, revisions[1], wanted)
-            if len(revisions) == _MOST_REVISIONS
-            else side_of_tree(root, wanted)
-        )
-    else:
-        if len(paths) != 2:  # noqa: PLR2004 - old and new
-            raise GoldenError(
-                "golden diff", f"found {len(paths)} paths, expected OLD and NEW, or --rev COMMIT"
-            )
-        old, new = side_of_path(Path(paths[0])), side_of_path(Path(paths[1]))
-        if ("" in old) != ("" in new):
-            raise GoldenError(
-                paths[1], f"{paths[0]} is of the other kind; give two files or two directories"
-            )
-    differences, problems = compare_sides(old, new)
-    for problem in problems:
-        click.echo(printable(problem), err=True)
-    if form == "json":
-        echo_json(differences_json(differences))
-    else:
-        click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
-    if exit_code and (problems or any(d.state is not FileChange.UNCHANGED for d in differences)):
-        sys.exit(EXIT_FAILED)

@@ -31,8 +31,8 @@ from pytest_megatron.workloads.golden.store import golden_path, new_golden_path,
 from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.recipe.case import Evaluation
 from pytest_megatron.workloads.refresh.gate import Candidate, GateRule, hard
-from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
 from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
+from pytest_megatron.workloads.refresh.report import commit_message, markdown
 from pytest_megatron.workloads.refresh.write import (
     AcceptOutcome,
     Terms,

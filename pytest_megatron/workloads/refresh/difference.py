@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from pytest_megatron.workloads.golden.build import series_in
@@ -14,8 +12,6 @@ from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.inference import LOGPROB_ABSOLUTE
 from pytest_megatron.workloads.golden.compare.result import relative
 from pytest_megatron.workloads.golden.model import (
-    ROUTING,
-    TEXT,
     Golden,
     MetricMap,
     Provenance,
@@ -25,13 +21,21 @@ from pytest_megatron.workloads.golden.model import (
     is_finite,
     is_loss,
 )
+from pytest_megatron.workloads.golden.policy import (
+    ComparisonPolicy,
+    CountLimits,
+    Exact,
+    LossLimits,
+    limits_of,
+)
 
-# Relative deviations of single steps, as Megatron-LM's refresh skill sorts them.
-EDGES = (0.0, 1e-6, 1e-4, 1e-3, 1e-2, 1e-1, math.inf)
-BUCKETS = ("0", "< 1e-6", "< 1e-4", "< 1e-3", "< 1e-2", "< 1e-1", ">= 1e-1")
 NOISE = 1e-4  # of a signed mean; below it a loss counts as the same
-_EARLY_STEP = 10
-_CAUSES = ("image", "gpu", "driver", "host_class", "precision", "world_size", "config_hash")
+_ZERO = 1e-12  # an old value that nothing is divided by
+_CAUSES = ("image", "gpu", "driver", "host_class", "precision", "world_size")
+# The limits of a run, but for bits and for the single steps that it may have outside its band.
+_BAND = replace(
+    ComparisonPolicy.STRICT, metrics={"*": {"exact": Exact.NEVER, "outside_fraction": 0.0}}
+)
 
 
 class Trend(Enum):
@@ -42,13 +46,15 @@ class Trend(Enum):
     SAME = "same"
 
 
-class Divergence(Enum):
-    """Places where two series diverge."""
+class MetricChange(Enum):
+    """Changes of a metric, the worst first."""
 
-    STEP_1 = "step 1"
-    EARLY = "by step 10"
-    LATER = "later"
-    NOWHERE = "nowhere"
+    GONE = "gone"
+    CURVE = "curve"
+    OUTSIDE = "outside"
+    NEW = "new"
+    DIGITS = "digits"
+    NOT_JUDGED = "-"
 
 
 class FileChange(Enum):
@@ -56,7 +62,8 @@ class FileChange(Enum):
 
     NEW = "new"
     GONE = "gone"
-    UNREADABLE = "was unreadable"
+    UNREADABLE = "unreadable"
+    WAS_UNREADABLE = "was unreadable"
     CHANGED = "changed"
     UNCHANGED = "unchanged"
 
@@ -67,27 +74,35 @@ class MetricDifference:
 
     Attributes:
         num_old: Steps of the old one, 0 where it lacks the metric; likewise `num_new`.
-        num_not_finite: (2,) values that are no finite numbers, of the old one and of the new.
-        num_added: Steps that only the new one has; likewise `num_lost`.
         num_changed: Steps whose value differs, those that only one has among them.
+        first_step: The first of them.
+        mean: Mean of (old - new) / old over the steps at which both have a finite number and the
+            old one is not zero, as Megatron-LM's script has it; None without such steps. Steps
+            that differ both ways cancel in it.
         deviations: Step to (new - old) / |old|, where both have a finite number.
-        is_outside: The policy would refuse the new values against the old golden.
+        is_outside: The band of the policy would refuse the new values against the old golden.
     """
 
     metric: str
     num_old: int
     num_new: int
-    num_not_finite: tuple[int, int] = (0, 0)
-    num_added: int = 0
-    num_lost: int = 0
     num_changed: int = 0
+    first_step: int | None = None
+    mean: float | None = None
     deviations: Mapping[int, float] = field(default_factory=dict)
     is_outside: bool = False
 
     @property
-    def median(self) -> float:
-        """Median of |deviation|."""
-        return statistics.median(map(abs, self.deviations.values())) if self.deviations else 0.0
+    def change(self) -> MetricChange:
+        """What kind of change it is; a time or an amount of memory has no curve."""
+        if not self.num_new:
+            return MetricChange.GONE
+        if not self.num_old:
+            return MetricChange.NEW
+        has_curve = isinstance(limits_of(self.metric), LossLimits | CountLimits)
+        if self.is_outside:
+            return MetricChange.CURVE if has_curve else MetricChange.OUTSIDE
+        return MetricChange.DIGITS if has_curve else MetricChange.NOT_JUDGED
 
     @property
     def largest(self) -> float:
@@ -108,30 +123,11 @@ class MetricDifference:
         return math.fsum(finite) / len(finite) if finite else 0.0
 
     @property
-    def first_step(self) -> int | None:
-        """The first step at which both have a number and not the same."""
-        return min((step for step, off in self.deviations.items() if off), default=None)
-
-    @property
-    def start(self) -> Divergence:
-        """The place of the first difference."""
-        first = self.first_step
-        if first is None:
-            return Divergence.NOWHERE
-        if first == 1:
-            return Divergence.STEP_1
-        return Divergence.EARLY if first <= _EARLY_STEP else Divergence.LATER
-
-    @property
     def trend(self) -> Trend:
         """The direction of a quantity of which less is better."""
         if abs(self.mean_signed) < NOISE:
             return Trend.SAME
         return Trend.WORSE if self.mean_signed > 0 else Trend.BETTER
-
-    def histogram(self) -> Counter[tuple[int, int]]:
-        """Count steps by (bucket, sign): the index in `BUCKETS`, and -1, 0 or 1."""
-        return Counter((bucket_of(off), (off > 0) - (off < 0)) for off in self.deviations.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +137,6 @@ class FileDifference:
     Attributes:
         path: Path in the project.
         metrics: Those that differ; all of a file that is new.
-        num_metrics: Metrics of the new file, or of the old one where that is gone.
         causes: Changes of the provenance, as in `image a -> b`.
         old: The golden before, None where there was none; likewise `new`.
     """
@@ -149,15 +144,16 @@ class FileDifference:
     path: str
     state: FileChange
     metrics: tuple[MetricDifference, ...] = ()
-    num_metrics: int = 0
     causes: tuple[str, ...] = ()
     old: Golden | None = None
     new: Golden | None = None
 
     @property
-    def is_outside(self) -> bool:
-        """True if the policy would refuse any metric."""
-        return any(metric.is_outside for metric in self.metrics)
+    def has_other_curve(self) -> bool:
+        """True if more than the last digits of a metric differ, or one is gone."""
+        changes = {metric.change for metric in self.metrics}
+        is_there = self.state is FileChange.CHANGED
+        return is_there and bool(changes & {MetricChange.CURVE, MetricChange.GONE})
 
     @property
     def largest(self) -> float:
@@ -179,8 +175,8 @@ def differ(
     Args:
         path: Name in messages.
         old: None where there was none, or it cannot be read.
-        new: None where it is gone.
-        broken: Why the old one cannot be read.
+        new: None where it is gone, or cannot be read.
+        broken: Why one of them cannot be read.
     """
     before: MetricMap = {} if old is None else series_in(old)
     after: MetricMap = {} if new is None else series_in(new)
@@ -191,28 +187,19 @@ def differ(
     ]
     changed = tuple(m for m in metrics if m.num_changed or m.num_old == 0 or m.num_new == 0)
     if old is None:
-        state = FileChange.UNREADABLE if broken else FileChange.NEW
+        state = FileChange.WAS_UNREADABLE if broken else FileChange.NEW
     elif new is None:
-        state = FileChange.GONE
+        state = FileChange.UNREADABLE if broken else FileChange.GONE
     else:
         state = FileChange.CHANGED if changed else FileChange.UNCHANGED
     return FileDifference(
         path=path,
         state=state,
         metrics=changed,
-        num_metrics=len(after or before),
         causes=_causes(old, new),
         old=old,
         new=new,
     )
-
-
-def bucket_of(deviation: float) -> int:
-    """Return the index in `BUCKETS` of a relative deviation, whatever its sign."""
-    size = abs(deviation)
-    if size == 0:
-        return 0
-    return next(i for i, edge in enumerate(EDGES[1:], start=1) if size < edge or edge == math.inf)
 
 
 def _difference(
@@ -226,32 +213,37 @@ def _difference(
         a, b = before[step], after[step]
         if isinstance(a, float) and isinstance(b, float) and is_finite(a) and is_finite(b):
             deviations[step] = relative(b, a)
-    steps = before.keys() | after.keys()
+    steps = sorted(before.keys() | after.keys())
+    changed = [step for step in steps if not _is_same(before.get(step), after.get(step))]
     return MetricDifference(
         metric=name,
         num_old=len(before),
         num_new=len(after),
-        num_not_finite=(_num_not_finite(name, before), _num_not_finite(name, after)),
-        num_added=len(after.keys() - before.keys()),
-        num_lost=len(before.keys() - after.keys()),
-        num_changed=sum(not _is_same(before.get(step), after.get(step)) for step in steps),
+        num_changed=len(changed),
+        first_step=changed[0] if changed else None,
+        mean=_mean(before, after, deviations),
         deviations=deviations,
         is_outside=is_outside,
     )
+
+
+def _mean(old: Mapping[int, Value], new: Mapping[int, Value], steps: Iterable[int]) -> float | None:
+    """Return the mean relative difference of the steps; see `MetricDifference`.
+
+    Source: Megatron-LM tests/test_utils/python_scripts/compare_golden_values_kl.py,
+    compare_metric(), d98e8a64dd.
+    """
+    pairs = [(float(old[step]), float(new[step])) for step in steps]
+    found = [(a - b) / a for a, b in pairs if abs(a) >= _ZERO]
+    return sum(found) / len(found) if found else None
 
 
 def _is_same(a: Value | None, b: Value | None) -> bool:
     return a == b or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)  # noqa: PLR0124 - nan
 
 
-def _num_not_finite(name: str, values: Mapping[int, Value]) -> int:
-    """Count values that are no finite number, but for generated text."""
-    is_text = name.partition(" of ")[0] in (TEXT, ROUTING)
-    return sum(not is_finite(v) and not (is_text and isinstance(v, str)) for v in values.values())
-
-
 def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:
-    """Return the metrics whose new values the policy would refuse against the old golden."""
+    """Return the metrics whose new values are outside the band of the old golden."""
     if old is None or new is None:
         return frozenset()
     if old.generation is not None or new.generation is not None:
@@ -260,7 +252,7 @@ def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:
         return frozenset(n for n in both if _is_generated_otherwise(a.get(n), b.get(n)))
     names = old.metrics.keys() & new.metrics.keys()
     there = environment_of(new.provenance)
-    found = compare(old, new.metrics, metrics=sorted(names), surroundings=there)
+    found = compare(old, new.metrics, metrics=sorted(names), policy=_BAND, surroundings=there)
     return frozenset(c.metric for c in found if not c.passed) | (old.metrics.keys() - names)
 
 
@@ -285,6 +277,8 @@ def _causes(old: Golden | None, new: Golden | None) -> tuple[str, ...]:
         for name in _CAUSES
         if getattr(before, name) not in (None, getattr(after, name))
     ]
+    if before.config_hash not in (None, after.config_hash):
+        found.append("the case or its row")
     return (*found, *_versions(before, after))
 
 

@@ -30,7 +30,7 @@ from pytest_megatron.workloads.refresh.gate import (
     refusals_of,
     refuse_mass,
 )
-from pytest_megatron.workloads.refresh.pull_request import commit_message, markdown
+from pytest_megatron.workloads.refresh.report import commit_message, markdown
 
 LOCK = OWN_DIR / "goldens.lock"
 PAGE = "goldens.md"

@@ -1,0 +1,216 @@
+"""`pytest-megatron golden diff`: one table of how the goldens of a change differ.
+
+Thin: reads files and commits, asks `workloads/refresh/` and prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import click
+
+from pytest_megatron.base.command import echo_json, format_option, root_option
+from pytest_megatron.base.project import mend_of_owner, run_git
+from pytest_megatron.base.text import printable
+from pytest_megatron.errors import GoldenError
+from pytest_megatron.workloads.golden.model import Golden
+from pytest_megatron.workloads.golden.store import parse_golden
+from pytest_megatron.workloads.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
+from pytest_megatron.workloads.refresh.difference import FileDifference, differ
+from pytest_megatron.workloads.refresh.report import (
+    FORMS,
+    differences_json,
+    differences_text,
+    markdown,
+)
+
+_MOST_REVISIONS = 2
+_DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
+
+
+@click.command("diff")
+@click.argument("paths", nargs=-1, metavar="[OLD NEW | PATH...]")
+@click.option(
+    "--rev",
+    "revisions",
+    multiple=True,
+    metavar="COMMIT",
+    help="Compare the goldens of a commit with the working tree, or of two commits (A..B).  "
+    "[default: HEAD]",
+)
+@format_option(*FORMS)
+@root_option
+def diff(*, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, root: Path) -> None:
+    """Print how goldens differ: those of a commit, two files or two directories.
+
+    With --rev, PATH limits the comparison, by default to every golden of the project. One row a
+    metric that changes, the worst first: the mean relative difference as Megatron-LM's script has
+    it, the largest one, the first step that differs, and whether it is another curve or only other
+    digits, within the band of the policy strict.
+    """
+    revisions = tuple(part for one in revisions for part in one.split("..", 1))
+    if len(revisions) > _MOST_REVISIONS or not all(revisions):
+        raise GoldenError("--rev", f"found {len(revisions)} commits, expected COMMIT or A..B")
+    if revisions or not paths:
+        first, *others = revisions or ("HEAD",)
+        wanted = paths or _DEFAULT_PATHS
+        old = _side_of_revision(root, first, wanted)
+        new = _side_of_revision(root, others[0], wanted) if others else _side_of_tree(root, wanted)
+    else:
+        if len(paths) != 2:  # noqa: PLR2004 - old and new
+            raise GoldenError(
+                "golden diff", f"found {len(paths)} paths, expected OLD and NEW, or --rev COMMIT"
+            )
+        old, new = _side_of_path(Path(paths[0])), _side_of_path(Path(paths[1]))
+        if ("" in old) != ("" in new):
+            raise GoldenError(
+                paths[1], f"{paths[0]} is of the other kind; give two files or two directories"
+            )
+    differences, problems = _compare_sides(old, new)
+    for problem in problems:
+        click.echo(printable(problem), err=True)
+    if form == "json":
+        echo_json(differences_json(differences))
+    else:
+        click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GoldenText:
+    """One file of a side.
+
+    Attributes:
+        where: Name of the file in messages.
+        content: Bytes of the file.
+    """
+
+    where: str
+    content: bytes
+
+
+def _side_of_path(path: Path) -> Mapping[str, _GoldenText]:
+    """Return the goldens at a path by name: one file has the name "", below a directory its own.
+
+    Raises:
+        GoldenError: There is nothing, or it cannot be read.
+    """
+    if path.is_dir():
+        files = {p.relative_to(path).as_posix(): p for p in sorted(_goldens_below(path))}
+    elif path.exists():
+        files = {"": path}
+    else:
+        raise GoldenError(str(path), "no such file or directory")
+    try:
+        return {
+            name: _GoldenText(where=str(p), content=p.read_bytes()) for name, p in files.items()
+        }
+    except OSError as error:
+        raise GoldenError(
+            str(error.filename or path), f"cannot be read: {error.strerror}"
+        ) from error
+
+
+def _side_of_tree(root: Path, paths: Sequence[str]) -> Mapping[str, _GoldenText]:
+    """Return the goldens below `paths` in the working tree of `root`, by path.
+
+    Raises:
+        GoldenError: One of them cannot be read.
+    """
+    found: dict[str, _GoldenText] = {}
+    for path in paths:
+        place = root / path
+        if place.exists():
+            for name, text in _side_of_path(place).items():
+                found[PurePosixPath(path, name).as_posix()] = text
+    return found
+
+
+def _side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> Mapping[str, _GoldenText]:
+    """Return the goldens below `paths` at a commit, by path.
+
+    Raises:
+        GoldenError: git does not know the commit, or `root` is in no repository.
+    """
+    prefix = _git(root, "rev-parse", "--show-prefix").decode().strip()
+    names = _git(root, "ls-tree", "-r", "-z", "--name-only", "--end-of-options", revision, *paths)
+    wanted = [name for name in names.decode().split("\0") if name and _is_golden(name)]
+    contents = _contents(root, [f"{revision}:{prefix}{name}" for name in wanted])
+    return {
+        name: _GoldenText(where=f"{revision}:{name}", content=content)
+        for name, content in zip(wanted, contents, strict=True)
+    }
+
+
+def _compare_sides(
+    old: Mapping[str, _GoldenText], new: Mapping[str, _GoldenText]
+) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
+    """Return how goldens differ, file by file, and the problems of those that cannot be read.
+
+    Files whose bytes are the same are not parsed; they count as unchanged.
+    """
+    found: list[FileDifference] = []
+    problems: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        shown = name or (b or a or _GoldenText(where="", content=b"")).where
+        before, broken_before = _parse(a)
+        same = a is not None and b is not None and a.content == b.content
+        after, broken_after = (before, broken_before) if same else _parse(b)
+        problems += [p for p in dict.fromkeys((broken_before, broken_after)) if p]
+        if before is not None or after is not None:
+            broken = broken_before or broken_after
+            found.append(differ(shown, before, after, broken=broken))
+    return tuple(found), tuple(problems)
+
+
+def _parse(text: _GoldenText | None) -> tuple[Golden | None, str]:
+    """Return the golden of a text, or why there is none."""
+    if text is None:
+        return None, ""
+    try:
+        return parse_golden(text.content.decode("utf-8-sig"), text.where), ""
+    except UnicodeDecodeError as error:
+        return None, f"{text.where}: not UTF-8 text, at byte {error.start}"
+    except GoldenError as error:
+        return None, str(error)
+
+
+def _goldens_below(directory: Path) -> Iterator[Path]:
+    return (p for p in directory.rglob(f"{GOLDEN_PREFIX}*.json") if p.is_file())
+
+
+def _is_golden(name: str) -> bool:
+    """Return whether a name is that of a golden."""
+    path = PurePosixPath(name)
+    is_named = path.name.startswith(GOLDEN_PREFIX) and path.suffix == ".json"
+    return is_named and "\n" not in name
+
+
+def _contents(root: Path, objects: Sequence[str]) -> Iterator[bytes]:
+    """Yield the content of objects of git, with one process for all of them."""
+    answer = _git(root, "cat-file", "--batch", given="\n".join(objects) + "\n") if objects else b""
+    at = 0
+    for _ in objects:
+        end = answer.index(b"\n", at)
+        size = int(answer[at:end].rpartition(b" ")[2])
+        yield answer[end + 1 : end + 1 + size]
+        at = end + 1 + size + 1
+
+
+def _git(root: Path, *arguments: str, given: str = "") -> bytes:
+    """Return what git prints."""
+    try:
+        done = run_git(root, *arguments, given=given.encode())
+    except OSError as error:
+        raise GoldenError("git", f"cannot be started: {error.strerror}") from error
+    if done.returncode:
+        words = done.stderr.decode(errors="replace")
+        if (mend := mend_of_owner(words)) is not None:
+            raise GoldenError(str(root), f"git refuses it, another user owns it; {mend}")
+        said = words.strip().splitlines() or ["it failed"]
+        raise GoldenError(
+            str(root), f"git says: {said[-1]}; give a commit that `git log` shows here"
+        )
+    return done.stdout

@@ -1,0 +1,188 @@
+"""Changed goldens for a reviewer: one table as text, Markdown or JSON, and a commit message. Pure.
+
+A comment of GitHub ends at 64 kB, so the page stays below 60 however many goldens there are: the
+worst rows come first, and the rest is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.templates import render
+from pytest_megatron.base.text import columns, counted, plain
+from pytest_megatron.workloads.refresh.difference import (
+    FileChange,
+    FileDifference,
+    MetricChange,
+    MetricDifference,
+)
+from pytest_megatron.workloads.refresh.gate import Refusal
+
+FORMS = ("text", "json", "markdown")
+MOST_BYTES = 60_000
+_COLUMNS = ("golden", "metric", "steps", "mean difference", "largest", "first step", "change")
+_WORST_FIRST = list(MetricChange)
+_LISTED = (FileChange.NEW, FileChange.WAS_UNREADABLE, FileChange.UNREADABLE, FileChange.GONE)
+_FEWEST, _MOST = 1e-4, 1e4  # shown without an exponent
+_SUBJECT_LENGTH = 60
+
+
+def differences_text(differences: Sequence[FileDifference]) -> str:
+    """Return the table, what else changed, and the files that are new or gone."""
+    rows = _rows(differences)
+    lines = [_headline(differences)]
+    lines += columns(
+        [_COLUMNS, *((path, *_cells(metric)) for path, metric in rows)] if rows else []
+    )
+    lines += [f"{cause}: {goldens}" for cause, goldens in _causes(differences)]
+    lines += [f"{path}: {state}" for state, paths in _files(differences) for path in paths]
+    return plain("\n".join(lines))
+
+
+def markdown(differences: Sequence[FileDifference], *, reason: str | None = None) -> str:
+    """Return the page for a pull request, without a final newline.
+
+    Args:
+        differences: One for each golden.
+        reason: Why they were replaced, if given.
+    """
+    page = render(
+        "goldens.md",
+        headline=_headline(differences),
+        reason=reason,
+        columns=_COLUMNS,
+        rows=[(path, metric, _cells(metric)[1:]) for path, metric in _rows(differences)],
+        causes=_causes(differences),
+        files=[(state.capitalize(), paths) for state, paths in _files(differences)],
+    )
+    return page.rstrip()
+
+
+def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonValue]:
+    """Return everything; numbers that are not finite are texts."""
+    goldens: list[JsonValue] = [
+        {
+            "path": difference.path,
+            "state": difference.state.value,
+            "causes": list[JsonValue](difference.causes),
+            "metrics": [_metric_json(metric) for metric in difference.metrics],
+        }
+        for difference in differences
+    ]
+    return {"schema": 2, "goldens": goldens}
+
+
+def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
+    """Return a line for each golden that is not written: its name, the rule, the remedy."""
+    return [plain(f"{name}: {refusal.line}") for name, refusal in refusals]
+
+
+def commit_message(differences: Sequence[FileDifference], *, reason: str | None = None) -> str:
+    """Return the message that a commit of these goldens should have, with a final newline."""
+    written = [d for d in differences if d.new is not None]
+    cases = sorted({d.path.split("/")[-2] if "/" in d.path else d.path for d in written})
+    verb = "Record" if all(d.old is None for d in written) else "Refresh"
+    what = f"the golden of {cases[0]}" if len(cases) == 1 else f"goldens of {len(cases)} cases"
+    subject = f"{verb} {what}"
+    if len(subject) > _SUBJECT_LENGTH:
+        subject = f"{verb} {counted(len(written), 'golden')}"
+    lines = [subject, ""]
+    if reason:
+        lines += [reason, ""]
+    lines += [f"{name}: {value}" for name, value in _origins(written)]
+    worst = max(written, key=lambda d: d.largest, default=None)
+    if worst is not None and worst.largest and worst.state is FileChange.CHANGED:
+        metric = max(worst.metrics, key=lambda m: m.largest)
+        lines.append(
+            f"Largest relative change: {metric.largest:.1e}, {metric.metric} at step "
+            f"{metric.worst_step} of {worst.path}"
+        )
+    return plain("\n".join(lines)) + "\n"
+
+
+def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
+    """Yield the origins of all goldens, each value once."""
+    origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
+    for title, values in (
+        ("Command", [shlex.join(o.command) for o in origins if o.command]),
+        ("Measured at commit", [o.commit for o in origins if o.commit]),
+        ("Image", [o.image for o in origins if o.image]),
+        ("GPU", [o.gpu for o in origins if o.gpu]),
+        ("Driver", [o.driver for o in origins if o.driver]),
+    ):
+        for value in dict.fromkeys(values):
+            yield title, value
+
+
+def _headline(differences: Sequence[FileDifference]) -> str:
+    """Count the goldens by what became of them, and those with another curve."""
+    counts = Counter(d.state for d in differences)
+    parts = [f"{counts[state]} {state.value}" for state in FileChange if counts[state]]
+    text = f"{counted(len(differences), 'golden')}: {', '.join(parts) or 'none'}"
+    num_curves = sum(d.has_other_curve for d in differences)
+    return f"{text}; another curve in {num_curves}" if num_curves else text
+
+
+def _rows(differences: Sequence[FileDifference]) -> list[tuple[str, MetricDifference]]:
+    """Return each metric that changes with its golden, the worst first."""
+    rows = [(d.path, m) for d in differences if d.state is FileChange.CHANGED for m in d.metrics]
+    return sorted(
+        rows, key=lambda r: (_WORST_FIRST.index(r[1].change), -r[1].largest, r[0], r[1].metric)
+    )
+
+
+def _cells(metric: MetricDifference) -> tuple[str, ...]:
+    """Return the cells of a row, but for the golden."""
+    steps = [str(n) for n in dict.fromkeys((metric.num_old, metric.num_new))]
+    return (
+        metric.metric,
+        " -> ".join(steps),
+        _mean(metric.mean),
+        f"{metric.largest:.1e}" if metric.deviations else "-",
+        "-" if metric.first_step is None else str(metric.first_step),
+        metric.change.value,
+    )
+
+
+def _mean(value: float | None) -> str:
+    """Return a mean relative difference as Megatron-LM's script prints it."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:.6f}" if _FEWEST <= abs(value) < _MOST else f"{value:.3e}"
+
+
+def _causes(differences: Sequence[FileDifference]) -> list[tuple[str, str]]:
+    """Return what changed around goldens, and around how many, the commonest first."""
+    causes = Counter(cause for d in differences if d.metrics for cause in d.causes)
+    return [(cause, counted(n, "golden")) for cause, n in causes.most_common()]
+
+
+def _files(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]:
+    """Return the paths that have no rows: new, unreadable or gone."""
+    found = [(s, sorted(d.path for d in differences if d.state is s)) for s in _LISTED]
+    return [(state.value, paths) for state, paths in found if paths]
+
+
+def _metric_json(metric: MetricDifference) -> JsonValue:
+    """Return the difference of a metric as JSON."""
+    return {
+        "metric": metric.metric,
+        "change": metric.change.value,
+        "num_old": metric.num_old,
+        "num_new": metric.num_new,
+        "num_changed": metric.num_changed,
+        "mean_relative_difference": None if metric.mean is None else _number(metric.mean),
+        "largest": _number(metric.largest),
+        "worst_step": metric.worst_step,
+        "first_step": metric.first_step,
+    }
+
+
+def _number(value: float) -> JsonValue:
+    return value if math.isfinite(value) else str(value)

@@ -25,7 +25,6 @@ from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.session.decision import Decision
-from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
 
 PYTEST = ("pytest", "-p", "megatron")
@@ -49,7 +48,6 @@ class CiJob:
         time_limit_s: For one training, or for all tests of a bucket.
         timeout_minutes: For the whole job: every repeat at its limit, and a margin.
         compared: Whether a workload is compared with a golden; None where that is not known.
-        policy: Under which a workload is compared; None for unit tests.
         num_files: The number of test files of a unit job.
         command: The one line to type, from the project's root.
     """
@@ -70,7 +68,6 @@ class CiJob:
     time_limit_s: Count = 0
     timeout_minutes: Count = 60
     compared: bool | None = None
-    policy: dict[str, object] | None = None
     num_files: Count = 0
     command: str = ""
 
@@ -123,7 +120,6 @@ def workload_jobs(
     decision: Decision,
     table: CiTable,
     compares: Callable[[Workload], bool | None],
-    policy: ComparisonPolicy,
 ) -> tuple[CiJob, ...]:
     """Return a job for each row.
 
@@ -132,13 +128,11 @@ def workload_jobs(
         decision: How often and how short they run.
         table: For time limits.
         compares: Whether the row's case is compared with a golden, None where that is not known.
-        policy: Under which the project compares.
     """
     return tuple(
         replace(
             _workload_job(workload, decision, table),
             compared=not decision.is_lightweight and compares(workload),
-            policy={**policy.at(ComparedWorkload.of(workload)).as_json()},
         )
         for workload in workloads
     )

@@ -113,7 +113,7 @@ class _PlanOptions(TypedDict):
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="History, JUnit XML or JSON, repeatable; the project's history by default.",
+    help="History of runs, repeatable; the project's by default.",
 )
 @click.option("--gpus", type=click.IntRange(min=0), default=0, help="Of each shard's gang.")
 @click.option("--ranks", type=click.IntRange(min=0), default=0, help="The same on the CPU.")

@@ -10,22 +10,19 @@ from __future__ import annotations
 import fnmatch
 import heapq
 import itertools
-import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
-from xml.etree import ElementTree as ET
 
-from pytest_megatron.base.files import JsonValue, parse_json, read_text
 from pytest_megatron.base.text import listed
 from pytest_megatron.ci.table import CiTable, MarkRule
 from pytest_megatron.errors import RecipeError, SelectionError
-from pytest_megatron.runs.history import read
+from pytest_megatron.runs.history import HistoryEntry, read
 
 EXPERIMENTAL = "experimental"
 LAUNCH_ON = "launch_on_"
@@ -270,17 +267,17 @@ def read_durations(paths: Iterable[Path], files: Sequence[str]) -> dict[str, flo
     """Return seconds for each test file that something was recorded of.
 
     Args:
-        paths: A history of runs (`history.jsonl`), JUnit XML, or a JSON object of node ids and
-            seconds; of an item that several have, the mean counts.
+        paths: Histories of runs (`history.jsonl`); of an item that several have, the mean counts.
         files: The test files, from the project's root.
 
     Raises:
-        SelectionError: A file cannot be read as one of these.
+        SelectionError: A file cannot be read as one.
     """
     samples: dict[str, list[float]] = defaultdict(list)
     for path in paths:
-        for item, seconds in _samples(path, files):
-            samples[item].append(seconds)
+        for entry in _entries(path):
+            if entry.kind != "workload" and entry.duration_s >= 0:
+                samples[entry.node_id].append(entry.duration_s)
     totals: dict[str, float] = defaultdict(float)
     known = set(files)
     for item, found in samples.items():
@@ -291,68 +288,17 @@ def read_durations(paths: Iterable[Path], files: Sequence[str]) -> dict[str, flo
     return dict(totals)
 
 
-def _samples(path: Path, files: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Yield node ids, or files, and seconds."""
+def _entries(path: Path) -> tuple[HistoryEntry, ...]:
+    """Return the entries of a history."""
+    where = f"{_WHERE} {path}"
+    if not path.exists():
+        raise SelectionError(where, "cannot be read: no such file")
     try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as problem:
-        raise SelectionError(f"{_WHERE} {path}", f"cannot be read: {problem}") from None
-    if text.lstrip().startswith("<"):
-        yield from _durations_in_junit(path, text, files)
-        return
-    try:
-        value: JsonValue = parse_json(text)
-    except ValueError:
-        value = None
-    if isinstance(value, dict) and "schema" not in value:  # a history of one line is an object
-        yield from _durations_in_mapping(path, value)
-        return
-    history = read(path)
-    if text.strip() and not history.entries:
+        history = read(path)
+    except OSError as problem:
+        raise SelectionError(where, f"cannot be read: {problem}") from None
+    if history.problems and not history.entries:
         raise SelectionError(
-            f"{_WHERE} {path}",
-            "holds no durations, expected a history, JUnit XML or a JSON object of node ids and "
-            "seconds; give another file",
+            where, "is no history of runs; give a history.jsonl, which runs append to"
         )
-    for entry in history.entries:
-        if entry.kind != "workload" and entry.duration_s >= 0:
-            yield entry.node_id, entry.duration_s
-
-
-def _durations_in_mapping(
-    path: Path, value: Mapping[str, JsonValue]
-) -> Iterator[tuple[str, float]]:
-    """Yield files of tests with their seconds, from JSON."""
-    for name, seconds in value.items():
-        number = seconds if isinstance(seconds, int | float) else math.nan
-        if isinstance(seconds, bool) or not 0 <= number < math.inf:
-            raise SelectionError(
-                f"{_WHERE} {path}", f"{name}: found {seconds!r}, expected seconds from 0 on"
-            )
-        yield name, float(number)
-
-
-def _durations_in_junit(path: Path, text: str, files: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Yield files of tests with their seconds, from JUnit XML."""
-    modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
-    try:
-        cases = ET.fromstring(text).iter("testcase")  # noqa: S314 - a file of the user's own CI
-    except ET.ParseError as problem:
-        raise SelectionError(f"{_WHERE} {path}", f"is no XML: {problem}") from None
-    for case in cases:
-        file = case.get("file") or _file_of(case.get("classname", ""), modules)
-        try:
-            seconds = float(case.get("time", "0"))
-        except ValueError:
-            continue
-        if file and math.isfinite(seconds) and seconds >= 0:
-            yield f"{file}::{case.get('classname')}::{case.get('name')}", seconds
-
-
-def _file_of(classname: str, modules: dict[str, str]) -> str | None:
-    """Return the file of `tests.test_x` or of `tests.test_x.TestClass`."""
-    while classname:
-        if classname in modules:
-            return modules[classname]
-        classname = classname.rpartition(".")[0]
-    return None
+    return history.entries

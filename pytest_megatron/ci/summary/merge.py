@@ -6,7 +6,6 @@ counts no failure where it cannot ask for the jobs, d98e8a64dd
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -23,10 +22,6 @@ SKIPPED = "skipped"
 _Policy: TypeAlias = Mapping[str, object]
 # job of the workflow -> kind of its jobs
 _GROUPS = {"unit": "unit", "integration": "workload", "layouts": "layout"}
-_NO_POLICY = (
-    "the plan has no policies, so that those of the jobs were not compared with it; make the plan "
-    "with the version of pytest-megatron that runs the jobs"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +158,6 @@ def merge(
         jobs.append(job)
     if expected is not None:
         jobs += [_missing(name) for name in planned if name not in by_name]
-        if any(job.policy is None for job in expected.jobs if job.node_id is not None):
-            notes.append(_NO_POLICY)
     problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
     problems += _policies(jobs)
     return CiSummary(
@@ -240,30 +233,6 @@ def _differences(item: JobItem, planned: CiJob) -> Iterator[str]:
         yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
     if planned.compared and item.is_compared is False:
         yield f"did not compare {item.node_id} with its golden, which the plan has"
-    elif item.is_compared and (difference := _difference(item.policy, planned.policy)) is not None:
-        yield f"compared {item.node_id} under {difference}"
-
-
-def _difference(ran: _Policy | None, planned: _Policy | None) -> str | None:
-    """Return how the policy of a workload differs from the planned one, None if it does not.
-
-    The path of a policy's file does not count, only its content. A record of an earlier version has
-    a name alone.
-    """
-    if planned is None:
-        return None
-    if ran is None:
-        return f"an unknown policy, planned was {_policy_name(planned)}"
-    names = _policy_name(ran), _policy_name(planned)
-    keys = ("inherit", "sha256", "metrics") if "sha256" in ran else ()
-    differing = [key for key in keys if ran.get(key) != planned.get(key)]
-    if not (differing if keys else names[0] != names[1]):
-        return None
-    if names[0] != names[1]:
-        return f"policy {names[0]}, planned was {names[1]}"
-    key = differing[0]
-    found, wanted = (json.dumps(policy.get(key)) for policy in (ran, planned))
-    return f"policy {names[0]} with {key} {found}, planned was {wanted}"
 
 
 def _policy_name(policy: _Policy) -> str:
@@ -275,7 +244,7 @@ def _policy_name(policy: _Policy) -> str:
 def _policies(jobs: Sequence[JobRun]) -> list[str]:
     """Return a problem if not all workloads were compared under one policy."""
     found = _jobs_by(
-        (job.name, {_policy_name(i.policy) for i in job.items if i.policy is not None})
+        (job.name, {_policy_name(i.policy or {}) for i in job.items if i.is_compared})
         for job in jobs
     )
     return [f"jobs compared under different policies: {_listed(found)}"] if len(found) > 1 else []

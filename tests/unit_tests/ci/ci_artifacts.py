@@ -23,13 +23,6 @@ JUNIT = (
 )
 FAILURE = '<failure message="assert 1 == 2">\ntests/unit/test_a.py:3: AssertionError</failure>'
 
-STRICT: dict[str, JsonValue] = {
-    "name": "strict",
-    "inherit": "strict",
-    "sha256": None,
-    "metrics": [],
-}
-
 
 def workload(verdict: str = "passed", **keys: JsonValue) -> dict[str, JsonValue]:
     """Return the record of a workload in `run.json`."""
@@ -108,7 +101,6 @@ def write_plan(path: Path, keys: dict[str, JsonValue] | None = None, **jobs: str
             "id": job,
             "kind": "unit" if node_id is None else "workload",
             "name": node_id or job,
-            "policy": None if node_id is None else STRICT,
             **(keys or {}),
         }
         for job, node_id in jobs.items()

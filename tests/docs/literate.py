@@ -474,6 +474,6 @@ def _run_block(block: Block, scratch: Scratch, name: str) -> Iterator[str]:
 
 def pages() -> list[Path]:
     """Return the pages for users that have commands."""
-    folders = ("start", "tutorials", "how-to")
+    folders = ("tutorials", "how-to")
     found = [page for folder in folders for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
-    return [ROOT / "README.md", *found]
+    return [ROOT / "README.md", ROOT / "docs/start.md", *found]

@@ -33,7 +33,6 @@ MAX_BYTES = 16 << 20  # some 50,000 lines; half of it is kept when it is full
 _NODE_ID = re.compile(rb'"node_id": ("(?:[^"\\]|\\.)*")')
 _GOOD = frozenset(("passed", "flaky"))
 _NUM_RECENT = 5  # executions from which the next duration is estimated
-_Z = 1.959963984540054  # of the normal distribution, 95 % lie within
 # Risk that an item leaves quarantine and is as flaky as before: 5 % at most, for items are put into
 # it when they have just failed, which makes their rates look higher than they are.
 _RISK = 0.03
@@ -54,7 +53,6 @@ class HistoryEntry(RecordedFile):
         platform: A workload's platform, a test's device and world size.
         is_quarantined: Whether its failure did not count.
         quarantined_until: Last day of its quarantine, also of one that is over; else empty.
-        page: URL of the run in CI; empty elsewhere.
     """
 
     time: str
@@ -70,7 +68,6 @@ class HistoryEntry(RecordedFile):
     platform: str
     is_quarantined: bool = False
     quarantined_until: str = ""
-    page: str = ""
 
     @property
     def is_in_quarantine(self) -> bool:
@@ -120,6 +117,7 @@ class HistoryRecord:
         causes: Signature -> how many attempts failed of it, the most frequent first.
         num_contradictory: Runs in which it failed at a commit at which it also passed.
         first_seen, last_seen: When it was first and last flaky, failed or broken.
+        is_in_quarantine: Whether it was in its last run.
     """
 
     node_id: str
@@ -130,6 +128,7 @@ class HistoryRecord:
     num_contradictory: int
     first_seen: str
     last_seen: str
+    is_in_quarantine: bool
 
     @property
     def share(self) -> float:
@@ -270,130 +269,8 @@ def _record(node_id: str, entries: Sequence[HistoryEntry]) -> HistoryRecord:
         num_contradictory=sum(found.count(False) for found in outcomes.values() if any(found)),
         first_seen=odd[0].time if odd else "",
         last_seen=odd[-1].time if odd else "",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedRevision:
-    """Runs of an item at a revision at which it passed and failed, in the order of time."""
-
-    commit: str
-    platform: str
-    runs: tuple[HistoryEntry, ...]
-
-    @property
-    def num_bad(self) -> int:
-        """The number of its runs that failed."""
-        return sum(not run.is_good for run in self.runs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlakinessCase:
-    """The case of an item for or against quarantine, by its history.
-
-    Attributes:
-        mixed: Revisions at which it passed and failed, the last first.
-        num_bad: Runs that failed at a revision at which it also passed.
-        num_runs: All runs at revisions at which it passed.
-        num_only_bad: Runs at revisions at which it never passed, which may be of other causes.
-        causes: Signature of a failed attempt, or "unknown" -> how often, at mixed revisions.
-        clean: The last runs, all of which passed; of those since it was put into quarantine.
-        num_needed: So many clean runs an item that is as flaky as before has with 5 % at most.
-        failing_since: The commit since which it failed, if it may be a regression; else empty.
-        until: Last day of its quarantine by its last run; empty if it has none.
-    """
-
-    node_id: str
-    mixed: tuple[MixedRevision, ...]
-    num_bad: int
-    num_runs: int
-    num_only_bad: int
-    causes: tuple[tuple[str, int], ...]
-    clean: tuple[HistoryEntry, ...]
-    num_needed: int
-    failing_since: str
-    is_in_quarantine: bool
-    until: str
-
-    @property
-    def is_over(self) -> bool:
-        """True if it passed so often since it last failed that it is no longer flaky."""
-        return len(self.clean) >= self.num_needed
-
-
-def flakiness_cases(
-    entries: Iterable[HistoryEntry], *, since: str = "", num_needed: int | None = None
-) -> tuple[FlakinessCase, ...]:
-    """Return the case of each item that was in quarantine or passed and failed at one revision.
-
-    Args:
-        entries: Entries in any order; lines that are there twice count once.
-        since: Entries before this time are left out.
-        num_needed: Clean runs after which an item is no longer flaky; None decides by its rate.
-    """
-    by_item = _by_item(dict.fromkeys(entries), since)
-    cases = [_case(name, found, num_needed) for name, found in by_item.items()]
-    kept = [case for case in cases if case.mixed or case.is_in_quarantine]
-    return tuple(sorted(kept, key=lambda c: (-c.num_bad / max(1, c.num_runs), c.node_id)))
-
-
-def _case(node_id: str, entries: Sequence[HistoryEntry], num_needed: int | None) -> FlakinessCase:
-    """Return the evidence that an item is flaky, by revision."""
-    runs = [entry for entry in entries if entry.is_counted]
-    by_revision = grouped((_revision(run), run) for run in runs)
-    passed = {where for where, found in by_revision.items() if any(run.is_good for run in found)}
-    mixed = [
-        MixedRevision(commit=commit, platform=platform, runs=tuple(found))
-        for (commit, platform), found in by_revision.items()
-        if (commit, platform) in passed and not all(run.is_good for run in found)
-    ]
-    bad = [run for run in runs if not run.is_good]
-    start = next((e.time for e in entries if e.is_in_quarantine), "")
-    stay = [run for run in runs if run.time >= start]
-    clean = _clean_runs(stay, {run.platform for run in bad})
-    num_runs = sum(len(by_revision[where]) for where in passed)
-    num_bad = sum(found.num_bad for found in mixed)
-    if num_needed is None:
-        # A test has lines from its first failure on, so that this one has no passes beside it.
-        is_first_of_all = bool(bad) and bad[0] is runs[0] and bad[0].kind == "test"
-        num_needed = clean_runs_needed(
-            max(0, num_bad - is_first_of_all),
-            num_runs - num_bad - len(clean),
-            num_restarts=sum(not run.is_good for run in stay) if start else 0,
-        )
-    failed = (run for found in mixed for run in found.runs if not run.is_good)
-    causes = Counter(cause for run in failed for cause in run.causes or ("unknown",))
-    return FlakinessCase(
-        node_id=node_id,
-        mixed=tuple(sorted(mixed, key=lambda found: found.runs[-1].time, reverse=True)),
-        num_bad=num_bad,
-        num_runs=num_runs,
-        num_only_bad=len(bad) - num_bad,
-        causes=tuple(causes.most_common()),
-        clean=tuple(clean),
-        num_needed=num_needed,
-        failing_since=_failing_since(runs, passed),
         is_in_quarantine=entries[-1].is_in_quarantine,
-        until=entries[-1].quarantined_until,
     )
-
-
-def _clean_runs(runs: Sequence[HistoryEntry], platforms: set[str]) -> list[HistoryEntry]:
-    """Return the runs since the last failure that passed at once, where the item is flaky."""
-    last = list(takewhile(lambda run: run.is_good, reversed(runs)))
-    clean = [run for run in reversed(last) if run.verdict == "passed"]
-    return [run for run in clean if not platforms or run.platform in platforms]
-
-
-def _failing_since(runs: Sequence[HistoryEntry], passed: set[tuple[str, str]]) -> str:
-    """Return the commit since which every run failed, if that is more than one failure by chance.
-
-    One failure at a revision at which it also passed is no regression; two without a pass after
-    them may be one, of the code or of the machine.
-    """
-    streak = list(takewhile(lambda run: not run.is_good, reversed(runs)))
-    is_by_chance = len(streak) < 2 and all(_revision(run) in passed for run in streak)  # noqa: PLR2004
-    return "" if is_by_chance else str(streak[-1].commit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,20 +354,6 @@ def clean_runs_needed(num_bad: int, num_good: int, *, num_restarts: int = 0) -> 
         chance += math.lgamma(good + bad) - math.lgamma(good + bad + middle)
         low, high = (low, middle) if chance <= share else (middle, high)
     return high
-
-
-def wilson_interval(num_failed: int, number: int) -> tuple[float, float]:
-    """Return the interval that holds a rate with 95 %, by Wilson's score.
-
-    Args:
-        num_failed: Number of the runs that failed.
-        number: Number of runs, at least 1.
-    """
-    rate, square = num_failed / number, _Z * _Z / number
-    middle = rate + square / 2
-    spread = math.sqrt(square * (rate * (1 - rate) + square / 4))
-    low, high = ((middle + sign * spread) / (1 + square) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
 
 
 def days_ago(days: float) -> str:

@@ -17,7 +17,7 @@ import pytest
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
 from pytest_megatron.runs import environment as patch
-from pytest_megatron.runs.environment import ci_page, kept_variables, utc_now
+from pytest_megatron.runs.environment import kept_variables, utc_now
 from pytest_megatron.runs.find import remove_old_runs
 from pytest_megatron.runs.history import HistoryEntry, append, known_items
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir, seed_of_examples
@@ -377,7 +377,6 @@ class HistoryPlugin:
             platform=platform,
             is_quarantined=record.is_held,
             quarantined_until="" if record.quarantine is None else record.quarantine.until,
-            page=ci_page(os.environ) or "",
         )
 
     def _entry_of_file(self, file: str, records: Sequence[RecordedTest]) -> HistoryEntry:

@@ -16,11 +16,9 @@ from pytest_megatron.runs.history import (
     append,
     clean_runs_needed,
     failure_streak,
-    flakiness_cases,
     flaky_records,
     known_items,
     read,
-    wilson_interval,
 )
 
 ENTRY = HistoryEntry(
@@ -135,6 +133,7 @@ def test_the_worst_item_comes_first() -> None:
             num_contradictory=0,
             first_seen="2026-01-01T00:00:00Z",
             last_seen="2026-01-03T00:00:00Z",
+            is_in_quarantine=False,
         ),
         HistoryRecord(
             node_id="sometimes",
@@ -145,6 +144,7 @@ def test_the_worst_item_comes_first() -> None:
             num_contradictory=0,
             first_seen="2026-01-02T00:00:00Z",
             last_seen="2026-01-04T00:00:00Z",
+            is_in_quarantine=False,
         ),
     )
 
@@ -169,133 +169,15 @@ def test_old_runs_and_items_with_few_runs_are_left_out() -> None:
     assert flaky_records(given, min_runs=4) == ()
 
 
-def at(
-    *runs: tuple[str, str], platform: str = "cpu", until: str = "", day: str = "2026-01-01"
-) -> list[HistoryEntry]:
-    """Return a run of a test for each (commit, verdict), one after the other."""
-    return [
-        replace(
-            ENTRY,
-            node_id="t.py::a",
-            kind="test",
-            run=f"r{number}",
-            time=f"{day}T00:{number // 60:02}:{number % 60:02}Z",
-            commit=commit,
-            verdict=verdict,
-            platform=platform,
-            quarantined_until=until,
-        )
-        for number, (commit, verdict) in enumerate(runs)
-    ]
-
-
-def test_the_case_of_an_item_is_its_runs_at_revisions_at_which_it_passed_and_failed() -> None:
-    runs = [
-        ("c1", "passed"),
-        ("c2", "failed"),
-        ("c2", "passed"),
-        ("c3", "failed"),
-        ("c4", "passed"),
-    ]
-    given = at(*runs)
-    (case,) = flakiness_cases([*given, given[1]])  # a line that two caches have counts once
-    assert (case.num_bad, case.num_runs, case.num_only_bad) == (1, 4, 1)
-    assert [(found.commit, len(found.runs)) for found in case.mixed] == [("c2", 2)]
-    assert (case.causes, case.failing_since) == ((("unknown", 1),), "")
-
-
-def test_the_evidence_of_a_real_issue_is_a_case() -> None:
-    """pytorch/pytorch#100152: "flaky in 22 workflow(s) with 44 failures and 22 successes"."""
-    runs = [(f"c{n}", verdict) for n in range(22) for verdict in ("failed", "failed", "passed")]
-    (case,) = flakiness_cases(at(*runs))
-    assert (case.num_bad, case.num_runs, len(case.mixed)) == (44, 66, 22)
-    assert (case.failing_since, case.is_over) == ("", False)
-
-
-@pytest.mark.parametrize(
-    "runs",
-    [
-        pytest.param([("c1", "passed"), ("c2", "failed"), ("c2", "failed")], id="regression"),
-        pytest.param([("c1", "failed"), ("c2", "passed")], id="repaired"),
-        pytest.param([("c1", "passed"), ("c1", "broken")], id="of-the-machine"),
-        pytest.param([("c1", "passed"), ("c1", "flaky")], id="transient"),
-        pytest.param([("c1", "passed")] * 3, id="good"),
-    ],
-)
-def test_other_failures_make_no_case(runs: list[tuple[str, str]]) -> None:
-    assert flakiness_cases(at(*runs)) == ()
-
-
 def test_one_revision_on_two_platforms_contradicts_nothing() -> None:
-    cpu, gpu = at(("c1", "passed")), at(("c1", "failed"), platform="cuda x8")
-    assert flakiness_cases([*cpu, *gpu]) == ()
-    assert flaky_records([*cpu, *gpu]) == ()
-
-
-@pytest.mark.parametrize(
-    ("runs", "since"),
-    [
-        ([("c1", "failed"), ("c1", "passed"), ("c2", "failed")], "c2"),
-        ([("c1", "failed"), ("c1", "passed"), ("c1", "failed"), ("c1", "failed")], "c1"),
-        ([("c1", "failed"), ("c1", "passed"), *[("c2", "failed")] * 9, ("c3", "failed")], "c2"),
-        ([("c1", "passed"), ("c1", "failed")], ""),
-        ([("c1", "failed"), ("c1", "passed"), ("c2", "failed"), ("c3", "passed")], ""),
-    ],
-)
-def test_what_failed_ever_since_may_be_a_regression(
-    runs: list[tuple[str, str]], since: str
-) -> None:
-    (case,) = flakiness_cases(at(*runs))
-    assert case.failing_since == since
-
-
-def test_only_runs_since_the_last_failure_in_quarantine_are_clean() -> None:
-    before = at(("c1", "failed"), ("c1", "passed"), ("c2", "passed"))
-    held = at(
-        *[("c2", "passed"), ("c3", "passed"), ("c3", "failed"), ("c4", "passed")],
-        *[("c4", "flaky"), ("c5", "skipped"), ("c5", "passed")],
-        until="2026-02-01",
-        day="2026-01-02",
-    )
-    given = [*before, *held]
-    other = replace(
-        given[-1], platform="cuda x2", time="2026-01-03T00:00:00Z"
-    )  # never failed there
-    dirty = replace(given[-1], is_dirty=True, time="2026-01-03T00:00:00Z")
-    (case,) = flakiness_cases([*given, other, dirty])
-    assert [run.commit for run in case.clean] == ["c4", "c5"]
-    assert (case.is_in_quarantine, case.until, case.is_over) == (True, "2026-02-01", False)
-    (case,) = flakiness_cases(given, num_needed=2)
-    assert case.is_over
+    elsewhere = [replace(e, platform="cuda x8") for e in entries("item", "failed")]
+    assert flaky_records([*entries("item", "passed"), *elsewhere]) == ()
 
 
 def test_a_lower_rate_and_a_failure_in_quarantine_need_more_clean_runs() -> None:
     needed = [clean_runs_needed(30, 70), clean_runs_needed(15, 60), clean_runs_needed(3, 37)]
     assert needed == sorted(needed)
     assert clean_runs_needed(3, 37, num_restarts=1) > needed[-1]
-
-
-@pytest.mark.parametrize("rate", [0.03, 0.1, 0.4])
-def test_an_item_that_stays_flaky_leaves_quarantine_with_5_percent_at_most(rate: float) -> None:
-    """Quarantined at its third failure, then asked after each streak of 200 more runs."""
-    chance = random.Random(21)
-    num_items, num_left = 40, 0
-    for _ in range(num_items):
-        entries: list[HistoryEntry] = []
-        num_failed = num_held = 0
-        is_left = False
-        while num_held < 200 and not is_left:
-            number = len(entries)
-            verdict = "failed" if chance.random() < rate else "passed"
-            is_held = num_failed >= 3
-            found = replace(ENTRY, time=f"{number:06}", commit=f"c{number // 2}", verdict=verdict)
-            if verdict == "failed" and num_held and all(e.is_good for e in entries[-5:]):
-                is_left = any(case.is_over for case in flakiness_cases(entries))
-            entries.append(replace(found, is_quarantined=is_held))
-            num_failed += verdict == "failed"
-            num_held += is_held
-        num_left += is_left or any(case.is_over for case in flakiness_cases(entries))
-    assert num_left <= 0.05 * num_items
 
 
 @pytest.mark.parametrize(
@@ -345,17 +227,3 @@ def test_an_item_that_nobody_repaired_seldom_counts_as_a_regression() -> None:
                     num_wrong += 1
                     break
     assert num_wrong <= 5
-
-
-# Source: Newcombe, Two-sided confidence intervals for the single proportion, 1998, table I.
-@pytest.mark.parametrize(
-    ("num_failed", "number", "low", "high"),
-    [
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_the_interval_is_wilsons(num_failed: int, number: int, low: float, high: float) -> None:
-    assert wilson_interval(num_failed, number) == pytest.approx((low, high), abs=5e-5)

@@ -69,15 +69,6 @@ ITEM = {
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
 GROUP = [ITEM] * 9
 SUMMARY = {"verdict": "failed", "headline": EVIL, "fetch": EVIL}
-RUNS = [{"time": EVIL, "is_good": number > 4} for number in range(6)]
-CASE = {
-    "node_id": EVIL,
-    "num_only_bad": 1,
-    "num_needed": 3,
-    "causes": [(EVIL, 1)],
-    "clean": RUNS,
-    "mixed": [{"commit": EVIL, "platform": EVIL, "runs": RUNS, "num_bad": 5}] * 2,
-}
 EVIDENCE = {"file": EVIL, "line": 7, "text": EVIL}
 PAGES: Mapping[str, Mapping[str, object]] = {
     "page.html": FRAME,
@@ -206,21 +197,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         ],
     },
     "flaky.md": {"rows": [({"first_seen": EVIL}, [EVIL] * 7)]},
-    "flaky_proposal.md": {
-        "proposal": {
-            "entering": [{"case": CASE, "owner": EVIL, "quarantine": {"until": EVIL}}],
-            "leaving": [([CASE], EVIL), ([CASE], None)],
-            "staying": [CASE],
-            "expired": [(EVIL, EVIL)],
-            "unseen": [EVIL],
-            "waiting": [(CASE, EVIL)],
-            "diff": EVIL,
-        },
-        "rate": lambda _: EVIL,
-        "run_name": lambda _: (EVIL, ""),
-        "reproduce": lambda _: EVIL,
-        "most_revisions": 1,
-    },
     "triage.md": {
         "groups": [
             (

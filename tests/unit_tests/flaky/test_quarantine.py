@@ -9,9 +9,8 @@ import pytest
 from pytest_megatron.base.project import Quarantine, QuarantineError, parse_quarantine
 from pytest_megatron.flaky.quarantine import (
     check_pattern,
-    edit_table,
     matches,
-    owners_of,
+    table_line,
 )
 
 HELD = Quarantine(reason="#12", until=dt.date(2026, 12, 31))
@@ -79,77 +78,7 @@ def test_an_end_that_is_far_away_is_refused() -> None:
         parse_quarantine({"reason": "#12", "until": "2099-01-01"})
 
 
-TABLE = """\
-[project] # the first
-name = "x"
-
-[tool.pytest-megatron.quarantine] # kept
-# about a
-"t.py::a" = { reason = "#1", until = 2026-12-01 } # gone with it
-"t.py::b" = { reason = "#2", until = "2026-12-01" }
-
-[tool.other]
-list = [
-  1,
-]
-"""
-HOSTILE = 't.py::c["] \\ \n[tool.x]\x7f\x00 `|<b>\U0001f600 # *]'
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_the_table_changes_and_nothing_else(end: str) -> None:
-    text = TABLE.replace("\n", end)
-    changed = edit_table(text, added={HOSTILE: HELD}, removed=["t.py::a"])
-    rows = text.splitlines(keepends=True)
-    new = changed.splitlines(keepends=True)
-    assert new[:5] == rows[:5]
-    assert new[5] == rows[6]
-    assert new[7:] == rows[7:]
-    assert new[6].endswith(f'{{ reason = "#12", until = 2026-12-31 }}{end}')
-    found = tomllib.loads(changed)["tool"]["pytest-megatron"]["quarantine"]
-    assert parse_quarantine(found[HOSTILE]) == HELD
-    assert "t.py::a" not in found
-
-
-@pytest.mark.parametrize("text", ["", "[project]", '[project]\nname = "x"\n'])
-def test_a_table_that_is_not_there_is_added(text: str) -> None:
-    changed = edit_table(text, added={"t.py::a": HELD}, removed=[])
-    assert changed.startswith(text)
-    assert changed.endswith(
-        '[tool.pytest-megatron.quarantine]\n"t.py::a" = { reason = "#12", until = 2026-12-31 }\n'
-    )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[tool.pytest-megatron]\nquarantine."t.py::a" = { reason = "#1", until = 2026-12-01 }\n',
-        '[tool.pytest-megatron.quarantine."t.py::a"]\nreason = "#1"\nuntil = 2026-12-01\n',
-    ],
-)
-def test_a_table_of_another_form_is_left_to_a_person(text: str) -> None:
-    with pytest.raises(QuarantineError, match="is not written with a line for each pattern"):
-        edit_table(text, added={}, removed=["t.py::a"])
-
-
-@pytest.mark.parametrize(
-    ("path", "owners"),
-    [
-        ("tests/unit/test_a.py", "@org/tests you@example.com"),
-        ("recipes/gpt.yaml", "@org/recipes"),
-        ("recipes/h100/gpt.yaml", "@all"),
-        ("docs/a.md", ""),
-        ("src/deep/kernel.py", "@org/kernels"),
-    ],
-)
-def test_the_last_rule_that_matches_names_the_owners(path: str, owners: str) -> None:
-    rules = """
-        # comment
-        *            @all
-        /tests/      @org/tests you@example.com # of them
-        recipes/*    @org/recipes
-        [Section][2]
-        docs/
-        **/kernel.py @org/kernels
-        """
-    assert owners_of(path, rules) == owners
+def test_a_line_of_the_table_is_read_as_it_was_meant() -> None:
+    hostile = 't.py::c["] \\ \n[tool.x]\x7f\x00 `|<b>\U0001f600 # *]'
+    (found,) = tomllib.loads(table_line(hostile, HELD)).items()
+    assert (found[0], parse_quarantine(found[1])) == (hostile, HELD)

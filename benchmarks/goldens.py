@@ -1,12 +1,14 @@
 """What goldens cost: `python benchmarks/goldens.py [lint|history]`.
 
 `lint` reads a tree like Megatron-LM's with `golden lint`, beside a program that only parses its
-JSON. `history` refreshes the goldens of a small project ten times in each form and counts the lines
-that git shows as changed and the bytes that its history takes.
+JSON. `history` refreshes the goldens of a small project ten times, written by this package and with
+a line for each step, as Megatron-LM writes them, and counts the lines that git shows as changed and
+the bytes that its history takes.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import subprocess
@@ -18,11 +20,12 @@ from pathlib import Path
 from golden_tree import write_tree
 
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, is_finite, series_of
-from pytest_megatron.workloads.golden.store import Form, read_golden, write_golden
+from pytest_megatron.workloads.golden.store import read_golden, write_golden
 
 REPEATS = 5
 NUM_REFRESHES = 10
 GOLDENS = Path(__file__).parents[1] / "golden_values"
+FORMS = {"a line a metric": None, "a line a step": 4}
 PARSE = """
 import json, pathlib, sys
 for path in pathlib.Path(sys.argv[1]).rglob("golden_values*.json"):
@@ -59,7 +62,7 @@ def measure_history() -> None:
     """Print lines and bytes of ten refreshes for each form."""
     goldens = [read_golden(path) for path in sorted(GOLDENS.rglob("*.json"))]
     series = [golden for golden in goldens if golden.generation is None]
-    for form in Form:
+    for form, indent in FORMS.items():
         with tempfile.TemporaryDirectory() as name:
             root = Path(name)
             _git(root, "init", "-q")
@@ -69,7 +72,10 @@ def measure_history() -> None:
                 for index, golden in enumerate(series):
                     metrics = golden.metrics if number == 0 else _noisy(golden.metrics)
                     provenance = golden.provenance or Provenance()
-                    write_golden(root / f"{index}.json", metrics, provenance, form)
+                    path = root / f"{index}.json"
+                    write_golden(path, metrics, provenance)
+                    if indent is not None:
+                        path.write_text(json.dumps(json.loads(path.read_text()), indent=indent))
                 _git(root, "add", ".")
                 changed = _git(root, "diff", "--cached", "--numstat").splitlines()
                 lines += sum(int(line.split()[0]) for line in changed) if number else 0
@@ -79,7 +85,7 @@ def measure_history() -> None:
             counts = _git(root, "count-objects", "-v")
             pack = next(line.split()[1] for line in counts.splitlines() if "size-pack" in line)
             print(
-                f"{form.value}: {lines} lines added in {NUM_REFRESHES} refreshes of {len(series)} "
+                f"{form}: {lines} lines added in {NUM_REFRESHES} refreshes of {len(series)} "
                 f"goldens, {size / 1000:.0f} kB in the tree, {pack} kB of history"
             )
 

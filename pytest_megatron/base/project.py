@@ -23,7 +23,7 @@ from typing import cast
 
 from pytest_megatron.base.files import JsonValue, read_text
 from pytest_megatron.base.text import one_of
-from pytest_megatron.errors import ConfigError
+from pytest_megatron.errors import REMOVED, ConfigError
 
 _KEYS = ("reason", "until")
 _MOST_DAYS = 366
@@ -112,8 +112,6 @@ _WORDS = {  # key of a list of words -> field
     "secret-names": "secret_names",
     "signatures": "signature_files",
 }
-GOLDEN_FORM_KEY = "golden-form"
-GOLDEN_FORMS = ("compact", "list", "megatron", "steps")
 GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 
@@ -128,7 +126,6 @@ class ProjectConfig:
         secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
         kept_variables: Patterns of names of variables that a run keeps, to be set again when it
             is reproduced.
-        golden_form: How goldens are laid out, one of `GOLDEN_FORMS`.
         golden_platforms: Other names that stand for a platform in the names of goldens.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
@@ -140,7 +137,6 @@ class ProjectConfig:
     signature_files: tuple[Path, ...] = ()
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
-    golden_form: str = GOLDEN_FORMS[0]
     golden_platforms: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
@@ -179,20 +175,17 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
         raise ConfigError(where, f"found {table!r}, expected a table")
     platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    known = sorted((*_WORDS, GOLDEN_FORM_KEY, GOLDEN_PLATFORMS_KEY))
+    known = sorted((*_WORDS, GOLDEN_PLATFORMS_KEY))
     for key in table.keys() - tables.keys() - set(known):
-        raise ConfigError(where, f"unknown key {key!r}, expected {one_of(key, known)}")
+        gone = REMOVED.get(key)
+        text = f"{key} {gone}" if gone else f"unknown key {key!r}, expected {one_of(key, known)}"
+        raise ConfigError(where, text)
     words = {field: _words(table.get(key, []), f"{where} {key}") for key, field in _WORDS.items()}
     files = tuple(path.parent / name for name in words.pop("signature_files"))
-    form = table.get(GOLDEN_FORM_KEY, GOLDEN_FORMS[0])
-    if form not in GOLDEN_FORMS:
-        message = f"found {form!r}, expected {one_of(form, GOLDEN_FORMS)}"
-        raise ConfigError(f"{where} {GOLDEN_FORM_KEY}", message)
     return ProjectConfig(
         file=path,
         tables=tables,
         signature_files=files,
-        golden_form=str(form),
         golden_platforms=platforms,
         **words,
     )

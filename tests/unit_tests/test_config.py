@@ -29,13 +29,13 @@ def test_a_project_without_settings_has_the_defaults(tmp_path: Path) -> None:
     [
         (
             "scope = ['a']",
-            "unknown key 'scope', expected one of environments, golden-form, golden-platforms, ",
+            "unknown key 'scope', expected one of environments, golden-platforms, ",
         ),
         ("scopes = 'a'", "[tool.pytest-megatron] scopes: found 'a', expected a list of non-empty"),
         ("scopes = ['']", "[tool.pytest-megatron] scopes: found [''], expected a list of non-emp"),
         (
-            "golden-form = 1",
-            "[tool.pytest-megatron] golden-form: found 1, expected one of compa",
+            "golden-form = 'compact'",
+            "[tool.pytest-megatron]: golden-form was removed; delete the key, ",
         ),
         ("golden-platforms = 1", "golden-platforms: found 1, expected a table of name to platform"),
         ("golden-platforms.a = 1", "golden-platforms: 'a' is 1, expected a platform"),

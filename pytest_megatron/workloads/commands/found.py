@@ -11,10 +11,9 @@ from pathlib import Path
 
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.runs.layout import PhaseDirs
-from pytest_megatron.workloads.commands.golden_show import sparkline
 from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files, read_logs
 from pytest_megatron.workloads.golden.formats.rows import Curves
-from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
+from pytest_megatron.workloads.golden.model import MetricMap, Series, Value, is_loss
 from pytest_megatron.workloads.recipe.metrics import (
     NUMBER,
     PATHS,
@@ -35,6 +34,8 @@ _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<s
 _OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))
 _GLOBS: Mapping[MetricFormat, str] = {**PATHS, MetricFormat.CSV: "**/*.csv"}
 _CURVE_WIDTH = 32
+_SPARKS = "▁▂▃▄▅▆▇█"
+_GAP = "·"
 _ENOUGH = 0.5  # of the steps of the source that has most
 
 
@@ -206,8 +207,34 @@ def description(name: str, series: Series) -> str:
     by = f" by {min(gaps)}" if len(gaps) == 1 else ""
     steps = f"{len(series)} steps, {series.steps[0]} to {series.steps[-1]}{by}"
     first, last = series.values[0], series.values[-1]
-    curve = sparkline(series.values, width=_CURVE_WIDTH)
+    curve = _sparkline(series.values, width=_CURVE_WIDTH)
     return f"{name}: {steps}, {first:.6g} -> {last:.6g}  {curve}"
+
+
+def _sparkline(values: Sequence[Value], *, width: int) -> str:
+    """Return a curve of block characters; each stands for the mean of as many values.
+
+    A part without any finite number is a dot; where all are equal, the line is low.
+    """
+    num_parts = min(width, len(values))
+    bounds = [len(values) * i // max(num_parts, 1) for i in range(num_parts + 1)]
+    parts = [_mean(values[a:b]) for a, b in pairwise(bounds)]
+    finite = [mean for mean in parts if mean is not None]
+    least = min(finite, default=0.0)
+    height = max(finite, default=0.0) - least
+    return "".join(
+        _GAP if mean is None else _SPARKS[_level((mean - least) / height if height > 0 else 0.0)]
+        for mean in parts
+    )
+
+
+def _level(share: float) -> int:
+    return min(int(share * len(_SPARKS)), len(_SPARKS) - 1)
+
+
+def _mean(values: Sequence[Value]) -> float | None:
+    finite = [v for v in values if isinstance(v, float) and math.isfinite(v)]
+    return sum(v / len(finite) for v in finite) if finite else None
 
 
 _LENGTH = re.compile(

@@ -41,13 +41,8 @@ class _GoldenCommands(LazyGroup):
             "workloads.commands.golden_refresh:accept",
             "Make goldens of the values of runs.",
         ),
-        "convert": (
-            "workloads.commands.golden_files:convert",
-            "Write goldens in another form, place or precision.",
-        ),
         "diff": ("workloads.commands.golden_diff:diff", "Print how goldens differ."),
-        "lint": ("workloads.commands.golden_files:lint", "Report errors in goldens."),
-        "show": ("workloads.commands.golden_show:show", "Print the content of goldens."),
+        "lint": ("workloads.commands.golden_lint:lint", "Report errors in goldens."),
     }
 
 

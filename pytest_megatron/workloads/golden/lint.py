@@ -240,7 +240,7 @@ def _check_steps(group: FindingGroup, name: str, series: Series) -> None:
     is_single = len(spaced) < 2  # noqa: PLR2004 - then no distance is wrong
     if said[:2] != (first, last) or not (is_single or said[2] == interval):
         message = f"start_step, end_step and step_interval are {said[0]}, {said[1]} and {said[2]}, "
-        message += f"those of the values {first}, {last} and {interval}; `golden convert` mends it"
+        message += f"those of the values {first}, {last} and {interval}; correct them"
         group.add("golden-steps", name, message)
 
 

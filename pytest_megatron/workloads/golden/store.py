@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path, PurePath
 
 from pytest_megatron.base.files import (
@@ -60,7 +59,6 @@ from pytest_megatron.workloads.recipe.case import (
     CASES,
     GOLDEN_PREFIX,
     GOLDENS,
-    golden_name,
     golden_paths,
 )
 from pytest_megatron.workloads.recipe.model import Workload
@@ -72,42 +70,18 @@ _REQUEST_DEPTH = 2
 _PROVENANCE_DEPTH = 3
 
 
-class Form(Enum):
-    """Layouts, by the content of a line."""
-
-    COMPACT = "compact"
-    STEPS = "steps"
-    LIST = "list"
-    MEGATRON = "megatron"
-
-
-def lay_out(document: Mapping[str, JsonValue], form: Form) -> str:
+def lay_out(document: Mapping[str, JsonValue]) -> str:
     """Return the text of a golden, with a final newline; keys in the order given.
 
-    `compact` has a line for each metric, each field of a request and each key of the provenance;
-    `steps` and `megatron` have one for each step, the latter indented as Megatron-LM does it;
-    `list` is `compact` without the steps of a metric that stand at equal distances.
+    It has a line for each metric, each field of a request and each key of the provenance.
     """
-    match form:
-        case Form.STEPS:
-            text = json.dumps(document, indent=2, allow_nan=False)
-        case Form.MEGATRON:
-            text = json.dumps(document, indent=4, allow_nan=False)
-        case Form.COMPACT:
-            text = _compact(document)
-        case Form.LIST:
-            text = _compact({name: _without_steps(value) for name, value in document.items()})
-    return text + "\n"
+    parts = {name: _nested(value, 1, _depth(name, value)) for name, value in document.items()}
+    return _braced(parts, 0) + "\n"
 
 
 def is_block(value: JsonValue) -> bool:
     """Return True if a top-level value is a metric's block."""
     return isinstance(value, dict) and "values" in value
-
-
-def _compact(document: Mapping[str, JsonValue]) -> str:
-    parts = {name: _nested(value, 1, _depth(name, value)) for name, value in document.items()}
-    return _braced(parts, 0)
 
 
 def _depth(name: str, value: JsonValue) -> int:
@@ -129,27 +103,6 @@ def _braced(parts: Mapping[str, str], level: int) -> str:
     outer = _INDENT * level
     lines = [f"{outer}{_INDENT}{json.dumps(name)}: {text}" for name, text in parts.items()]
     return "{\n" + ",\n".join(lines) + f"\n{outer}}}" if lines else "{}"
-
-
-def _without_steps(value: JsonValue) -> JsonValue:
-    """Return a block with a list of values, if start and interval give every step of it."""
-    if not isinstance(value, dict) or not isinstance(values := value.get("values"), dict):
-        return value
-    steps = list(map(int, values))
-    interval = _interval(steps)
-    if interval is None or value.get("start_step") != steps[0]:
-        return value
-    numbers: list[JsonValue] = list(values.values())
-    return value | {"step_interval": interval, "values": numbers}
-
-
-def _interval(steps: Sequence[int]) -> int | None:
-    """Return the distance of the steps, None where it is not the same everywhere."""
-    if len(steps) < 2:  # noqa: PLR2004 - a distance is between two
-        return None
-    interval = steps[1] - steps[0]
-    is_regular = interval > 0 and steps == list(range(steps[0], steps[-1] + 1, interval))
-    return interval if is_regular else None
 
 
 _STEP = "step"
@@ -240,15 +193,6 @@ def new_golden_path(root: Path, workload: Workload) -> Path:
     return golden_paths(root, workload)[0]
 
 
-def project_form(root: Path) -> Form:
-    """Return how the project wants its goldens laid out.
-
-    Raises:
-        ConfigError: The project's settings are wrong.
-    """
-    return Form(load_config(root).golden_form)
-
-
 def read_golden(path: Path) -> Golden:
     """Read a golden file in any of the forms that Megatron-LM's repository holds.
 
@@ -276,7 +220,7 @@ def parse_golden(text: str, where: str) -> Golden:
     )
 
 
-def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
+def golden_text(golden: Golden) -> str:
     """Return the text of a golden's file, whichever kind it is; it must have a provenance.
 
     Of a training: metrics sorted, steps ascending, full precision, `_provenance` last. Of an
@@ -293,7 +237,7 @@ def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
             raise GoldenError(golden.path, f"{problem}; not written")
         document = generation_to_json(golden.generation)
         document[PROVENANCE_KEY] = provenance
-        return lay_out(document, form)
+        return lay_out(document)
     if not golden.metrics:
         raise GoldenError(golden.path, "no metric to write")
     for name, series in sorted(golden.metrics.items()):
@@ -306,12 +250,10 @@ def golden_text(golden: Golden, form: Form = Form.COMPACT) -> str:
                 )
     document = metrics_to_json(golden.metrics)
     document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance
-    return lay_out(document, form)
+    return lay_out(document)
 
 
-def write_golden(
-    path: Path, metrics: MetricMap, provenance: Provenance, form: Form = Form.COMPACT
-) -> None:
+def write_golden(path: Path, metrics: MetricMap, provenance: Provenance) -> None:
     """Write a golden of a training, see `golden_text`.
 
     The directory must exist. A reader sees the old file or the new one, whole.
@@ -321,7 +263,7 @@ def write_golden(
         OSError: The file cannot be written; the old one is as it was.
     """
     golden = Golden(path=str(path), metrics=metrics, provenance=provenance)
-    write_text_atomically(path, golden_text(golden, form))
+    write_text_atomically(path, golden_text(golden))
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:
@@ -389,11 +331,6 @@ class GoldenOwner:
     environment: str
     platform: str
     is_second_run: bool
-
-    def moved(self, tree: Path, other_names: Mapping[str, str]) -> Path:
-        """Return the path, below the project, in another tree and with the platform's own name."""
-        platform = other_names.get(self.platform, self.platform)
-        return tree / self.case / golden_name(self.environment, platform)
 
 
 def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool] | None:

@@ -48,7 +48,6 @@ from pytest_megatron.workloads.golden.policy import (
 )
 from pytest_megatron.workloads.golden.store import (
     golden_text,
-    project_form,
     read_golden,
     read_metrics,
 )
@@ -408,7 +407,7 @@ def make_candidate(
         generation=generation,
         provenance=replace(provenance, command=("pytest", *arguments), policy=policy),
     )
-    write_text_atomically(path, golden_text(golden, project_form(training.job.setting.root)))
+    write_text_atomically(path, golden_text(golden))
     return path
 
 

@@ -19,7 +19,7 @@ from pytest_megatron.base.files import digest_of, write_text_atomically, write_t
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workloads.golden.model import Golden, Provenance
-from pytest_megatron.workloads.golden.store import golden_text, project_form, read_golden
+from pytest_megatron.workloads.golden.store import golden_text, read_golden
 from pytest_megatron.workloads.refresh.difference import FileChange, FileDifference, differ
 from pytest_megatron.workloads.refresh.gate import (
     Candidate,
@@ -217,4 +217,4 @@ def _text_of(offer: Offer, root: Path, terms: Terms) -> str:
         reason=terms.reason,
         supersedes=digest_of(old) if old.is_file() else None,
     )
-    return golden_text(replace(golden, provenance=provenance), project_form(root))
+    return golden_text(replace(golden, provenance=provenance))

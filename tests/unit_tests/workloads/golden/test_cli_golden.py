@@ -100,18 +100,6 @@ def test_megatron_without_its_default_metrics_compares_nothing(
     assert "no metric that megatron compares by default" in found.err
 
 
-def test_show_prints_one_line_a_metric_and_the_provenance(golden: Path) -> None:
-    found = run("show", golden)
-    assert found.code == 0
-    assert found.out.splitlines() == [
-        "metric   values  steps  first  last  least  most  precision  curve",
-        "lm loss  50      1-50   4.99   4.5   4.5    4.99  full       ███▇▇▇▆▆▆▅▅▅▄▄▄▃▃▃▂▂▂▁▁▁",
-        "deterministic: true",
-        "gpu: 1x H100",
-        "repeats: 2",
-    ]
-
-
 @pytest.mark.parametrize(
     ("versions", "is_same"),
     [
@@ -144,7 +132,7 @@ def test_bits_count_where_the_run_was_where_the_golden_is_from(
     assert check(golden, observed, "--version", "torch").code == 2
 
 
-@pytest.mark.parametrize("command", ["show", "lint", "check"])
+@pytest.mark.parametrize("command", ["lint", "check"])
 def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, command: str) -> None:
     """A name of a metric that clears the screen and retitles the window."""
     evil = tmp_path / "golden_values_dev_dgx_h100.json"

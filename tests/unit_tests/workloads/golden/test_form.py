@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.golden.model import Provenance, series_of
-from pytest_megatron.workloads.golden.store import Form, lay_out, read_golden, write_golden
+from pytest_megatron.workloads.golden.store import lay_out, read_golden, write_golden
 
 GOLDEN: dict[str, JsonValue] = {
     "lm loss": {
@@ -26,7 +26,7 @@ GOLDEN: dict[str, JsonValue] = {
 
 def test_the_compact_form_has_a_line_for_each_metric_and_each_fact() -> None:
     """Pain point 31: goldens were 75 % of all added lines."""
-    assert lay_out(GOLDEN, Form.COMPACT) == (
+    assert lay_out(GOLDEN) == (
         "{\n"
         '  "lm loss": {"start_step": 1, "end_step": 3, "step_interval": 1, '
         '"value_precision": "full", "values": {"1": 10.5, "2": 9.25, "3": "nan"}},\n'
@@ -45,35 +45,30 @@ def test_the_compact_form_has_a_line_for_each_metric_and_each_fact() -> None:
 
 def test_a_request_has_a_line_for_each_field() -> None:
     document: dict[str, JsonValue] = {"0": {"tokens": [1, 2], "text": "a"}, "throughput": [1.5]}
-    assert lay_out(document, Form.COMPACT) == (
+    assert lay_out(document) == (
         '{\n  "0": {\n    "tokens": [1, 2],\n    "text": "a"\n  },\n  "throughput": [1.5]\n}\n'
     )
 
 
-def test_the_list_form_leaves_out_steps_at_equal_distances() -> None:
-    block: dict[str, JsonValue] = {"start_step": 5, "end_step": 15, "step_interval": 5}
-    even: JsonValue = block | {"values": {"5": 1.0, "10": 2.0, "15": 3.0}}
-    uneven: JsonValue = block | {"values": {"1": 0.5, "5": 1.0, "10": 2.0}}
-    single: JsonValue = block | {"values": {"5": 1.0}}
-    later: JsonValue = block | {"values": {"10": 1.0, "15": 1.0}, "non_finite": {"5": "nan"}}
-    text = lay_out({"a": even, "b": uneven, "c": single, "d": later}, Form.LIST)
-    a = block | {"values": [1.0, 2.0, 3.0]}
-    assert json.loads(text) == {"a": a, "b": uneven, "c": single, "d": later}
-
-
-@pytest.mark.parametrize("form", Form)
-def test_a_golden_of_every_form_is_read_as_it_was_written(tmp_path: Path, form: Form) -> None:
+@pytest.mark.parametrize("form", ["as written", "a line a step", "Megatron-LM's", "list"])
+def test_a_golden_of_every_form_is_read(tmp_path: Path, form: str) -> None:
+    """Goldens of earlier versions have one of four forms."""
     metrics = {
         "iteration-time": series_of({2: 0.5, 3: 0.25}, is_full_precision=True),
         "lm loss": series_of({1: 4.8753004, 5: 4.5, 10: 1e-30}, is_full_precision=True),
     }
     provenance = Provenance(commit="abc", spread={"lm loss": 0.0}, extra={"later": {"a": 1}})
     path = tmp_path / "golden.json"
-    write_golden(path, metrics, provenance, form)
+    write_golden(path, metrics, provenance)
+    document = json.loads(path.read_text())
+    assert path.read_text().endswith("\n}\n")
+    if form == "list":
+        document["iteration-time"]["values"] = [0.5, 0.25]
+    if form != "as written":
+        path.write_text(json.dumps(document, indent=4 if form == "Megatron-LM's" else 2))
     golden = read_golden(path)
     assert golden.metrics == metrics
     assert golden.provenance == provenance
-    assert path.read_text().endswith("\n}\n")
 
 
 class _Metric(TypedDict):
@@ -85,11 +80,10 @@ class _Metric(TypedDict):
     values: dict[int, int | float | str]
 
 
-@pytest.mark.parametrize("form", [form for form in Form if form is not Form.LIST])
-def test_megatrons_reader_takes_our_metric_maps(tmp_path: Path, form: Form) -> None:
+def test_megatrons_reader_takes_our_metric_maps(tmp_path: Path) -> None:
     path = tmp_path / "golden.json"
     loss = series_of({1: 4.5, 2: 4.25}, is_full_precision=True)
-    write_golden(path, {"lm loss": loss}, Provenance(commit="abc", repeats=2), form)
+    write_golden(path, {"lm loss": loss}, Provenance(commit="abc", repeats=2))
     reader = pydantic.TypeAdapter(dict[str, _Metric])
     read = reader.validate_json(path.read_text())
     assert read["lm loss"]["values"] == {1: 4.5, 2: 4.25}

@@ -185,7 +185,7 @@ def test_holes_and_wrong_bounds_are_told_apart(tree: Tree) -> None:
     assert [finding.partition(": ")[2] for finding in tree.lint()] == [
         (
             "iteration-time: start_step, end_step and step_interval are 2, 10 and 1, those of the "
-            "values 1, 10 and 1; `golden convert` mends it"
+            "values 1, 10 and 1; correct them"
         ),
         "lm loss: 1 of the steps 1 to 10 are missing, the first is 4; record it again",
     ]

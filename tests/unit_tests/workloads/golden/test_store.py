@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.project import GOLDEN_FORMS
 from pytest_megatron.base.yaml import parse_document
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.workloads.golden.model import Provenance, series_of
 from pytest_megatron.workloads.golden.store import (
-    Form,
     golden_path,
     new_golden_path,
-    project_form,
     read_golden,
     read_metrics,
     write_golden,
@@ -121,15 +118,6 @@ def test_a_golden_under_another_name_is_read_and_never_overwritten(
     old.write_text("{}")
     assert golden_path(tmp_path, workload) == old
     assert new_golden_path(tmp_path, workload) == ours
-
-
-def test_a_golden_has_the_form_that_the_project_wants(tmp_path: Path) -> None:
-    pyproject = tmp_path / "pyproject.toml"
-    pyproject.write_text("[tool.pytest-megatron]\ngolden-form = 'steps'\n")
-    assert project_form(tmp_path) is Form.STEPS
-    pyproject.write_text("[tool.pytest-megatron]\n")
-    assert project_form(tmp_path) is Form.COMPACT
-    assert {form.value for form in Form} == set(GOLDEN_FORMS)
 
 
 def test_a_missing_or_binary_golden_is_named(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """The engine that runs an attempt in a container on this machine, one at a time.
 
-The container is made by a child process (`driver.py`), since nemo-run turns logging inside
-out where it is imported. What runs in it is the worker that runs in a Slurm job as well; the
-container sees the project and the run directory under the paths that they have here, and what it
-writes belongs to who runs pytest.
+The container is made by a child process (`driver.py`), which ends it when this one is gone. What
+runs in it is the worker that runs in a Slurm job as well; the container sees the project and the
+run directory under the paths that they have here, and what it writes belongs to who runs pytest.
 """
 
 from __future__ import annotations
@@ -14,34 +13,23 @@ import importlib.util
 import json
 import os
 import secrets
-import select
-import shlex
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from typing_extensions import override
 
 from pytest_megatron.engines.docker.messages import (
     ANSWER,
     JOB_DIR,
     REQUEST,
-    Answer,
-    ContainerStarted,
-    ContainerWaiting,
-    DriverReady,
     Gone,
     Mount,
-    Request,
     RunContainer,
     StartRefused,
-    StopContainer,
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Lease
@@ -66,128 +54,17 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workloads.training.run.runner import LiveLog
 
-_START_S = 60.0
+_OUTCOME, _BEGAN = "outcome.json", "began.json"
+_DRIVER = "pytest_megatron.engines.docker.driver"
+_POLL_S = 0.1
 _END_S = 60.0
-_PACKET_BYTES = 1 << 20
+_SLACK_S = 600.0  # for the container to end, beside what the training may take
+_KILLED = 137  # 128 and SIGKILL, as Docker has it
+_LONGEST_LINE = 500
 
 
 class DriverGoneError(Exception):
-    """The child process ended without being asked."""
-
-
-class DriverLink:
-    """The child process that talks to Docker.
-
-    It ends, and takes its container with it, when our end of the socket closes, for whatever
-    reason.
-
-    Attributes:
-        ready: First answer of the process, once it had reached the daemon.
-    """
-
-    ready: DriverReady
-
-    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
-        """Start the process that runs containers.
-
-        Args:
-            directory: For its log, and for what nemo-run keeps.
-            env: The controller's; may name the daemon.
-
-        Raises:
-            LaunchError: nemo-run is not installed, or the daemon cannot be reached.
-        """
-        for package in ("docker", "nemo_run"):
-            if importlib.util.find_spec(package) is None:
-                raise LaunchError(
-                    "--executor docker",
-                    f"needs the package {package}, which is not installed; "
-                    f"pip install 'pytest-megatron[cluster]'",
-                )
-        directory.mkdir(parents=True, exist_ok=True)
-        self._log = directory / f"driver-{os.getpid()}.log"
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket = ours
-        module = "pytest_megatron.engines.docker.driver"
-        with theirs, self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                # -P: the project may well have a directory `docker` of its own.
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                env={**env, "NEMORUN_HOME": str(directory / "nemo")},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the controller, which decides
-            )
-        try:
-            answer = self.receive(_START_S)
-        except DriverGoneError as error:
-            raise LaunchError(str(self._log), f"{error}; see there") from error
-        if not isinstance(answer, DriverReady):
-            self.close()
-            if isinstance(answer, StartRefused):
-                raise LaunchError(answer.where, answer.text)
-            raise LaunchError("--executor docker", f"the daemon says nothing for {_START_S:g} s")
-        self.ready = answer
-
-    def send(self, request: Request, descriptors: Sequence[int] = ()) -> None:
-        """Send a request, with descriptors that are to stay open while its container lives.
-
-        Raises:
-            DriverGoneError: The child process ended.
-        """
-        try:
-            socket.send_fds(self._socket, [REQUEST.dump_json(request)], list(descriptors))
-        except OSError as error:
-            raise self._gone() from error
-
-    def receive(self, timeout_s: float) -> Answer | None:
-        """Return the next answer, or None where none comes in time.
-
-        Raises:
-            DriverGoneError: The child process ended.
-        """
-        if not select.select([self._socket], [], [], timeout_s)[0]:
-            return None
-        try:
-            packet = self._socket.recv(_PACKET_BYTES)
-        except ConnectionResetError:
-            packet = b""
-        if not packet:
-            raise self._gone()
-        return ANSWER.validate_json(packet)
-
-    def close(self) -> None:
-        """End the child process, and with it the container that it has."""
-        self._socket.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(OSError):
-            if not self._log.stat().st_size:
-                self._log.unlink()
-
-    def _gone(self) -> DriverGoneError:
-        """Return how the child process ended."""
-        self._socket.close()
-        try:
-            code = self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return DriverGoneError(f"the process that runs containers ended by itself ({how})")
-
-
-_OUTCOME = "outcome.json"
-_POLL_S = 0.1
-_SLACK_S = 600.0  # for the container to start and end, beside what the training may take
-_NUM_LOG_LINES = 5
-_KILLED = 137  # 128 and SIGKILL, as Docker has it
-_LONGEST_LINE = 500
+    """The child process ended without an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,54 +91,41 @@ class DockerEngine(LeasingEngine):
         self._directory = context.engine_dir / self.name
         self._token = secrets.token_hex(3)
         self._num_run = 0
-        self._link: DriverLink | None = None
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         """Return the setting for plans: a container has nothing of this process's environment."""
         env = self._config.env
         return replace(setting, python=self._config.python, env=env, has_ft_launcher=True)
 
-    @override
-    def submit(self, submissions: Sequence[Submission]) -> None:
-        """Keep submissions until `poll`; see that there is a daemon.
-
-        Raises:
-            LaunchError: nemo-run is not installed, or the daemon cannot be reached.
-        """
-        self._driver()
-        super().submit(submissions)
-
     def close(self) -> None:
-        """End the child process, and every container that it may have."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-        shutil.rmtree(self._directory / "nemo", ignore_errors=True)
-        with contextlib.suppress(OSError):  # a log that is worth reading, or another session's
+        """Remove the engine's directory, unless another session uses it."""
+        with contextlib.suppress(OSError):
             self._directory.rmdir()
             self._context.engine_dir.rmdir()
 
-    def _driver(self) -> DriverLink:
-        """Return the process that starts containers, which is started once."""
-        if self._link is None:
-            self._link = DriverLink(self._directory, self._context.env)
-        return self._link
-
     def _contain(self, submission: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
         """Run a container for a plan, in a directory that is gone afterwards."""
+        if importlib.util.find_spec("docker") is None:
+            raise LaunchError(
+                "--executor docker",
+                "needs the package docker, which is not installed; "
+                "pip install 'pytest-megatron[cluster]'",
+            )
         self._directory.mkdir(parents=True, exist_ok=True)
-        job_dir = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
+        directory = Path(tempfile.mkdtemp(prefix="job-", dir=self._directory))
+        job_dir = directory / "job"
         try:
+            job_dir.mkdir()
             self._write_job(job_dir, submission, planned)
             request = self._request(submission, planned.plan, job_dir, lease)
             live = LiveLog(planned.plan, submission.listener)
             try:
-                gone = self._follow(request, lease, submission, live)
+                gone = self._follow(request, lease, live, job_dir)
             except DriverGoneError as error:
                 return SubmissionOutcome(trouble=self._lost(error))
             return self._outcome(gone, job_dir, planned)
         finally:
-            shutil.rmtree(job_dir, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _write_job(self, job_dir: Path, submission: Submission, planned: Planned) -> None:
         """Write the files for the container; no word of them goes through a shell unquoted."""
@@ -276,12 +140,8 @@ class DockerEngine(LeasingEngine):
             losses=() if submission.losses is None else submission.losses.names,
             options={},
         )
-        module = "pytest_megatron.engines.docker.inside"
-        start = f"exec {shlex.quote(self._config.python)} -m {module} {JOB_DIR}\n"
         try:
             write_spec(job_dir / "spec.json", spec)
-            (job_dir / "start").write_text(start, encoding="utf-8")
-            (job_dir / "code").mkdir()  # nemo-run's working directory; Docker would make it as root
             self._give_to_user(job_dir, submission)
         except OSError as error:
             raise LaunchError(
@@ -316,8 +176,8 @@ class DockerEngine(LeasingEngine):
             run_dir=str(self._context.run_dir),
             name=f"pytest-megatron-{self._token}-{self._num_run}",
             settings=config,
-            job_dir=str(job_dir),
-            mounts=self._mounts(plan),
+            command=(config.python, "-m", "pytest_megatron.engines.docker.inside", JOB_DIR),
+            mounts=(*self._mounts(plan), Mount(source=str(job_dir), target=JOB_DIR)),
             user=config.user or f"{uid}:{gid}",
             groups=tuple(str(group) for group in os.getgroups() if uid),
             gpus=tuple(gpu.uuid for gpu in lease.gpus),
@@ -338,59 +198,77 @@ class DockerEngine(LeasingEngine):
                 mounts.append(Mount(source=str(path), target=str(path), is_read_only=not is_own))
         return tuple(mounts)
 
-    def _follow(
-        self, request: RunContainer, lease: Lease, submission: Submission, live: LiveLog
-    ) -> Gone:
+    def _follow(self, request: RunContainer, lease: Lease, live: LiveLog, job_dir: Path) -> Gone:
         """Run a container to its end; on any other way out it is gone as well.
 
         Raises:
             DriverGoneError: The child process was killed.
             LaunchError: The container cannot be started.
         """
-        link = self._driver()
-        link.send(request, lease.descriptors)
-        try:
-            return self._until_gone(link, submission, live)
-        except (DriverGoneError, LaunchError):
-            raise
-        except BaseException:  # Ctrl-C; the second one comes through the wait below
-            link.send(StopContainer())
+        files = [job_dir.with_name(f"{name}.json") for name in ("request", "answer")]
+        files[0].write_bytes(REQUEST.dump_json(request))
+        log = job_dir.with_name("driver.log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                # -P: the project may well have a directory `docker` of its own.
+                [sys.executable, "-P", "-m", _DRIVER, *map(str, files)],
+                env=dict(self._context.env),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=lease.descriptors,  # GPUs stay leased while the container lives
+                start_new_session=True,  # Ctrl-C is for the controller, which decides
+            )
+        with process:
             try:
-                _until(link, Gone, StartRefused)
-            except KeyboardInterrupt:
-                link.send(StopContainer(is_at_once=True))
-                _until(link, Gone, StartRefused)
-            raise
+                self._until_ended(process, live, job_dir)
+            except BaseException:  # Ctrl-C; the second one comes through the wait below
+                _close_input(process)
+                try:
+                    _wait(process)
+                except KeyboardInterrupt:
+                    process.send_signal(signal.SIGTERM)
+                    _wait(process)
+                raise
+        if not files[1].exists():
+            code = process.returncode
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            said = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise DriverGoneError(
+                f"the process that runs containers ended by itself ({how})"
+                + (f": {said}" if said else "")
+            )
+        answer = ANSWER.validate_json(files[1].read_bytes())
+        if isinstance(answer, StartRefused):
+            raise LaunchError(answer.where, answer.text)
+        return answer
 
-    def _until_gone(self, link: DriverLink, submission: Submission, live: LiveLog) -> Gone:
-        """Follow a container's logs until it is gone."""
-        limit_s = _limit_s(live.plan)
-        stop_at = time.monotonic() + limit_s
-        while True:
-            match link.receive(_POLL_S):
-                case Gone() as gone:
-                    live.poll(is_ended=True)
-                    return gone
-                case StartRefused() as refused:
-                    raise LaunchError(refused.where, refused.text)
-                case ContainerWaiting() as waiting:
-                    submission.listener.on_lines([waiting.text])
-                    stop_at = time.monotonic() + limit_s
-                case ContainerStarted():
-                    stop_at = time.monotonic() + limit_s
-                case _:
-                    live.poll()
+    def _until_ended(self, process: subprocess.Popen[bytes], live: LiveLog, job_dir: Path) -> None:
+        """Follow the logs of a container until its process ends."""
+        stop_at = float("inf")
+        while process.poll() is None:
+            live.poll()
+            if stop_at == float("inf") and (job_dir / _BEGAN).exists():
+                stop_at = time.monotonic() + _limit_s(live.plan)
             if time.monotonic() >= stop_at:
-                link.send(StopContainer())
+                _close_input(process)
                 stop_at = float("inf")
+            time.sleep(_POLL_S)
+        live.poll(is_ended=True)
 
     def _lost(self, error: DriverGoneError) -> EngineError:
-        """Return the outcome of an attempt whose child process on the host was killed."""
-        self._link = None
-        # The container ends by itself. Another child process removes it, should it not.
-        self._driver()
-        text = f"{error}; its container was removed"
-        return EngineError(kind=TroubleKind.LOST, text=text)
+        """Return the outcome of an attempt whose child process was killed."""
+        # GPUs are free from now on: the container must not go on with them.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                [sys.executable, "-P", "-m", _DRIVER],
+                env=dict(self._context.env),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_END_S,
+                check=False,
+            )
+        return EngineError(kind=TroubleKind.LOST, text=f"{error}; its container was removed")
 
     def _outcome(self, gone: Gone, job_dir: Path, planned: Planned) -> SubmissionOutcome:
         """Return the outcome of a container.
@@ -398,9 +276,9 @@ class DockerEngine(LeasingEngine):
         Raises:
             LaunchError: The image is no good, so that nothing was run.
         """
-        began = job_dir / "began.json"
+        began = job_dir / _BEGAN
         if not began.exists():
-            raise LaunchError(f"docker image {self._config.image!r}", self._no_start(gone, job_dir))
+            raise LaunchError(f"docker image {self._config.image!r}", self._no_start(gone))
         record = read_record(job_dir / _OUTCOME)
         if record is None:
             trouble = _trouble(gone) or self._other_version(began)
@@ -410,18 +288,16 @@ class DockerEngine(LeasingEngine):
             return replace(outcome, trouble=_trouble(gone))
         return outcome
 
-    def _no_start(self, gone: Gone, job_dir: Path) -> str:
+    def _no_start(self, gone: Gone) -> str:
         """Return why nothing of ours ever ran in a container."""
-        logs = sorted(job_dir.glob("log_*.out"))
-        lines = logs[0].read_text(errors="replace").splitlines() if logs else []
-        said = " / ".join(line.strip()[:_LONGEST_LINE] for line in lines[-_NUM_LOG_LINES:] if line)
+        said = " / ".join(line.strip()[:_LONGEST_LINE] for line in gone.said if line)
         python = self._config.python
         module = "pytest_megatron"
         if "No module named" in said and module in said:
             what = f"its {python} has no pytest-megatron; install it there, or set `python`"
         elif "No such file or directory" in said or "command not found" in said:
             what = f"has no {python}; set `python` to the interpreter that has pytest-megatron"
-        elif not lines and gone.entrypoint:
+        elif not said and gone.entrypoint:
             what = f"its ENTRYPOINT {' '.join(gone.entrypoint)} does not run the command after it"
         else:
             what = f"ended before pytest-megatron began, exit code {gone.exit_code}"
@@ -449,8 +325,6 @@ def _trouble(gone: Gone) -> EngineError | None:
     """Return what ended a container from outside of its programs; None where nothing did."""
     if gone.was_oom:
         kind, what = TroubleKind.OUT_OF_MEMORY, "the kernel killed a process for want of memory"
-    elif gone.signal is not None:
-        kind, what = TroubleKind.CANCELLED, f"somebody sent it signal {gone.signal}"
     elif gone.exit_code == _KILLED:
         kind, what = TroubleKind.LOST, "it was killed"
     else:
@@ -458,13 +332,18 @@ def _trouble(gone: Gone) -> EngineError | None:
     return EngineError(kind=kind, text=f"Docker says of the container: {what}")
 
 
-def _until(link: DriverLink, *kinds: type[Gone | StartRefused]) -> None:
-    """Wait for one of these answers, but not for ever."""
-    give_up_at = time.monotonic() + _END_S
-    with contextlib.suppress(DriverGoneError):
-        while time.monotonic() < give_up_at:
-            if isinstance(link.receive(1.0), kinds):
-                return
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    """Have a child process end its container politely."""
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a child process, but not for ever."""
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def _limit_s(plan: AttemptPlan) -> float:

@@ -1,62 +1,32 @@
-"""Process in a container: the worker, and a watch over the container's owner.
+"""Process in a container: the worker, and what it needs there.
 
-Started as `python -m pytest_megatron.engines.docker.inside JOB_DIR`, below nemo-run's bash. JOB_DIR
-holds `spec.json` and `lifeline`, a file that the Docker engine's child process on the host keeps
-locked. The kernel releases the lock when that process ends, however it ends; then nothing would
-remove this container, and it exits.
+Started as `python -m pytest_megatron.engines.docker.inside JOB_DIR`. JOB_DIR holds `spec.json`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import itertools
 import os
-import signal
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.engines import worker
 from pytest_megatron.workloads.engine.records import read_spec
 
-GRACE_S = 20.0  # for the worker to end a training and to write its record
-
 
 def main(arguments: list[str]) -> int:
     """Run the worker; return its exit code."""
     job_dir = Path(arguments[0])
-    is_watched = _watch(job_dir / "lifeline")
     version = importlib.metadata.version("pytest-megatron")
-    write_json_atomically(job_dir / "began.json", {"version": version, "is_watched": is_watched})
+    write_json_atomically(job_dir / "began.json", {"version": version})
     _need_home()
     try:
         return worker.main([str(job_dir / "spec.json")])
     finally:
         _hand_over(job_dir)
-
-
-def _watch(lifeline: Path) -> bool:
-    """Have the container end when its owner does; return False where locks do not cross over."""
-    descriptor = os.open(lifeline, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        threading.Thread(target=_end_with_owner, args=(descriptor,), daemon=True).start()
-        return True
-    return False  # a virtual machine lies between: the owner cannot have gone so soon
-
-
-def _end_with_owner(lifeline: int) -> None:
-    """End the container when the process that owns it is gone."""
-    fcntl.flock(lifeline, fcntl.LOCK_SH)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_S)
-    if "docker.inside" in Path("/proc/1/cmdline").read_text(errors="replace"):
-        os.kill(-1, signal.SIGKILL)  # never where process 1 is the host's
 
 
 def _need_home() -> None:
@@ -68,7 +38,7 @@ def _need_home() -> None:
 
 def _hand_over(job_dir: Path) -> None:
     """Give the files to the user for whom the container ran as root."""
-    owner = (job_dir / "lifeline").stat()
+    owner = (job_dir / "spec.json").stat()
     if os.getuid() != 0 or owner.st_uid == 0:
         return
     attempt = read_spec(job_dir / "spec.json").plan.dirs.root

@@ -1,4 +1,4 @@
-"""Messages between the Docker engine and its child process, one in a packet. Pure."""
+"""What the Docker engine asks of its child process, and what that answers; each a file. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from pytest_megatron.workloads.engine.config import DockerConfig
 
-JOB_DIR = "/nemo_run"  # where nemo-run mounts a job's own directory in its container
+JOB_DIR = "/pytest-megatron-job"  # where a container sees its own directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,26 +23,26 @@ class Mount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContainer:
-    """Start a container; the GPUs' lock files come as descriptors with it.
+    """A container to run.
 
     Attributes:
         key: The submission's, for the container's label.
         run_dir: Run directory, for the container's label.
         name: Name of the container; its host name as well.
         settings: Those of the user; `mounts` and `env` beside it have what the container gets.
-        job_dir: Directory on the host; is `JOB_DIR` in the container.
+        command: What the container runs.
+        mounts: `JOB_DIR` among them.
         user: `uid:gid`, or None for the image's own.
         groups: Further group ids.
         gpus: Exactly these, by UUID.
         env: What the container itself needs; all else is in the job's spec.
     """
 
-    type: Literal["run"] = "run"
     key: str
     run_dir: str
     name: str
     settings: DockerConfig
-    job_dir: str
+    command: tuple[str, ...]
     mounts: tuple[Mount, ...] = ()
     user: str | None = None
     groups: tuple[str, ...] = ()
@@ -56,28 +56,6 @@ class RunContainer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopContainer:
-    """End the container: politely, and by force where that takes too long, or at once."""
-
-    type: Literal["stop"] = "stop"
-    is_at_once: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverReady:
-    """The child process reached the daemon.
-
-    Attributes:
-        daemon: Version of the daemon.
-        num_removed: Containers of dead runs that it removed.
-    """
-
-    type: Literal["ready"] = "ready"
-    daemon: str
-    num_removed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StartRefused:
     """Nothing was started, and would not be the next time either."""
 
@@ -87,42 +65,24 @@ class StartRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerWaiting:
-    """Something takes its time."""
-
-    type: Literal["waiting"] = "waiting"
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerStarted:
-    """The container was started."""
-
-    type: Literal["running"] = "running"
-    container: str
-    image: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """The container was removed.
+    """The container ended, and was removed.
 
     Attributes:
         exit_code: None where the daemon did not report it.
         was_oom: Whether the kernel killed a process in it for want of memory.
-        signal: Sent to it by others (`docker stop`, `docker kill`), or None.
+        said: The last lines that it printed.
         entrypoint: Entrypoint of the image.
     """
 
     type: Literal["gone"] = "gone"
-    exit_code: int | None
+    exit_code: int | None = None
     was_oom: bool = False
-    signal: str | None = None
+    said: tuple[str, ...] = ()
     entrypoint: tuple[str, ...] = ()
 
 
-Request: TypeAlias = RunContainer | StopContainer
-Answer: TypeAlias = DriverReady | StartRefused | ContainerWaiting | ContainerStarted | Gone
+Answer: TypeAlias = StartRefused | Gone
 
-REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="type")])
+REQUEST: TypeAdapter[RunContainer] = TypeAdapter(RunContainer)
 ANSWER: TypeAdapter[Answer] = TypeAdapter(Annotated[Answer, Field(discriminator="type")])

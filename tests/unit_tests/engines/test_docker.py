@@ -52,10 +52,7 @@ class Place:
         self._engine: DockerEngine | None = None
 
     def engine(self, **settings: object) -> DockerEngine:
-        """The engine, with these settings over the usual ones.
-
-        It is the same whatever they are: its child process takes seconds to import nemo-run.
-        """
+        """The engine, with these settings over the usual ones."""
         config: dict[str, object] = {
             "image": "hostusr:1",
             "python": sys.executable,
@@ -71,7 +68,7 @@ class Place:
         return self._engine
 
     def another(self, **changes: str) -> DockerEngine:
-        """An engine with a child process of its own, and with these variables."""
+        """An engine with these variables."""
         context = self.context(self.root / "executor.yaml")
         self.engine()
         return DockerEngine(replace(context, env={**context.env, **changes}))
@@ -194,9 +191,8 @@ def test_root_may_have_another_user_in_the_container(place: Place) -> None:
 def test_what_root_wrote_for_somebody_else_is_given_to_them(place: Place, tmp_path: Path) -> None:
     order = place.order("true")
     place.engine()._write_job(tmp_path, order, order.planned(None))
-    (tmp_path / "lifeline").touch()
     order.dirs.phase(1).logs.mkdir(parents=True)
-    for path in (tmp_path / "lifeline", order.dirs.root.parents[2]):
+    for path in (tmp_path / "spec.json", order.dirs.root.parents[2]):
         os.chown(path, 1234, 1234)
     _hand_over(tmp_path)
     run_dir = order.dirs.root.parents[2]
@@ -229,7 +225,7 @@ def test_a_time_limit_is_the_workload_s_own(place: Place) -> None:
 
 def test_a_training_with_a_loss_that_is_not_finite_is_ended(place: Place) -> None:
     written = '{"step": 1, "lm loss": NaN}\n{"step": 2, "lm loss": 1.0}\n'
-    there = "$(dirname $(find run -name launcher.log))/metrics.jsonl"
+    there = "$(ls -td run/item-*/repeat_1/attempt_1/phase_1 | head -n 1)/metrics.jsonl"
     order = place.order(*bash(f"printf '{written}' > {there}; exec sleep 300"))
     outcome = place.run(replace(order, losses=FiniteLosses(names=("lm loss",))))
     (end,) = outcome.ends
@@ -246,13 +242,19 @@ def test_memory_that_is_used_up_is_told_from_a_crash(place: Place) -> None:
     assert kind_of(place.run(place.order(*bash("kill -9 $$")), engine)) is None
 
 
-def test_a_container_that_somebody_kills_was_cancelled(place: Place) -> None:
+def test_a_container_that_somebody_kills_is_lost_and_one_that_is_stopped_cancelled(
+    place: Place,
+) -> None:
     def kill() -> None:
         (name,) = place.lab.containers()
         place.lab.docker("kill", name)
 
-    outcome = place.run(place.order(*HANG, listener=OnLines(kill)))
-    assert kind_of(outcome) is Kind.CANCELLED
+    def stop() -> None:
+        (name,) = place.lab.containers()
+        place.lab.docker("stop", name)
+
+    assert kind_of(place.run(place.order(*HANG, listener=OnLines(kill)))) is Kind.LOST
+    assert kind_of(place.run(place.order(*HANG, listener=OnLines(stop)))) is Kind.CANCELLED
 
 
 def test_a_container_knows_its_own_name_on_the_host_s_network(place: Place) -> None:
@@ -308,23 +310,41 @@ place.close()
 """
 
 
-def test_a_container_ends_by_itself_when_nobody_looks_after_it(
-    place: Place, tmp_path: Path
-) -> None:
+def controller_of(place: Place, root: Path) -> psutil.Popen:
+    """A controller in a process of its own, once its container is up."""
     paths = [str(Path(__file__).parent), *(path for path in sys.path if path)]
-    text = CONTROLLER.format(paths=paths, env=place.lab.env, root=str(tmp_path))
-    with psutil.Popen(
-        [sys.executable, "-c", text], stdout=-1, text=True, env=place.lab.env
-    ) as controller:
-        assert controller.stdout.readline() == "up\n"
+    text = CONTROLLER.format(paths=paths, env=place.lab.env, root=str(root))
+    found = psutil.Popen([sys.executable, "-c", text], stdout=-1, text=True, env=place.lab.env)
+    assert found.stdout.readline() == "up\n"
+    return found
+
+
+def test_a_container_whose_process_here_is_killed_is_removed(place: Place, tmp_path: Path) -> None:
+    with controller_of(place, tmp_path) as controller:
         (driver,) = drivers(controller.pid)
-        controller.suspend()
         driver.kill()
-        wait_until(lambda: place.lab.containers() == [], "the container is gone")
-        controller.resume()
         printed = controller.stdout.read()
     assert printed.startswith("lost the process that runs containers ended by itself (signal 9)")
     assert controller.returncode == 0
+    assert place.lab.containers() == []
+
+
+def test_a_container_is_ended_when_the_controller_is_killed(place: Place, tmp_path: Path) -> None:
+    with controller_of(place, tmp_path) as controller:
+        controller.kill()
+    wait_until(lambda: place.lab.containers() == [], "the container is gone")
+
+
+def test_what_was_killed_altogether_is_removed_by_the_next_run(
+    place: Place, tmp_path: Path
+) -> None:
+    with controller_of(place, tmp_path) as controller:
+        (driver,) = drivers(controller.pid)
+        controller.suspend()
+        driver.kill()
+        controller.kill()
+    assert len(place.lab.containers()) == 1
+    assert [end.returncode for end in place.run(place.order("true")).ends] == [0]
 
 
 def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) -> None:
@@ -332,12 +352,12 @@ def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) 
     for name, label in (("dead", dead), ("living", owner()), ("elsewhere", f"x{dead}")):
         words = ("--label", f"{LABEL_OWNER}={label}", "-v", "/usr:/usr:ro", "hostusr:1")
         place.lab.docker("run", "--detach", "--name", name, *words, "sleep", "300")
-    engine = place.another()
     try:
-        engine.submit([])
+        engine = place.engine()
+        engine.submit([place.order("true")])
+        engine.poll()
         assert sorted(place.lab.containers()) == ["elsewhere", "living"]
     finally:
-        engine.close()
         place.lab.docker("rm", "--force", "dead", "living", "elsewhere")
 
 
@@ -348,7 +368,7 @@ def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) 
             {"image": "nosuch:1", "pull": "never"}, "'nosuch:1': is not on this", id="no-image"
         ),
         pytest.param({"image": "localhost:1/x"}, "cannot be fetched (", id="no-registry"),
-        pytest.param({"mounts": []}, "has no bash, which nemo-run starts", id="no-bash"),
+        pytest.param({"mounts": []}, f"has no {sys.executable}; set `python`", id="empty"),
         pytest.param({"python": "/no py"}, "has no /no py; set `python`", id="no-python"),
         pytest.param({"python": "/usr/bin/python3"}, "has no pytest-megatron", id="no-package"),
         pytest.param({"mounts": ["/nosuch:/x"]}, "what is to be mounted is not", id="no-mount"),
@@ -376,10 +396,12 @@ def test_gpus_are_asked_for_by_uuid_of_a_daemon_that_has_them(
         place.run(place.order("true", gpus=1), engine)
 
 
-def submit_nothing(place: Place, host: str) -> str:
+def error_with(place: Place, host: str) -> str:
     """The error of an engine whose daemon is there."""
+    engine = place.another(DOCKER_HOST=host)
+    engine.submit([place.order("true")])
     with pytest.raises(LaunchError) as error:
-        place.another(DOCKER_HOST=host).submit([])
+        engine.poll()
     return str(error.value)
 
 
@@ -387,9 +409,9 @@ def test_a_daemon_that_is_away_is_an_error_that_says_so(place: Place, tmp_path: 
     deaf = tmp_path / "deaf.sock"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(deaf))
-    assert "no Docker daemon answers (No such file" in submit_nothing(place, "unix:///nosuch")
-    assert "no Docker daemon answers (Connection ref" in submit_nothing(place, f"unix://{deaf}")
-    assert "cannot be used" in submit_nothing(place, "tcp://127.0.0.1:1")
+    assert "no Docker daemon answers (No such file" in error_with(place, "unix:///nosuch")
+    assert "no Docker daemon answers (Connection ref" in error_with(place, f"unix://{deaf}")
+    assert "cannot be used" in error_with(place, "tcp://127.0.0.1:1")
 
 
 def test_a_daemon_that_ends_is_an_error_and_another_one_is_used(place: Place) -> None:
@@ -398,7 +420,7 @@ def test_a_daemon_that_ends_is_an_error_and_another_one_is_used(place: Place) ->
     place.lab.stop()
     engine.submit([place.order("true")])
     try:
-        with pytest.raises(LaunchError, match="the Docker daemon went away"):
+        with pytest.raises(LaunchError, match="no Docker daemon answers"):
             engine.poll()
     finally:
         place.lab.start()
@@ -429,12 +451,3 @@ def test_a_recipe_is_trained_and_judged_as_it_is_here(place: Place, tmp_path: Pa
     assert item["verdict"] == "passed"
     assert not (written / "engine").exists()
     assert place.lab.containers() == []
-
-
-def test_a_container_is_ended_when_the_controller_goes(place: Place) -> None:
-    """The kernel closes the sockets of a killed process, as `close` does here."""
-    place.run(place.order("true"))
-    (driver,) = drivers(os.getpid())
-    outcome = place.run(place.order(*HANG, listener=OnLines(place.close)))
-    assert kind_of(outcome) is Kind.LOST
-    assert not driver.is_running()

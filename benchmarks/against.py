@@ -1,6 +1,6 @@
 """What the commands of this checkout take beside those of another revision, in turns.
 
-    python benchmarks/against.py v0.1.0                 10 figures, 5 rounds; some 20 minutes
+    python benchmarks/against.py v0.1.0                 9 figures, 5 rounds; some 20 minutes
     python benchmarks/against.py HEAD~20 --rounds 3 --only "cold,one more test"
 
 The other revision is cloned, with an environment of its own. A figure is the median of the ratios
@@ -49,13 +49,11 @@ class Figure:
     Attributes:
         words: A program of the environment, and its arguments.
         prepare: Writes files into the directory that it runs in.
-        before: A command that runs first and is not timed.
         less: Words that replace `words` in a second run, whose time is subtracted.
     """
 
     words: Sequence[str]
     prepare: Callable[[Path], object]
-    before: Sequence[str] = ()
     env: tuple[tuple[str, str], ...] = ()
     less: tuple[tuple[str, str], ...] = ()
 
@@ -91,15 +89,12 @@ def suite_of(num_tests: int) -> tuple[tuple[str, str], ...]:
 
 ONE = "def test_one():\n    pass\n"
 COLD = (*GANG, "suite_gang.py")
-KEPT = (*GANG, "--keep-gangs=1", "suite_gang.py")
-STOP = (*COMMAND, "gangs", "stop", "--all")
 FIGURES = {
     "start without asking": Figure(words=(*PYTEST, "test_it.py"), prepare=write_test(ONE)),
     "cold": Figure(words=COLD, prepare=write_suites, env=suite_of(FEW)),
     "one more test": Figure(
         words=COLD, prepare=write_suites, env=suite_of(MANY), less=suite_of(FEW)
     ),
-    "kept": Figure(words=KEPT, before=KEPT, prepare=write_suites, env=suite_of(FEW)),
     "isolated": Figure(words=(*GANG, "suite_isolated.py"), prepare=write_suites, env=suite_of(FEW)),
     "collect tests": Figure(
         words=(*GANG, "-k", "test_it and 1999"), prepare=write_test(MANY_TESTS)
@@ -122,21 +117,13 @@ def seconds(figure: Figure, programs: Path, env: tuple[tuple[str, str], ...]) ->
     """Return how long the command of a figure takes, from start to end, as a user sees it."""
     with tempfile.TemporaryDirectory() as name:
         figure.prepare(Path(name))
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": name, **dict(env)}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
-        run, before, stop = (
-            [str(programs / words[0]), *words[1:]]
-            for words in (figure.words, figure.before or ("",), STOP)
-        )
-        if figure.before:
-            subprocess.run(before, cwd=name, env=variables, capture_output=True, check=True)
-            time.sleep(5)  # the kept process loads torch meanwhile
+        run = [str(programs / figure.words[0]), *figure.words[1:]]
         wait_until_quiet()
         started = time.perf_counter()
         done = subprocess.run(run, cwd=name, env=variables, capture_output=True, check=False)
         taken = time.perf_counter() - started
-        if figure.before:
-            subprocess.run(stop, cwd=name, env=variables, capture_output=True, check=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"{run}: exit {done.returncode}\n{done.stdout.decode()[-2000:]}")
     return taken

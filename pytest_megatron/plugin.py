@@ -63,29 +63,21 @@ _HAS_WORKER: ExtensionPoint[_OfSession] = ExtensionPoint("has_worker")  # of pyt
 _SELECTED: ExtensionPoint[_OfItems] = ExtensionPoint("selected")  # those that will run
 _USAGE_ERROR = "megatron_usage_error"
 _LAUNCHED = "TORCHELASTIC_RUN_ID"  # `torch.distributed.run` has started this process as a rank
-_CHANGING_ARGUMENTS = frozenset(("bucket", "keep-gangs"))
+_CHANGING_ARGUMENTS = frozenset(("bucket",))
 _SHORT_NAMES = pytest.StashKey[ShortNames]()
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Declare the options; run the session in a kept process before other plugins are loaded."""
+    """Declare the options."""
     names = options.add_options(parser, pluginmanager)
     config = pluginmanager.get_plugin("pytestconfig")
     assert isinstance(config, pytest.Config)
     config.stash[_SHORT_NAMES] = names
-    if not options.is_rank(config):
-        with options.parsed_early(config, parser) as minutes:
-            if minutes:
-                from pytest_megatron.gangs.start.keep import keep_gangs_early
-
-                keep_gangs_early(config, minutes)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     """Note how the session begins, before anything of the project is imported."""
-    if early_config.pluginmanager.has_plugin(options.ENDED_PLUGIN):
-        return
     for begin in _BEGIN.all():
         begin(early_config, args)
     if not options.is_rank(early_config):
@@ -97,25 +89,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")
-def pytest_keep_gangs(
+def pytest_take_names(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None]:
-    """Run the session in a kept process, if there is one, before pytest captures output."""
+    """Leave names of options to conftest files, and read again what was read as ours."""
     names = early_config.stash[_SHORT_NAMES]
     typed, num_taken = list(args), len(names.taken)
-    options.release_path(early_config, parser, args)
-    minutes = options.early_minutes(early_config)
-    plugin = None
-    if minutes and not options.is_rank(early_config):
-        from pytest_megatron.gangs.start.keep import keep_gangs
-
-        plugin = keep_gangs(early_config, minutes)
-        if early_config.pluginmanager.has_plugin(
-            options.ENDED_PLUGIN
-        ):  # nothing is left to do for any plugin
-            args.clear()
-            early_config.known_args_namespace = parser.parse_known_args([])
-            early_config.known_args_namespace.noconftest = True
     yield
     names.end()
     taken = names.taken[num_taken:]  # by conftest files, after words were read as ours
@@ -126,8 +105,6 @@ def pytest_keep_gangs(
         early_config.known_args_namespace = parser.parse_known_args(args, namespace=option)
         early_config.known_args_namespace.confcutdir = given.confcutdir
         early_config.stash[KEY].forget_unless(options.early_size(early_config))
-    if plugin is not None:
-        plugin.check(early_config)
 
 
 def begin_late(early_config: pytest.Config, args: Sequence[object]) -> None:

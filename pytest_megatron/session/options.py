@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
-import itertools
 import os
-import re
-import shlex
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -279,13 +275,6 @@ def _duration(where: str, value: object, problem: str) -> float:
     return found
 
 
-def _minutes(where: str, value: object) -> float:
-    """Parse a number of minutes, or true for the default."""
-    found = {"true": DEFAULT_MINUTES, "false": "0"}.get(str(value).lower(), str(value))
-    expected = f"is no number of minutes, expected one such as {where}={DEFAULT_MINUTES}"
-    return _duration(where, found, expected)
-
-
 def _words(where: str, value: object) -> tuple[str, ...]:
     """Parse words with commas."""
     lists = value if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
@@ -336,8 +325,6 @@ FLAG = ValueKind(_flag)
 COUNT = ValueKind(_count, "N")
 INDEX = ValueKind(_index, "N")
 SECONDS = ValueKind(_seconds, "S")
-DEFAULT_MINUTES = "10"
-MINUTES = ValueKind(_minutes, "MINUTES", bare=DEFAULT_MINUTES)
 WORDS = ValueKind(_words, "LIST", is_repeatable=True)
 FILES = ValueKind(lambda where, v: tuple(map(Path, _words(where, v))), "FILE", is_repeatable=True)
 REASON = ValueKind(lambda _, value: str(value).strip() or None, "TEXT")
@@ -358,7 +345,6 @@ WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and s
 TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs
-ENDED_PLUGIN = "megatron-ended"  # in a session that has already run in a kept process
 # In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
@@ -378,7 +364,6 @@ _DECIDE: ExtensionPoint[Callable[[Path, str, str, str | None, str | None], Decis
 )
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 _LAST_PORT = 65_535
-_OF_WORKERS = re.compile(r"-n|-d$|--numprocesses|--tx|--dist")  # of pytest-xdist
 
 
 _EXPERIMENTAL: ValueKind[Experimental] = one_of("exclude", "include", "only")
@@ -622,13 +607,6 @@ class Options:
         "fork ranks from what pytest has loaded, or start fresh interpreters",
         "fork",
     )
-    keep_gangs_minutes: float = MINUTES(
-        "keep-gangs",
-        "after the session, keep a process with torch loaded for the next one, until it was not "
-        f"used for MINUTES; without a number, {DEFAULT_MINUTES}",
-        0.0,
-        "0: none is kept",
-    )
     is_empty_allowed: bool = FLAG(
         "allow-empty", "a selection that matches no workload is no error", default=False
     )
@@ -866,60 +844,6 @@ def early_words(early_config: pytest.Config, name: str) -> tuple[str, ...]:
     lists = cast("Sequence[str]", early_given(early_config, name) or ())
     lines = [lists] if isinstance(lists, str) else lists
     return tuple(word.strip() for line in lines for word in line.split(",") if word.strip())
-
-
-def release_path(early_config: pytest.Config, parser: pytest.Parser, arguments: list[str]) -> None:
-    """Have pytest read a path that follows a bare --keep-gangs.
-
-    argparse takes it for its value. Numbers and further options stay. Runs before conftest files
-    are loaded.
-    """
-    for index, (option, value) in enumerate(itertools.pairwise(map(str, arguments))):
-        is_bare = option.replace(f"--{PREFIX}", "--") == "--keep-gangs"
-        if is_bare and not re.match(r"-|[\d.]+$", value):
-            arguments[index] = f"{option}={DEFAULT_MINUTES}"
-            early_config.known_args_namespace = parser.parse_known_args(
-                arguments, namespace=copy.copy(early_config.option)
-            )
-
-
-def early_minutes(early_config: pytest.Config) -> float:
-    """Return the minutes of --keep-gangs before conftest files are loaded; 0 if they are wrong."""
-    with contextlib.suppress(pytest.UsageError):
-        return _minutes("--keep-gangs", early_given(early_config, "keep-gangs") or 0)
-    return 0.0
-
-
-@contextlib.contextmanager
-def parsed_early(config: pytest.Config, parser: pytest.Parser) -> Generator[float]:
-    """Set `known_args_namespace` while plugins are loaded; yield the minutes of --keep-gangs.
-
-    It is 0 where conftest files are loaded already, or pytest has not read its ini file, or where
-    an option of a plugin that is not loaded yet forbids to keep gangs.
-    """
-    before: argparse.Namespace | None = getattr(config, "known_args_namespace", None)
-    if before is None or before.confcutdir is not None:
-        yield 0.0
-        return
-    words = [
-        *config.getini("addopts"),
-        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-        *map(str, config.invocation_params.args),
-    ]
-    is_typed = any(word.startswith(("--keep-gangs", f"--{PREFIX}keep-gangs")) for word in words)
-    minutes = 0.0
-    if is_typed or config.getini(dest("keep-gangs")):
-        with contextlib.suppress(pytest.UsageError):  # pytest reports it
-            config.known_args_namespace, unknown = parser.parse_known_and_unknown_args(
-                words, namespace=copy.copy(config.option)
-            )
-            release_path(config, parser, words)
-            is_for_others = any(_OF_WORKERS.match(word) for word in unknown)
-            minutes = 0.0 if is_for_others else early_minutes(config)
-    try:
-        yield minutes
-    finally:
-        config.known_args_namespace = before
 
 
 def early_size(early_config: pytest.Config) -> tuple[int, int] | None:

@@ -27,7 +27,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [
-    str(HERE.parent / "unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
+    str(HERE.parent / name)
+    for name in ("labs", "unit_tests/workloads/items", "unit_tests/gangs/sessions")
 ]
 
 from reproduction_cases import CASES, Case  # noqa: E402

@@ -5,14 +5,12 @@ Sessions run with the oldest pytest that the package admits.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
-from kept_project import TORCH, WARM, Project
 from labs import skip
 from run_versions import CHECKS, HEAD, Environment, with_pytest, with_rows
 
@@ -37,23 +35,6 @@ def test_the_oldest_pytest_runs_and_reports_everything(
     name: str, old: Environment, tmp_path: Path
 ) -> None:
     assert CHECKS[name](old, tmp_path) == ""
-
-
-def test_a_kept_session_of_the_oldest_pytest_ends_without_a_warning(
-    old: Environment, tmp_path: Path
-) -> None:
-    project = Project(tmp_path)
-    project.write("stub/torch.py", TORCH)
-    project.write("test_a.py", "def test_a(rank): pass")
-    path = f"{tmp_path / 'stub'}{os.pathsep}{old.front}"
-    try:
-        assert project.run(PYTHONPATH=path)[0] == 0
-        project.kept()
-        _, text = project.run(PYTHONPATH=path)
-    finally:
-        project.end()
-    assert WARM in text
-    assert "Warning" not in text
 
 
 def test_every_supported_python_was_tried_and_the_oldest_torch() -> None:

@@ -27,7 +27,6 @@ from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.logs import open_standard_descriptors
 from pytest_megatron.gangs.rank.process import RankContext
 from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.start import kept
 from pytest_megatron.gangs.start.environment import KEY, learn
 from pytest_megatron.gangs.start.forkserver import SessionTemplate, TemplateProcess
 from pytest_megatron.gangs.start.start_mode import PerRank, modules_to_load, why_per_rank
@@ -216,10 +215,8 @@ class GangPool:
         self._session = session
         config, sizes = session.config, {spec.world_size for spec in self._specs}
         # Forked processes share present objects, and neither they nor pytest at its end search all
-        # of torch for garbage, which took 0.6 s. A kept process has done so, and a session in it
-        # flushes the files of all other objects at its end.
-        if kept.session is None:
-            gc.freeze()
+        # of torch for garbage, which took 0.6 s.
+        gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         self._learn()
         if not reason:
@@ -468,10 +465,9 @@ class GangPool:
         template, self._template = self._template, None
         if template is not None:
             template.close()
-        # At Python's end, nanobind (triton's bindings) prints what is frozen as leaked; a session
-        # in a kept process has no such end. Before that, pytest searches for garbage five times.
-        has_nanobind = any(found.__module__ == "nanobind" for found in type.__subclasses__(type))
-        if kept.session is None and has_nanobind:
+        # At Python's end, nanobind (triton's bindings) prints what is frozen as leaked. Before
+        # that, pytest searches for garbage five times.
+        if any(found.__module__ == "nanobind" for found in type.__subclasses__(type)):
             atexit.register(gc.unfreeze)
 
 

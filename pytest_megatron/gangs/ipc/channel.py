@@ -70,13 +70,6 @@ class Channel:
         name = self._socket.getsockname()
         return str(name[0]).removeprefix(_IPV4_IN_IPV6) if isinstance(name, tuple) else ""
 
-    @property
-    def is_of_same_user(self) -> bool:
-        """True if the kernel knows the other side of a local socket as a process of this user."""
-        size = struct.calcsize("3i")  # struct ucred: pid, uid, gid
-        found = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return bool(struct.unpack("3i", found)[1] == os.geteuid())
-
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; it is dropped if the other side is gone, which is detected elsewhere.
 

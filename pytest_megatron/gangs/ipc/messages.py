@@ -79,61 +79,6 @@ class SessionEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartSession:
-    """Start of a session in a kept process; its descriptors are attached.
-
-    Attributes:
-        program: `pytest`, `python -m pytest`, `pytest.main` for an editor's program that calls it,
-            or `preload` for ranks that collect for themselves.
-        arguments: Arguments of `pytest.main`.
-        argv: `sys.argv`, and `orig_argv` likewise.
-        path: `sys.path` of `preload` and `pytest.main`; empty for pytest, which gets that of a new
-            process.
-        env: All variables.
-        descriptors: Numbers of the attached descriptors.
-        streams: Encoding and error handler of stdin, stdout and stderr, then `line` if it writes
-            lines at once, and `raw` if it has no buffer.
-        limits: Soft and hard limits, in the order of `kept.LIMITS`.
-        ignored: Signals that are ignored.
-        blocked: Signals that are blocked.
-    """
-
-    program: str
-    arguments: tuple[str, ...]
-    argv: tuple[str, ...]
-    orig_argv: tuple[str, ...]
-    path: tuple[str, ...]
-    env: Mapping[str, str]
-    directory: str
-    umask: int
-    descriptors: tuple[int, ...]
-    streams: tuple[list[str], ...]
-    limits: tuple[list[int], ...]
-    ignored: tuple[int, ...]
-    blocked: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStarted:
-    """Reply of a kept process to `StartSession`."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionExited:
-    """A session in a kept process ended, or has to be started elsewhere.
-
-    Attributes:
-        exit_code: Exit code, as a subprocess has it; negative for a signal.
-        doubt: Reason why it has to be started anew without a kept process, or "".
-    """
-
-    exit_code: int
-    doubt: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BecomeRank:
     """Start of a rank in a process that was started before its session.
 
@@ -202,8 +147,7 @@ class Register:
     """First message of every connection, to the controller.
 
     Attributes:
-        role: `rank`, `fork_server`, `node` for the session of another node, or `session` to a kept
-            process.
+        role: `rank`, `fork_server`, or `node` for the session of another node.
         gang: The gang of a rank; else 0.
         rank: The rank; of a fork server the one that it forks, or -1 for all of its node.
         node_rank: Index of its host.
@@ -237,7 +181,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """A rank is ready to run tests, or a kept process to start a session.
+    """A rank is ready to run tests.
 
     Attributes:
         missing: Node id of a test of the controller -> reason why this rank lacks it.
@@ -530,9 +474,6 @@ Message: TypeAlias = (
     | Joined
     | Mirrored
     | SessionEnded
-    | StartSession
-    | SessionStarted
-    | SessionExited
     | BecomeRank
 )
 

@@ -257,11 +257,6 @@ class EnvWatch:
         self.size_readers: list[str] = []
         self.loaded: frozenset[str] | None = None
 
-    @property
-    def values(self) -> Mapping[str, str]:
-        """The variables that it sets."""
-        return self._env
-
     def start(self, *, is_noting: bool = True) -> None:
         """Set the variables; a second call does nothing."""
         if self._before is not None:
@@ -321,11 +316,6 @@ def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
         root: Root of the project; libraries below it are left out.
     """
     return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
-
-
-def find_user_module(root: Path) -> str:
-    """Return the file of a module of the project that is loaded, or ""."""
-    return next(_sources(list(sys.modules.values()), root), ("", ""))[0]
 
 
 def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, str]]:

@@ -27,13 +27,11 @@ from pytest_megatron.gangs.ipc.channel import Channel, connect_unless_ended, rem
 from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig, Register
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import close_stdin
-from pytest_megatron.gangs.start import kept
 from pytest_megatron.gangs.start.collector import (
     SessionInfo,
     collect_and_serve,
     load_and_serve,
 )
-from pytest_megatron.gangs.start.kept import ForkedProgram
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.process.tree import (
     close_descriptors,
@@ -68,7 +66,7 @@ class PreloadedProcess:
     """
 
     mode: PreloadMode
-    process: subprocess.Popen[bytes] | ForkedProgram
+    process: subprocess.Popen[bytes]
     stdin: BinaryIO
     log: int
 
@@ -134,18 +132,14 @@ def start_preloaded(
     """
     log = os.memfd_create("preload")
     read_end, write_end = os.pipe()
-    process: subprocess.Popen[bytes] | ForkedProgram | None = None
-    if mode == "fork":
-        process = _fork_off_kept(env, path, (read_end, log, log))
-    if process is None:
-        process = subprocess.Popen(
-            _command(path, "main", mode),
-            env=dict(env),
-            stdin=read_end,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        _command(path, "main", mode),
+        env=dict(env),
+        stdin=read_end,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
     os.close(read_end)
     stdin = os.fdopen(write_end, "wb")
     names = json.dumps(list(modules)).encode()
@@ -156,20 +150,6 @@ def start_preloaded(
     preloaded = PreloadedProcess(mode, process, stdin, log)
     preloaded.write(names)
     return preloaded
-
-
-def _fork_off_kept(
-    env: Mapping[str, str], path: Sequence[str], streams: tuple[int, int, int]
-) -> ForkedProgram | None:
-    """Start the process in the kept process of this session; None if that is impossible."""
-    if kept.session is None:
-        return None
-    found = kept.find_kept(kept.session.record)
-    if found is None or found.is_stopped:
-        return None
-    request = replace(kept.make_request("preload", path, env, ()), descriptors=(0, 1, 2))
-    started = kept.start_program(found, request, streams)
-    return None if isinstance(started, str) else started
 
 
 def main(mode: PreloadMode) -> NoReturn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import selectors
 import signal
 import socket
@@ -78,15 +77,6 @@ class Calls:
     def read(self, channel: Channel, handle: Callable[[], None]) -> None:
         """Call `handle` from now on whenever the channel is readable."""
         self._selector.modify(channel, selectors.EVENT_READ, lambda _: handle())
-
-    def watch(self, descriptor: int, handle: Callable[[], None]) -> None:
-        """Call `handle` whenever another descriptor is readable, until `unwatch`."""
-        self._selector.register(descriptor, selectors.EVENT_READ, lambda _: handle())
-
-    def unwatch(self, descriptor: int) -> None:
-        """Close a descriptor that was watched."""
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
 
     def take(self, timeout_s: float) -> bool:
         """Wait for readable connections and handle them; return whether there were any.

@@ -155,8 +155,8 @@ def test_a_conftest_asks_for_it(tmp_path: Path) -> None:
     project(tmp_path, asks, "def test(world_size): assert world_size == 2")
     code, output = run(tmp_path, "--ranks", "2", "--device=cpu")
     assert code == 0, output
-    code, output = run(tmp_path, "--ranks", "2", "--keep-gangs")
-    assert (code, "--keep-gangs: acts before conftest files are loaded" in output) == (4, True)
+    code, output = run(tmp_path, "--ranks", "2", "--bucket", "tests")
+    assert (code, "--bucket: acts before conftest files are loaded" in output) == (4, True)
 
 
 @pytest.mark.parametrize("ranks", [(), ("--ranks=2", "--megatron-device=cpu")])
@@ -243,7 +243,7 @@ def test():
     [
         ("-p megatron -p xdist -pmegatron -x", "-p xdist -x"),
         ("--gpus 8 tests --gpus=8", "tests"),
-        ("--keep-gangs -x --keep-gangs 5 a", "-x a"),
+        ("--fake-ranks -x --fake-ranks 5 a", "-x a"),
         ("--plan --device cuda -k plan", "--device cuda -k plan"),
         ("--megatron-device cuda -omegatron_x=1 -o a=1", "-o a=1"),
     ],

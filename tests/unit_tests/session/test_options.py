@@ -31,7 +31,6 @@ OPTIONS = """\
 --golden-reason
 --gpus
 --history
---keep-gangs
 --labels
 --leaks
 --lightweight
@@ -71,7 +70,9 @@ REMOVED_OPTIONS = [
     (["--changed", "main"], "--changed: was removed; write --testmon, as pytest-testmon works"),
     (["-o", "megatron_record_changed=1"], "megatron_record_changed: was removed; write --test"),
     (["-o", "megatron_changed_draw=off"], "megatron_changed_draw: was removed, as --changed was"),
-    (["--keep-gangs", "1", "--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
+    (["--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
+    (["--keep-gangs", "1"], "--keep-gangs: was removed; pytest-megatron watch"),
+    (["-o", "megatron_keep_gangs=30"], "megatron_keep_gangs: was removed; pytest-megatron watch"),
     (["-o", "megatron_pack_gpus=8"], "megatron_pack_gpus: was removed, as it gained little"),
     (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),
     (

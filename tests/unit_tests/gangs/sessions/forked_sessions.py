@@ -1,4 +1,4 @@
-"""Sessions of pytest that run in forks of one kept process, as those of `--keep-gangs` do.
+"""Sessions of pytest that run in forks of one process.
 
 The process has pytest, plugins and torch loaded, which is most of what a short session costs. It
 ends with this one. A session is `python -m pytest` in its own directory and environment, until it
@@ -10,8 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
+import importlib.metadata
 import os
+import re
 import select
 import shutil
 import signal
@@ -21,83 +22,67 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import pytest
+from _pytest.config import default_plugins
+from forked_code import ForkedCode, Order, start, start_forker
 
-from pytest_megatron.gangs.ipc.messages import StartSession
-from pytest_megatron.gangs.start.kept import (
-    ForkedProgram,
-    KeptProcess,
-    describe_environment,
-    find_kept,
-    start_program,
-)
 from pytest_megatron.process.fork_safety import HARMLESS_ENV
 
 LIMIT_S = 300
-LOADED_S = 120
 GONE_S = 60
-PROGRAM = """
-import dataclasses, importlib.metadata, json, sys
-del sys.path[0]
-from pytest_megatron.gangs.start.kept import make_request
-request = make_request("python -m pytest", sys.path, {}, ())
-print(json.dumps(dataclasses.asdict(request)), flush=True)
-import pytest_megatron.workloads.items.training, pytest_megatron.pages.write
-for plugin in importlib.metadata.entry_points(group="pytest11"):
-    if plugin.name not in ("rerunfailures", "xdist", "xdist.looponfail"):
-        plugin.load()  # xdist keeps the sys.path of its import for workers
-from pytest_megatron.gangs.start.kept_process import main
-main()
-"""
+LOADED = (
+    *("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.gangs.controller.plugin"),
+    *("pytest_megatron.workloads.items.training", "pytest_megatron.pages.write"),
+    *(f"_pytest.{name}" for name in default_plugins),
+)
+_KEEPS_PATH = ("rerunfailures", "xdist", "xdist.looponfail")  # the sys.path of its import
+# Read while numpy and torch are loaded, or by Python and libraries when they start.
+_READ_ON_LOAD = re.compile(
+    r"(?:TORCH(?!INDUCTOR_CACHE_DIR)|PYTORCH|OMP_|GOMP_|KMP_|MKL|OPENBLAS|GOTO_|BLAS|NPY_|NUMPY"
+    r"|NVPL_|DNNL|ONEDNN|KINETO|FX_|COMPILE_|ACC_|GFORTRAN|INTEL_|I_MPI|MALLOC_|GLIBC_"
+    r"|PYTHON(?!UNBUFFERED)|LD_|LC_|LANG|TZ$|HOME$|VIRTUAL_ENV|COVERAGE|COV_CORE|CUDA|NVIDIA|NCCL"
+    r"|GLOO|HIP_|ROCR_|XPU|SYCL|TRITON|OPENSSL)"
+)
 _STARTING = threading.Lock()
-_UNBUFFERED = "PYTHONUNBUFFERED"
 PYTEST = str(Path(pytest.__file__).with_name("__main__.py"))
+_CODE = "import pytest, sys; sys.exit(pytest.main())"
+
+
+@dataclass(frozen=True)
+class _Forker:
+    """The process.
+
+    Attributes:
+        env: What torch was loaded with.
+        path: `sys.path` of a new process there.
+        process: Holds its stdin, at whose end it ends.
+    """
+
+    address: str
+    env: Mapping[str, str]
+    path: Sequence[str]
+    process: subprocess.Popen[bytes]
 
 
 @functools.cache
-def _start() -> tuple[KeptProcess, StartSession]:
-    """Start the kept process; return it and the request for a session like it."""
+def _start() -> _Forker:
+    """Start the process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("COV_")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env={**HARMLESS_ENV, **env},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process.stdout:
-        request = StartSession(**json.loads(process.stdout.readline()))
     place = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    record = Path(place, "kept.json")
-    settings = {
-        "record": str(record),
-        "project": place,
-        "environment": describe_environment(env, request.path),
-        "minutes": 60,
-        "leader": os.getpid(),
-    }
-    with process.stdin:
-        process.stdin.write(json.dumps(settings).encode())
-    deadline = time.monotonic() + LOADED_S
-    while (kept := find_kept(record)) is None or not kept.address:
-        if process.poll() is not None:
-            problem = record.with_suffix(".problem").read_text()
-            assert problem.endswith("was changed while it was loaded"), problem
-            return _start()  # such as by a new hard link of another environment
-        assert time.monotonic() < deadline, "the kept process has not loaded everything"
-        time.sleep(0.01)
+    plugins = importlib.metadata.entry_points(group="pytest11")
+    modules = [*LOADED, *(p.module for p in plugins if p.name not in _KEEPS_PATH)]
+    address = str(Path(place, "forker"))
+    process, path = start_forker(address, modules, {**HARMLESS_ENV, **env})
     process.returncode = 0  # it ends with this process
-    return kept, request
+    return _Forker(address, env, path, process)
 
 
-def _kept() -> tuple[KeptProcess, StartSession]:
+def _forker() -> _Forker:
     with _STARTING:
         return _start()
 
@@ -112,8 +97,8 @@ def run_session(
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest with exactly this environment to its end.
 
-    A session that would not run in a kept process of the user either, as its variables differ from
-    those that Python and torch were loaded with, runs in a new process.
+    A session whose variables differ from those that Python and torch were loaded with runs in a new
+    process.
 
     Args:
         arguments: Of pytest.
@@ -132,8 +117,7 @@ def fork_session(
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a fork, whatever its variables are; no fork of the session may be left.
 
-    Folders of PYTHONPATH hide no module that is loaded. A host without memory to spare keeps no
-    process: the session runs in a new one.
+    Folders of PYTHONPATH hide no module that is loaded.
     """
     with (
         tempfile.TemporaryFile() as typed,
@@ -143,9 +127,6 @@ def fork_session(
         typed.write(stdin.encode())
         typed.seek(0)
         session = _fork(arguments, cwd, env, (typed.fileno(), stdout.fileno(), stderr.fileno()))
-        if session is None:
-            command = [sys.executable, "-m", "pytest", *arguments]
-            return run_command(command, cwd, env, stdin=stdin)
         exit_code = session.wait()
         texts = []
         for file in (stdout, stderr):
@@ -163,7 +144,7 @@ class ForkedSession:
     """
 
     arguments: Sequence[str]
-    program: ForkedProgram
+    program: ForkedCode
     ended: int
     returncode: int | None = None
 
@@ -190,13 +171,12 @@ class ForkedSession:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise subprocess.TimeoutExpired([*self.arguments], timeout)
-            select.select([self.program.channel], [], [], left_s)
+            select.select([self.program.connection], [], [], left_s)
         if self.ended >= 0:
             gone = select.select([self.ended], [], [], GONE_S)[0]
             assert gone, f"forks are left of {self.arguments}"
             os.close(self.ended)
             self.ended = -1
-            self.program.channel.close()
         return code
 
 
@@ -211,7 +191,7 @@ def start_session(
     *,
     is_fresh: bool = False,
 ) -> Session:
-    """Start pytest, without input; on a host without memory to spare, in a new process.
+    """Start pytest, without input.
 
     Args:
         arguments: Of pytest.
@@ -222,9 +202,7 @@ def start_session(
     """
     with Path(os.devnull).open("rb") as none:
         if not is_fresh:
-            forked = _fork(arguments, cwd, env, (none.fileno(), output.fileno(), output.fileno()))
-            if forked is not None:
-                return forked
+            return _fork(arguments, cwd, env, (none.fileno(), output.fileno(), output.fileno()))
         command = [sys.executable, "-m", "pytest", *arguments]
         return subprocess.Popen(
             command, cwd=cwd, env=env, stdin=none, stdout=output, stderr=subprocess.STDOUT
@@ -233,18 +211,16 @@ def start_session(
 
 def _fork(
     arguments: Sequence[str], cwd: Path, env: Mapping[str, str], streams: Sequence[int]
-) -> ForkedSession | None:
-    """Start pytest in a fork of the kept process, or of another one if that has ended."""
+) -> ForkedSession:
+    """Start pytest in a fork of the process, or of another one if that was killed."""
     ended, held = os.pipe()
     with contextlib.closing(os.fdopen(held, "wb")):
-        for _ in range(2):
-            request = replace(_request(arguments, cwd, env), descriptors=(0, 1, 2, held))
-            program = start_program(_kept()[0], request, [*streams, held])
-            if isinstance(program, ForkedProgram):
-                return ForkedSession(arguments, program, ended)
-            _start.cache_clear()  # refused, as a file has changed or memory is short
-    os.close(ended)
-    return None
+        try:
+            program = start(_forker().address, _order(arguments, cwd, env), [*streams, held])
+        except OSError:
+            _start.cache_clear()
+            program = start(_forker().address, _order(arguments, cwd, env), [*streams, held])
+    return ForkedSession(arguments, program, ended)
 
 
 def run_command(
@@ -264,21 +240,19 @@ def run_command(
 
 
 def _differences(env: Mapping[str, str]) -> list[str]:
-    kept, like = _kept()
-    own = {name: value for name, value in env.items() if name != _UNBUFFERED}
-    return kept.differences(describe_environment(own, like.path))
+    """Return the variables with which Python or torch would load otherwise."""
+    like = _forker().env
+    names = filter(_READ_ON_LOAD.match, like.keys() | env.keys())
+    return [name for name in names if like.get(name) != env.get(name)]
 
 
-def _request(arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> StartSession:
-    like = _kept()[1]
+def _order(arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Order:
     added = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    raw = ["raw"] if env.get(_UNBUFFERED) else []
-    return replace(
-        like,
-        streams=tuple([*stream, *raw] for stream in like.streams),
+    return Order(
+        code=_CODE,
         argv=(PYTEST, *arguments),
         orig_argv=(sys.executable, "-m", "pytest", *arguments),
-        path=(str(cwd), *added, *like.path),
+        path=(str(cwd), *added, *_forker().path),
         env=env,
         directory=str(cwd),
     )

@@ -1,0 +1,314 @@
+"""Python code in forks of one process that has imported libraries, as in a new interpreter.
+
+Imported for `start_forker` and `start`; itself the program that forks, which ends once its stdin is
+closed. The fork of a session forks ranks that collect for themselves off the program as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import BinaryIO, NoReturn, cast
+
+from _pytest.assertion.rewrite import AssertionRewritingHook
+
+from pytest_megatron.gangs.start import preload
+from pytest_megatron.process.fork_safety import find_obstacle, reseed
+from pytest_megatron.process.tree import die_with, end_process, large_imports
+
+_MOST_DESCRIPTORS = 8
+_WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What runs.
+
+    Attributes:
+        code: As behind `python -c`.
+        argv: `sys.argv`, and `orig_argv` likewise.
+        path: `sys.path`.
+        env: All variables.
+    """
+
+    code: str
+    argv: Sequence[str]
+    orig_argv: Sequence[str]
+    path: Sequence[str]
+    env: Mapping[str, str]
+    directory: str
+
+
+@dataclass
+class ForkedCode:
+    """Code that runs, with the methods of a `subprocess.Popen` that are needed."""
+
+    connection: socket.socket
+    pid: int
+    exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        return self._take(socket.MSG_DONTWAIT)
+
+    def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
+        code = self._take(0)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        """Kill it, and do not wait."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _take(self, flags: int) -> int | None:
+        if self.exit_code is None:
+            try:
+                data = self.connection.recv(16, flags)
+            except BlockingIOError:
+                return None
+            self.exit_code = int(data or -signal.SIGKILL)  # the forker was killed
+            self.connection.close()
+        return self.exit_code
+
+
+def start(address: str, order: Order, descriptors: Sequence[int]) -> ForkedCode:
+    """Have code run.
+
+    Args:
+        address: Socket of the forker.
+        order: The code.
+        descriptors: Its stdin, stdout and stderr, and others that it keeps open.
+
+    Raises:
+        OSError: The forker is gone.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(address)
+    content = os.memfd_create("order")
+    with os.fdopen(os.dup(content), "wb") as file:
+        file.write(json.dumps(asdict(order)).encode())
+    socket.send_fds(connection, [b"o"], [content, *descriptors])
+    os.close(content)
+    pid = connection.recv(16)
+    if not pid:
+        raise BrokenPipeError(address)
+    return ForkedCode(connection, int(pid))
+
+
+def start_forker(
+    address: str, modules: Sequence[str], env: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], list[str]]:
+    """Start the program; return it and its `sys.path`, without the folder of this file.
+
+    Args:
+        address: Where it listens.
+        modules: What it imports.
+        env: All variables.
+    """
+    process = subprocess.Popen(
+        [sys.executable, __file__, address, *modules],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        path: list[str] = json.loads(process.stdout.readline())
+    return process, path
+
+
+def main(address: str, modules: Sequence[str]) -> None:
+    """Import modules, fork for each order, and be it in the fork."""
+    del sys.path[0]
+    with large_imports():
+        for name in modules:
+            importlib.import_module(name)
+    assert not find_obstacle("modules were imported"), find_obstacle()
+    gc.collect()
+    gc.freeze()  # keep present objects shared with the forks
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
+    os.write(1, json.dumps(sys.path).encode() + b"\n")
+    taken = _Forker(listener).serve()
+    if taken is not None:
+        _become(*taken, address)
+
+
+@dataclass
+class _Forker:
+    """Forks for each order, until stdin is closed.
+
+    Attributes:
+        running: Descriptor of a process -> the process, and who asked for it.
+    """
+
+    listener: socket.socket
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    running: dict[int, tuple[int, socket.socket]] = field(default_factory=dict)
+
+    def serve(self) -> tuple[Order, list[int]] | None:
+        """Return the order in each fork, with its descriptors, and None at the end."""
+        for source in (sys.stdin.fileno(), self.listener):
+            self.selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in self.selector.select():
+                if key.fd == sys.stdin.fileno():
+                    return None
+                if key.fileobj is self.listener:
+                    self.selector.register(self.listener.accept()[0], selectors.EVENT_READ)
+                    continue
+                self.selector.unregister(key.fileobj)
+                if key.fd in self.running:
+                    self._end(key.fd)
+                elif taken := self._fork(cast("socket.socket", key.fileobj)):
+                    return taken
+
+    def _end(self, descriptor: int) -> None:
+        """Tell of the end of a process, unless who asked for it is gone."""
+        pid, asked = self.running.pop(descriptor)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(descriptor)
+        with asked, contextlib.suppress(OSError):
+            asked.send(str(code).encode())
+
+    def _fork(self, connection: socket.socket) -> tuple[Order, list[int]] | None:
+        """Take an order and fork for it; return it in the fork."""
+        data, received, _, _ = socket.recv_fds(connection, 1, _MOST_DESCRIPTORS)
+        if not data:
+            connection.close()
+            return None
+        with os.fdopen(received[0], "rb") as file:
+            file.seek(0)
+            order = Order(**json.load(file))
+        forker, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._forget()
+            connection.close()
+            os.setsid()
+            die_with(forker)
+            return order, received[1:]
+        for descriptor in received[1:]:
+            os.close(descriptor)
+        end = os.pidfd_open(pid)
+        self.running[end] = pid, connection
+        self.selector.register(end, selectors.EVENT_READ)
+        connection.send(str(pid).encode())
+        return None
+
+    def _forget(self) -> None:
+        for descriptor, (_, asked) in self.running.items():
+            os.close(descriptor)
+            asked.close()
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.selector.close()
+
+
+def _become(order: Order, descriptors: Sequence[int], address: str) -> NoReturn:
+    """Run code as if this process had just been started."""
+    loaded = frozenset(sys.modules)
+    for number, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for descriptor in descriptors[3:]:
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - its name
+    os.chdir(order.directory)
+    os.environ.clear()
+    os.environ.update(order.env)
+    _open_streams()
+    time.tzset()
+    sys.argv[:], sys.orig_argv[:], sys.path[:] = order.argv, order.orig_argv, order.path
+    importlib.invalidate_caches()
+    reseed(has_user_code=False)
+    _expect_modules(loaded)
+    gc.freeze = gc.unfreeze = lambda: None  # or files of the session are not flushed at its end
+    vars(preload)["subprocess"] = types.SimpleNamespace(Popen=partial(_start_preloaded, address))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exit_code: object = 0
+    try:
+        exec(order.code, vars(module))  # noqa: S102 - of a test
+    except SystemExit as end:
+        exit_code = end.code
+    end_process(int(cast("int", exit_code or 0)), loaded)
+
+
+def _open_streams() -> None:
+    """Open the standard streams as a new interpreter does."""
+    is_raw = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode = "wb" if number else "rb"
+        binary = open(number, mode, 0 if is_raw and number else -1, closefd=False)  # noqa: SIM115 - of a stream
+        stream = io.TextIOWrapper(
+            cast("BinaryIO", binary),
+            "utf-8",
+            "backslashreplace" if name == "stderr" else "strict",
+            line_buffering=name == "stderr",
+            write_through=is_raw and number > 0,
+        )
+        vars(stream)["mode"] = mode[0]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _expect_modules(loaded: frozenset[str]) -> None:
+    """Have pytest not warn of modules that the forker has imported."""
+    warn: Callable[[object, str], None] = getattr(AssertionRewritingHook, _WARN_IMPORTED)
+
+    def warn_of_others(hook: AssertionRewritingHook, name: str) -> None:
+        if name not in loaded:
+            warn(hook, name)
+
+    setattr(AssertionRewritingHook, _WARN_IMPORTED, warn_of_others)
+
+
+def _start_preloaded(
+    address: str,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    start_new_session: bool,
+    **streams: int,
+) -> ForkedCode | subprocess.Popen[bytes]:
+    """Start the process that ranks which collect are forked from; one for new interpreters anew."""
+    if "'fork'" not in command[-1]:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=streams["stdin"],
+            stdout=streams["stdout"],
+            stderr=streams["stderr"],
+            start_new_session=start_new_session,
+        )
+    order = Order(
+        code=command[-1],
+        argv=["-c"],
+        orig_argv=command,
+        path=sys.path,
+        env=env,
+        directory=os.getcwd(),  # noqa: PTH109 - as the session has it
+    )
+    return start(address, order, [streams[name] for name in ("stdin", "stdout", "stderr")])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

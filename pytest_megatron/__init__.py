@@ -2,6 +2,8 @@
 
 The names in `__all__` are what other projects may import; modules below are not for them. pytest
 imports this package at every start, so a name is loaded when it is asked for, and nothing before.
+
+PYTEST_DONT_REWRITE: `pytest-megatron watch` loads it before pytest does.
 """
 
 from __future__ import annotations

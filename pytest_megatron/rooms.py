@@ -25,6 +25,7 @@ ROOMS = (
         "pages",
         "repro",
         "trace",
+        "watch",
     ),
 )
 T = TypeVar("T")

@@ -354,7 +354,7 @@ OF_ITEMS = (
     *("tensor-trace", "workload-start"),
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
-    *("gang-start", "keep-runs", "max-retries-per-run", "queue-timeout", "rank-grace"),
+    *("gang-start", "keep-runs", "max-retries-per-run", "preload", "queue-timeout", "rank-grace"),
     *("retry-backoff", "signatures", "workload-start"),
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
@@ -606,6 +606,13 @@ class Options:
         "gang-start",
         "fork ranks from what pytest has loaded, or start fresh interpreters",
         "fork",
+    )
+    preload: tuple[str, ...] = WORDS(
+        "preload",
+        "modules of installed packages that pytest-megatron watch loads once, beside torch",
+        (),
+        "none",
+        room="watch",
     )
     is_empty_allowed: bool = FLAG(
         "allow-empty", "a selection that matches no workload is no error", default=False

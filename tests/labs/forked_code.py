@@ -1,7 +1,7 @@
 """Python code in forks of one process that has imported libraries, as in a new interpreter.
 
 Imported for `start_forker` and `start`; itself the program that forks, which ends once its stdin is
-closed. The fork of a session forks ranks that collect for themselves off the program as well.
+closed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import BinaryIO, NoReturn, cast
 
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-from pytest_megatron.gangs.start import preload
+from pytest_megatron.gangs.start.preload import fork_spare, spares
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
 from pytest_megatron.process.tree import die_with, end_process, large_imports
 
@@ -150,7 +149,7 @@ def main(address: str, modules: Sequence[str]) -> None:
     os.write(1, json.dumps(sys.path).encode() + b"\n")
     taken = _Forker(listener).serve()
     if taken is not None:
-        _become(*taken, address)
+        _become(*taken)
 
 
 @dataclass
@@ -224,7 +223,7 @@ class _Forker:
         self.selector.close()
 
 
-def _become(order: Order, descriptors: Sequence[int], address: str) -> NoReturn:
+def _become(order: Order, descriptors: Sequence[int]) -> NoReturn:
     """Run code as if this process had just been started."""
     loaded = frozenset(sys.modules)
     for number, descriptor in enumerate(descriptors[:3]):
@@ -241,8 +240,8 @@ def _become(order: Order, descriptors: Sequence[int], address: str) -> NoReturn:
     importlib.invalidate_caches()
     reseed(has_user_code=False)
     _expect_modules(loaded)
-    gc.freeze = gc.unfreeze = lambda: None  # or files of the session are not flushed at its end
-    vars(preload)["subprocess"] = types.SimpleNamespace(Popen=partial(_start_preloaded, address))
+    gc.unfreeze = lambda: None  # or it is searched for garbage at the end
+    spares.append(fork_spare())
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exit_code: object = 0
     try:
@@ -279,35 +278,6 @@ def _expect_modules(loaded: frozenset[str]) -> None:
             warn(hook, name)
 
     setattr(AssertionRewritingHook, _WARN_IMPORTED, warn_of_others)
-
-
-def _start_preloaded(
-    address: str,
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    start_new_session: bool,
-    **streams: int,
-) -> ForkedCode | subprocess.Popen[bytes]:
-    """Start the process that ranks which collect are forked from; one for new interpreters anew."""
-    if "'fork'" not in command[-1]:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=streams["stdin"],
-            stdout=streams["stdout"],
-            stderr=streams["stderr"],
-            start_new_session=start_new_session,
-        )
-    order = Order(
-        code=command[-1],
-        argv=["-c"],
-        orig_argv=command,
-        path=sys.path,
-        env=env,
-        directory=os.getcwd(),  # noqa: PTH109 - as the session has it
-    )
-    return start(address, order, [streams[name] for name in ("stdin", "stdout", "stderr")])
 
 
 if __name__ == "__main__":

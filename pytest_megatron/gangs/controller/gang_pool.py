@@ -215,8 +215,10 @@ class GangPool:
         self._session = session
         config, sizes = session.config, {spec.world_size for spec in self._specs}
         # Forked processes share present objects, and neither they nor pytest at its end search all
-        # of torch for garbage, which took 0.6 s.
-        gc.freeze()
+        # of torch for garbage, which took 0.6 s. A fork of what has loaded torch has it frozen, and
+        # finds what it has to flush at its end among the other objects.
+        if not gc.get_freeze_count():
+            gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
         self._learn()
         if not reason:

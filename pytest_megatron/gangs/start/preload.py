@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from pytest_megatron.gangs.start.collector import (
     collect_and_serve,
     load_and_serve,
 )
-from pytest_megatron.process.fork_safety import find_obstacle
+from pytest_megatron.process.fork_safety import find_obstacle, reseed
 from pytest_megatron.process.tree import (
     close_descriptors,
     die_with,
@@ -57,6 +58,76 @@ from pytest_megatron.gangs.start.preload import {name}
 
 
 @dataclass(slots=True)
+class Spare:
+    """A process that waits to become the preloaded one, with the methods of `Popen` that it needs.
+
+    It is a fork of a process that has loaded torch, and nothing of the user.
+    """
+
+    pid: int
+    channel: Channel
+    exit_code: int | None = None
+
+    def start(self, env: Mapping[str, str], path: Sequence[str], streams: Sequence[int]) -> None:
+        """Have it become the preloaded process.
+
+        Args:
+            env: All variables.
+            path: `sys.path`.
+            streams: Its stdin, stdout and stderr.
+        """
+        content = json.dumps({"env": dict(env), "path": list(path)})
+        self.channel.send(BecomeRank(content=content), streams)
+        self.channel.close()
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        """Return its exit code, or None while it runs."""
+        if self.exit_code is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # other code has waited for it
+                pid, status = self.pid, 0
+            self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.exit_code
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self.poll(0)
+
+    def kill(self) -> None:
+        """Kill it."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+spares: list[Spare] = []  # in a session that is itself such a fork; at most one
+
+
+def fork_spare() -> Spare:
+    """Fork a process that waits to become the preloaded one, and dies with this process."""
+    own, other = socket.socketpair()
+
+    def run() -> None:
+        close_descriptors([other.fileno()])
+        message, descriptors = Channel(other).receive_with_descriptors()
+        if not isinstance(message, BecomeRank):  # it is not needed
+            return
+        content = json.loads(message.content)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(content["env"])
+        sys.path[:] = content["path"]
+        reseed(has_user_code=False)
+        main("fork")
+
+    pid = fork_child(run, leads_session=True)
+    other.close()
+    return Spare(pid, Channel(own))
+
+
+@dataclass(slots=True)
 class PreloadedProcess:
     """The preloaded process, seen from the controller.
 
@@ -66,7 +137,7 @@ class PreloadedProcess:
     """
 
     mode: PreloadMode
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Spare
     stdin: BinaryIO
     log: int
 
@@ -132,14 +203,19 @@ def start_preloaded(
     """
     log = os.memfd_create("preload")
     read_end, write_end = os.pipe()
-    process = subprocess.Popen(
-        _command(path, "main", mode),
-        env=dict(env),
-        stdin=read_end,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    process: subprocess.Popen[bytes] | Spare
+    if mode == "fork" and spares:
+        process = spares.pop()
+        process.start(env, path, (read_end, log, log))
+    else:
+        process = subprocess.Popen(
+            _command(path, "main", mode),
+            env=dict(env),
+            stdin=read_end,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     os.close(read_end)
     stdin = os.fdopen(write_end, "wb")
     names = json.dumps(list(modules)).encode()

@@ -58,6 +58,7 @@ SETTINGS = """\
 megatron_gang_start
 megatron_keep_runs
 megatron_max_retries_per_run
+megatron_preload
 megatron_queue_timeout
 megatron_rank_grace
 megatron_retry_backoff

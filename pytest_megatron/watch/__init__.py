@@ -1,0 +1,1 @@
+"""Tests that run again after each edit, off a process that has loaded torch."""

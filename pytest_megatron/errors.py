@@ -13,7 +13,6 @@ __all__ = [
     "CaseError",
     "CiError",
     "ConfigError",
-    "EmptyGoldenError",
     "EmptySelectionError",
     "GoldenError",
     "HostError",
@@ -125,10 +124,6 @@ class MetricsError(MegatronError):
 
 class GoldenError(MegatronError):
     """A golden file is missing, cannot be read, or must not be written."""
-
-
-class EmptyGoldenError(GoldenError):
-    """A golden file holds nothing at all, so there is nothing in it that could be wrong."""
 
 
 class TraceError(MegatronError):

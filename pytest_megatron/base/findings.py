@@ -24,10 +24,8 @@ class Severity(Enum):
 # Rule id -> its meaning; the reference documentation has the same table, a test compares them.
 RULES = {
     "bare-string": "A single value stands where a list belongs",
-    "case-duplicate-key": "A mapping of `model_config.yaml` has one key twice; the last one counts",
     "case-type": "A value of `model_config.yaml` is not of the kind that its key takes",
     "case-unknown-key": "`model_config.yaml` has a top-level key that nothing reads",
-    "case-unknown-variable": "A name in `ENV_VARS` looks like one that the harness interprets",
     "case-unknown-word": "TEST_TYPE, MODE, TEST_EVALUATION or LAUNCHER has an unknown value",
     "case-unreadable": "`model_config.yaml` cannot be read",
     "case-unset-variable": "A value of `ENV_VARS` or `MODEL_ARGS` refers to an unknown variable",
@@ -52,24 +50,10 @@ RULES = {
 
 # The same for goldens, which `pytest-megatron golden lint` checks.
 GOLDEN_RULES = {
-    "golden-commit": "The commit that a golden was made at is not in the repository",
-    "golden-copy": "Two goldens hold the same values, times included",
-    "golden-duplicate": "Another golden of the same case, environment and platform counts",
-    "golden-empty": "A golden, or a metric of it, holds nothing",
-    "golden-kind": "A golden is not of the kind that the MODE of its case needs",
-    "golden-metric": "A golden lacks a metric that its case compares",
-    "golden-misplaced": "A golden lies where nothing looks for it",
-    "golden-name": "The name of a golden has an unknown environment or platform",
-    "golden-not-finite": "A golden holds text, nan or inf where a number belongs",
-    "golden-orphan": "There is no test case that a golden could belong to",
-    "golden-precision": "The values of a golden were rounded",
-    "golden-provenance": "A golden does not say where it comes from, or nothing good",
-    "golden-recipes": "A recipe has errors, so what it reads is not known",
-    "golden-second-run": "A file is the dump of a second run, which nothing reads",
+    "golden-metric": "A golden lacks a metric that its case compares, or is of another kind",
     "golden-stale": "The test case or the row has changed since the golden was made",
-    "golden-steps": "The steps of a metric have holes, or are not what its block says",
     "golden-truncated": "A golden ends before the training of its case does",
-    "golden-unreadable": "A golden cannot be read as one",
+    "golden-unreadable": "A golden cannot be read as one, or nothing can be compared with it",
 }
 
 # The first words of the ids in workloads/training/checks/rules.toml, above this layer.

@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from pytest_megatron.base.files import (
     JsonValue,
@@ -30,7 +30,7 @@ from pytest_megatron.base.files import (
 )
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
-from pytest_megatron.errors import EmptyGoldenError, GoldenError, MetricsError
+from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.workloads.golden.formats.rows import Curves, lines_of
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.workloads.golden.model import (
@@ -56,9 +56,7 @@ from pytest_megatron.workloads.golden.model import (
     to_float32,
 )
 from pytest_megatron.workloads.recipe.case import (
-    CASES,
     GOLDEN_PREFIX,
-    GOLDENS,
     golden_paths,
 )
 from pytest_megatron.workloads.recipe.model import Workload
@@ -312,64 +310,6 @@ def read_text(path: Path) -> str:
 
 
 PATTERN = f"{GOLDEN_PREFIX}*.json"
-_SECOND_RUN = "_2nd"
-_TREES = (GOLDENS, CASES)
-_DEPTH = 3  # model, test case, file
-
-
-@dataclass(frozen=True, slots=True)
-class GoldenOwner:
-    """The workload of a golden file, by its place and name.
-
-    Attributes:
-        case: Model and test case, as the directory below a tree of goldens.
-        platform: Platform in the file's name; empty in a file that names none.
-        is_second_run: True if the name ends in `_2nd`.
-    """
-
-    case: PurePath
-    environment: str
-    platform: str
-    is_second_run: bool
-
-
-def parse_name(name: str, environments: Collection[str]) -> tuple[str, str, bool] | None:
-    """Return environment, platform and whether it is of a second run; None for another name."""
-    stem = name.removesuffix(".json")
-    if stem == name or not stem.startswith(f"{GOLDEN_PREFIX}_"):
-        return None
-    is_second_run = stem.endswith(_SECOND_RUN)
-    words = stem.removeprefix(f"{GOLDEN_PREFIX}_").removesuffix(_SECOND_RUN)
-    for environment in sorted(environments, key=len, reverse=True):
-        if words == environment:
-            return environment, "", is_second_run
-        if words.startswith(f"{environment}_"):
-            return environment, words.removeprefix(f"{environment}_"), is_second_run
-    return None
-
-
-def place_of(path: Path, root: Path, environments: Collection[str]) -> GoldenOwner | None:
-    """Return the owner of the golden file `path`; None for another place or name."""
-    owner = owner_of(path, root)
-    found = parse_name(path.name, environments)
-    if owner is None or found is None:
-        return None
-    return GoldenOwner(PurePath(*owner[1:]), *found)
-
-
-def owner_of(path: Path, root: Path) -> tuple[Path, str, str] | None:
-    """Return tree, model and test case of a file in its right place, whatever its name."""
-    tree = tree_of(path, root)
-    if tree is None:
-        return None
-    parts = path.absolute().relative_to(root.absolute() / tree).parts
-    return (tree, parts[0], parts[1]) if len(parts) == _DEPTH else None
-
-
-def tree_of(path: Path, root: Path) -> Path | None:
-    """Return the tree, relative to the project's `root`, that a path is below; None elsewhere."""
-    absolute = path.absolute()
-    return next((tree for tree in _TREES if absolute.is_relative_to(root.absolute() / tree)), None)
 
 
 def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
@@ -378,9 +318,8 @@ def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]
     The object may stand in a JSON string, as some of Megatron-LM's tools write it.
 
     Raises:
-        EmptyGoldenError: There is nothing in the text.
-        GoldenError: The text is no JSON (with line and column), is JSON lines, has a key twice,
-            or is no object. `where` names the file.
+        GoldenError: There is nothing in the text, or it is no JSON (with line and column), is
+            JSON lines, has a key twice, or is no object. `where` names the file.
     """
     notes: list[str] = []
     value = _load(text, where, notes)
@@ -400,7 +339,7 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
     """Parse the JSON of a golden, and note what is unusual."""
     if not text.strip():
         size = len(text.encode())
-        raise EmptyGoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
+        raise GoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
     literals: list[str] = []
 
     def keep_literal(literal: str) -> float:
@@ -508,7 +447,7 @@ def document_of(
             generation=parse_generation(value, where),
         )
     if not value:
-        raise EmptyGoldenError(
+        raise GoldenError(
             where, "holds no metric ({}), expected an object of metrics; record it again"
         )
     if not blocks:

@@ -5,7 +5,6 @@ Source: Megatron-LM tests/functional_tests/test_cases/*/*/model_config.yaml, d98
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ from annotated_types import Ge, Lt
 
 from pytest_megatron.base import schema
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.findings import Finding, Severity, finding_at
+from pytest_megatron.base.findings import Finding, finding_at
 from pytest_megatron.base.schema import (
     About,
     Checked,
@@ -149,7 +148,6 @@ _NUMBERED = re.compile(_NUMBERED_NAME).fullmatch
 _ONE_START = ("frozen-start", "regular")
 _MANY_STARTS = ("checkpoint-consistency", "ckpt-resume", "frozen-resume", "release")
 _PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
-_SIMILAR = 0.85
 _RULES = {  # pydantic's name of an error -> ours
     "enum": "case-unknown-word",
     "missing": "case-unknown-word",
@@ -301,28 +299,17 @@ def json_schema() -> dict[str, JsonValue]:
 
 def check_case(document: YamlDocument) -> Iterator[Finding]:
     """Yield the errors of a case."""
-    for twin in document.duplicates:
-        message = f"key {twin.key!r} is also on line {twin.first_line}, this one counts; remove one"
-        yield Finding(
-            file=document.file,
-            line=twin.second_line,
-            rule="case-duplicate-key",
-            message=message,
-            severity=Severity.WARNING,
-        )
     problems = _schema_problems(document)
     for problem in problems:
         rule = _RULES.get(problem.kind, "case-type")
         yield finding_at(document, problem.path, rule, problem.message)
     yield from phase_problems(document)
-    yield from _unread_variables(document)
     if (void := find_no_resume(document.value)) is not None:
         yield finding_at(document, ("TEST_TYPE",), "case-void", void)
     try:
         _source_of({} if problems else document.value)
     except CaseError as error:
         yield finding_at(document, (error.where,), "case-void", str(error))
-    yield from _similar_variables(document)
 
 
 def compares_metrics(document: YamlDocument) -> bool:
@@ -430,26 +417,6 @@ def find_no_resume(case: Mapping[str, JsonValue]) -> str | None:
                 f"resumed; add {flag}: ${{{name}}} to MODEL_ARGS, or RESUME"
             )
     return None
-
-
-def _unread_variables(document: YamlDocument) -> Iterator[Finding]:
-    """Yield parts of MODEL_ENV_VARS that belong to no MODEL_ARGS; Megatron-LM has such."""
-    own = document.value.get("MODEL_ENV_VARS")
-    for key in own if isinstance(own, dict) else ():
-        if key not in document.value:
-            message = f"MODEL_ENV_VARS: the case has no {key!r}, nothing reads this"
-            path = ("MODEL_ENV_VARS", key)
-            yield finding_at(document, path, "case-void", message, Severity.WARNING)
-
-
-def _similar_variables(document: YamlDocument) -> Iterator[Finding]:
-    """Yield variables that look like one of the harness."""
-    env = document.value.get("ENV_VARS")
-    for name in env if isinstance(env, dict) else ():
-        close = difflib.get_close_matches(name, HARNESS_VARIABLES, 1, _SIMILAR)
-        if close and name not in HARNESS_VARIABLES:
-            message = f"ENV_VARS: {name!r} has no effect on the harness; did you mean {close[0]!r}?"
-            yield finding_at(document, ("ENV_VARS", name), "case-unknown-variable", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, command: str
     """A name of a metric that clears the screen and retitles the window."""
     evil = tmp_path / "golden_values_dev_dgx_h100.json"
     name = "lm loss\x1b[2J\x1b]0;owned\x07\x9b1m"
-    values = {"1": 1.5, "2": "\x1b[8m"}
+    values = {"1": "\x1b[8m", "2": 1.5}
     block = {"start_step": 1, "end_step": 9, "step_interval": 1, "values": values}
     evil.write_text(json.dumps({name: block, "ok": {**block, "values": {"1": 1, "2": 2}}}))
     words = ("--golden", evil, "--observed", evil) if command == "check" else (evil,)

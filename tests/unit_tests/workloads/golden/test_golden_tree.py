@@ -37,8 +37,8 @@ def test_lint_prints_findings_and_what_it_looked_at() -> None:
     assert found.code == 0
     assert found.out.splitlines() == [
         (
-            f"{BESIDE}/golden_values_dev_dgx_h100_2nd.json: warning: is the dump of a second run, "
-            "which nothing reads; remove it [golden-second-run]"
+            f"{BESIDE}/golden_values_dev_dgx_h100_2nd.json: warning: no row of the recipes reads "
+            "this golden; remove it or add a row [unreachable-golden]"
         ),
         "0 errors, 1 warning",
         "2 goldens, 0.0 MB; 1 of them read by a row",
@@ -47,7 +47,14 @@ def test_lint_prints_findings_and_what_it_looked_at() -> None:
     found = run("lint", OLD, "--format", "github")
     assert found.code == 1
     assert found.out == (
-        f"::error file={OLD},title=golden-empty::holds no metric ({{}}), expected an object of "
-        "metrics; record it again\n"
+        f"::error file={OLD},title=golden-unreadable::holds no metric ({{}}), expected an object "
+        "of metrics; record it again\n"
     )
     assert run("lint", "nothing").code == 2
+
+
+def test_lint_says_that_a_recipe_has_errors() -> None:
+    Path("recipes/bad.yaml").write_text("products: [")
+    assert run("lint").err == (
+        "1 recipe with errors, see pytest-megatron lint; so no golden is named as unreachable\n"
+    )

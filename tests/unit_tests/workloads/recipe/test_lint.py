@@ -119,12 +119,6 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
     ("case", "finding"),
     [
         pytest.param(
-            "TEST_TYPE: regular\nMODEL_ARGS:\n  --lr: 1\n  --lr: 2\n",
-            ":4 warning case-duplicate-key: key '--lr' is also on line 3, this one counts; "
-            "remove one",
-            id="duplicate key",
-        ),
-        pytest.param(
             "TEST_TYPE: regular\nMODEL_ARG: {}\n",
             ":2 error case-unknown-key: MODEL_ARG: unknown key, expected one of "
             "AFTER_SCRIPT, BASE_MODEL_ARGS, BEFORE_SCRIPT, ENV_VARS, EXIT_POLICY, "
@@ -159,12 +153,6 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             id="type",
         ),
         pytest.param(
-            "TEST_TYPE: regular\nENV_VARS:\n  N_REPEATS: 5\n  NCCL_ALGO: Ring\n",
-            ":3 error case-unknown-variable: ENV_VARS: 'N_REPEATS' has no effect on the harness; "
-            "did you mean 'N_REPEAT'?",
-            id="variable",
-        ),
-        pytest.param(
             "TEST_TYPE: release\nMODE: inference\n",
             ":1 error case-void: TEST_TYPE release does not go with MODE inference, expected "
             "one of frozen-start, regular",
@@ -195,12 +183,6 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
             ":2 error case-void: EXPECTED_FAILURE is read only with TEST_EVALUATION: xpass; remove "
             "it, or add that",
             id="an expected failure without xpass",
-        ),
-        pytest.param(
-            "TEST_TYPE: checkpoint-consistency\nMODEL_ENV_VARS: {MODEL_ARGS_10: {}}\n",
-            ":2 warning case-void: MODEL_ENV_VARS: the case has no 'MODEL_ARGS_10', nothing reads "
-            "this",
-            id="variables of arguments that there are not",
         ),
         pytest.param(
             "TEST_TYPE: [\n", ":1 error case-unreadable: is not valid YAML: ", id="unreadable"

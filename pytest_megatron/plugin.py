@@ -155,8 +155,8 @@ def pytest_configure(config: pytest.Config) -> None:
         register_roles(config)
         _register_cancelled(config, is_follower=False)
     declare_marks(config)
-    if chosen.num_nodes > 1 and has_workers(config):
-        raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
+    if chosen.num_nodes > 1:
+        _refuse_with_nodes(config)
     if chosen.node_rank > 0:
         from pytest_megatron.gangs.nodes.follower import FOLLOWER_NAME, FollowerPlugin
 
@@ -167,6 +167,22 @@ def pytest_configure(config: pytest.Config) -> None:
         _register_gangs(config)
     elif chosen.run_dir is not None:
         _register_run_file(config, chosen)
+
+
+def _refuse_with_nodes(config: pytest.Config) -> None:
+    """Refuse options of other plugins that are for one node.
+
+    Raises:
+        pytest.UsageError: One is given.
+    """
+    from pytest_megatron.gangs.controller.testmon import is_asked_for
+
+    if has_workers(config):
+        raise pytest.UsageError("--nnodes: pytest-xdist (-n) runs on one node; drop one of them")
+    if is_asked_for(config):
+        raise pytest.UsageError(
+            "--nnodes: pytest-testmon (--testmon) records on one node; drop one of them"
+        )
 
 
 def _leave_to_others(config: pytest.Config) -> None:

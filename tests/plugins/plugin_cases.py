@@ -715,13 +715,13 @@ HOLD_OUTS: tuple[Case, ...] = (
             "test_it.py": "import mine\n\ndef test_it(rank): assert mine.double(rank) < 4\n",
         },
         sessions=(
-            Session(args=("--testmon",), exit_code=4, prints=("would be left out",)),
-            Session(args=("--testmon-nocollect",), outcomes=_PASSES, check=_change),
-            Session(args=("--testmon",), exit_code=4, prints=("would be left out",)),
+            Session(args=("--testmon",), outcomes=_PASSES),
+            Session(args=("--testmon",), prints=("no tests ran",), check=_change),
+            Session(args=("--testmon",), outcomes={"test_it": "failed"}, exit_code=1),
+            Session(args=("--testmon",), outcomes={"test_it": "failed"}, exit_code=1),
         ),
-        verdict="refused",
-        note="It cannot see what ranks execute, and would select too little. "
-        "`--testmon-nocollect` selects by a record that was made without gangs.",
+        is_installed_apart=False,
+        note="What all ranks of a test execute counts; see below.",
     ),
     _one(
         "pytest-socket==0.8.1",

@@ -16,6 +16,7 @@ from functools import partial
 import pytest
 
 from pytest_megatron.base.text import counted
+from pytest_megatron.gangs.controller import testmon
 from pytest_megatron.gangs.controller.console import Console, Tee
 from pytest_megatron.gangs.controller.rank_config import RankConfigs, refuse_unfit_host
 from pytest_megatron.gangs.ipc.channel import listen_locally
@@ -153,9 +154,9 @@ class GangPool:
         self._nodes = nodes_of(options)
         if options.num_nodes == 1:
             self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
-        coverage = measure.settings_of_running(
-            is_by_test=getattr(config.option, "cov_context", None) == "test"
-        )
+        is_by_test = getattr(config.option, "cov_context", None) == "test"
+        is_measured = not testmon.is_recording(config)
+        coverage = measure.settings_of_running(is_by_test=is_by_test) if is_measured else {}
         self.rank_configs = RankConfigs(config, self._run, self._nodes, coverage)
 
     def begin_ahead(self, spec: GangSpec) -> None:

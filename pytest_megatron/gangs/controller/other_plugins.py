@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from pytest_megatron.gangs.controller import testmon
 from pytest_megatron.gangs.ipc.messages import RankConfig
+from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.runs.layout import seed_of_examples
 from pytest_megatron.session.state import write_line
 
@@ -78,6 +80,7 @@ def configure_node(config: pytest.Config, rank_config: RankConfig, argv: list[st
         },
     )
     _call_plugins(node, CONFIGURE_NODE, {"node": node})
+    node.workerinput |= testmon.input_for_rank(config)
     return node
 
 
@@ -164,10 +167,10 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
     """
     option, items, lines = config.option, list(items), []
     _refuse_forks(config, items)
-    if items and config.pluginmanager.has_plugin("TestmonCollect"):
-        raise pytest.UsageError(
-            f"--testmon: {items[0].nodeid} runs on ranks, where it sees nothing, and would be left "
-            "out after any change; record without ranks and select with --testmon-nocollect"
+    if items and testmon.is_recording(config) and measure.settings_of_running(is_by_test=False):
+        lines.append(
+            "coverage: lines that ranks execute are recorded by pytest-testmon alone; run without "
+            "--testmon to measure them"
         )
     measured = [item.nodeid for item in items if _uses(item, "benchmark")]
     if measured and config.pluginmanager.has_plugin("benchmark"):
@@ -293,6 +296,7 @@ def _count(node_ids: list[str]) -> str:
 
 def leave_to_controller(config: pytest.Config) -> None:
     """Disable plugins in ranks whose work the controller does, or whose data would be lost."""
+    testmon.record_in_rank(config)
     listener = config.pluginmanager.get_plugin(_ALLURE)
     commons = sys.modules.get("allure_commons")
     if listener is not None and commons is not None:

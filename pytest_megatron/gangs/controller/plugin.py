@@ -39,6 +39,7 @@ from pytest_megatron.gangs.controller.reports import (
     warn_again,
 )
 from pytest_megatron.gangs.controller.results import add_way_back
+from pytest_megatron.gangs.controller.testmon import add_lines, recorded_by_ranks
 from pytest_megatron.gangs.markers import (
     PhaseLimits,
     limits_of,
@@ -348,7 +349,8 @@ class GangPlugin(RecordCarrier):
         option = item.config.option
         shown, option.setupshow = getattr(option, "setupshow", False), False
         try:
-            with self._open_dispatcher.lock:
+            dispatcher = self._open_dispatcher
+            with dispatcher.lock, recorded_by_ranks(item, lambda: dispatcher.end_of(item)):
                 return (yield)
         finally:
             option.setupshow = shown
@@ -366,7 +368,9 @@ class GangPlugin(RecordCarrier):
         for item, merged in self._open_dispatcher.take_late():
             # In a worker pytest-xdist takes reports of the current item only.
             owner = (self._run.is_worker and self._current) or item
-            self._config.hook.pytest_runtest_logreport(report=build_report(owner, merged))
+            report = build_report(owner, merged)
+            add_lines(report, item, owner)
+            self._config.hook.pytest_runtest_logreport(report=report)
 
     def _shut_down(self) -> None:
         """Close every gang, and report errors of the last teardowns."""

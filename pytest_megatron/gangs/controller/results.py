@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.gangs.controller.rank_config import refuse_unfit_host
+from pytest_megatron.gangs.controller.testmon import keep_late_failure
 from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.gangs.record import (
@@ -49,13 +50,15 @@ class GangResults:
         self._run = run
         self._file = file
         self._records: dict[str, RecordedTest] = {}
-        self._config: pytest.Config | None = None
         self._next_at = 0.0
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Keep the configuration; also called at registration."""
+        self._config = config
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Refuse to start without the requested devices, or if ranks cannot connect."""
-        self._config = session.config
         if not session.config.option.collectonly:
             _refuse_lack(self._run.options)
             if self._run.options.asks_for_gangs:
@@ -77,6 +80,11 @@ class GangResults:
         if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
             lines.append(unused_nodes_line(num_unused))
         return lines
+
+    @pytest.hookimpl(specname="pytest_runtest_logreport", tryfirst=True)
+    def pytest_megatron_keep_selected(self, report: pytest.TestReport) -> None:
+        """Have pytest-testmon know of late teardowns that failed."""
+        keep_late_failure(self._config, report)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

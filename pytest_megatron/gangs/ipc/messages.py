@@ -137,6 +137,7 @@ class DebuggerLine:
 
 
 JsonObject: TypeAlias = dict[str, JsonValue]
+Lines: TypeAlias = Mapping[str, list[int]]
 # Indices of the next test: there is none, or it is not known yet.
 NOTHING = -1
 UNKNOWN = -2
@@ -224,6 +225,7 @@ class Done:
         printed_late: The same from the teardown on.
         late: Report of a failed teardown of the fixtures of the test before, or None.
         is_clean: Whether every phase passed, so that ranks may start the next test in lockstep.
+        lines: File -> numbers of the lines that ran, where pytest-testmon records them.
     """
 
     run: int
@@ -238,6 +240,7 @@ class Done:
     printed_late: str = ""
     late: JsonValue = None
     is_clean: bool = False
+    lines: Lines = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,12 @@ from pytest_megatron.gangs.controller.other_plugins import (
     write_snapshots,
 )
 from pytest_megatron.gangs.controller.reports import describe_warning, failed_subtests, serialise
+from pytest_megatron.gangs.controller.testmon import take_lines
 from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gangs.ipc.messages import (
     NOTHING,
     Done,
+    Lines,
     PhaseEnded,
     RankConfig,
     Run,
@@ -74,6 +76,7 @@ class RankPlugin:
         self._run: Run | None = None
         self._reports: list[JsonValue] = []
         self._warnings: list[JsonValue] = []
+        self._lines: Lines = {}
         self._has_failed = False
         self._has_failed_subtest = False
         self._is_clean = True
@@ -108,7 +111,7 @@ class RankPlugin:
         self._run = run
         if self.is_rerun(item):
             _forget_failure(item)
-        self._reports, self._warnings = [], []
+        self._reports, self._warnings, self._lines = [], [], {}
         self._has_failed = self._has_failed_subtest = False
         self._is_clean = True
         self._last = item
@@ -150,6 +153,7 @@ class RankPlugin:
             printed=self._shown,
             printed_late=self.printed.take(),
             is_clean=self._is_clean and not stop and not poison,
+            lines=self._lines,
         )
 
     def _mend(self, item: pytest.Item, *, is_last: bool) -> str:
@@ -261,6 +265,7 @@ class RankPlugin:
         report = yield
         if self._is_in_phase:  # a subtest, which is logged as well
             return report
+        self._lines = take_lines(report)
         if report.failed:
             report.sections += notes_on_failure(item)
             report.sections += self._notes_on_groups(call.excinfo)

@@ -24,6 +24,7 @@ import pytest
 
 from pytest_megatron.base.files import write_bytes_atomically
 from pytest_megatron.errors import MegatronError, SelectionError
+from pytest_megatron.session.arguments import RECIPE_SUFFIXES
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
 from pytest_megatron.session.state import RunSession, session_of
 from pytest_megatron.workloads.items.collect import WorkloadItem
@@ -63,6 +64,11 @@ def _cache_of(config: pytest.Config) -> Path | None:
         return None
 
 
+def _is_of_recipe(name: str) -> bool:
+    """Return whether a file or a node id is of a recipe."""
+    return name.partition("::")[0].endswith(RECIPE_SUFFIXES)
+
+
 _USAGE_ERROR_KEY = "megatron_usage_error"
 
 
@@ -88,6 +94,14 @@ class SelectionPlugin:
 
                 policy_of(workload, max_attempts=None, backoff_s=0.0, table=self._session.table)
         return workloads
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
+        """Have pytest-testmon leave out no row: it does not see what a training executes."""
+        select = session.config.pluginmanager.get_plugin("TestmonSelect")
+        for name in () if select is None else ("deselected_tests", "deselected_files"):
+            kept = [one for one in vars(select)[name] if not _is_of_recipe(one)]
+            vars(select)[name] = kept
 
     @pytest.hookimpl(tryfirst=True)  # before -k and -m: an empty selection is about ours alone
     def pytest_collection_modifyitems(

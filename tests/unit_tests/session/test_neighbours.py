@@ -91,12 +91,6 @@ def test_a_fork_of_the_controller_is_refused(mark: str, said: str, *, is_typed: 
     assert refuse_what_is_lost(config, []) == []
 
 
-def test_a_selection_that_would_miss_what_ranks_execute_is_refused() -> None:
-    with pytest.raises(pytest.UsageError, match="--testmon: "):
-        refuse_what_is_lost(config_with("TestmonCollect"), [item_with()])
-    assert refuse_what_is_lost(config_with("TestmonCollect"), []) == []
-
-
 def test_allure_says_what_it_leaves_out() -> None:
     assert refuse_what_is_lost(config_with("allure_listener"), []) == []
     (said,) = refuse_what_is_lost(config_with("allure_listener"), [item_with()])

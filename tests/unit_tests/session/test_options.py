@@ -95,6 +95,13 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
         [*("--nnodes", "2", "--node-rank", "0"), *("--rdzv-endpoint", "a:1"), *GIVEN_SHARING],
         "--ranks-per-gpu: 2 ranks share a GPU on one node only, --nnodes is 2; drop one of them",
     ),
+    (
+        [
+            *("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--ranks", "2"),
+            "--testmon",
+        ],
+        "--nnodes: pytest-testmon (--testmon) records on one node; drop one of them",
+    ),
     (["--ranks", "two"], "--ranks: 'two' is not a count, expected a number from 1 on"),
     (["--device", "gpu"], "--device: 'gpu' is unknown, expected one of auto, cpu, cuda"),
     (["--nnodes", "0"], "--nnodes: '0' is not a count, expected a number from 1 on"),

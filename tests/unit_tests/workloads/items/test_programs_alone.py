@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from tiny_project import Project, Run
@@ -185,3 +186,12 @@ def test_a_lightweight_run_gives_the_program_fewer_steps(project: Project) -> No
     assert (
         "--lightweight gives a program fewer steps, and 'endless' has stop: none, nothing was run"
     ) in light.problem("endless")
+
+
+def test_pytest_testmon_leaves_out_no_row(tmp_path: Path) -> None:
+    """It sees nothing of a training, whose code may have been edited."""
+    project = Project(root=tmp_path)
+    project.add("sound")
+    for number in range(2):
+        run = project.run("recipes", "--testmon", run_dir=f"run-{number}")
+        assert run.verdict("sound") == ("PASSED", "passed")

@@ -1,4 +1,4 @@
-"""A chart as a picture that needs no script: for pull requests and documents. Pure.
+"""A chart as a picture that needs no script: for pages, pull requests and documents. Pure.
 
 Colours follow the reader's scheme where a browser draws it; elsewhere they are the light ones.
 """
@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -73,19 +74,7 @@ def _round_gap(raw: float) -> float:
     return next(m * power for m in _ROUND if m * power >= raw * 0.999)
 
 
-# What a step without a finite number has.
-Column = Sequence[float]
-
-
-def deviations(golden: Column, other: Column) -> list[float]:
-    """Return |other - golden| relative to the golden at each step; nan where one has no number."""
-    return [
-        abs(o - g) / (abs(g) or 1.0) if math.isfinite(o - g) else math.nan
-        for g, o in zip(golden, other, strict=True)
-    ]
-
-
-def choose(columns: Sequence[Column], *, most: int, keep: Iterable[int] = ()) -> list[int]:
+def choose(columns: Sequence[Sequence[float]], *, most: int, keep: Iterable[int] = ()) -> list[int]:
     """Return which of the steps to keep, ascending.
 
     Args:
@@ -105,7 +94,7 @@ def choose(columns: Sequence[Column], *, most: int, keep: Iterable[int] = ()) ->
         num_buckets = max(1, min(num_buckets - 1, int(num_buckets * most / len(kept))))
 
 
-def _extremes(columns: Sequence[Column], num_steps: int, num_buckets: int) -> set[int]:
+def _extremes(columns: Sequence[Sequence[float]], num_steps: int, num_buckets: int) -> set[int]:
     """Return where the smallest and the largest number of each column in each bucket are."""
     kept: set[int] = set()
     for bucket in range(num_buckets):
@@ -120,16 +109,6 @@ def _extremes(columns: Sequence[Column], num_steps: int, num_buckets: int) -> se
             kept.add(column.index(min(part), start, end))
             kept.add(column.index(max(part), start, end))
     return kept
-
-
-def shares(needs: Sequence[int], total: int) -> list[int]:
-    """Return the share of each of `total`: its need, or an equal part of the rest."""
-    given = [0] * len(needs)
-    left, open_needs = total, len(needs)
-    for at in sorted(range(len(needs)), key=needs.__getitem__):
-        given[at] = min(needs[at], left // open_needs)
-        left, open_needs = left - given[at], open_needs - 1
-    return given
 
 
 WIDTH, HEIGHT = 760, 430
@@ -203,6 +182,14 @@ def chart_svg(chart: Chart, title: str) -> str:
         limit=off.scale.high,
         areas=[area for area in _band(chart, across, up, off) if area],
         first=across.place(first) if first is not None and is_seen else None,
+    )
+
+
+@cache
+def chart_style() -> str:
+    """Return the content of the style of every picture, for the policy of a page."""
+    return (
+        chart_svg(Chart(metric="", curves=()), "").partition("<style>")[2].partition("</style>")[0]
     )
 
 

@@ -67,7 +67,6 @@ def prune(*, keep: int, root: Path) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="Write a picture of each metric into a directory, and no pages.",
 )
-@click.option("--png", "is_png", is_flag=True, help="PNG beside SVG; needs the extra 'png'.")
 @click.option("--metric", "metrics", multiple=True, help="Only this one in pictures (repeatable).")
 @click.option("--failed", "is_failed_only", is_flag=True, help="Pictures of what failed only.")
 def report(
@@ -75,7 +74,6 @@ def report(
     paths: tuple[Path, ...],
     output: Path | None,
     pictures: Path | None,
-    is_png: bool,
     metrics: tuple[str, ...],
     is_failed_only: bool,
 ) -> None:
@@ -89,9 +87,9 @@ def report(
     )
 
     if pictures is None:
-        if is_png or metrics or is_failed_only:
+        if metrics or is_failed_only:
             raise ReportError(
-                "--png, --metric, --failed", "are for pictures; give their directory by --svg"
+                "--metric, --failed", "are for pictures; give their directory by --svg"
             )
         index, damaged = write_report(paths, output)
         click.echo(index)
@@ -99,7 +97,7 @@ def report(
     if output is not None:
         raise ReportError("--output", "is for pages, --svg for pictures; give one of them")
     written, damaged = write_pictures(
-        paths, pictures, metrics=metrics, is_png=is_png, is_failed_only=is_failed_only
+        paths, pictures, metrics=metrics, is_failed_only=is_failed_only
     )
     for path in written:
         click.echo(path)

@@ -9,48 +9,43 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import shorten
 from pytest_megatron.errors import RunError
 from pytest_megatron.pages.model import (
     VERDICTS,
-    Chart,
-    CurveRole,
     MetricFinding,
     PageItem,
     RunFacts,
     TestRow,
 )
 
-if TYPE_CHECKING:
-    from pytest_megatron.workloads.golden.model import Series
-
-
 _INDENT = re.compile(r"^\s+", re.MULTILINE)
 _COMMENT_LINE = re.compile(r"^\s*//.*\n", re.MULTILINE)
 
 
-def document(template: str, script: str, **values: object) -> str:
+def document(
+    template: str, script: str | None = None, *, styles: Sequence[str] = (), **values: object
+) -> str:
     """Return a whole page from a template that extends `page.html`.
 
     Args:
         template: Name of the template.
-        script: Name of one of our scripts.
+        script: Name of our script; None for a page without one.
+        styles: Contents of further `<style>` elements of the template.
         values: Values of the template; `title` is the page's.
     """
-    style, code = _asset("page.css"), _asset(script)
+    style, code = _asset("page.css"), "" if script is None else _asset(script)
+    allowed = " ".join(f"'sha256-{_digest(one)}'" for one in (style, *styles))
     policy = (
-        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; "
+        f"default-src 'none'; style-src {allowed}; "
         f"script-src 'sha256-{_digest(code)}'; base-uri 'none'; form-action 'none'"
     )
     return render(template, policy=policy, style=style, script=code, **values)
@@ -65,62 +60,6 @@ def _asset(name: str) -> str:
 
 def _digest(content: str) -> str:
     return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-
-
-WIDTH, HEIGHT = 120, 24
-_NUM_POINTS = 24
-
-
-def sparkline(chart: Chart) -> str:
-    """Return an SVG of the golden and of the longest curve beside it; empty without a number."""
-    runs = [curve for curve in chart.curves if curve.role is not CurveRole.GOLDEN]
-    shown = [("g", chart.golden.series)] if chart.golden is not None else []
-    longest = max(runs, key=lambda curve: len(curve.series), default=None)
-    shown += [] if longest is None else [("o", longest.series)]
-    picked = [(name, _pick(series)) for name, series in shown]
-    values = [v for _, points in picked for _, v in points]
-    if not values:
-        return ""
-    steps = [s for _, points in picked for s, _ in points]
-    box = (min(steps), max(steps), min(values), max(values))
-    paths = "".join(
-        f'<path class={name} d="{_path(points, box)}"/>' for name, points in picked if points
-    )
-    return f'<svg class=spark viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden=true>{paths}</svg>'
-
-
-def _pick(series: Series) -> list[tuple[int, float]]:
-    """Return some finite points of a series, its ends and its extremes among them."""
-    points = [(s, v) for s, v in series.items() if isinstance(v, float) and math.isfinite(v)]
-    if len(points) <= _NUM_POINTS:
-        return points
-    last = len(points) - 1
-    at = {last * i // (_NUM_POINTS - 1) for i in range(_NUM_POINTS)}
-    at |= {min(range(len(points)), key=lambda i: points[i][1])}
-    at |= {max(range(len(points)), key=lambda i: points[i][1])}
-    return [points[i] for i in sorted(at)]
-
-
-def _path(points: list[tuple[int, float]], box: tuple[int, int, float, float]) -> str:
-    """Return a path in whole units, each point relative to the one before."""
-    x0, x1, low, high = box
-    places = [
-        (
-            round(WIDTH * (step - x0) / ((x1 - x0) or 1)),
-            round((HEIGHT - 2) * (1 - _share(value, low, high))) + 1,
-        )
-        for step, value in points
-    ]
-    parts = [f"M{places[0][0]} {places[0][1]}"]
-    for (ax, ay), (bx, by) in pairwise(places):
-        dy = by - ay
-        parts.append(f"h{bx - ax}" if dy == 0 else f"l{bx - ax}{dy if dy < 0 else f' {dy}'}")
-    return "".join(parts) if len(parts) > 1 else f"{parts[0]}h1"
-
-
-def _share(value: float, low: float, high: float) -> float:
-    span = high - low
-    return (value - low) / span if 0 < span < math.inf else 0.5
 
 
 _MOST_TEXT = 600
@@ -142,7 +81,6 @@ class IndexRow:
     duration_s: float | None
     num_attempts: int
     largest: float | None
-    spark: str
     page: str | None
     run: str | None = None
 
@@ -199,7 +137,6 @@ class IndexRun:
 
 def index_row(item: PageItem, page: str | None, run: str | None = None) -> IndexRow:
     """Return the row of a workload."""
-    judged = [chart for chart in item.charts if chart.findings] or list(item.charts)
     measured = [f.largest for f in item.findings if f.largest is not None and _is_worst(f, item)]
     return IndexRow(
         node_id=item.node_id,
@@ -208,7 +145,6 @@ def index_row(item: PageItem, page: str | None, run: str | None = None) -> Index
         duration_s=item.record.duration_s,
         num_attempts=len(item.attempts),
         largest=max(measured, default=None),
-        spark=sparkline(_chosen(judged)) if judged else "",
         page=page,
         run=run,
     )
@@ -223,7 +159,6 @@ def damaged_run(error: RunError) -> IndexRun:
         duration_s=None,
         num_attempts=0,
         largest=None,
-        spark="",
         page=None,
         run=error.where,
     )
@@ -256,15 +191,6 @@ def _with_quarantine(item: PageItem, headline: str) -> str:
 def _is_worst(finding: MetricFinding, item: PageItem) -> bool:
     """Return true if a finding failed, or if none did."""
     return not finding.record.passed or all(f.record.passed for f in item.findings)
-
-
-def _chosen(charts: Sequence[Chart]) -> Chart:
-    """Return the chart that stands for an item: one that failed, else the loss, else the first."""
-    return (
-        next((c for c in charts if c.metric == "lm loss"), charts[0])
-        if (charts[0].passed is not False)
-        else charts[0]
-    )
 
 
 def _order(verdict: str) -> int:

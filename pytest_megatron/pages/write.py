@@ -1,17 +1,12 @@
-"""Writes the pages of runs, and charts as pictures, SVG and PNG (effects: files).
-
-PNG needs the extra `png` (resvg, one wheel without dependencies); nothing else here does.
-"""
+"""Writes the pages of runs, and charts as pictures (effects: files)."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, cast
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError, RunError
@@ -29,7 +24,6 @@ from pytest_megatron.pages.read import RunReader, open_runs
 
 INDEX, CURVES = "index.html", "curves.html"
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
-_ZOOM = 2  # of a PNG, for screens with small pixels
 
 
 def write_in_place(reader: RunReader) -> Path:
@@ -154,20 +148,11 @@ def cannot_write(error: OSError) -> ReportError:
     )
 
 
-class _ToPng(Protocol):
-    """The function that draws; `zoom` is the number of pixels per unit of the picture."""
-
-    def __call__(self, *, svg_string: str, zoom: int) -> bytes:
-        """Return a PNG."""
-        ...
-
-
 def write_pictures(
     paths: Sequence[Path],
     directory: Path,
     *,
     metrics: Sequence[str] = (),
-    is_png: bool = False,
     is_failed_only: bool = False,
 ) -> tuple[list[Path], list[RunError]]:
     """Write a picture of each metric of each workload.
@@ -178,14 +163,12 @@ def write_pictures(
         paths: Run directories, artifacts, folders of either.
         directory: Is made if it is not there.
         metrics: Only these; all by default.
-        is_png: PNG beside SVG.
         is_failed_only: Only metrics of which a comparison failed.
 
     Raises:
-        ReportError: Nothing can be written, or the library for PNG is missing.
+        ReportError: Nothing can be written.
         RunError: There is no run, or none can be read.
     """
-    to_png = _load_png() if is_png else None
     written: list[Path] = []
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
         try:
@@ -194,8 +177,9 @@ def write_pictures(
             for _, reader in readers:
                 for item in reader.items():
                     for chart in _chosen(item, metrics, is_failed_only=is_failed_only):
-                        name = f"{item.directory}-{_UNSAFE.sub('-', chart.metric).strip('-')}"
-                        written += _write_chart(directory / name, chart, item.node_id, to_png)
+                        name = f"{item.directory}-{_UNSAFE.sub('-', chart.metric).strip('-')}.svg"
+                        write_text_atomically(directory / name, chart_svg(chart, item.node_id))
+                        written.append(directory / name)
         except OSError as error:
             raise cannot_write(error) from error
     return written, damaged
@@ -208,26 +192,3 @@ def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> 
         is_wanted = not metrics or chart.metric in metrics
         if is_drawn and is_wanted and not (is_failed_only and chart.passed is not False):
             yield chart
-
-
-def _write_chart(path: Path, chart: Chart, title: str, to_png: _ToPng | None) -> Iterator[Path]:
-    """Write the picture of a chart; yield the files."""
-    svg = chart_svg(chart, title)
-    picture = path.with_name(f"{path.name}.svg")
-    write_text_atomically(picture, svg)
-    yield picture
-    if to_png is not None:
-        png = path.with_name(f"{path.name}.png")
-        png.write_bytes(to_png(svg_string=svg, zoom=_ZOOM))
-        yield png
-
-
-def _load_png() -> _ToPng:
-    """Return the library's function that makes PNG of SVG."""
-    try:
-        library = importlib.import_module("resvg_py")
-    except ImportError:
-        raise ReportError(
-            "--png", "needs resvg-py, which is not installed; pip install 'pytest-megatron[png]'"
-        ) from None
-    return cast("_ToPng", library.svg_to_bytes)

@@ -100,7 +100,15 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "facts": [(EVIL, EVIL)],
         "again": EVIL,
         "sections": [],
-        "data": {"charts": [{"m": EVIL}]},
+        "charts": [
+            {
+                "chart": {"metric": EVIL, "passed": False},
+                "svg": "<svg></svg>",
+                "rule": EVIL,
+                "texts": [EVIL],
+                "layers": [(True, EVIL), (False, EVIL)],
+            }
+        ],
     },
     "layout_section.html": {
         "layout": {"world_size": 8, "num_compared": 1, "left_out": [EVIL]},
@@ -165,7 +173,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
                 "amount": EVIL,
                 "duration_s": 1.0,
                 "num_attempts": 1,
-                "spark": "",
             }
         ],
         "verdicts": [EVIL],

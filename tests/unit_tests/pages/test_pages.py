@@ -70,13 +70,8 @@ def test_attempts_that_failed_are_on_the_page_with_their_logs(run: MadeRun) -> N
     content = page.read_text()
     assert 'href="repeat_1/attempt_1/phase_1/logs/1/stderr.log"' in content
     assert "rank 1 of 2 raised RuntimeError" in content
-    data = json.loads(content.partition('id="data">')[2].partition("</script>")[0])
-    (loss,) = [c for c in data["charts"] if c["m"] == "lm loss"]
-    assert [(c["n"], c["r"]) for c in loss["c"]] == [
-        ("golden", "golden"),
-        ("attempt 1", "failed"),
-        ("attempt 2", "run"),
-    ]
+    (loss,) = [svg for svg in re.findall("<svg.*?</svg>", content, re.DOTALL) if "lm loss" in svg]
+    assert re.findall(r'y="64" [^>]*>(.*?)<', loss) == ["golden", "attempt 1", "attempt 2"]
 
 
 def test_failures_of_distributed_tests_are_on_the_index_with_their_ranks(run: MadeRun) -> None:
@@ -95,13 +90,13 @@ def test_failures_of_distributed_tests_are_on_the_index_with_their_ranks(run: Ma
     ]
 
 
-def test_eight_charts_of_a_hundred_steps_are_below_60_kb(run: MadeRun) -> None:
+def test_eight_charts_of_a_hundred_steps_are_below_150_kb(run: MadeRun) -> None:
     names = [f"metric {n}" for n in range(8)]
     golden = whole(100, names)
     observed = {name: changed(s, {50: 1.0, 51: 2.0}) for name, s in golden.items()}
     page = run.item("recipes/a.yaml::a[dev-cpu]", [observed], golden=golden)
     report(run.write())
-    assert page.stat().st_size < 60_000
+    assert page.stat().st_size < 150_000
 
 
 def test_an_index_of_600_workloads_is_below_500_kb(run: MadeRun) -> None:
@@ -111,8 +106,7 @@ def test_an_index_of_600_workloads_is_below_500_kb(run: MadeRun) -> None:
     run.item("recipes/a.yaml::drawn[dev-cpu]", [whole(100)], golden=whole(100))
     report(run.write())
     index = (run.root / "index.html").read_text()
-    spark = len(re.findall("<svg.*?</svg>", index)[0])
-    assert len(index) + 600 * (spark + 80) < 500_000  # longer summaries, and a curve in each
+    assert len(index) + 600 * 80 < 500_000  # longer summaries in each
 
 
 def test_nothing_that_a_run_says_becomes_part_of_a_page(run: MadeRun) -> None:

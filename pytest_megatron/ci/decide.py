@@ -69,6 +69,8 @@ def matches_any(path: str, patterns: Iterable[str]) -> bool:
 
 NO_CLASS = "unknown"
 DOCS = "docs"
+_OF_PULL_REQUESTS = ("pull_request", "push")  # pushes to copies of them, as Megatron-LM's CI has it
+_TESTMON = {None: [], True: ["unit tests with --testmon"], False: ["all unit tests"]}
 _STATUS = re.compile(r"([ADMTUX]|[RC]\d*)\t(.+)").fullmatch
 
 
@@ -328,8 +330,15 @@ def decision_by(
         ),
         suites=tuple(dict.fromkeys(suite for effect in effects for suite in effect.suites)),
         env={name: value for effect in effects for name, value in effect.env.items()},
+        is_selective=_is_selective(effects, trigger),
         may_repeat_less=table.repeats == "at-most",
     )
+
+
+def _is_selective(effects: Sequence[LabelEffect], trigger: Trigger) -> bool:
+    """Return whether labels ask for a part of the unit tests; a merge queue runs all of them."""
+    wishes = {effect.testmon for effect in effects} - {None}
+    return wishes == {True} and trigger.event in _OF_PULL_REQUESTS
 
 
 def _image(
@@ -354,4 +363,5 @@ def _effect_line(effect: LabelEffect) -> str:
     parts += [f"image {effect.image}"] if effect.image else []
     parts += [f"suite {suite}" for suite in effect.suites]
     parts += [f"{name}={value}" for name, value in effect.env.items()]
+    parts += _TESTMON[effect.testmon]
     return f"{effect.label}: {', '.join(parts)}"

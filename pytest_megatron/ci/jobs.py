@@ -200,23 +200,26 @@ def unit_settings(row: Workload) -> CiJob:
     )
 
 
-def unit_job(bucket: Bucket, row: CiJob, tag: str, table: CiTable, *, experimental: str) -> CiJob:
+def unit_job(
+    bucket: Bucket, row: CiJob, choice: UnitChoice, table: CiTable, *, experimental: str
+) -> CiJob:
     """Return the job of a bucket or a shard.
 
     Args:
         bucket: The bucket, with its test files.
         row: What it shares with others; no `platform` is any, no `gpus` and no `ranks` run tests
             in pytest's own process.
-        tag: Of the tests; "" where none is asked for.
+        choice: For the tag of the tests, and whether they are selected by what changed.
         table: For the time limit.
         experimental: `exclude`, or `only`, of tests with the mark `experimental`.
     """
-    limit_s = row.time_limit_s or table.default_time_limit_s
+    limit_s, tag = row.time_limit_s or table.default_time_limit_s, choice.tag
     argv = [*PYTEST, *_gang_options(row), "--megatron-environment", row.environment]
     argv += ["--megatron-tag", tag] if tag else []
     argv += ["--megatron-platform", row.platform] if row.platform else []
     argv += ["--megatron-experimental-tests", "only"] if experimental == "only" else []
     argv += ["--megatron-bucket", ",".join(bucket.words)]
+    argv += ["--testmon"] if choice.is_selective else []
     kind = "-experimental" if experimental == "only" else ""
     where = f"{row.environment}-{row.platform or 'any'}-{tag or 'any'}{kind}"
     return replace(
@@ -271,11 +274,13 @@ class UnitChoice:
         environment: One word.
         platforms: Empty is any.
         tag: "" is any.
+        is_selective: Whether `--testmon` selects among the tests of a job.
     """
 
     environment: str
     platforms: tuple[str, ...]
     tag: str
+    is_selective: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +354,8 @@ def _jobs_of_platform(
                 f"platform and tag, expected it once; remove one",
             )
         else:
-            made = _jobs_of(buckets[row.test_case], unit_settings(row), row.tag or "", table, root)
+            own = replace(choice, tag=row.tag or "")
+            made = _jobs_of(buckets[row.test_case], unit_settings(row), own, table, root)
             parts.append(made)
             if not made.jobs:
                 mark = launch_mark(row.platform)
@@ -396,10 +402,12 @@ def shard_jobs(
         )
         for shard in shards
     )
-    return UnitJobs.joined(_jobs_of(one, row, choice.tag, table, root) for one in buckets)
+    return UnitJobs.joined(_jobs_of(one, row, choice, table, root) for one in buckets)
 
 
-def _jobs_of(bucket: Bucket, row: CiJob, tag: str, table: CiTable, root: Path) -> UnitJobs:
+def _jobs_of(
+    bucket: Bucket, row: CiJob, choice: UnitChoice, table: CiTable, root: Path
+) -> UnitJobs:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
     for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
@@ -407,11 +415,11 @@ def _jobs_of(bucket: Bucket, row: CiJob, tag: str, table: CiTable, root: Path) -
     if not files:
         return UnitJobs()
     own = replace(bucket, files=files)
-    jobs = [unit_job(own, row, tag, table, experimental="exclude")]
+    jobs = [unit_job(own, row, choice, table, experimental="exclude")]
     tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
-    if tests and tag in ("", _LATEST):
+    if tests and choice.tag in ("", _LATEST):
         own = replace(bucket, files=tests)
-        jobs.append(unit_job(own, row, tag, table, experimental="only"))
+        jobs.append(unit_job(own, row, choice, table, experimental="only"))
     return UnitJobs(jobs=tuple(jobs))
 
 

@@ -342,6 +342,7 @@ def _unit_jobs(
         environment=decision.environment,
         platforms=request.platforms,
         tag=tag,
+        is_selective=decision.is_selective,
     )
     if request.num_shards is not None:
         files = find_test_files(request.root, table.unit_tests)

@@ -72,6 +72,9 @@ class LabelEffect:
     image: Text | None = None
     suites: Texts = ()
     env: dict[str, str] = field(default_factory=dict)
+    testmon: Annotated[
+        bool | None, About("Whether unit tests run with --testmon; false wins over true.")
+    ] = None
 
 
 @closed

@@ -137,11 +137,20 @@ class UnitPlugin:
             return (yield)
         result = yield
         may_be_empty = self._options.is_empty_allowed or self._config.option.collectonly
+        may_be_empty = may_be_empty or self._is_unchanged()
         is_green = session.exitstatus == pytest.ExitCode.OK
         is_idle = not self._has_reports and not session.testscollected
         if is_green and is_idle and not may_be_empty and self._options.node_rank == 0:
             session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
         return result
+
+    def _is_unchanged(self) -> bool:
+        """Return true if pytest-testmon left out tests of the bucket, so that there may be none."""
+        select = self._config.pluginmanager.get_plugin("TestmonSelect")
+        gone: list[str] = [] if select is None else select.deselected_tests
+        files = {node_id.partition("::")[0] for node_id in gone}
+        patterns = self._options.bucket
+        return any(not patterns or matches_any(file, patterns) for file in files)
 
     def pytest_runtest_logreport(self) -> None:
         """Note that something ran, also where workers of pytest-xdist collect."""

@@ -39,6 +39,7 @@ class Decision(RowChoice):
         unknown_labels: Those that no rule reads, each with the nearest that is.
         suites: Further test suites that labels ask for.
         env: Variables that labels set.
+        is_selective: Whether unit tests run with `--testmon`.
         may_repeat_less: Whether a row that asks for fewer repeats gets them.
     """
 
@@ -52,6 +53,7 @@ class Decision(RowChoice):
     unknown_labels: tuple[str, ...] = ()
     suites: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    is_selective: bool = False
     may_repeat_less: bool = True
 
     def num_repeats(self, of_row: int | None) -> int:

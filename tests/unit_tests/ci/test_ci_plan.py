@@ -214,6 +214,21 @@ def test_a_label_sets_variables_of_the_commands() -> None:
     assert str(job["command"]).startswith("RECORD_CHECKPOINTS=true pytest -p megatron ")
 
 
+def test_a_label_selects_among_unit_tests_by_what_changed() -> None:
+    def commands(*labels: str, event: str = "pull_request") -> list[str]:
+        asked = ("--only", "units", "--event", event, "--labels", ",".join(labels))
+        return [str(job["command"]) for job in jobs(*asked).values()]
+
+    selective, every = "run selective unit tests", commands()
+    assert commands(selective) == [f"{command} --testmon" for command in every]
+    assert commands(selective, "Disable selective unit tests") == every
+    assert commands(selective, event="merge_group") == every
+    lines = invoke("--only", "units", "--labels", selective).stdout.splitlines()
+    assert "label Run selective unit tests: unit tests with --testmon" in lines
+    workloads = jobs("--only", "workloads", "--labels", selective).values()
+    assert not any("--testmon" in str(job["command"]) for job in workloads)
+
+
 def test_layouts_of_programs_for_gpus_are_tried_first_where_the_project_says_so(
     project: Path,
 ) -> None:

@@ -133,6 +133,19 @@ def test_zero_tests_are_no_success_even_where_a_conftest_says_so(
         assert run(project, *nothing, "--allow-empty").ret == pytest.ExitCode.OK
 
 
+def test_a_bucket_is_a_success_whose_tests_pytest_testmon_leaves_out(
+    project: pytest.Pytester,
+) -> None:
+    def select(bucket: str) -> pytest.RunResult:
+        options = ("-p", "megatron", "-v", "--testmon", "--bucket", bucket)
+        return project.runpytest_subprocess(*options)
+
+    bucket = "tests/moe/deep/**/*.py"
+    first, second, other = select(bucket), select(bucket), select("tests/moe/**/gone_*.py")
+    assert [ran(one) for one in (first, second, other)] == [{"deep"}, set(), set()]
+    assert [one.ret for one in (first, second, other)] == [0, 0, 5]
+
+
 def test_ranks_that_collect_for_themselves_find_the_same_tests(project: pytest.Pytester) -> None:
     arguments = (
         "--ranks",

@@ -82,7 +82,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         begin(early_config, args)
     if not options.is_rank(early_config):
         record_start_environment(early_config)
-        if early_config.stash[KEY].learnt is not None:
+        if early_config.stash[KEY].is_collecting:
             from pytest_megatron.gangs.start.start_mode import load_ahead
 
             load_ahead(early_config)

@@ -335,7 +335,7 @@ GPUS = ValueKind(lambda where, v: 0 if v == "all" else _count(where, v, ", or al
 
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
-GangStart = Literal["fork", "fresh"]
+GangStart = Literal["auto", "fork", "collect"]
 WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
 Experimental = Literal["exclude", "include", "only"]
@@ -372,7 +372,17 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
 )
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
-_GANG_START: ValueKind[GangStart] = one_of("fork", "fresh")
+_STARTS: ValueKind[GangStart] = one_of("auto", "fork", "collect")
+
+
+def _gang_start(where: str, value: object) -> GangStart:
+    """Parse a start of ranks; `fresh` is one of earlier versions."""
+    if value == "fresh":
+        raise pytest.UsageError(f"{where}: 'fresh' was removed; write collect or auto")
+    return _STARTS.parse(where, value)
+
+
+_GANG_START = ValueKind(_gang_start, _STARTS.metavar)
 _WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
 
@@ -604,15 +614,17 @@ class Options:
     )
     gang_start: GangStart = _GANG_START(
         "gang-start",
-        "fork ranks from what pytest has loaded, or start fresh interpreters",
-        "fork",
+        "fork ranks from what pytest has loaded, or have each of them collect for itself, from the "
+        "start of the session on",
+        "auto",
+        "auto: fork, unless a file reads the rank while it is collected; these collect afterwards",
     )
     preload: tuple[str, ...] = WORDS(
         "preload",
-        "modules of installed packages that pytest-megatron watch loads once, beside torch",
+        "modules of installed packages that ranks which collect, and pytest-megatron watch, load "
+        "once, beside torch",
         (),
         "none",
-        room="watch",
     )
     is_empty_allowed: bool = FLAG(
         "allow-empty", "a selection that matches no workload is no error", default=False

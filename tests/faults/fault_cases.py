@@ -70,9 +70,9 @@ class Case:
         return self.exit_code is not None or bool(self.driver) or self.place == "end"
 
 
-_FRESH = (
+_COLLECT = (
     "-o",
-    "megatron_gang_start=fresh",
+    "megatron_gang_start=collect",
     "--continue-on-collection-errors",
 )  # else the session ends
 _IF_LAST = 'if os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1):'
@@ -271,7 +271,7 @@ CASES: tuple[Case, ...] = (
         name="collect_import_error",
         body="sound",
         says="rank {g}.*ImportError: struck",
-        options=_FRESH,
+        options=_COLLECT,
         text=f'import os\n\n{_IF_LAST}\n    raise ImportError("struck")',
         has_own_file=True,
     ),
@@ -279,14 +279,14 @@ CASES: tuple[Case, ...] = (
         name="collect_other_tests",
         body="sound",
         says="rank {g} ",
-        options=_FRESH,
+        options=_COLLECT,
         text=f"import os\n\n{_IF_LAST}\n    del {{test}}",
     ),
     Case(
         name="collect_other_parameters",
         body="sound",
         says="rank {g} ",
-        options=_FRESH,
+        options=_COLLECT,
         text=f"import os\n\n{_IF_LAST}\n"
         '    {test} = pytest.mark.parametrize("other", ["here"])(lambda gang, other: None)',
     ),

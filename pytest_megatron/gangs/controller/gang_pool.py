@@ -28,13 +28,12 @@ from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.logs import open_standard_descriptors
 from pytest_megatron.gangs.rank.process import RankContext
 from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.start.environment import KEY, learn
+from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.forkserver import SessionTemplate, TemplateProcess
 from pytest_megatron.gangs.start.start_mode import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
-from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.session.state import RunSession, write_line
 
 _LOG = logging.getLogger("pytest_megatron.gangs")
@@ -221,7 +220,6 @@ class GangPool:
         if not gc.get_freeze_count():
             gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
-        self._learn()
         if not reason:
             self.drop_ahead()
         self.leases.close()  # those of ranks that began ahead: a wider gang may come first
@@ -256,15 +254,6 @@ class GangPool:
         if self._options.num_nodes > 1:
             self.leader = self._lead(session)
 
-    def _learn(self) -> None:
-        """Keep what lets ranks begin ahead next time."""
-        start_env = self._config.stash[KEY]
-        is_plain = self._options.num_nodes == 1 and not self._run.is_worker
-        if start_env.size and start_env.watch and is_plain and self._options.gang_start == "fork":
-            is_forkable = not find_obstacle()
-            size, watch = start_env.size, start_env.watch
-            learn(self._config, size, self._specs, watch, is_forkable=is_forkable)
-
     def _lead(self, session: pytest.Session) -> Leader:
         """Listen for the sessions of other nodes."""
         nodes = self._nodes
@@ -279,7 +268,7 @@ class GangPool:
             ranks_per_node=nodes.ranks_per_node,
             num_gpus=max(needed, default=0),
             node_ids=tuple(item.nodeid for item in session.items),
-            collecting="" if self.per_rank is None else self._options.gang_start,
+            is_collecting=self.per_rank is not None,
         )
         leader = Leader(self._config, self.supervisor, welcome=welcome, options=self._options)
         self._config.pluginmanager.register(leader, "megatron-leader")

@@ -50,7 +50,7 @@ from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.gangs.record import plan_lines, test_record, transient_cause
 from pytest_megatron.gangs.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
-from pytest_megatron.gangs.start.start_mode import make_extra_item
+from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
 from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.process.tree import end_if_forked
@@ -173,16 +173,13 @@ class GangPlugin(RecordCarrier):
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
-        """Have ranks begin to collect, if those of the last session did for themselves."""
-        learnt = session.config.stash[KEY].learnt
-        is_forking = self._options.gang_start == "fork" and not self._options.is_plan
-        if learnt is None or not is_forking:
+        """Have ranks begin to collect, where they are to do so beside the controller."""
+        if not session.config.stash[KEY].is_collecting or self._options.is_plan:
             return
-        world_size, device = learnt.gang
         self._pool = GangPool(self._config, self._run, self._default_size())
         try:
             self._run.refuse_used_run_dir()
-            self._pool.begin_ahead(GangSpec(world_size=world_size, device=device))
+            self._pool.begin_ahead(first_gang(self._options))
         except (LaunchError, pytest.UsageError):  # reported when tests are about to run
             self._pool.drop_ahead()
 
@@ -194,6 +191,24 @@ class GangPlugin(RecordCarrier):
                 self._pool.go_on_ahead()
             except (LaunchError, pytest.UsageError):  # reported when tests are about to run
                 self._pool.drop_ahead()
+
+    def pytest_report_collectionfinish(self) -> str | None:
+        """Propose the setting that fits a project whose files read the rank."""
+        watch = self._config.stash[KEY].watch
+        readers = [] if watch is None or not self._specs else watch.rank_readers
+        start, option = self._options.gang_start, self._config.option
+        if not readers or start == "collect" or option.collectonly or option.verbose < 0:
+            return None
+        reader = self._run.shorten(readers[0])
+        if start == "fork":
+            return (
+                f"megatron: ranks are forked, by megatron_gang_start = fork, and have what was "
+                f"read for rank 0: {reader}"
+            )
+        return (
+            f"megatron: every rank collects for itself, after this process, for {reader}; write "
+            f"megatron_gang_start = collect into the ini file, and they do so at the same time"
+        )
 
     # The loop
 

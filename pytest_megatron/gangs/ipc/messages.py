@@ -24,15 +24,15 @@ class Welcome:
         ranks_per_node: Ranks that fit on each node.
         num_gpus: CUDA devices that the node leases for the session.
         node_ids: Items that node 0 collected, in order.
-        collecting: Start of ranks that collect for themselves, `fork` or `fresh`; "" where ranks
-            are forked from the session of their node.
+        is_collecting: Whether ranks collect for themselves, and are not forked from the session of
+            their node.
     """
 
     num_nodes: int
     ranks_per_node: int
     num_gpus: int
     node_ids: tuple[str, ...]
-    collecting: str = ""
+    is_collecting: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

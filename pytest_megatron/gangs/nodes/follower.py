@@ -195,7 +195,7 @@ class FollowerPlugin:
                 this_host().gpus, welcome.num_gpus, partial(write_line, self._config)
             )
             os.environ[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
-        start = self._start_preloaded if welcome.collecting else self._fork_template
+        start = self._start_preloaded if welcome.is_collecting else self._fork_template
         end = start(session, channel, welcome, key)
         try:
             channel.send(_compare(session, welcome))
@@ -252,7 +252,6 @@ class FollowerPlugin:
             address=self._address,
             key=key,
             digest=digest_of(welcome.node_ids),
-            is_single=welcome.collecting == "fresh",
         )
         devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}
         info = replace(
@@ -310,7 +309,7 @@ def _stamp_of(path: str | None) -> tuple[int, int] | None:
 
 def _compare(session: pytest.Session, welcome: Welcome) -> Joined:
     """Compare this node's tests with node 0's, unless ranks collect for themselves."""
-    if welcome.collecting:
+    if welcome.is_collecting:
         return Joined()
     own = [item.nodeid for item in session.items]
     theirs, known = set(welcome.node_ids), set(own)

@@ -128,7 +128,6 @@ class SessionInfo:
         path: `sys.path` before any import of the user's code.
         env: The environment at that time.
         digest: Digest of the controller's node ids.
-        is_single: Whether ranks must never be forked.
         has_parent_pipe: Whether all processes end when the sender closes its pipe.
         base_temp: Directory for temporary files, see `SessionTemplate`.
     """
@@ -142,7 +141,6 @@ class SessionInfo:
     path: list[str]
     env: Mapping[str, str]
     digest: str
-    is_single: bool
     has_parent_pipe: bool = False
     base_temp: str = ""
 
@@ -364,7 +362,7 @@ class CollectingPlugin:
         node_ids = tuple(item.nodeid for item in session.items)
         is_same = digest_of(node_ids) == self._info.digest
         self._pipes.note("")
-        obstacle = "megatron_gang_start=fresh" if self._info.is_single else find_obstacle()
+        obstacle = find_obstacle()
         self._channel.send(
             Collected(
                 is_same=is_same,

@@ -1,25 +1,21 @@
 """State of a session before any import of the user's code, from which ranks start as well.
 
-It also sets variables of ranks while tests are collected, and keeps facts of a session whose ranks
-collected for themselves: with them the next ones begin beside the controller.
+It also sets variables of ranks while tests are collected.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
 import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
-from _pytest.assertion.rewrite import AssertionRewritingHook
 from typing_extensions import override
 
 from pytest_megatron.session import options
@@ -27,188 +23,17 @@ from pytest_megatron.session.options import chosen_ini, has_workers
 
 if TYPE_CHECKING:
     from pytest_megatron.gangs.rank.bootstrap import RandomState
-    from pytest_megatron.gangs.spec import GangSpec
     from pytest_megatron.gangs.start.no_groups import NoGroups
     from pytest_megatron.gangs.start.preload import PreloadedProcess
     from pytest_megatron.gpu.host import Lease
 
 
-_CACHE = "megatron/ranks_that_collect"
-_MOST_SUITES = 8
-_CONFTEST = "conftest.py"
 _LIBRARIES = ("site-packages", "dist-packages")
-
-
-class RankReaders(Protocol):
-    """Readers of variables that differ between ranks, as `EnvWatch` records them."""
-
-    rank_readers: list[str]
-    size_readers: list[str]
-    loaded: frozenset[str] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearntStart:
-    """Facts of one suite: the arguments of pytest that name files, with the number of ranks.
-
-    Attributes:
-        conftest: Directory of the conftest.py that reads the rank, from the project's root; None
-            where another file does.
-        gang: World size and device of the gang that has most ranks, or those typed.
-        modules: Modules of third-party packages, in the order of their import.
-    """
-
-    conftest: str | None
-    gang: tuple[int, str]
-    modules: tuple[str, ...]
 
 
 def is_library(file: str) -> bool:
     """Return whether a file is one of an installed package."""
     return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
-
-
-def recall(config: pytest.Config, size: tuple[int, int]) -> LearntStart | None:
-    """Return what was learnt of the suite that a session is about to collect, or None.
-
-    Args:
-        config: Before its conftest files are loaded.
-        size: Ranks of a node, and nodes.
-    """
-    if vars(config.known_args_namespace).get("cacheclear"):
-        return None
-    try:
-        directory = pytest.Cache.cache_dir_from_config(config, _ispytest=True)
-        known = pytest.Cache(directory, config, _ispytest=True).get(_CACHE, {})
-        entries = {key: _entry(value) for key, value in known.items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # there is no cache plugin, or it is of another version, or damaged
-    found = entries.get(_key(config, size))
-    if found is not None:
-        return found
-    folders = [Path(file) for file in _files(config)]
-    for key, entry in entries.items():
-        top = entry.conftest
-        is_below = top is not None and all(folder.is_relative_to(top) for folder in folders)
-        if is_below and folders and key.startswith(_size_text(size)):
-            return entry
-    return None
-
-
-def learn(
-    config: pytest.Config,
-    size: tuple[int, int],
-    specs: Iterable[GangSpec],
-    readers: RankReaders,
-    *,
-    is_forkable: bool,
-) -> None:
-    """Keep what the next session of a suite has to know; its tests are collected.
-
-    Args:
-        config: Configuration of the session.
-        size: Ranks of a node, and nodes.
-        specs: Gangs of its tests.
-        readers: Readers of rank variables; without any, the suite is forgotten.
-        is_forkable: Whether a process with all of its modules can be forked.
-    """
-    cache: pytest.Cache | None = getattr(config, "cache", None)
-    if cache is None:
-        return
-    known = cache.get(_CACHE, {})
-    known = known if isinstance(known, dict) else {}
-    before, key = dict(known), _key(config, size)
-    known.pop(key, None)
-    if readers.rank_readers:
-        file = Path(readers.rank_readers[0].partition(" in ")[2].rpartition(":")[0])
-        typed = size[0] * size[1]
-        first = max(specs, key=lambda spec: (spec.world_size == typed, spec.world_size))
-        entry = LearntStart(
-            conftest=_folder(file, config.rootpath) if file.name == _CONFTEST else None,
-            gang=(first.world_size, first.device),
-            modules=_modules(config, readers) if is_forkable else (),
-        )
-        known = {key: asdict(entry), **dict(list(known.items())[: _MOST_SUITES - 1])}
-    if json.dumps(known) != json.dumps(before):
-        cache.set(_CACHE, known)
-
-
-def _modules(config: pytest.Config, readers: RankReaders) -> tuple[str, ...]:
-    """Return the third-party modules that can be imported before any code of the user.
-
-    None where a library reads the rank while it is imported. Those that were imported after code
-    of the user had changed variables may depend on these.
-    """
-    places = (*readers.rank_readers, *readers.size_readers)
-    if any(is_library(text.partition(" in ")[2]) for text in places):
-        return ()
-    plugins = {_top(getattr(p, "__name__", "")) for p in config.pluginmanager.get_plugins()}
-    plugins.add(_top(__name__))
-    return tuple(
-        name
-        for name, module in list(sys.modules.items())
-        if (readers.loaded is None or name in readers.loaded)
-        and _is_plain(name, module)
-        and _top(name) not in plugins
-    )
-
-
-def _is_plain(name: str, module: ModuleType) -> bool:
-    """Return whether a module is a library's, which pytest does not rewrite."""
-    spec = getattr(module, "__spec__", None)
-    return (
-        spec is not None
-        and spec.name == name
-        and isinstance(spec.origin, str)
-        and is_library(spec.origin)
-        and not isinstance(spec.loader, AssertionRewritingHook)
-    )
-
-
-def _top(name: str) -> str:
-    return str(name).partition(".")[0]
-
-
-def _entry(value: Mapping[str, object]) -> LearntStart:
-    """Return an entry of the cache.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is damaged.
-    """
-    conftest, gang, modules = value["conftest"], value["gang"], value["modules"]
-    if not isinstance(gang, list) or not isinstance(modules, list):
-        raise TypeError
-    world_size, device = gang
-    return LearntStart(
-        conftest=None if conftest is None else str(conftest),
-        gang=(int(world_size), str(device)),
-        modules=tuple(str(name) for name in modules),
-    )
-
-
-def _key(config: pytest.Config, size: tuple[int, int]) -> str:
-    return " ".join([_size_text(size), *sorted(_files(config))])
-
-
-def _size_text(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}:"
-
-
-def _files(config: pytest.Config) -> set[str]:
-    """Return the files and folders that a session was given, from the project's root."""
-    words = getattr(config.known_args_namespace, "file_or_dir", None) or ()
-    start = config.invocation_params.dir
-    return {
-        Path(os.path.relpath(start / str(word).partition("::")[0], config.rootpath)).as_posix()
-        for word in words
-    }
-
-
-def _folder(file: Path, root: Path) -> str | None:
-    """Return the folder of a file, from the project's root; None outside of it."""
-    with contextlib.suppress(ValueError):
-        return file.parent.relative_to(root).as_posix()
-    return None
 
 
 RANK_VARIABLES = frozenset(
@@ -239,8 +64,6 @@ class EnvWatch:
     Attributes:
         rank_readers: `VARIABLE in file:line`, each place once.
         size_readers: The same for variables that are equal in gangs of one size.
-        loaded: Modules that were loaded when code of the user first changed a variable; None if it
-            did not.
     """
 
     def __init__(self, env: Mapping[str, str], on_rank_read: Callable[[], None]) -> None:
@@ -255,7 +78,6 @@ class EnvWatch:
         self._before: dict[str, str | None] | None = None
         self.rank_readers: list[str] = []
         self.size_readers: list[str] = []
-        self.loaded: frozenset[str] | None = None
 
     def start(self, *, is_noting: bool = True) -> None:
         """Set the variables; a second call does nothing."""
@@ -264,7 +86,7 @@ class EnvWatch:
         self._before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         if is_noting:
-            os.environ.__class__ = _watched(self._note, self._note_change)
+            os.environ.__class__ = _watched(self._note)
 
     def stop(self) -> None:
         """Restore the variables, except those that other code has set meanwhile."""
@@ -279,10 +101,6 @@ class EnvWatch:
             else:
                 os.environ[name] = value
         self._before = None
-
-    def _note_change(self, place: str) -> None:
-        if self.loaded is None and not is_library(place):
-            self.loaded = frozenset(sys.modules)
 
     def _note(self, name: str, place: str) -> None:
         """Note a place that reads the rank or the world size."""
@@ -333,8 +151,8 @@ def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, s
             continue
 
 
-def _watched(note: Callable[[str, str], None], note_change: Callable[[str], None]) -> type:
-    """Return a class for `os.environ` that reports reads by name, and changes by their place.
+def _watched(note: Callable[[str, str], None]) -> type:
+    """Return a class for `os.environ` that reports reads by name.
 
     Copies of the whole environment are no reads: those list the keys first, then get each.
     """
@@ -353,16 +171,6 @@ def _watched(note: Callable[[str, str], None], note_change: Callable[[str], None
             return str(super().__getitem__(key))
 
         @override
-        def __setitem__(self, key: str, value: str) -> None:
-            _record_change(note_change)
-            super().__setitem__(key, value)
-
-        @override
-        def __delitem__(self, key: str) -> None:
-            _record_change(note_change)
-            super().__delitem__(key)
-
-        @override
         def __iter__(self) -> Iterator[str]:
             nonlocal copying
             keys = list(super().__iter__())
@@ -379,21 +187,12 @@ def _watched(note: Callable[[str, str], None], note_change: Callable[[str], None
 
 def _record_read(note: Callable[[str, str], None], name: str) -> None:
     """Record a read, unless this package or the standard library made it."""
-    file, line = _user_of_environ()
-    if not file.startswith(_PACKAGE):
-        note(name, f"{file}:{line}")
-
-
-def _record_change(note: Callable[[str], None]) -> None:
-    note(_user_of_environ()[0])
-
-
-def _user_of_environ() -> tuple[str, int]:
-    """Return file and line of the code that uses `os.environ` now."""
-    frame = sys._getframe(3)
+    frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
+    if not file.startswith(_PACKAGE):
+        note(name, f"{file}:{frame.f_lineno}")
 
 
 PLUGIN_NAME = "megatron-start-environment"
@@ -407,7 +206,7 @@ class StartEnvironment:
         watch: None in a session without options for gangs.
         preloaded: The process that ranks which collect for themselves are forked from, if any.
         size: Ranks of a node, and nodes, as typed; None without options for gangs.
-        learnt: What the last session of this suite learnt, if it is to begin with that.
+        is_collecting: Whether ranks begin to collect beside the controller, with the session.
         lease: Devices of ranks that have begun before conftest files are loaded, until it is taken.
     """
 
@@ -418,7 +217,7 @@ class StartEnvironment:
     watch: EnvWatch | None = None
     preloaded: PreloadedProcess | None = None
     size: tuple[int, int] | None = None
-    learnt: LearntStart | None = None
+    is_collecting: bool = False
     lease: Lease | None = None
 
     def stop_preloaded(self) -> None:
@@ -435,7 +234,8 @@ class StartEnvironment:
         if self.watch is not None and self.size != size:
             self.watch.stop()
             self.stop_preloaded()
-            self.size = self.watch = self.learnt = None
+            self.size = self.watch = None
+            self.is_collecting = False
 
 
 KEY = pytest.StashKey[StartEnvironment]()
@@ -492,17 +292,17 @@ def record_start_environment(early_config: pytest.Config) -> None:
 
     def preload() -> None:
         """Start the process that imports ahead of collection."""
-        modules = start_env.learnt.modules if start_env.learnt else ()
-        start_env.preloaded = start_preloaded("fork", start_env.env, start_env.path, modules)
+        modules = options.early_words(early_config, "preload")
+        start_env.preloaded = start_preloaded(start_env.env, start_env.path, modules)
         early_config.add_cleanup(start_env.stop_preloaded)
 
     def on_rank_read() -> None:
-        if is_forking and start_env.learnt is None:
+        if may_collect and start_env.preloaded is None:
             preload()
 
     given = early_config.known_args_namespace
-    is_forking = not (given.collectonly or _is_for_others(early_config))
-    is_forking = is_forking and chosen_ini(early_config, "megatron_gang_start") != "fresh"
+    start = chosen_ini(early_config, "megatron_gang_start")
+    may_collect = start != "fork" and not (given.collectonly or _is_for_others(early_config))
     per_node, num_nodes = size
     world_size = per_node * num_nodes
     nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)
@@ -514,10 +314,9 @@ def record_start_environment(early_config: pytest.Config) -> None:
     no_groups = NoGroups()
     no_groups.start()
     early_config.add_cleanup(no_groups.stop)
-    if is_forking and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ:
-        start_env.learnt = recall(early_config, size)
-    if start_env.learnt is not None:
+    if may_collect and start == "collect" and start_env.preloaded is None:
         preload()
+        start_env.is_collecting = num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ
     early_config.pluginmanager.register(StartEnvironmentPlugin(watch, no_groups), PLUGIN_NAME)
 
 

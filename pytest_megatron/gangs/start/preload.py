@@ -15,11 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import BinaryIO, Literal, NoReturn
+from typing import BinaryIO, NoReturn
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.server import ForkServer, StartRank, fork_rank
@@ -46,14 +45,13 @@ from pytest_megatron.process.tree import (
     run_guarded,
 )
 
-PreloadMode = Literal["fork", "fresh"]
 _PRELOADED = ("numpy", "torch")
 _MOST_BYTES = 1 << 16  # of the data with which ranks begin to load
 _CODE = """
 import sys
 sys.path[:] = {path!r}
-from pytest_megatron.gangs.start.preload import {name}
-{name}({argument!r})
+from pytest_megatron.gangs.start.preload import main
+main()
 """
 
 
@@ -120,7 +118,7 @@ def fork_spare() -> Spare:
         os.environ.update(content["env"])
         sys.path[:] = content["path"]
         reseed(has_user_code=False)
-        main("fork")
+        main()
 
     pid = fork_child(run, leads_session=True)
     other.close()
@@ -136,7 +134,6 @@ class PreloadedProcess:
         log: Descriptor of its output, a file in memory.
     """
 
-    mode: PreloadMode
     process: subprocess.Popen[bytes] | Spare
     stdin: BinaryIO
     log: int
@@ -191,25 +188,24 @@ class PreloadedProcess:
 
 
 def start_preloaded(
-    mode: PreloadMode, env: Mapping[str, str], path: Sequence[str], modules: Sequence[str] = ()
+    env: Mapping[str, str], path: Sequence[str], modules: Sequence[str] = ()
 ) -> PreloadedProcess:
     """Start the process, which preloads modules until it receives the session's data.
 
     Args:
-        mode: Whether ranks are forked, or fresh interpreters.
         env: Start environment of the session.
         path: `sys.path` of the session.
-        modules: Modules of third-party packages to import beside torch, for ranks that are forked.
+        modules: Modules of third-party packages to import beside torch.
     """
     log = os.memfd_create("preload")
     read_end, write_end = os.pipe()
     process: subprocess.Popen[bytes] | Spare
-    if mode == "fork" and spares:
+    if spares:
         process = spares.pop()
         process.start(env, path, (read_end, log, log))
     else:
         process = subprocess.Popen(
-            _command(path, "main", mode),
+            python_command(_CODE.format(path=list(path))),
             env=dict(env),
             stdin=read_end,
             stdout=log,
@@ -223,14 +219,14 @@ def start_preloaded(
         fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + _MOST_BYTES + (1 << 16))
     except OSError:
         names = b"[]"
-    preloaded = PreloadedProcess(mode, process, stdin, log)
+    preloaded = PreloadedProcess(process, stdin, log)
     preloaded.write(names)
     return preloaded
 
 
-def main(mode: PreloadMode) -> NoReturn:
+def main() -> NoReturn:
     """Load torch and pytest, wait for the session's data, and serve."""
-    run_guarded(lambda: _serve(mode))
+    run_guarded(_serve)
     end_process(0, loaded=sys.modules)
 
 
@@ -273,13 +269,12 @@ def _load(modules: Sequence[str]) -> None:
         _import_in_child(modules)
 
 
-def _serve(mode: PreloadMode) -> None:
+def _serve() -> None:
     """Load torch, wait for the session's data, and start ranks until the session ends."""
     ahead: LoadingRanks | None = None
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
-    if mode == "fork":
-        _load(modules)
+    _load(modules)
     changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
     added = [entry for entry in sys.path if entry not in path]
     keeper = StoreKeeper()
@@ -304,9 +299,7 @@ def _serve(mode: PreloadMode) -> None:
     channel = connect_unless_ended(info.address, bytes.fromhex(info.key), registration)
     if channel is None:
         return
-    start_rank: StartRank = partial(_execute_rank, info)
-    if mode == "fork":
-        start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
+    start_rank: StartRank = fork_rank(channel, keeper, partial(collect_and_serve, info))
     if ahead is not None:
         start_rank = ahead.start_first(start_rank, info)
     ForkServer(channel, start_rank, keeper, parent_pipe).serve()
@@ -392,49 +385,11 @@ def _receive_rank(channel: Channel) -> tuple[SessionInfo, RankConfig, RankPipes]
     return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes
 
 
-def _execute_rank(
-    info: SessionInfo,
-    rank_config: RankConfig,
-    pipes: RankPipes,
-    inherited: Sequence[int],
-    unwanted: Sequence[int],
-) -> int:
-    """Start a rank as a fresh interpreter; return its process."""
-    del unwanted  # it gets the descriptors that are passed
-    with tempfile.TemporaryFile() as file:
-        file.write(_rank_content(info, rank_config, pipes).encode())
-        file.seek(0)
-        process = subprocess.Popen(
-            _command(info.path, "fresh_main", os.getpid()),
-            env={**info.env, **rank_config.env},
-            stdin=file,
-            pass_fds=[pipes.trigger, pipes.notes, *inherited],
-            start_new_session=True,
-        )
-    process.returncode = 0  # the fork server waits for it
-    return process.pid
-
-
 def _rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
-    """Return the data of a rank that is started by another process than a fork."""
+    """Return the data of a rank that began to load before it was known."""
     content = {
         "info": asdict(info),
         "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
         "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
     }
     return json.dumps(content)
-
-
-def fresh_main(fork_server: int) -> None:
-    """Run a rank that was executed, with the data of its stdin."""
-    die_with(fork_server)
-    content = json.loads(sys.stdin.buffer.read())
-    close_stdin()
-    info = SessionInfo(**content["info"])
-    rank_config = RankConfig(**content["config"])
-    collect_and_serve(info, rank_config, RankPipes(**content["pipes"]))
-
-
-def _command(path: Sequence[str], function: str, argument: object) -> list[str]:
-    """Return the command that calls a function of this module in a fresh interpreter."""
-    return python_command(_CODE.format(path=list(path), name=function, argument=argument))

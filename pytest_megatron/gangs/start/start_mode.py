@@ -32,7 +32,8 @@ from pytest_megatron.gangs.crash import shorten_stack
 from pytest_megatron.gangs.ipc.channel import Listener
 from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
-from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of
+from pytest_megatron.gangs.markers import device_of
+from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of, room_on_gpus
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start.collector import (
     CollectionDifference,
@@ -48,7 +49,7 @@ from pytest_megatron.gangs.start.environment import (
     will_load_torch,
 )
 from pytest_megatron.gangs.start.forkserver import wait_for_fork_server
-from pytest_megatron.gangs.start.preload import PreloadedProcess, PreloadMode, start_preloaded
+from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
 from pytest_megatron.gangs.supervisor.connections import CollectorMessage
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.topology import Nodes, count_gpus
@@ -75,9 +76,19 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
         options: What the user asked for.
         sizes: World sizes of its gangs.
         default: World size that the controller collected as; 0 if as none.
+
+    Raises:
+        pytest.UsageError: They must be forked, and cannot be.
     """
-    if options.gang_start == "fresh":
-        return "megatron_gang_start=fresh"
+    if options.gang_start == "collect":
+        return "megatron_gang_start=collect"
+    if options.gang_start == "fork":
+        if obstacle := find_obstacle():
+            raise pytest.UsageError(
+                f"megatron_gang_start: fork is given, and this process cannot be forked: "
+                f"{obstacle}; write auto"
+            )
+        return ""
     watch = config.stash[KEY].watch
     if watch is None:
         found = find_rank_words(list(sys.modules.values()), config.rootpath)
@@ -103,7 +114,7 @@ def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
 
 
 def make_session_info(
-    config: pytest.Config, *, address: str, key: bytes, digest: str, is_single: bool
+    config: pytest.Config, *, address: str, key: bytes, digest: str
 ) -> SessionInfo:
     """Return the data of a session on this node for ranks.
 
@@ -112,7 +123,6 @@ def make_session_info(
         address: Address of the controller.
         key: Key of the session.
         digest: Digest of the tests that the controller collected; "" while it does so.
-        is_single: Whether ranks must never be forked.
     """
     start_env = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
@@ -130,19 +140,25 @@ def make_session_info(
         path=start_env.path,
         env=start_env.env,
         digest=digest,
-        is_single=is_single,
     )
 
 
+def first_gang(options: Options) -> GangSpec:
+    """Return the gang of tests without a mark, whose ranks begin with the session."""
+    nodes, room = nodes_of(options), 0 if options.device == "cpu" else room_on_gpus(options)
+    size = nodes.ranks_per_node * nodes.num_nodes
+    return GangSpec(world_size=size, device=device_of(options, size, room))
+
+
 def load_ahead(config: pytest.Config) -> None:
-    """Have ranks load conftest files beside the controller, if those of the last session collected.
+    """Have ranks load conftest files beside the controller.
 
     Call it before conftest files are loaded. Where the session turns out to need other ranks than
     those that are predicted here, they have begun for nothing.
     """
     start_env = config.stash[KEY]
-    learnt, preloaded = start_env.learnt, start_env.preloaded
-    if learnt is None or preloaded is None:
+    preloaded = start_env.preloaded
+    if preloaded is None:
         return
     before, config.option = config.option, copy.copy(config.known_args_namespace)
     try:  # again later: a hook of a conftest.py may change options
@@ -151,15 +167,14 @@ def load_ahead(config: pytest.Config) -> None:
         return
     finally:
         config.option = before
-    options, (world_size, device) = run.options, learnt.gang
+    options = run.options
     if options.is_plan or options.run_dir is not None:
         return
-    num_slots = max(nodes_of(options).ranks_per_node, world_size)
-    nodes = Nodes(num_nodes=1, ranks_per_node=num_slots)
-    spec = GangSpec(world_size=world_size, device=device)
+    spec = first_gang(options)
+    nodes = Nodes(num_nodes=1, ranks_per_node=spec.world_size)
     try:
-        if device == "cuda":
-            num_gpus = count_gpus(world_size, options.ranks_per_gpu)
+        if spec.device == "cuda":
+            num_gpus = count_gpus(spec.world_size, options.ranks_per_gpu)
             start_env.lease = try_lease(this_host().gpus, num_gpus)
             if start_env.lease is None:
                 return
@@ -175,16 +190,15 @@ def load_ahead(config: pytest.Config) -> None:
             writer.remove_ahead()
 
     config.add_cleanup(end)
-    info = make_session_info(config, address="", key=b"", digest="", is_single=False)
+    info = make_session_info(config, address="", key=b"", digest="")
     preloaded.begin(info, [_for_collecting(rank_config, 1) for rank_config in rank_configs])
 
 
 def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> PreloadedProcess:
-    """Send the session's data to the preloaded process; start one if none of this mode runs."""
-    mode: PreloadMode = "fresh" if info.is_single else "fork"
+    """Send the session's data to the preloaded process; start one if none runs."""
     preloaded, start_env.preloaded = start_env.preloaded, None
-    if preloaded is None or preloaded.mode != mode:
-        preloaded = start_preloaded(mode, start_env.env, start_env.path)
+    if preloaded is None:
+        preloaded = start_preloaded(start_env.env, start_env.path)
     preloaded.send(info)
     return preloaded
 
@@ -261,7 +275,6 @@ class PerRank:
             address=listener.address,
             key=listener.key,
             digest="" if self._node_ids is None else digest_of(self._node_ids),
-            is_single=options.gang_start == "fresh",
         )
         self._has_served = False
         self._preloaded = self._begin()

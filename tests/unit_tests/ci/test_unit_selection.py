@@ -153,7 +153,7 @@ def test_ranks_that_collect_for_themselves_find_the_same_tests(project: pytest.P
         "--device",
         "cpu",
         "-o",
-        "megatron_gang_start=fresh",
+        "megatron_gang_start=collect",
         "--environment",
         "dev",
     )

@@ -100,7 +100,7 @@ MESSAGES: tuple[Message, ...] = (
         ranks_per_node=2,
         num_gpus=0,
         node_ids=("test_a.py::test_1",),
-        collecting="fork",
+        is_collecting=True,
     ),
     Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
     Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),

@@ -110,7 +110,7 @@ def test_a_leak_fails_its_test_and_names_the_ranks(suite: Suite) -> None:
     assert "secret" not in run.stdout
 
 
-@pytest.mark.parametrize("more", [["-pxdist", "-n1"], ["-omegatron_gang_start=fresh"]])
+@pytest.mark.parametrize("more", [["-pxdist", "-n1"], ["-omegatron_gang_start=collect"]])
 def test_leaks_fail_tests_of_workers_and_of_ranks_that_collect(
     tmp_path: Path, more: list[str]
 ) -> None:

@@ -36,7 +36,7 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
         "rank_timeout": 60.0,
         "rank_grace": 10.0,
         "ranks_per_gpu": 4,
-        "gang_start": "fresh",
+        "gang_start": "collect",
     }
     chosen = chosen_of(tmp_path, a_test(), options=options)
     expected = [
@@ -53,7 +53,7 @@ def test_a_test_runs_after_what_ran_before_it_on_as_many_ranks(tmp_path: Path) -
     ]
     expected += [
         "-o",
-        "megatron_gang_start=fresh",
+        "megatron_gang_start=collect",
     ]
     assert made(chosen, None, "a.py::b").argv == (*COMMON, *expected, "a.py::b", TEST)
 
@@ -183,7 +183,7 @@ def test_who_trusts_a_run_gets_its_variables_but_those_of_the_machine(tmp_path: 
 def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> None:
     options: JsonValue = {
         "golden_policy": "/opt/evil.py",
-        "gang_start": "fresh; evil",
+        "gang_start": "collect; evil",
         "workload_start": "fork; evil",
         "signatures": ["/opt/evil.toml"],
         "basetemp": "/home",
@@ -198,6 +198,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     [
         ("rank_timeout", "1", "with a value that it does not take: --rank-timeout: does not take"),
         ("ranks_per_gpu", True, "that it does not take: --ranks-per-gpu: True is not a count"),
+        ("gang_start", "fresh", "that it does not take: megatron_gang_start: 'fresh' was removed"),
         ("lightweight", "yes", "with a value that it does not take: --lightweight: does not take"),
         ("tensor_trace", "full --pdb", "a value that it does not take: --tensor-trace: 'full --p"),
         (
@@ -216,7 +217,8 @@ def test_an_option_that_is_not_given_back_is_named(
     again = made(chosen_of(tmp_path, a_test(), options={name: value}))
     assert again.argv == made(chosen_of(tmp_path, a_test())).argv
     assert reason in again.left_out[0]
-    name = "megatron_signatures" if name == "signatures" else f"--{name.replace('_', '-')}"
+    is_setting = name in ("gang_start", "signatures")
+    name = f"megatron_{name}" if is_setting else f"--{name.replace('_', '-')}"
     assert again.left_out[0].startswith(f"{name} was given there")
 
 

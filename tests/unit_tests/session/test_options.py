@@ -135,7 +135,11 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
     (["--pdb-rank", "first"], "--pdb-rank: 'first' is not a number, expected one from 0 on"),
     (
         ["-o", "megatron_gang_start=spawn"],
-        "megatron_gang_start: 'spawn' is unknown, expected one of fork, fresh",
+        "megatron_gang_start: 'spawn' is unknown, expected one of auto, collect, fork",
+    ),
+    (
+        ["-o", "megatron_gang_start=fresh"],
+        "megatron_gang_start: 'fresh' was removed; write collect or auto",
     ),
     (["--gpus", "8"], "--gpus: asked for 8 GPUs, this host has none; use --ranks for ranks on "),
     (["--gpus", "all"], "--gpus: asked for all GPUs, this host has none; use --ranks for ranks"),

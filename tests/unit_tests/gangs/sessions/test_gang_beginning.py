@@ -19,7 +19,7 @@ TESTS = """
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "fresh"])
+@pytest.mark.parametrize("start", ["auto", "collect"])
 def test_warnings_that_are_errors_do_not_keep_a_rank_from_starting(
     start: str, tmp_path: Path
 ) -> None:

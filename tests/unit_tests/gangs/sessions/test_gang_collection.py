@@ -191,10 +191,10 @@ GARBAGE = """
 """
 
 
-def test_fresh_interpreters_set_up_and_destroy_groups(tmp_path: Path) -> None:
+def test_ranks_that_collect_at_once_set_up_and_destroy_groups(tmp_path: Path) -> None:
     suite = Suite(tmp_path)
     suite.write(conftest=NOTING, test_cycles=CYCLES_BY_VARIABLES, test_garbage=GARBAGE)
-    run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=fresh")
+    run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=collect")
     names = [f"test_sets_up_and_destroys[{i}]" for i in range(3)]
     names.append("test_what_was_collected_is_no_garbage_to_search")
     assert run.words == dict.fromkeys(names, "PASSED"), run.stdout

@@ -80,7 +80,7 @@ def test_a_proc_of_another_namespace_is_one_error(suite: Suite) -> None:
     assert run.stderr.startswith("ERROR: /proc: is of another PID namespace, and processes of")
 
 
-@pytest.mark.parametrize("start", ["fork", "fresh"])
+@pytest.mark.parametrize("start", ["auto", "collect"])
 def test_a_checkout_may_have_any_name(start: str, tmp_path: Path) -> None:
     name = "a::b[1] \u00fc\u4e2d"
     (tmp_path / name).mkdir()

@@ -258,7 +258,7 @@ WANTS_CONTROLLER = """
     """
 
 
-@pytest.mark.parametrize("how", ["fork", "fresh"])
+@pytest.mark.parametrize("how", ["auto", "collect"])
 def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
     tmp_path: Path, how: str
 ) -> None:

@@ -6,7 +6,7 @@ and the working directory last from command to command. Comments of HTML, for th
 
     <!-- needs: Slurm -->                 runs only where this is: one of NEEDS, or `8 GPUs`
     <!-- exits: 0, 1 -->                  the exit code of each command; 0 is the default
-    <!-- answers: a, q -->                typed at a terminal, one at each of PROMPTS
+    <!-- answers: p x, c -->              typed at a terminal, one at each of PROMPTS
     <!-- as in: docs/tutorials/x.md -->   that page has the same commands, and is run; or a test has
     <!-- insert into train.py after: for step in ... -->   before a block that is part of a file
     <!-- only shown -->                   before a block that is no file
@@ -69,7 +69,7 @@ _STATE_VARIABLES = (
     "TORCHINDUCTOR_",  # torch sets it where a test imports it
 )
 NEEDS = re.compile(r"Slurm|Docker|the network|\d+ GPUs?")
-PROMPTS = {"(Pdb) ": "\n", "q quit: ": ""}  # and the key that ends an answer
+PROMPTS = {"(Pdb) ": "\n"}  # and the key that ends an answer
 POLL_S = 0.05
 REPOSITORY = "this repository"
 REPLAY = ROOT / "tests/docs/replay.py"

@@ -98,7 +98,6 @@ class Candidate:
         first_step: The iteration that the training begins with; None where that is not known.
         last_step: The iteration that the plan trains to; None where it names none.
         has_cross_entropy: Whether a loss of it is one: not negative, and falling with training.
-        num_ranks: Ranks in the plan.
         platform: Platform of the row.
         spread: Differences between repeats that the policy does not allow, a line each.
         disagreements: Comparisons that failed, but for the golden's: a resumed training, gradients.
@@ -118,7 +117,6 @@ class Candidate:
     first_step: int | None = None
     last_step: int | None = None
     has_cross_entropy: bool = True
-    num_ranks: int | None = None
     platform: str | None = None
     spread: tuple[str, ...] = ()
     disagreements: tuple[str, ...] = ()
@@ -134,9 +132,6 @@ class GateRule(Enum):
     # Never.
     DAMAGED = "damaged-run"
     NOT_TRAINED = "not-trained"
-    SIGNAL = "signal"
-    WATCHDOG = "watchdog"
-    EXIT_CODE = "exit-code"
     RETRY = "retry"
     HARDWARE = "hardware"
     EXPECTED_FAILURE = "expected-failure"
@@ -475,8 +470,6 @@ MIN_REPEATS = 2
 LEAST_FOR_MASS = 20
 MASS_FRACTION = 0.6
 _FROZEN_STEPS, _FROZEN_FRACTION = 5, 0.1
-_WATCHDOGS = ("watchdog", "nccl_timeout", "collective_timeout")
-_HANG = "a collective did not finish"
 
 
 def refusals_of(
@@ -560,13 +553,12 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
     retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
     for attempt in failed[:1]:
         is_retried = attempt in retried
-        rule = GateRule.RETRY if is_retried else _rule_of(attempt)
+        rule = GateRule.RETRY if is_retried else GateRule.NOT_TRAINED
         what = "needed another attempt, so it is no golden; run it again: " if is_retried else ""
         yield Refusal(rule, f"{what}{attempt.record.cause}")
     if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
-        rule = GateRule.SIGNAL if bad[0] < 0 else GateRule.EXIT_CODE
         text = f"a phase ended with exit code {bad[0]}; mend the training, then run it again"
-        yield Refusal(rule, text)
+        yield Refusal(GateRule.NOT_TRAINED, text)
     faults = [fault for attempt in candidate.attempts for fault in attempt.faults]
     if faults:
         yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
@@ -577,20 +569,6 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
 
 def _is_later(one: Ran, other: Ran) -> bool:
     return one.repeat == other.repeat and one.number > other.number
-
-
-def _rule_of(ran: Ran) -> GateRule:
-    """Return the rule that a failed attempt breaks."""
-    said = f"{ran.record.signature or ''} {ran.record.cause or ''}".lower()
-    if any(word in said for word in _WATCHDOGS) or _HANG in said:
-        return GateRule.WATCHDOG
-    if "was killed by" in said or any(code < 0 for code in ran.exit_codes):
-        return GateRule.SIGNAL
-    if "is not finite" in said or "the first that is not" in said:
-        return GateRule.NOT_FINITE
-    if "stops at step" in said:
-        return GateRule.TRUNCATED
-    return GateRule.EXIT_CODE if any(ran.exit_codes) else GateRule.NOT_TRAINED
 
 
 def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:

@@ -173,7 +173,6 @@ def _with_values(
         first_step=_first_step(plan, case),
         last_step=_last_step(plan),
         has_cross_entropy=case.mode is CaseMode.PRETRAINING,
-        num_ranks=plan.world_size,
         is_lightweight=plan.is_lightweight,
         disagreements=tuple(_disagreements(found.directory)),
         damage=(

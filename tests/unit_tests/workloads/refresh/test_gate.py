@@ -16,7 +16,7 @@ from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Value
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import read_golden
 from pytest_megatron.workloads.refresh.difference import differ
-from pytest_megatron.workloads.refresh.gate import refuse_mass
+from pytest_megatron.workloads.refresh.gate import refusals_of, refuse_mass
 from pytest_megatron.workloads.refresh.read import read_run
 from pytest_megatron.workloads.refresh.write import Terms, accept
 
@@ -100,29 +100,30 @@ def test_the_four_bad_candidates_that_megatrons_refresh_takes_are_refused(
     assert set(expected) <= set(found)
 
 
-def test_a_cause_in_the_record_is_named_by_how_the_training_ended(staged: Staged) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "cause"),
+    [
+        (1, "rank 0 of 2 raised ValueError after iteration 3"),
+        (-9, "rank 1 of 2 was killed by SIGKILL"),
+        (-6, "a collective did not finish: rank 3 reported"),
+        (0, "lm loss is nan at step 51, the first that is not finite"),
+        (0, "lm loss stops at step 60"),
+    ],
+)
+def test_a_training_that_failed_is_no_golden_and_its_cause_is_told(
+    staged: Staged, exit_code: int, cause: str
+) -> None:
     """Megatron-LM's tool takes the values of jobs that failed, by design."""
-    causes: dict[str, dict[str, JsonValue]] = {
-        "exit-code": {
-            "exit_codes": [1],
-            "cause": "rank 0 of 2 raised ValueError after iteration 3",
-        },
-        "signal": {"exit_codes": [-9], "cause": "rank 1 of 2 was killed by SIGKILL"},
-        "watchdog": {"exit_codes": [-6], "cause": "a collective did not finish: rank 3 reported"},
-        "not-finite": {
-            "exit_codes": [0],
-            "cause": "lm loss is nan at step 51, the first that is not finite",
-        },
-    }
-    for name, cause in causes.items():
-        run = replace(staged, name=f"run-{name}", items={})
-        run.add(name, [metric_map(curve(3))], attempts=[cause])
-        assert rules(run, has_remedy=False) == [name]
+    staged.add("c", [SOUND, SOUND], attempts=[{"exit_codes": [exit_code], "cause": cause}])
+    (candidate,) = read_run(staged.run_dir, staged.root, ComparisonPolicy.STRICT)
+    assert [refusal.line for refusal in refusals_of(candidate, None)] == [f"[not-trained] {cause}"]
+    assert rules(staged, Terms(reason="whatever"), has_remedy=False) == ["not-trained"]
 
 
-def test_an_exit_code_without_a_cause_is_enough(staged: Staged) -> None:
-    staged.add("c", [SOUND, SOUND], attempts=[{"exit_codes": [3]}])
-    assert rules(staged) == ["exit-code"]
+@pytest.mark.parametrize("exit_code", [3, -9])
+def test_an_exit_code_without_a_cause_is_enough(staged: Staged, exit_code: int) -> None:
+    staged.add("c", [SOUND, SOUND], attempts=[{"exit_codes": [exit_code]}])
+    assert rules(staged, Terms(reason="whatever")) == ["not-trained"]
 
 
 def test_a_repeat_that_needed_another_attempt_is_no_golden(staged: Staged) -> None:

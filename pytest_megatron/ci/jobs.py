@@ -217,7 +217,7 @@ def unit_job(
     argv = [*PYTEST, *_gang_options(row), "--megatron-environment", row.environment]
     argv += ["--megatron-tag", tag] if tag else []
     argv += ["--megatron-platform", row.platform] if row.platform else []
-    argv += ["--megatron-experimental-tests", "only"] if experimental == "only" else []
+    argv += ["-o", "megatron_experimental_tests=only"] if experimental == "only" else []
     argv += ["--megatron-bucket", ",".join(bucket.words)]
     argv += ["--testmon"] if choice.is_selective else []
     kind = "-experimental" if experimental == "only" else ""

@@ -89,7 +89,7 @@ def _applies(rule: MarkRule, choice: MarkChoice) -> bool:
 
 def known_marks(table: CiTable) -> dict[str, str]:
     """Return the known marks, each with its effect."""
-    found = {EXPERIMENTAL: "runs with --experimental-tests include or only"}
+    found = {EXPERIMENTAL: "runs with megatron_experimental_tests include or only"}
     for platform in table.opt_in_platforms:
         found[launch_mark(platform)] = f"runs on {platform} as well, where others do not"
     for rule in table.marks:

@@ -40,7 +40,7 @@ def _arguments(workflow: Workflow, kind: str) -> str:
             if workflow.executor_config
             else []
         )
-    words += ["--megatron-history", _HISTORY] if workflow.keeps_history else []
+    words += ["-o", f"megatron_history={_HISTORY}"] if workflow.keeps_history else []
     return "".join(f" {shlex.quote(word)}" for word in words)
 
 

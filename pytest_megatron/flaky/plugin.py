@@ -89,7 +89,7 @@ class QuarantinePlugin:
         if unknown:
             terminalreporter.line(
                 f"no earlier run of {counted(len(unknown), 'item')} is in the history, so that a "
-                f"regression would not be noticed before quarantine is over; keep --history"
+                f"regression would not be noticed before quarantine is over; keep megatron_history"
             )
         dirty = [state for state in self._seen.values() if state["holds"] and state["dirty"]]
         if dirty:

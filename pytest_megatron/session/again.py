@@ -151,7 +151,7 @@ def command_for(
 
 def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
     """Return the command that runs pytest once, with the plugin and without a history."""
-    own = ("--rootdir", ".", "--megatron-run-dir", run_dir, "--megatron-history", "off")
+    own = ("--rootdir", ".", "--megatron-run-dir", run_dir, "-o", "megatron_history=off")
     return (python, "-m", "pytest", "-p", "megatron", *own, "--maxfail", "0", *words)
 
 

@@ -34,7 +34,7 @@ def refuse_root_of_values(config: pytest.Config, names: Container[str]) -> None:
     """Make sure that no value of an option gave the session another root than the project's.
 
     pytest looks for the root before any plugin is loaded, when it takes all words for paths of
-    tests that are no options: `--history FILE` in two words moves it to where both are.
+    tests that are no options: `--executor-config FILE` in two words moves it to where both are.
 
     Args:
         config: The session's.

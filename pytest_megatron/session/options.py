@@ -354,8 +354,9 @@ OF_ITEMS = (
     *("tensor-trace", "workload-start"),
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
-    *("gang-start", "keep-runs", "max-retries-per-run", "preload", "queue-timeout", "rank-grace"),
-    *("retry-backoff", "signatures", "workload-start"),
+    *("experimental-tests", "fail-flaky", "gang-start", "history", "keep-runs"),
+    *("max-retries-per-run", "preload", "queue-timeout", "rank-grace", "retry-backoff"),
+    *("signatures", "workload-start"),
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
@@ -502,7 +503,10 @@ class Options:
     )
     retry_backoff_s: float = SECONDS("retry-backoff", "pause before a second attempt", 5.0)
     is_flaky_failure: bool = FLAG(
-        "fail-flaky", "exit code 1 if an item passed only when it was run again", default=False
+        "fail-flaky",
+        "exit code 1 if an item passed only when it was run again",
+        default=False,
+        metavar="true",
     )
     history: str = TEXT(
         "history",

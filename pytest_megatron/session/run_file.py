@@ -1,4 +1,4 @@
-"""Files that a session leaves: `run.json`, pages and the history. `--fail-flaky` reads these.
+"""Files that a session leaves: `run.json`, pages and the history, for `megatron_fail_flaky` too.
 
 The roles for workloads and for distributed tests share them; reports carry their data. When
 everything has ended, secrets are removed from the files of the run directory.
@@ -330,7 +330,7 @@ class HistoryPlugin:
         if self._num_flaky and self._session.options.is_flaky_failure:
             items = "1 item was" if self._num_flaky == 1 else f"{self._num_flaky} items were"
             terminalreporter.write_line(
-                f"megatron: {items} flaky, and --fail-flaky is given", red=True
+                f"megatron: {items} flaky, and megatron_fail_flaky is set", red=True
             )
         if self._problem is not None:
             terminalreporter.write_line(f"megatron: {self._problem}", yellow=True)
@@ -399,7 +399,7 @@ class HistoryPlugin:
             where = self._session.shorten(str(error.filename or self._path))
             self._problem = (
                 f"{where}: {error.strerror}; the history lacks this run; "
-                "give --history FILE, or --history off"
+                "set megatron_history to another file, or to off"
             )
 
 

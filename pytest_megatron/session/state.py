@@ -154,7 +154,7 @@ class RunSession:
 
     @property
     def history_file(self) -> Path:
-        """The file of past outcomes; the project's own where `--history` names none."""
+        """The file of past outcomes; the project's own where `megatron_history` names none."""
         chosen = self.options.history
         return self.root / (f"{OWN_DIR}/{HISTORY_FILE}" if chosen in ("", "off") else chosen)
 

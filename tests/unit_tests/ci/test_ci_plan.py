@@ -279,7 +279,7 @@ def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
     assert [str(job["command"]) for job in rows(found["jobs"])] == [
         f"{common} --megatron-bucket 'tests/unit_tests/**/*.py,!{moe},!{ssm}'",
         f"{common} --megatron-bucket '{moe}'",
-        f"{common} --megatron-experimental-tests only --megatron-bucket '{moe}'",
+        f"{common} -o megatron_experimental_tests=only --megatron-bucket '{moe}'",
     ]
     assert found["matrix"] == {
         "unit": [

@@ -81,7 +81,9 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
         ),
         pytest.param(("--tag", "latest", "--platform", "dgx_h100"), {"experimental"}, id="h100"),
         pytest.param(("--platform", "dgx_gb200"), ALL - {"gb200"}, id="gb200"),
-        pytest.param(("--experimental-tests", "only"), ALL - {"experimental"}, id="experimental"),
+        pytest.param(
+            ("-o", "megatron_experimental_tests=only"), ALL - {"experimental"}, id="experimental"
+        ),
         pytest.param(("--labels", "container::lts"), {"flaky", "experimental"}, id="lts label"),
     ],
 )
@@ -127,7 +129,7 @@ def test_zero_tests_are_no_success_even_where_a_conftest_says_so(
     project: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
     """In Megatron-LM a wrong mark or ignore list gives a green bucket."""
-    nothing = ("--bucket", "tests/moe/deep/**/*.py", "--experimental-tests", "only")
+    nothing = ("--bucket", "tests/moe/deep/**/*.py", "-o", "megatron_experimental_tests=only")
     assert run(project, *nothing, *options).ret == pytest.ExitCode.NO_TESTS_COLLECTED
     if not options:
         assert run(project, *nothing, "--allow-empty").ret == pytest.ExitCode.OK

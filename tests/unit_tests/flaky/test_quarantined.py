@@ -201,7 +201,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def test_a_row_in_quarantine_fails_or_breaks_without_failing_the_run(project: Project) -> None:
-    run = project.run("recipes", "-k", "fails or broken", "--history", "past.jsonl")
+    run = project.run("recipes", "-k", "fails or broken", "-o", "megatron_history=past.jsonl")
     assert run.returncode == 0
     assert "2 quarantined" in run.stdout.splitlines()[-1]
     assert [run.record(case)["verdict"] for case in ("fails", "broken")] == ["failed", "broken"]
@@ -210,7 +210,15 @@ def test_a_row_in_quarantine_fails_or_breaks_without_failing_the_run(project: Pr
 
 
 def test_no_quarantine_holds_while_goldens_are_written(project: Project) -> None:
-    arguments = ("-k", "fails or new", "--golden", "record", "--allow-dirty", "--history", "off")
+    arguments = (
+        "-k",
+        "fails or new",
+        "--golden",
+        "record",
+        "--allow-dirty",
+        "-o",
+        "megatron_history=off",
+    )
     run = project.run("recipes", *arguments, run_dir="record")
     assert run.returncode == 1
     assert run.outcomes == {"fails": "FAILED", "new": "PASSED"}
@@ -267,7 +275,7 @@ def test_failures_that_do_not_count_because_of_changes_are_told(tmp_path: Path) 
     suite = Suite(root=tmp_path).write("test_it.py", HISTORY.format(held=HELD))
     runs = [_entry(n, is_bad=n % 8 == 3 or n >= 24, is_dirty=n >= 24) for n in range(39)]
     append(tmp_path / "past.jsonl", runs)
-    run = suite.run("--ranks", "2", "--history", "past.jsonl")
+    run = suite.run("--ranks", "2", "-o", "megatron_history=past.jsonl")
     assert (run.returncode, run.counts) == (0, "2 quarantined")
     said = "the last failures of 1 item do not count, as the tree had changes"
     assert any(line.startswith(said) for line in run.lines)
@@ -279,7 +287,7 @@ def test_an_item_that_fails_ever_again_counts(tmp_path: Path, more: tuple[str, .
     suite = Suite(root=tmp_path).write("test_it.py", HISTORY.format(held=HELD))
     path = tmp_path / "past.jsonl"
     append(path, [_entry(n, is_bad=n % 8 == 3 or n >= 24) for n in range(39)])
-    options = ("--ranks", "2", "--history", "past.jsonl", *more)
+    options = ("--ranks", "2", "-o", "megatron_history=past.jsonl", *more)
     run = suite.run(*options)
     assert (run.returncode, run.counts) == (1, "1 failed, 1 quarantined")
     since = f"{24:040}"[:12]
@@ -300,4 +308,4 @@ def test_an_item_that_fails_ever_again_counts(tmp_path: Path, more: tuple[str, .
         "ring": False,
         "ther": True,
     }
-    assert suite.run("--ranks", "2", "--history", "off").returncode == 0
+    assert suite.run("--ranks", "2", "-o", "megatron_history=off").returncode == 0

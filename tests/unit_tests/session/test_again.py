@@ -15,7 +15,7 @@ from pytest_megatron.runs.find import Chosen
 from pytest_megatron.session.again import Again, Wishes, command_for
 
 COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--megatron-run-dir", "new"]
-COMMON += ["--megatron-history", "off", "--maxfail", "0"]
+COMMON += ["-o", "megatron_history=off", "--maxfail", "0"]
 
 
 def made(

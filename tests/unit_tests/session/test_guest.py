@@ -232,7 +232,7 @@ def test():
     (tmp_path / "inner").mkdir()
     project(tmp_path / "inner", conftest, inner.replace("mps", "cpu").replace("test(", "test_in("))
     (tmp_path / "inner" / "test_it.py").rename(tmp_path / "inner" / "test_inner.py")
-    addopts = "-v -p megatron -o megatron_rank_grace=3 --megatron-history=off"
+    addopts = "-v -p megatron -o megatron_rank_grace=3 -o megatron_history=off"
     env = {"PYTEST_ADDOPTS": f"{addopts} --device cpu", "PYTEST_PLUGINS": "megatron"}
     code, output = run(tmp_path, *ranks, "test_it.py", **env)
     assert code == 0, output

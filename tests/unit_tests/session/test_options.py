@@ -23,14 +23,11 @@ OPTIONS = """\
 --environment
 --executor
 --executor-config
---experimental-tests
---fail-flaky
 --fake-ranks
 --golden
 --golden-policy
 --golden-reason
 --gpus
---history
 --labels
 --leaks
 --lightweight
@@ -55,7 +52,10 @@ OPTIONS = """\
 --test-case
 """
 SETTINGS = """\
+megatron_experimental_tests
+megatron_fail_flaky
 megatron_gang_start
+megatron_history
 megatron_keep_runs
 megatron_max_retries_per_run
 megatron_preload
@@ -80,6 +80,8 @@ REMOVED_OPTIONS = [
         ["--retry-backoff", "3"],
         "--retry-backoff: is a setting now; write -o megatron_retry_backoff=3, or put",
     ),
+    (["--history=off"], "--history: is a setting now; write -o megatron_history=off, or put"),
+    (["--fail-flaky"], "--fail-flaky: is a setting now; write -o megatron_fail_flaky="),
     (
         ["-o", "megatron_stop_early=off"],
         "megatron_stop_early: was removed, as only a loss that is not finite ends a training; drop",

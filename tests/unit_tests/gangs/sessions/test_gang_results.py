@@ -209,9 +209,9 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
 ) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     chosen = ("-k", "test_flaky or test_isolated", "--ranks", "2", "--rerun-transient", "2")
-    run = suite.run(*chosen, "--fail-flaky", "-o", "megatron_max_retries_per_run=1")
+    run = suite.run(*chosen, "-o", "megatron_fail_flaky=1", "-o", "megatron_max_retries_per_run=1")
     assert (run.counts, run.returncode) == ("2 passed, 6 deselected", 1)
-    assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.lines
+    assert "megatron: 1 item was flaky, and megatron_fail_flaky is set" in run.lines
     suite.write("test_it.py", SUITE)
     for rank in range(2):
         (tmp_path / f"flaky-{rank}").unlink()

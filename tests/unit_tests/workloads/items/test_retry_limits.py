@@ -42,7 +42,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     project.row("other", script=[other], write_golden=False)
     project.row("limited", script=[NO_NAME], max_attempts=[1], write_golden=False)
     project.row("once", script=[once(project.state("once"))], write_golden=False)
-    return project.run("recipes", "-o", "megatron_retry_backoff=0", "--fail-flaky")
+    return project.run(
+        "recipes", "-o", "megatron_retry_backoff=0", "-o", "megatron_fail_flaky=true"
+    )
 
 
 def once(state: Path) -> str:
@@ -78,7 +80,7 @@ def test_a_row_may_have_fewer_attempts_than_others(run: Run) -> None:
 
 def test_a_flaky_item_fails_the_session_if_asked_to(run: Run) -> None:
     assert run.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "megatron: 1 item was flaky, and --fail-flaky is given" in run.stdout.splitlines()
+    assert "megatron: 1 item was flaky, and megatron_fail_flaky is set" in run.stdout.splitlines()
 
 
 def test_a_flaky_item_alone_is_enough_for_that(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_a_flaky_item_alone_is_enough_for_that(tmp_path: Path) -> None:
         script=[f"[ -e {state} ] || {{{{ touch {state}; {NO_NAME}; }}}}"],
         write_golden=False,
     )
-    run = project.run("recipes", "-o", "megatron_retry_backoff=0", "--fail-flaky")
+    run = project.run("recipes", "-o", "megatron_retry_backoff=0", "-o", "megatron_fail_flaky=true")
     assert (run.returncode, run.verdict("once")) == (1, ("PASSED", "flaky"))
 
 

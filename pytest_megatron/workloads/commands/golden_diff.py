@@ -18,7 +18,7 @@ from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.model import Golden
 from pytest_megatron.workloads.golden.store import parse_golden
 from pytest_megatron.workloads.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
-from pytest_megatron.workloads.refresh.difference import FileDifference, differ
+from pytest_megatron.workloads.refresh.difference import FileChange, FileDifference, differ
 from pytest_megatron.workloads.refresh.report import (
     FORMS,
     differences_json,
@@ -155,10 +155,11 @@ def _compare_sides(
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         shown = name or (b or a or _GoldenText(where="", content=b"")).where
-        before, broken_before = _parse(a)
-        same = a is not None and b is not None and a.content == b.content
-        after, broken_after = (before, broken_before) if same else _parse(b)
-        problems += [p for p in dict.fromkeys((broken_before, broken_after)) if p]
+        if a is not None and b is not None and a.content == b.content:
+            found.append(FileDifference(path=shown, state=FileChange.UNCHANGED))
+            continue
+        (before, broken_before), (after, broken_after) = _parse(a), _parse(b)
+        problems += [problem for problem in (broken_before, broken_after) if problem]
         if before is not None or after is not None:
             broken = broken_before or broken_after
             found.append(differ(shown, before, after, broken=broken))

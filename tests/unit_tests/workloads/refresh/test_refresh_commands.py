@@ -270,3 +270,5 @@ def test_bad_sides_of_a_difference_are_clear_errors(repository: Staged) -> None:
     assert result.exit_code == 0
     assert result.stdout == "1 golden: 1 unreadable\nbroken.json: unreadable\n"
     assert result.stderr.startswith("broken.json: holds no metric ({})")
+    same = run("diff", "broken.json", "broken.json")  # that is no matter of this change
+    assert (same.stdout, same.stderr) == ("1 golden: 1 unchanged\n", "")

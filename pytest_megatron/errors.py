@@ -46,6 +46,7 @@ REMOVED = {
     "trace show": "was removed; read the lines of rank_<r>.jsonl with grep or jq",
     "--changed": "was removed; write --testmon, as pytest-testmon works on ranks",
     "--audit": "was removed, and looks no longer by default; write --leaks in place of fail",
+    "--audit-determinism": "was removed; write pytest-megatron trace repeat ROW",
     "--attach": "was removed; cancel the jobs of a pytest that is gone with scancel, by the ids in "
     "engine/journal.jsonl of its run, and start a new run",
     "--keep-contexts": "was removed, as runs were slower with it; drop it",

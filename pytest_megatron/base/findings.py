@@ -32,7 +32,6 @@ RULES = {
     "case-void": "A key or word of `model_config.yaml` can have no effect beside the others",
     "duplicate-key": "A mapping of a recipe has one key twice",
     "duplicate-row": "Two rows of a file are the same",
-    "equivalent-to": "A row cannot be compared with the layout that its `equivalent_to` names",
     "missing-case": "A row without a script has no `model_config.yaml`",
     "missing-checkpoint": "A row starts from a frozen checkpoint that it does not name or have",
     "missing-golden": "A row compares metrics and has no golden file",

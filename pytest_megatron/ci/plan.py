@@ -302,8 +302,6 @@ class _Cases:
 
     def compares(self, workload: Workload) -> bool | None:
         """Return whether a case is compared with a golden; None where there is none to read."""
-        if workload.equivalence is not None:
-            return False
         if workload.own_case is not None:
             return compares_metrics(workload.own_case)
         path = case_path(self._root, workload)

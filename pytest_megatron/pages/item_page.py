@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pytest_megatron.base.text import grouped
 from pytest_megatron.pages.chart import chart_style, chart_svg
 from pytest_megatron.pages.index_page import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
 from pytest_megatron.rooms import ExtensionPoint
-from pytest_megatron.runs.equivalence import TensorDivergence
 from pytest_megatron.runs.record import RecordedLayer, RecordedWorkload
 
 _MOST_TEXTS = 6  # of one chart
@@ -57,51 +56,8 @@ def item_page(
         ),
         sections=[section for make in _SECTIONS.all() if (section := make(record))],
         charts=list(_charts(item)),
-        tree=() if item.trace is None else module_tree(item.trace.divergences),
         again=f"pytest-megatron repro {shlex.quote(run.name)} {words}\npytest -p megatron {words}",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleRow:
-    """A module, or several of which each has but the next, with what differs in it.
-
-    Attributes:
-        depth: Depth of the row in the tree.
-    """
-
-    depth: int
-    name: str
-    divergences: tuple[TensorDivergence, ...]
-
-
-def module_tree(divergences: Sequence[TensorDivergence]) -> tuple[ModuleRow, ...]:
-    """Return divergences by module, parents first, in the order in which modules first differ."""
-    root = _Module()
-    for one in divergences:
-        module = root
-        for part in filter(None, one.module.split(".")):
-            module = module.children.setdefault(part, _Module())
-        module.own.append(one)
-    return tuple(_rows(root, 0, ()))
-
-
-@dataclass(slots=True)
-class _Module:
-    own: list[TensorDivergence] = field(default_factory=list)
-    children: dict[str, _Module] = field(default_factory=dict)
-
-
-def _rows(module: _Module, depth: int, path: tuple[str, ...]) -> Iterator[ModuleRow]:
-    """Yield modules with differing tensors, as rows of a tree."""
-    if module.own or len(module.children) != 1:
-        if module.own or path:
-            name = ".".join(path) or "the model"
-            yield ModuleRow(depth=depth, name=name, divergences=tuple(module.own))
-            depth += 1
-        path = ()
-    for name, child in module.children.items():
-        yield from _rows(child, depth, (*path, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from pytest_megatron.base.text import grouped, name_ranks
-from pytest_megatron.runs.equivalence import TraceComparison
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedMetric,
@@ -143,9 +142,6 @@ class PageItem:
         triage: Why attempts failed, in words.
         links: Files of the whole item.
         others: Findings without a curve: of gradients, of generated text.
-        trace: How its tensors compare with those of another layout or, in an audit, of the same
-            training; or None.
-        is_audit: Whether it is of an audit.
     """
 
     node_id: str
@@ -157,8 +153,6 @@ class PageItem:
     triage: tuple[str, ...] = ()
     links: tuple[FileLink, ...] = ()
     notes: tuple[str, ...] = ()
-    trace: TraceComparison | None = None
-    is_audit: bool = False
 
     @property
     def headline(self) -> str:

@@ -14,7 +14,7 @@ from itertools import islice, zip_longest
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
 
-from pytest_megatron.errors import GoldenError, MetricsError, RunError, TraceError
+from pytest_megatron.errors import GoldenError, MetricsError, RunError
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.pages.model import (
     GOOD,
@@ -28,7 +28,6 @@ from pytest_megatron.pages.model import (
     RunFacts,
     TestRow,
 )
-from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import RUN_FILE, AttemptDirs, ItemDirs, PhaseDirs, item_dirs
 from pytest_megatron.runs.record import (
@@ -139,7 +138,6 @@ class RunReader:
         notes: list[str] = []
         comparison = _record(dirs.comparison, RecordedComparison, notes) or RecordedComparison()
         triage = _record(dirs.triage, RecordedTriage, notes) or RecordedTriage()
-        trace = _trace(dirs, notes)
         findings = tuple(_findings(comparison))
         attempts = tuple(
             _attempt(dirs, row, is_last=following is None or following.repeat != row.repeat)
@@ -157,8 +155,6 @@ class RunReader:
             triage=tuple(_triage(triage)),
             links=_links(dirs.root, _ITEM_FILES),
             notes=tuple(notes),
-            trace=trace,
-            is_audit=not dirs.equivalence.is_file(),
         )
 
 
@@ -183,18 +179,6 @@ def _golden(dirs: ItemDirs, notes: list[str]) -> Golden | None:
         return read_golden(dirs.golden)
     except GoldenError as error:
         notes.append(f"the golden is not shown: {error.problem}")
-        return None
-
-
-def _trace(dirs: ItemDirs, notes: list[str]) -> TraceComparison | None:
-    """Return the comparison of traces that the run kept, None without one."""
-    path = next((p for p in (dirs.equivalence, dirs.determinism) if p.is_file()), None)
-    if path is None:
-        return None
-    try:
-        return read_comparison(path)
-    except TraceError as error:
-        notes.append(f"{path.name} is not shown: {error.problem}")
         return None
 
 
@@ -366,10 +350,7 @@ def _triage(triage: RecordedTriage) -> Iterator[str]:
             yield f"{row.attempt}: " + "\n  ".join(lines)
 
 
-_ITEM_FILES = (
-    *("comparison.json", "equivalence.json", "determinism.json", "triage.json"),
-    "golden.json",
-)
+_ITEM_FILES = ("comparison.json", "triage.json", "golden.json")
 _NAMES = frozenset((*_ITEM_FILES, "metrics.json", "metrics.jsonl"))
 
 

@@ -4,7 +4,7 @@
     <run-dir>/<item>/repeat_<i>/attempt_<k>/{plan,health}.json
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/logs/<rank>/{stdout,stderr}.log
     <run-dir>/<item>/repeat_<i>/attempt_<k>/phase_<n>/{tensorboard/, metrics.json}
-    <run-dir>/<item>/{by_hand,golden,comparison,equivalence,determinism,triage}.json
+    <run-dir>/<item>/{by_hand,golden,comparison,triage}.json
     <run-dir>/<item>/curves.html
 
 Every attempt has directories of its own, so that nothing of another attempt can be read when it is
@@ -26,8 +26,6 @@ HISTORY_FILE = "history.jsonl"  # beside the run directories
 PLAN_FILE = "plan.json"
 HEALTH_FILE = "health.json"
 COMPARISON_FILE = "comparison.json"
-EQUIVALENCE_FILE = "equivalence.json"
-DETERMINISM_FILE = "determinism.json"
 TRIAGE_FILE = "triage.json"
 TRACE_DIR = "tensor_trace"
 FLIGHT_PREFIX = "nccl_trace_rank_"  # torch's; the rank follows
@@ -132,16 +130,6 @@ class AttemptDirs:
         return self.root / "data_cache"
 
     @property
-    def initial_weights(self) -> Path:
-        """Weights with which the reference of an equivalence began; the other phases read them."""
-        return self.root / "initial_weights"
-
-    @property
-    def equivalence(self) -> Path:
-        """How the traces of the reference and of the row compare."""
-        return self.root / EQUIVALENCE_FILE
-
-    @property
     def no_checkpoint(self) -> Path:
         """A directory that stays empty, for a run that has nothing to load."""
         return self.root / "no_checkpoint"
@@ -211,16 +199,6 @@ class ItemDirs:
     def golden(self) -> Path:
         """A copy of the golden as it was when the workload started."""
         return self.root / "golden.json"
-
-    @property
-    def equivalence(self) -> Path:
-        """The comparison with another layout: the first that failed, else the last."""
-        return self.root / EQUIVALENCE_FILE
-
-    @property
-    def determinism(self) -> Path:
-        """How a training compares with itself: the first that differs, else the last."""
-        return self.root / DETERMINISM_FILE
 
     @property
     def triage(self) -> Path:

@@ -144,22 +144,6 @@ class RecordedGolden:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedAudit:
-    """Result of a determinism audit.
-
-    Attributes:
-        text: The verdict in a line: the first tensor that differs, or why there was no audit.
-        steps: Steps that were compared, of each training.
-        num_tensors: Tensors that were compared.
-    """
-
-    verdict: Literal["deterministic", "not deterministic", "not audited"]
-    text: str = ""
-    steps: _Count = 0
-    num_tensors: _Count = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecordedFault:
     """Something on which ranks disagree that ran on fake process groups.
 
@@ -264,7 +248,6 @@ class RecordedWorkload(_RecordedItem):
 
     Attributes:
         compared: None in records of before this key.
-        audit: None where none was asked for.
         layout: None where its ranks did not run on fake process groups.
     """
 
@@ -277,7 +260,6 @@ class RecordedWorkload(_RecordedItem):
     policy: dict[str, AnyJson] | None = None
     not_run_again: str | None = None
     golden: RecordedGolden | None = None
-    audit: RecordedAudit | None = None
     layout: RecordedLayout | None = None
     platform: str | None = None
     attempts: tuple[RecordedAttempt, ...] = ()
@@ -332,7 +314,7 @@ RecordedItem: TypeAlias = Annotated[RecordedWorkload | RecordedTest, OneOf(_kind
 # Keys that an item has only with a value, as `run-directory.md` has it.
 _ABSENT = frozenset(
     (
-        *("audit", "compared", "directory", "duration_s", "golden", "platform", "quarantine"),
+        *("compared", "directory", "duration_s", "golden", "platform", "quarantine"),
         *("num_devices", "advice", "report", "layout"),
     )
 )

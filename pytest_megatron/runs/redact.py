@@ -169,7 +169,7 @@ def _options(words: Sequence[str], own: Sequence[str]) -> Iterator[tuple[int, st
 LEFT_ALONE = frozenset(
     (
         *("checkpoints", "data_cache", "no_checkpoint", "frozen_checkpoint", "coverage"),
-        *("tensor_trace", "initial_weights"),
+        "tensor_trace",
     )
 )
 _PIECE_BYTES = 16 << 20

@@ -349,7 +349,7 @@ HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs
 LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
-    *("audit-determinism", "fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
+    *("fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
     *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures"),
     *("tensor-trace", "workload-start"),
 )
@@ -552,12 +552,6 @@ class Options:
         "it names, and compare them: those that can differ, all, N of them, or a list",
         None,
         room="layouts",
-    )
-    is_audited: bool = FLAG(
-        "audit-determinism",
-        "train the first steps of each workload twice, and find the first tensor whose bits differ",
-        default=False,
-        room="trace",
     )
     tensor_trace: TensorTrace = _TENSOR_TRACE(
         "tensor-trace",

@@ -146,7 +146,7 @@ def _require_layouts(
     raise TraceError(
         str(candidate),
         f"is of {_shown(theirs)}, expected {_shown(ours)} as in the reference: bits are compared "
-        f"rank by rank; to compare layouts, write a recipe row with equivalent_to",
+        f"rank by rank; to compare layouts, write pytest-megatron trace compare ROW ROW",
     )
 
 
@@ -318,8 +318,4 @@ def _depth(module: str) -> int:
     return 0 if module.startswith("embedding") else sys.maxsize
 
 
-TOOLS = TraceTools(
-    record=("-m", "pytest_megatron.trace.run"),
-    compare=("-m", "pytest_megatron.trace.compare"),
-    compare_bits=compare_bits,
-)
+TOOLS = TraceTools(record=("-m", "pytest_megatron.trace.run"))

@@ -1,16 +1,20 @@
 """`pytest-megatron trace`: compares traces of tensors, outside pytest.
 
-Thin: finds, compares and prints. Errors go up to `main`, which ends with exit code 2.
+Thin: finds, trains, compares and prints. Errors go up to `main`, which ends with exit code 2.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import NoReturn
 
 import click
 
@@ -25,9 +29,15 @@ from pytest_megatron.base.command import (
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, listed, printable
 from pytest_megatron.errors import RunError, TraceError
-from pytest_megatron.runs.equivalence import TraceComparison, as_text, comparison_to_json, headline
+from pytest_megatron.runs.equivalence import (
+    TraceComparison,
+    as_text,
+    comparison_to_json,
+    headline,
+    read_comparison,
+)
 from pytest_megatron.runs.find import FoundRun, find_runs
-from pytest_megatron.runs.layout import PLAN_FILE, TRACE_DIR, item_dirs
+from pytest_megatron.runs.layout import OWN_DIR, PLAN_FILE, TRACE_DIR, item_dirs, make_own_dir
 from pytest_megatron.runs.record import (
     RecordedPhase,
     RecordedPlan,
@@ -37,8 +47,11 @@ from pytest_megatron.runs.record import (
     read_run,
 )
 from pytest_megatron.trace.bits import compare_bits
+from pytest_megatron.trace.rows import RowTraining
+from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 
 _MOST_LISTED = 10
+_ALLOCATOR, _HASH_SEED = "PYTHONMALLOC", "PYTHONHASHSEED"
 _PHASE = re.compile(r"phase_(\d+)").fullmatch
 # Of a machine or a start, not of what is computed.
 _PASSED_OVER = frozenset(
@@ -242,7 +255,7 @@ def _shown(value: object) -> str:
 
 @click.group("trace", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Compare traces of tensors, which --tensor-trace and --audit-determinism record."""
+    """Compare traces of tensors, which --tensor-trace records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +275,8 @@ class _Compared:
     def line(self) -> str:
         """The verdict in a line."""
         name = f"{self.verdict}: {self.reference.name}"
+        if self.candidate.node_id != self.reference.node_id:
+            name = f"{self.verdict}: {self.candidate.name} against {self.reference.name}"
         if self.comparison is None:
             return f"{name}: {self.problem}"
         if self.comparison.divergences:
@@ -292,6 +307,20 @@ def diff(*, run_a: Path, run_b: Path, item: str | None, form: str) -> None:
         beside = dict.fromkeys(
             line for one in compared for line in differences_beside(one.reference, one.candidate)
         )
+    _end(compared, list(beside), form)
+
+
+def _end(
+    compared: Sequence[_Compared], beside: Sequence[str], form: str, directory: Path | None = None
+) -> NoReturn:
+    """Print comparisons and end with their exit code.
+
+    Args:
+        compared: At least one.
+        beside: What the runs were not given alike.
+        form: `text` or `json`.
+        directory: Of runs that were made for this; removed where all are equal, since it is large.
+    """
     verdicts = {one.verdict for one in compared}
     verdict = next(word for word in ("different", "unusable", "equal") if word in verdicts)
     if form == "json":
@@ -299,6 +328,10 @@ def diff(*, run_a: Path, run_b: Path, item: str | None, form: str) -> None:
         echo_json({"verdict": verdict, "differences": list(beside), "traces": traces})
     else:
         click.echo(printable("\n".join(_diff_lines(compared, list(beside)))))
+    if directory is not None and verdict == "equal":
+        shutil.rmtree(directory, ignore_errors=True)
+    elif directory is not None:
+        click.echo(f"traces: {directory}", err=True)
     sys.exit({"equal": 0, "different": EXIT_FAILED}.get(verdict, EXIT_UNUSABLE))
 
 
@@ -337,3 +370,128 @@ def _to_json(one: _Compared) -> JsonValue:
         "text": one.line,
         "comparison": None if one.comparison is None else comparison_to_json(one.comparison),
     }
+
+
+@command.command("repeat", context_settings={"ignore_unknown_options": True})
+@click.argument("row")
+@click.argument("pytest_arguments", nargs=-1, type=click.UNPROCESSED)
+@format_option("text", "json")
+def repeat(*, row: str, pytest_arguments: tuple[str, ...], form: str) -> None:
+    """Train the first steps of ROW twice, and find the first tensor whose bits differ.
+
+    ROW is a node id of pytest. Both trainings are fresh interpreters, with another seed of `hash()`
+    and other addresses of objects. Further arguments go to pytest.
+
+    Exit code 0: all are equal. 1: one differs. 2: the row cannot be traced.
+    """
+    directory = _new_directory("repeat")
+    first, second = (
+        _train(row, directory / name, "hash", pytest_arguments, env=env)
+        for name, env in (("first", {}), ("second", {_ALLOCATOR: "malloc"}))
+    )
+    compared = [_compare(*pair) for pair in pair_traces(first, second)]
+    _end(compared, [], form, directory)
+
+
+@command.command("compare", context_settings={"ignore_unknown_options": True})
+@click.argument("reference")
+@click.argument("candidate")
+@click.argument("pytest_arguments", nargs=-1, type=click.UNPROCESSED)
+@format_option("text", "json")
+def compare(
+    *, reference: str, candidate: str, pytest_arguments: tuple[str, ...], form: str
+) -> None:
+    """Train the first steps of two rows, and find the first tensor that differs but for rounding.
+
+    REFERENCE and CANDIDATE are node ids of pytest: one model in two parallel layouts, with the same
+    data, seed and batches. Both begin with the weights of the reference. What rounding noise makes
+    of the reference is the measure of what counts. Further arguments go to pytest.
+
+    Exit code 0: all are equal. 1: one differs. 2: the rows cannot be traced and compared.
+    """
+    directory = _new_directory("compare")
+    weights = directory / "weights"
+    loads: dict[str, object] = {"weights_from": weights}
+    begins: tuple[tuple[str, str, dict[str, object]], ...] = (
+        ("reference", reference, {"weights_to": weights}),
+        ("noise", reference, {**loads, "noise_seed": 1}),
+        ("candidate", candidate, loads),
+    )
+    traces = []
+    for name, row, begin in begins:
+        found = _train(row, directory / name, "full", pytest_arguments, begin=begin)
+        if len(found) != 1:
+            names = listed([one.name for one in found], 3)
+            raise TraceError(row, f"is {len(found)} trainings, {names}; name one")
+        traces += found
+    ours, noise, theirs = traces
+    _end([_compare_layouts(ours, noise, theirs, directory)], [], form, directory)
+
+
+def _new_directory(name: str) -> Path:
+    """Return a new directory for the runs of a command.
+
+    Raises:
+        TraceError: It cannot be made.
+    """
+    try:
+        make_own_dir(Path.cwd())
+        parent = Path.cwd() / OWN_DIR / "trace"
+        parent.mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
+    except OSError as error:
+        raise TraceError(str(error.filename), f"{error.strerror}; nothing was run") from error
+
+
+def _train(
+    row: str,
+    directory: Path,
+    values: TraceValues,
+    words: Sequence[str],
+    *,
+    begin: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[FoundTrace]:
+    """Train a row; return its traces, which are cut off where it failed.
+
+    Raises:
+        TraceError: It left none.
+    """
+    click.echo(f"{directory.name}: training {row}", err=True)
+    training = RowTraining(
+        row=row,
+        directory=directory,
+        values=values,
+        begin=begin or {},
+        env={_HASH_SEED: None, **(env or {})},
+        words=words,
+    )
+    code = training.run()
+    try:
+        return find_traces(directory, directory)
+    except RunError as error:
+        raise TraceError(
+            row,
+            f"pytest ended with exit code {code} and left no trace; {training.log}:\n"
+            f"{training.last_words()}",
+        ) from error
+
+
+def _compare_layouts(
+    reference: FoundTrace, noise: FoundTrace, candidate: FoundTrace, directory: Path
+) -> _Compared:
+    """Compare two layouts, in a process of its own: it holds every tensor, with torch."""
+    output = directory / "equivalence.json"
+    words = [sys.executable, "-m", "pytest_megatron.trace.compare", str(reference.directory)]
+    words += [str(candidate.directory), "--noise", str(noise.directory), "--output", str(output)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    comparison, problem = None, ""
+    if output.is_file():
+        found = read_comparison(output)
+        comparison, problem = (found, "") if found.problem is None else (None, found.problem)
+    else:
+        problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return _Compared(
+        reference=reference, candidate=candidate, comparison=comparison, problem=problem
+    )

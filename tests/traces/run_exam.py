@@ -4,12 +4,11 @@
     python tests/traces/run_exam.py --forked [...]
     python tests/traces/run_exam.py --prove
 
-Each case is a row with `equivalent_to` in the recipe of a scratch project, and a session of pytest
-trains and judges them all as a user's would; then each item's `equivalence.json` is marked. Exits
-with 1 if a bug was missed or a clean pair was found to differ. `--forked` records and compares the
-same without a session, in ranks that are forked off this process, which takes 2 s of CPU time a
-row. `--prove` shows without the comparison that each bug changes its training and that each clean
-pair trains (exam_proofs.py).
+Each question is two rows in the recipe of a scratch project, which `trace compare` trains and
+compares as for a user; then what it found is marked. Exits with 1 if a bug was missed or a clean
+pair was found to differ. `--forked` records and compares the same without a session, in ranks that
+are forked off this process, which takes 2 s of CPU time a question. `--prove` shows without the
+comparison that each bug changes its training and that each clean pair trains (exam_proofs.py).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,14 +60,15 @@ SAMPLE = (
     "bf16-gpt-tp2-sp",
 )
 STEPS = 2
+_REFERENCE = "-reference"  # behind the name of a question: the test case of the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One row of the exam.
+    """One question of the exam.
 
     Attributes:
-        name: Of its test case.
+        name: Of the test case of the candidate.
         bug: Planted in the candidate; None in a clean pair.
     """
 
@@ -89,15 +90,9 @@ class Question:
         return {**self.pair.candidate_arguments, **self.extra, "--exam-bug": planted}
 
     @property
-    def equivalent_to(self) -> dict[str, Value]:
-        """Where the reference differs."""
-        reference = {**self.pair.reference_arguments, **self.extra, "--exam-bug": "none"}
-        named = {
-            name: reference.get(name)
-            for name in {**self.candidate, **reference}
-            if reference.get(name) != self.candidate.get(name)
-        }
-        return {**named, "gpus": self.pair.reference_ranks}
+    def reference(self) -> dict[str, Value]:
+        """MODEL_ARGS of the reference."""
+        return {**self.pair.reference_arguments, **self.extra, "--exam-bug": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,7 @@ class Mark:
     """What the product made of a row.
 
     Attributes:
-        verdict: Of `equivalence.json`; `missing` where there is none.
+        verdict: Of the comparison; `missing` where there is none.
         first: The first divergence in words.
         is_right: It names the bug rightly.
         step: Of the first divergence.
@@ -133,7 +128,7 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="the few that CI asks")
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--kind", choices=("bugs", "layouts", "all"), default="all")
-    parser.add_argument("--jobs", default="2", help="-n of the session")
+    parser.add_argument("--jobs", default="2", help="comparisons at a time")
     parser.add_argument("--json", type=Path, help="file for the marks")
     parser.add_argument("--keep", type=Path, help="directory for the scratch project")
     parser.add_argument("--forked", action="store_true", help="without a session of pytest")
@@ -193,23 +188,34 @@ def all_questions() -> list[Question]:
 
 
 def ask(questions: Sequence[Question], root: Path, jobs: str) -> list[Mark]:
-    """Run a session on a scratch project of these rows and mark what it wrote."""
+    """Compare the rows of a scratch project and mark what was found."""
     write_project(questions, root)
-    words = [sys.executable, "-m", "pytest", "-p", "megatron", "recipes", "--platform", "cpu"]
-    words += ["-n", jobs] if len(questions) > 1 else []
+    with ThreadPoolExecutor(int(jobs)) as pool:
+        return list(pool.map(lambda question: _ask_one_session(question, root), questions))
+
+
+def _ask_one_session(question: Question, root: Path) -> Mark:
+    """Compare two rows as a user does."""
+    rows = [f"recipes/exam.yaml::{question.name}{end}[dev-cpu]" for end in (_REFERENCE, "")]
+    words = [str(Path(sys.executable).with_name("pytest-megatron")), "trace", "compare", *rows]
     env = dict(os.environ)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it; every process compiles anew
-    with (root / "session.txt").open("w") as said:
-        subprocess.run(words, cwd=root, env=env, stdout=said, stderr=said, check=False)
-    items = root / ".pytest_megatron" / "runs" / "latest"
-    found = [
-        sorted(items.glob(f"exam-{question.name}-dev-*/**/equivalence.json"))
-        for question in questions
-    ]
-    return [
-        mark(question, files[-1] if files else root / "equivalence.json")
-        for question, files in zip(questions, found, strict=True)
-    ]
+    file = root / f"{question.name}.json"
+    with (root / f"{question.name}.txt").open("w") as said:
+        done = subprocess.run(
+            [*words, "--format", "json"],
+            cwd=root,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            check=False,
+        )
+    if done.stdout:
+        (found,) = json.loads(done.stdout)["traces"]
+        missing = {"verdict": "missing", "problem": found["text"]}
+        file.write_text(json.dumps(found["comparison"] or missing))
+    return mark(question, file)
 
 
 def ask_forked(questions: Sequence[Question], root: Path, _: str) -> list[Mark]:
@@ -225,8 +231,7 @@ def _ask_one(question: Question, root: Path, references: dict[tuple[str, ...], P
         references: Where the reference of earlier rows is, by its arguments: it is not recorded
             again for one that is the same.
     """
-    candidate, reference = question.candidate, {**question.candidate, **question.equivalent_to}
-    del reference["gpus"]
+    candidate, reference = question.candidate, question.reference
     alone = question.pair.reference_ranks
     key = (str(alone), *words_of(dict(sorted(reference.items()))))
     shared = references.setdefault(key, root)
@@ -269,10 +274,18 @@ def write_project(questions: Sequence[Question], root: Path) -> None:
     program = root / "buggy_train.py"
     program.unlink(missing_ok=True)
     program.symlink_to(HERE / "buggy_train.py")
-    for question in questions:
-        case = root / "tests/functional_tests/test_cases/exam" / question.name
+    rows = [
+        row
+        for question in questions
+        for row in (
+            (question.name, question.candidate, question.pair.ranks),
+            (f"{question.name}{_REFERENCE}", question.reference, question.pair.reference_ranks),
+        )
+    ]
+    for name, arguments, _ in rows:
+        case = root / "tests/functional_tests/test_cases/exam" / name
         case.mkdir(parents=True, exist_ok=True)
-        config = {"MODEL_ARGS": question.candidate, "TEST_TYPE": "regular"}
+        config = {"MODEL_ARGS": arguments, "TEST_TYPE": "regular"}
         (case / "model_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     recipe = {
         "type": "basic",
@@ -291,19 +304,18 @@ def write_project(questions: Sequence[Question], root: Path) -> None:
         },
         "products": [
             {
-                "test_case": [question.name],
+                "test_case": [name],
                 "products": [
                     {
                         "environment": ["dev"],
                         "scope": ["nightly"],
                         "platforms": ["cpu"],
-                        "gpus": [question.pair.ranks],
-                        "equivalent_to": [question.equivalent_to],
+                        "gpus": [ranks],
                         "trace_steps": [STEPS],
                     }
                 ],
             }
-            for question in questions
+            for name, _, ranks in rows
         ],
     }
     (root / "recipes" / "exam.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))

@@ -49,7 +49,6 @@ from pytest_megatron.workloads.engine.warm_process import (
 )
 from pytest_megatron.workloads.recipe.case import Launcher
 from pytest_megatron.workloads.recipe.model import Workload
-from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, Setting
 from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workloads.training.run.runner import run_attempt, start_here
@@ -187,9 +186,7 @@ class LocalEngine(LeasingEngine):
 
         def start(phase: PhasePlan, cwd: Path) -> GuardedProcess:
             """Start a phase, by a fork where that gives the same."""
-            # Forks of one process share a seed of `hash()` and addresses, so an audit of two forks
-            # would not see what depends on them.
-            if phase.is_script or phase.role is PhaseRole.AUDIT or not forks:
+            if phase.is_script or not forks:
                 fresh = partial(execute_guard, kept_open=lease.descriptors)
                 return start_here(phase, cwd, fresh)
             run_dir = self._context.run_dir

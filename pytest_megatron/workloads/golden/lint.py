@@ -293,8 +293,7 @@ class _Linter:
         self.num_bytes = 0
         files = find_recipes(project.recipes)
         loaded = [read_recipe(file, Profile.STRICT, project.vocabulary) for file in files]
-        rows = [workload for one in loaded for workload in one.workloads]
-        self._workloads = [row for row in rows if row.equivalence is None]
+        self._workloads = [workload for one in loaded for workload in one.workloads]
         self.num_broken = sum(bool(one.errors) for one in loaded)
         self.readers: dict[Path, list[Workload]] = {}
         self._shadowed: dict[Path, Path] = {}

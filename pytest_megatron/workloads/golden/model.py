@@ -383,7 +383,7 @@ def to_float32(value: float) -> float:
 Spread: TypeAlias = float | Series
 
 PROVENANCE_TEXTS = (
-    *("audit", "commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "layout"),
+    *("commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "layout"),
     *("policy", "precision", "reason", "run", "supersedes"),
 )
 PROVENANCE_FLAGS = ("deterministic", "is_dirty")
@@ -417,7 +417,6 @@ class Provenance:
         date: ISO 8601, UTC.
         repeats: Number of runs that the spread was learned from.
         deterministic: True if the repeats agreed bit for bit.
-        audit: Result of the determinism audit of the run, where it had one.
         spread: Metric to its spread over the repeats.
         directions: Metric to `lower_is_better`, `higher_is_better` or `either`.
         layout: How the model was spread over the ranks, as in `tp2 pp2`.
@@ -443,7 +442,6 @@ class Provenance:
     date: str | None = None
     repeats: int | None = None
     deterministic: bool | None = None
-    audit: str | None = None
     spread: Mapping[str, Spread] = field(default_factory=dict)
     directions: Mapping[str, str] = field(default_factory=dict)
     layout: str | None = None

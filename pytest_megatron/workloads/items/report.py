@@ -17,12 +17,10 @@ from typing import assert_never
 import pytest
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.base.text import counted, rough_time
-from pytest_megatron.runs.equivalence import as_text
+from pytest_megatron.base.text import rough_time
 from pytest_megatron.runs.headline import headline_fingerprint, make_advice
 from pytest_megatron.runs.record import (
     RecordedAttempt,
-    RecordedAudit,
     RecordedHealth,
     RecordedWorkload,
 )
@@ -30,7 +28,7 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.workloads.golden.compare.result import render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
-from pytest_megatron.workloads.training.plan.phases import Frozen, PhaseRole, Rewind, Saved
+from pytest_megatron.workloads.training.plan.phases import Frozen, Rewind, Saved
 from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
@@ -281,13 +279,9 @@ def mismatch(training: Training, judgement: Judgement) -> str:
         so_far = "ended with exit code 0" if judgement.is_too_short else "trained to the end"
         first = f"{judgement.in_short}: {so_far}, but {end}"
     lines = [first]
-    traces = {attempt.repeat: attempt.equivalence for attempt in training.clean}
     for repeat in judgement.failed:
         if job.num_repeats > 1 or repeat.against != "golden":
             lines.append(f"repeat {repeat.repeat} against the {repeat.against}:")
-        if (trace := traces.get(repeat.repeat)) is not None:
-            lines += [*as_text(trace).splitlines(), f"more: {job.dirs.equivalence}"]
-            continue
         for comparison in repeat.failed[:_MAX_SHOWN]:
             lines.append(f"{_INDENT}{render(comparison)}")
             lines += (f"{_INDENT}{_INDENT}{line}" for line in render_layers(comparison))
@@ -317,31 +311,6 @@ def folded(problem: str) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
-def not_deterministic(training: Training) -> str | None:
-    """Return why an audited training does not pass; None if it does.
-
-    A training that differs from itself passes where its case does not claim otherwise.
-    """
-    job, audit = training.job, training.audit
-    if audit is None or audit.is_deterministic or job.case is None:
-        return None
-    if (claim := job.case.determinism_claim) is None:
-        return None
-    lines = [
-        audit.headline,
-        *(f"{_INDENT}{line}" for line in audit.block.splitlines()),
-        f"{_INDENT}the case claims to be deterministic, by {claim} in {job.case.path}",
-    ]
-    return "\n".join(lines)
-
-
-def _audit_record(training: Training) -> RecordedAudit | None:
-    """Return the audit of a training for run.json."""
-    if (reason := training.job.why_not_audited) is not None:
-        return RecordedAudit(verdict="not audited", text=f"not audited: {reason}")
-    return None if training.audit is None else training.audit.record
-
-
 def summary_line(
     training: Training, judgement: Judgement | None, problem: str | None = None
 ) -> str:
@@ -355,8 +324,6 @@ def summary_line(
     if problem is not None:
         parts.append(problem.partition("\n")[0])
     elif judgement is not None:
-        layout = training.job.workload.equivalence
-        parts += [] if layout is None else [f"equivalent to {layout.text}"]
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
@@ -367,8 +334,6 @@ def summary_line(
     parts += list(dict.fromkeys(a.note for a in training.attempts if a.note is not None))
     if (reason := training.job.why_not_traced) is not None:
         parts.append(f"not traced: {reason}")
-    audited = _audit_record(training)
-    parts += [] if audited is None or audited.text in parts else [audited.text]
     parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
     return ", ".join(parts)
 
@@ -376,11 +341,9 @@ def summary_line(
 def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     """Return what would run, for `--plan`: the words can be pasted into a shell."""
     redactor = job.redactor(plan)
-    layout = job.workload.equivalence
     lines = [
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
-        *([] if layout is None else [f"  equivalent to: {layout.text}"]),
         f"  ranks: {plan.world_size} on {job.workload.platform}",
         f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
         f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
@@ -388,14 +351,11 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
     ]
     if job.gradient_tolerance is not None:
         lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
-    is_over = False
-    for phase in plan.phases:
-        is_training = phase.role is PhaseRole.TRAINING
-        lines += [] if is_over and is_training else _phase_lines(redactor, phase)
-        is_over = is_over or (is_training and plan.target is not None)
+    for phase in plan.phases if plan.target is None else plan.phases[:1]:
+        lines += _phase_lines(redactor, phase)
     if plan.target is not None:
         lines.append(
-            f"  again from its checkpoint, in up to {len(plan.trainings)} windows, "
+            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
             f"until iteration {plan.target.iteration} is saved"
         )
     if plan.script is not None:
@@ -412,8 +372,6 @@ def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
         case Frozen():
             where = phase.origin.checkpoints
             lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
-        case None if phase.role is not PhaseRole.TRAINING:
-            lines.append(f"  {phase.name}, {counted(phase.world_size, 'rank')}:")
         case None:
             lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
         case _:
@@ -487,7 +445,6 @@ def item_record(
         policy=None if compared is None else compared.policy.as_json(),
         not_run_again=training.stopped,
         fingerprint=_fingerprint(training, judgement) if problem is not None else None,
-        audit=_audit_record(training),
         platform=training.job.workload.platform,
         attempts=tuple(_attempt_record(attempt) for attempt in training.attempts),
     )
@@ -504,8 +461,6 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
         return headline_fingerprint(cause.text) if found is None else found.record.fingerprint
     repeats = () if judgement is None else judgement.failed
     names = sorted({f"{r.against}: {c.metric}" for r in repeats for c in r.failed})
-    if not names and not_deterministic(training) is not None:
-        return "not deterministic"
     return f"mismatch|{', '.join(names)}" if names else "not as expected"
 
 
@@ -519,8 +474,8 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         attempt=attempt.number,
         directory=str(attempt.dirs.root),
         duration_s=round(attempt.duration_s, 3),
-        exit_codes=tuple(end.returncode for end in attempt.all_ends),
-        num_left=sum(end.num_left for end in attempt.all_ends),
+        exit_codes=tuple(end.returncode for end in attempt.ends),
+        num_left=sum(end.num_left for end in attempt.ends),
         cause=None if cause is None else cause.text,
         root_rank=None if cause is None else cause.rank,
         signature=None if signature is None else signature.id,

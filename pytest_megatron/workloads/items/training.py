@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Generator
 from dataclasses import replace
 
@@ -16,9 +15,8 @@ import pytest
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.rooms import ExtensionPoint
-from pytest_megatron.runs.equivalence import write_comparison
 from pytest_megatron.runs.headline import reproduce_line
-from pytest_megatron.runs.layout import EQUIVALENCE_FILE, make_own_dir
+from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
 from pytest_megatron.session.options import (
     LOCAL,
@@ -51,7 +49,6 @@ from pytest_megatron.workloads.items.report import (
     folded,
     item_record,
     mismatch,
-    not_deterministic,
     print_plan,
     print_summary,
     show_findings,
@@ -267,14 +264,7 @@ class TrainingPlugin(RecordCarrier):
         facts = training.facts(self._session.facts)
         judgement = judge(training, golden, self._goldens.policy, facts)
         write_json_atomically(job.dirs.comparison, to_json(judgement.record))
-        if training.audit is not None:
-            write_comparison(job.dirs.determinism, training.audit.comparison)
-        if job.is_equivalence:
-            shown = judgement.failed or judgement.repeats[-1:]
-            shutil.copyfile(shown[0].measured / EQUIVALENCE_FILE, job.dirs.equivalence)
-        problems = [mismatch(training, judgement)] if judgement.failed else []
-        problems += filter(None, [not_deterministic(training)])
-        problem = self._session.shorten("\n".join(problems)) if problems else None
+        problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
         record = self._evaluated(training, judgement, problem)
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
         agrees = record.is_expected or (problem is None and not is_wanted)
@@ -365,17 +355,14 @@ class TrainingPlugin(RecordCarrier):
         shown = None if found.problem is None else self._session.shorten(found.problem)
         options = self._session.options
         is_uncompared = options.golden == "off" or options.is_lightweight
-        record = item_record(
+        return item_record(
             training,
             judgement,
             verdict=verdict,
             problem=shown,
             is_expected=found.is_expected,
-            is_uncompared=is_uncompared and not job.is_equivalence,
+            is_uncompared=is_uncompared,
         )
-        if job.is_equivalence and options.is_writing_goldens:
-            record = replace(record, summary=f"{record.summary}, has no golden")
-        return record
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
@@ -461,7 +448,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
     """
     options, facts = session.options, session.facts
     num_repeats = _num_repeats(options, workload)
-    if options.is_writing_goldens and workload.equivalence is None:
+    if options.is_writing_goldens:
         num_repeats = max(num_repeats, least_repeats())
     setting = Setting(
         root=session.root,
@@ -469,7 +456,6 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         tee_ranks=options.tee_ranks,
         is_lightweight=options.is_lightweight,
         trace=None if options.tensor_trace == "off" else options.tensor_trace,
-        is_audited=options.is_audited,
     )
     job_options = JobOptions(
         setting=setting,

@@ -547,16 +547,6 @@ class WorkloadCase:
         return any(self.env.get(name) == "1" for name in switches)
 
     @property
-    def determinism_claim(self) -> str | None:
-        """The key by which the case declares that its runs are equal bit for bit, or None."""
-        if self.is_nondeterministic:
-            return None
-        if self.argument("--deterministic-mode") == "true":
-            return "--deterministic-mode"
-        is_forbidden = self.env.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
-        return "NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0" if is_forbidden else None
-
-    @property
     def is_never_compared(self) -> bool:
         """True if the case asks for a run without a comparison (SKIP_PYTEST)."""
         return self.env.get("SKIP_PYTEST") == "1"

@@ -192,16 +192,12 @@ def variants_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
     Rows with the same test case, environment and platform get the values of those product keys
     that differ among them, in the order of the file; rows that are alike even so are numbered.
-    Rows with `equivalent_to` are named so, and do not change the names of others.
     """
     variants: list[tuple[str, ...]] = [()] * len(rows)
     for members in _groups(rows):
         keys = _differing_keys([rows[member] for member in members])
         for member in members:
             variants[member] = tuple(_word(rows[member].spec.get(key)) for key in keys)
-    for index, row in enumerate(rows):
-        if _is_equivalence(row):
-            variants[index] = ("equivalent", *variants[index])
     taken: set[str] = set()
     for index, row in enumerate(rows):
         parts = [str(row.spec.get(key)) for key in ("environment", "platforms")]
@@ -229,11 +225,11 @@ def duplicates_of(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 def _groups(rows: Sequence[Row]) -> list[list[int]]:
     """Return the indices of rows that share all that is in every name, groups of two or more."""
-    groups: dict[tuple[str | bool, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         spec = row.spec
         named = str(spec.get("environment")), str(spec.get("platforms")), str(spec.get("test_case"))
-        groups[*named, _is_equivalence(row)].append(index)
+        groups[named].append(index)
     return [members for members in groups.values() if len(members) > 1]
 
 
@@ -247,11 +243,6 @@ def _differing_keys(rows: Sequence[Row]) -> list[str]:
     if num_values < len(set(zip(*columns, words["cadence"], strict=True))):
         return [*differing, "cadence"]
     return differing
-
-
-def _is_equivalence(row: Row) -> bool:
-    """Return whether a row is compared with another layout."""
-    return row.spec.get("equivalent_to") is not None
 
 
 def _word(value: JsonValue) -> str:

@@ -78,7 +78,7 @@ def _check_rows(
         case = case or cases.get(path)
         if workload.script is None:
             yield from _check_program(workload, path, root, case)
-        if case is not None and workload.equivalence is None and compares_metrics(case):
+        if case is not None and compares_metrics(case):
             yield from check_golden(workload, root, other_names)
         if case is not None and workload.script is None and starts_frozen(case):
             yield from _check_checkpoint(workload, root)
@@ -171,12 +171,7 @@ def _unreachable_goldens(
     workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield the golden files that no row reads."""
-    reached = {
-        path
-        for row in workloads
-        if row.equivalence is None
-        for path in golden_paths(root, row, other_names)
-    }
+    reached = {path for row in workloads for path in golden_paths(root, row, other_names)}
     for directory in (root / GOLDENS, root / CASES):
         for path in sorted(directory.rglob("golden_values*.json")):
             if path not in reached:

@@ -60,7 +60,6 @@ from pytest_megatron.workloads.recipe.short_rows import (
 )
 
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
-_Flags: TypeAlias = dict[str, object]
 
 
 @open_to_others
@@ -88,9 +87,6 @@ class RecipeSpec(RowSettings):
     data_path: NotRequired[str | None]
     data_cache_path: NotRequired[str | None]
     checkpoint_load_path: NotRequired[str | None]
-    equivalent_to: NotRequired[
-        Annotated[_Flags | None, About("MODEL_ARGS of the reference layout, and maybe its gpus.")]
-    ]
     trace_steps: NotRequired[
         Annotated[Positive | None, About("Steps of which tensors are traced.")]
     ]
@@ -116,7 +112,6 @@ class RecipeProduct(TypedDict, total=False):
     transient: Annotated[tuple[Texts, ...], MinLen(1)]
     never_transient: Annotated[tuple[Texts, ...], MinLen(1)]
     quarantine: Annotated[tuple[QuarantineKeys, ...], MinLen(1)]
-    equivalent_to: Annotated[tuple[_Flags | None, ...], MinLen(1)]
     trace_steps: Numbers
 
 

@@ -23,7 +23,7 @@ from pytest_megatron.base.project import (
     load_config,
     parse_quarantine,
 )
-from pytest_megatron.base.text import counted, grouped, one_of
+from pytest_megatron.base.text import grouped, one_of
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError, SelectionError
 
 if TYPE_CHECKING:
@@ -139,32 +139,6 @@ _T = TypeVar("_T")
 MAX_SHOWN = 60  # characters of a template in a message
 DEFAULT_NAME = "{test_case}_{environment}_{platforms}"
 DEFAULT_TRACE_STEPS = 2
-_REFERENCE_RANKS = "gpus"  # the key of `equivalent_to` that is no argument
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Equivalence:
-    """The layout that must compute the same tensors as a row.
-
-    Attributes:
-        arguments: MODEL_ARGS of the reference that differ from the case's; None leaves one out.
-        num_ranks: Ranks of the reference, on all nodes; None takes the fewest that its sizes allow.
-        num_steps: Steps that are traced and compared.
-    """
-
-    arguments: Mapping[str, JsonValue]
-    num_ranks: int | None = None
-    num_steps: int = DEFAULT_TRACE_STEPS
-
-    @property
-    def text(self) -> str:
-        """What differs from the row, as flags."""
-        ranks = [] if self.num_ranks is None else [counted(self.num_ranks, "rank")]
-        flags = [
-            f"no {name}" if value is None else f"{name} {value}"
-            for name, value in self.arguments.items()
-        ]
-        return ", ".join([*ranks, *flags])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +166,7 @@ class Workload:
             has.
         never_transient: Ids of signatures that do not.
         quarantine: Why its failure does not count for now, or None.
-        equivalence: What it is compared with in place of a golden, or None.
+        trace_steps: Steps of which tensors are traced.
         own_case: The case of a row in the short form, with the lines of the recipe; None for one
             that has a file.
     """
@@ -223,7 +197,7 @@ class Workload:
     transient: tuple[str, ...] = ()
     never_transient: tuple[str, ...] = ()
     quarantine: Quarantine | None = None
-    equivalence: Equivalence | None = None
+    trace_steps: int = DEFAULT_TRACE_STEPS
     own_case: YamlDocument | None = None
 
     @property
@@ -414,39 +388,14 @@ class _SpecReader:
         except QuarantineError as problem:
             raise RecipeError(self.where, f"quarantine: {problem}") from problem
 
-    def equivalence(self) -> Equivalence | None:
-        """Return what the row must be equivalent to, None where it is compared with a golden."""
-        given = self._value("equivalent_to", dict, "a mapping of MODEL_ARGS")
-        num_steps = self.positive("trace_steps")
-        if given is None:
-            return None
-        if self.spec.get("script") is not None:
-            problem = "equivalent_to: the row has a script, which starts its ranks itself, expected"
-            raise RecipeError(self.where, f"{problem} training_script_path alone; remove one")
-        arguments = {key: value for key, value in given.items() if key != _REFERENCE_RANKS}
-        for key, value in arguments.items():
-            if not key.startswith("--"):
-                raise RecipeError(
-                    self.where,
-                    f"equivalent_to: unknown key {key!r}, expected {_REFERENCE_RANKS} or flags of "
-                    f"MODEL_ARGS such as --tensor-model-parallel-size",
-                )
-            words = value if isinstance(value, list) else [value]
-            if any(isinstance(word, dict | list) for word in words):
-                problem = f"equivalent_to: {key} is {value!r}, expected one value or a list"
-                raise RecipeError(self.where, problem)
-        ranks = given.get(_REFERENCE_RANKS)
-        if _REFERENCE_RANKS in given and (type(ranks) is not int or ranks < 1):
+    def trace_steps(self) -> int:
+        """Return how many steps are traced, of a row that is not of an earlier version."""
+        if self.spec.get("equivalent_to") is not None:
             raise RecipeError(
                 self.where,
-                f"equivalent_to: {_REFERENCE_RANKS} is {ranks!r}, expected a number of ranks from "
-                f"1 on",
+                "equivalent_to was removed; write pytest-megatron trace compare ROW ROW",
             )
-        return Equivalence(
-            arguments={key: None if value is False else value for key, value in arguments.items()},
-            num_ranks=ranks if isinstance(ranks, int) else None,
-            num_steps=num_steps or DEFAULT_TRACE_STEPS,
-        )
+        return self.positive("trace_steps") or DEFAULT_TRACE_STEPS
 
     def name(self) -> str:
         """Return the row's name, filled in."""
@@ -473,7 +422,7 @@ _FIELDS: dict[str, tuple[tuple[str, ...], Callable[[_SpecReader], object]]] = {
     "transient": (("transient",), lambda row: row.words("transient")),
     "never_transient": (("never_transient",), lambda row: row.words("never_transient")),
     "quarantine": (("quarantine",), _SpecReader.quarantine),
-    "equivalence": (("equivalent_to", "trace_steps", "script"), _SpecReader.equivalence),
+    "trace_steps": (("trace_steps", "equivalent_to"), _SpecReader.trace_steps),
 } | {
     name: ((name,), functools.partial(_SpecReader.text, key=name))
     for name in (

@@ -472,7 +472,6 @@ def _provenance(
         date=utc_now(),
         repeats=len(repeats),
         deterministic=is_equal,
-        audit=None if training.audit is None else training.audit.headline,
         spread=spread,
         directions=directions,
         config_hash=_config_hash(job),

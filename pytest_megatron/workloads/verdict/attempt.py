@@ -17,7 +17,6 @@ from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.equivalence import TraceComparison
 from pytest_megatron.runs.headline import headline_fingerprint, make_headline, where_ranks_were
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.runs.record import (
@@ -55,9 +54,8 @@ from pytest_megatron.workloads.golden.model import (
 )
 from pytest_megatron.workloads.golden.store import read_metrics
 from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
-from pytest_megatron.workloads.training.plan.phases import PhaseRole, Saved, Target
+from pytest_megatron.workloads.training.plan.phases import Saved, Target
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, tail, traceback_at
-from pytest_megatron.workloads.verdict.equivalence import Audit
 
 _PROGRAM = "the program"
 _ENDED = {
@@ -240,7 +238,7 @@ class Attempt:
 
     Attributes:
         repeat: Counted from 1, as `number` is.
-        ends: Ends of the phases, without those of an audit.
+        ends: Ends of the phases.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
         health: State of the GPUs before and after; None without GPUs.
@@ -248,9 +246,6 @@ class Attempt:
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
-        equivalence: How its traces compare with those of the layout that the row names, or None.
-        audit: Result of its determinism audit, or None.
-        audit_ends: Ends of the phases of the audit.
         facts: Where and with what it ran; None where that is the controller's machine.
         suspects: The machines that failed under it, where it was theirs.
         note: What is odd about one that trained as it should, or None.
@@ -267,9 +262,6 @@ class Attempt:
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
-    equivalence: TraceComparison | None = None
-    audit: Audit | None = None
-    audit_ends: tuple[PhaseEnd, ...] = ()
     facts: SessionFacts | None = None
     suspects: tuple[str, ...] = ()
     note: str | None = None
@@ -300,12 +292,7 @@ class Attempt:
     @property
     def duration_s(self) -> float:
         """Time of all its phases."""
-        return sum(end.duration_s for end in self.all_ends) or self.lost_s
-
-    @property
-    def all_ends(self) -> tuple[PhaseEnd, ...]:
-        """The ends of all phases, in the order in which they ran."""
-        return (*self.audit_ends, *self.ends)
+        return sum(end.duration_s for end in self.ends) or self.lost_s
 
 
 def judge_attempt(
@@ -618,8 +605,6 @@ def _when(end: PhaseEnd) -> str:
 
 def _phase(end: PhaseEnd) -> str:
     """Name a phase, "" for the first one."""
-    if end.plan.role is not PhaseRole.TRAINING:
-        return f"in phase {end.plan.name}"
     return f"in {end.plan.name}" if end.plan.number > 1 else ""
 
 

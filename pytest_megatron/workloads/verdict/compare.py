@@ -37,7 +37,6 @@ from pytest_megatron.workloads.golden.policy import (
 )
 from pytest_megatron.workloads.recipe.case import CaseMode, TestType, WorkloadCase
 from pytest_megatron.workloads.verdict.attempt import Attempt
-from pytest_megatron.workloads.verdict.equivalence import REFERENCE, judge_equivalence
 from pytest_megatron.workloads.verdict.job import Training
 
 _START_VARIABLE = "THROUGHPUT_START_STEP"
@@ -207,7 +206,7 @@ class RepeatComparison:
 
     Attributes:
         against: `golden`, `first phase` for a resumed training, `gradients of MODEL_ARGS` for
-            those of another layout, or `reference` for the layout of `equivalent_to`.
+            those of another layout.
         measured: The file, or the directory, that was judged.
     """
 
@@ -218,9 +217,7 @@ class RepeatComparison:
 
     @property
     def compared(self) -> str:
-        """The plural of what was compared: `metrics`, `gradients` or `tensors`."""
-        if self.against == REFERENCE:
-            return "tensors"
+        """The plural of what was compared: `metrics` or `gradients`."""
         return "gradients" if self.against.startswith("gradients") else "metrics"
 
     @property
@@ -314,16 +311,6 @@ def _within(
     training: Training, attempt: Attempt, policy: ComparisonPolicy
 ) -> list[RepeatComparison]:
     """Compare the phases of an attempt with one another, as its test type asks."""
-    if attempt.equivalence is not None:
-        compared = judge_equivalence(attempt.equivalence, str(attempt.dirs.equivalence))
-        return [
-            RepeatComparison(
-                repeat=attempt.repeat,
-                against=REFERENCE,
-                measured=attempt.dirs.root,
-                comparisons=(compared,),
-            )
-        ]
     case, _ = _case(training)
     if case.test_type in (TestType.CKPT_RESUME, TestType.FROZEN_RESUME):
         return [_with_first_phase(training, attempt, policy)]

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.base.text import name_ranks
-from pytest_megatron.errors import GoldenError, MetricsError, TraceError
+from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs
@@ -43,7 +43,7 @@ from pytest_megatron.workloads.recipe.case import (
     TestType,
     WorkloadCase,
 )
-from pytest_megatron.workloads.training.plan.phases import PhaseRole, iteration_name
+from pytest_megatron.workloads.training.plan.phases import iteration_name
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
@@ -65,10 +65,8 @@ from pytest_megatron.workloads.verdict.attempt import (
     why_a_script_failed_late,
     why_it_failed,
 )
-from pytest_megatron.workloads.verdict.equivalence import (
+from pytest_megatron.workloads.verdict.gradients import (
     compare_gradients,
-    compare_traces,
-    judge_audit,
     measure_gradients,
 )
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
@@ -413,8 +411,7 @@ def _judged(
         repeat=repeat,
         number=number,
         dirs=plan.dirs,
-        ends=tuple(end for end in outcome.ends if end.plan.role is not PhaseRole.AUDIT),
-        audit_ends=tuple(end for end in outcome.ends if end.plan.role is PhaseRole.AUDIT),
+        ends=outcome.ends,
         metrics=(),
         cause=None,
         health=health,
@@ -458,10 +455,6 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
         whole = replace(last, end=End.EXITED, returncode=0)
         judged = judge_files(job, plan, replace(attempt, ends=(*earlier, whole)))
         return _with_late(job, replace(judged, ends=attempt.ends), late)
-    if attempt.audit_ends:
-        attempt = _with_audit(attempt, plan, job.table)
-        if attempt.cause is not None:
-            return attempt
     if plan.script is not None and job.case is not None:
         return _judged_script(job, job.case, plan, attempt)
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
@@ -488,7 +481,7 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
         write_metrics(attempt.whole_path, attempt.whole)
     if cause is not None:
         return attempt
-    return _with_equivalence(job, attempt) if job.is_equivalence else _with_gradients(job, attempt)
+    return _with_gradients(job, attempt)
 
 
 def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> FailureCause | None:
@@ -497,7 +490,7 @@ def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Fai
     if last is None or last.is_clean or job.case is None:
         return None
     if last.end is End.NOT_EXITED:
-        is_last = last.plan.number == max(phase.number for phase in plan.trainings)
+        is_last = last.plan.number == max(phase.number for phase in plan.phases)
         return why_it_failed(last, plan.time_limit_s, job.table) if is_last else None
     if not last.plan.is_script or last.end is not End.EXITED or last.returncode < 0:
         return None
@@ -548,18 +541,6 @@ def _judged_script(
     return attempt if attempt.cause is not None else _with_gradients(job, attempt)
 
 
-def _with_audit(attempt: Attempt, plan: AttemptPlan, table: Table) -> Attempt:
-    """Return an attempt with the result of its audit, or with the cause of the audit's failure."""
-    failed = next((end for end in attempt.audit_ends if not end.is_clean), None)
-    if failed is not None:
-        return replace(attempt, cause=why_it_failed(failed, plan.time_limit_s, table))
-    try:
-        return replace(attempt, audit=judge_audit(attempt.audit_ends))
-    except TraceError as error:
-        text = f"determinism cannot be audited: {error}"
-        return replace(attempt, cause=FailureCause(text=text))
-
-
 def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
     """Return a clean attempt with the comparison of its checkpoints, where it has any."""
     tolerance = job.gradient_tolerance
@@ -595,18 +576,6 @@ def _checkpoints(job: WorkloadJob, attempt: Attempt) -> list[tuple[str, Path]]:
         directory = end.plan.saves / iteration_name(end.plan.last_iteration)
         found.append((end.plan.name, directory))
     return found
-
-
-def _with_equivalence(job: WorkloadJob, attempt: Attempt) -> Attempt:
-    """Return a clean attempt with the comparison of its traces."""
-    try:
-        found = compare_traces(sys.executable, attempt.dirs, job.setting.env)
-    except (MetricsError, TraceError) as error:
-        return replace(attempt, cause=FailureCause(text=str(error)))
-    if found.problem is not None:
-        text = f"the traces cannot be compared: {found.problem}"
-        return replace(attempt, cause=FailureCause(text=text))
-    return replace(attempt, equivalence=found)
 
 
 _OOM = "cuda_oom"

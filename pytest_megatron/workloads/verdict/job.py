@@ -49,7 +49,7 @@ from pytest_megatron.workloads.training.plan.plan import (
 )
 from pytest_megatron.workloads.training.plan.script import ScriptMachine, look_at_machine
 from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
-from pytest_megatron.workloads.verdict.equivalence import Audit, tolerance_of
+from pytest_megatron.workloads.verdict.gradients import tolerance_of
 from pytest_megatron.workloads.verdict.retry import (
     RetryPolicy,
     policy_of,
@@ -83,8 +83,8 @@ class WorkloadJob:
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """Metrics that are compared; None for a script that judges itself, and for traces."""
-        if self.case is None or self.is_equivalence:
+        """Metrics that are compared; None for a script that judges itself."""
+        if self.case is None:
             return None
         if self._is_consistency and self.case.metrics is None:
             return DEFAULT_METRICS[:1]
@@ -111,29 +111,13 @@ class WorkloadJob:
     @property
     def is_compared(self) -> bool:
         """True if the case is compared with a golden: not in lightweight mode, for one."""
-        return self._is_judged and not self._is_consistency and not self.is_equivalence
-
-    @property
-    def is_equivalence(self) -> bool:
-        """True if the row is compared with another layout of itself."""
-        return self.workload.equivalence is not None
+        return self._is_judged and not self._is_consistency
 
     @property
     def why_not_traced(self) -> str | None:
         """Why `--tensor-trace` passes it over; None if it is traced, or need not be."""
-        if self.setting.trace is None or self.is_equivalence:
+        if self.setting.trace is None:
             return None
-        return find_untraceable(self.workload, self.case)
-
-    @property
-    def why_not_audited(self) -> str | None:
-        """Why `--audit-determinism` passes it over; None if it is audited, or need not be."""
-        if not self.setting.is_audited:
-            return None
-        if self.is_equivalence:
-            return "it is compared with another layout"
-        if self.replay.phase is not None:
-            return "one phase alone is run"
         return find_untraceable(self.workload, self.case)
 
     @property
@@ -185,11 +169,6 @@ class Training:
     def whole(self) -> tuple[Attempt, ...]:
         """The attempts that trained as they should, also where what came after failed."""
         return tuple(attempt for attempt in self.attempts if attempt.is_whole)
-
-    @property
-    def audit(self) -> Audit | None:
-        """Result of the determinism audit: of the last attempt that had one."""
-        return next((a.audit for a in reversed(self.attempts) if a.audit is not None), None)
 
     @property
     def duration_s(self) -> float:
@@ -355,8 +334,7 @@ def _plan(
 ) -> AttemptPlan:
     """Plan one attempt of a job."""
     dirs = job.dirs.attempt(repeat=repeat, attempt=number)
-    is_audited = job.setting.is_audited and repeat == job.replay.repeat
-    setting = replace(job.setting, devices=devices, is_audited=is_audited)
+    setting = replace(job.setting, devices=devices)
     plan = plan_attempt(job.workload, job.case, dirs, setting, repeat=repeat)
     return job.replay.cut(plan, job.node_id)
 
@@ -364,8 +342,7 @@ def _plan(
 def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
     """Return the resources of an attempt; a release may take every window it has."""
     segment = workload.spec.get("segment")
-    num_limits = 1 if plan.target is None else len(plan.trainings)
-    num_limits += len(plan.trainings) < len(plan.phases)  # an audit has one of its own
+    num_limits = 1 if plan.target is None else len(plan.phases)
     return Resources(
         platform=workload.platform,
         num_nodes=workload.nodes,

@@ -11,7 +11,6 @@ from pytest_megatron.workloads.golden.collect import has_measured
 from pytest_megatron.workloads.golden.compare.rl import LOSS
 from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
 from pytest_megatron.workloads.recipe.case import CaseMode, Evaluation
-from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.attempt import (
     FailureCause,
@@ -61,7 +60,7 @@ class FiniteLosses:
         Args:
             end: Its end; as if it were stopped now, if it runs.
         """
-        if end.plan.role is not PhaseRole.TRAINING or not has_measured(end.plan.dirs):
+        if not has_measured(end.plan.dirs):
             return None
         try:
             latest = measured_in(end.plan.dirs, is_rl=LOSS in self.names)

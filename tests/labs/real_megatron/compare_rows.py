@@ -269,7 +269,7 @@ def planned(row: Workload, case: WorkloadCase, script: str, copy: Copy) -> list[
         Start(
             phase.world_size // phase.num_nodes, phase.num_nodes, phase.start.program, phase.own_env
         )
-        for phase in plan.trainings
+        for phase in plan.phases
         if phase.start is not None
     ]
 

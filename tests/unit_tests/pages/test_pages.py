@@ -7,7 +7,6 @@ import json
 import re
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,6 @@ from made_run import METRICS, MadeRun, changed, curve
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.cli import group
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.runs.equivalence import (
-    TensorDivergence,
-    TraceComparison,
-    write_comparison,
-)
 from pytest_megatron.workloads.golden.model import MetricMap
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'|`&\u2028\u202e\x1b[31m\nx"
@@ -243,53 +237,3 @@ def test_a_failure_in_quarantine_says_so(run: MadeRun) -> None:
     report(run.write())
     assert "in quarantine, see #7: lm loss is off" in (run.root / "index.html").read_text()
     assert "<b>in quarantine</b> see #7" in page.read_text()
-
-
-def test_tensors_that_differ_from_another_layout_are_shown_by_module(run: MadeRun) -> None:
-    page = run.item("recipes/a.yaml::a[dev-cpu-equivalent]", [whole(2)], problem="tensors disagree")
-    item = page.parent
-    first = TensorDivergence(
-        order=3,
-        step=1,
-        microbatch=0,
-        phase="forward",
-        module="decoder.layers.0.mlp.<linear_fc2>",
-        tensor="output.0",
-        ranks=(1,),
-        error=0.5,
-        limit=1e-6,
-        norm_ratio=2.0,
-    )
-    others = (
-        replace(first, order=4, module="decoder.layers.0.mlp"),
-        replace(first, order=5, module="decoder.layers.1", microbatch=7),
-    )
-    comparison = TraceComparison(
-        verdict="different",
-        steps=2,
-        num_compared=40,
-        hint="the sum is taken twice",
-        divergences=(first, *others),
-        num_divergences=60,
-    )
-    write_comparison(item / "equivalence.json", comparison)
-    report(run.write())
-    text = page.read_text()
-    assert "60 of 40 tensors differ in 2 steps, 0 not compared; the first 3, by module" in text
-    assert "Hint: the sum is taken twice" in text
-    assert "<linear_fc2>" not in text
-    cells = re.findall(r"<code>(.*?)</code>(?:<td class=n>(\d+))?", text)
-    assert cells[:4] == [
-        ("decoder.layers", ""),
-        ("0.mlp", "4"),
-        ("&lt;linear_fc2&gt;", "3"),
-        ("1", "5"),
-    ]
-    assert 'href="equivalence.json"' in text
-
-
-def test_a_damaged_comparison_of_traces_is_a_note(run: MadeRun) -> None:
-    page = run.item("recipes/a.yaml::a[dev-cpu-equivalent]", [whole(2)])
-    (page.parent / "equivalence.json").write_text("{")
-    report(run.write())
-    assert "equivalence.json is not shown: " in page.read_text()

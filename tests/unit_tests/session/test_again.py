@@ -74,10 +74,9 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
 
-def test_a_workload_is_traced_where_asked_and_audited_where_it_was(tmp_path: Path) -> None:
-    chosen = chosen_of(tmp_path, a_row(), options={"audit_determinism": True})
-    words = made(chosen, Wishes(is_traced=True)).argv
-    assert words[-4:] == ("--megatron-audit-determinism", "--megatron-tensor-trace", "hash", ROW)
+def test_a_workload_is_traced_where_asked(tmp_path: Path) -> None:
+    words = made(chosen_of(tmp_path, a_row()), Wishes(is_traced=True)).argv
+    assert words[-3:] == ("--megatron-tensor-trace", "hash", ROW)
 
 
 def test_a_repeat_keeps_its_number_as_its_seed(tmp_path: Path) -> None:

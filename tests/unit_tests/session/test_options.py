@@ -15,7 +15,6 @@ CASE_SECRET, HOST_SECRET = "secretOfTheCase", "secretOfTheHost"
 OPTIONS = """\
 --allow-dirty
 --allow-empty
---audit-determinism
 --bucket
 --cadence
 --ci-event
@@ -74,6 +73,7 @@ REMOVED_OPTIONS = [
     (["--keep-contexts"], "--keep-contexts: was removed, as runs were slower"),
     (["--keep-gangs", "1"], "--keep-gangs: was removed; pytest-megatron watch"),
     (["-o", "megatron_keep_gangs=30"], "megatron_keep_gangs: was removed; pytest-megatron watch"),
+    (["--audit-determinism"], "--audit-determinism: was removed; write pytest-megatron trace rep"),
     (["-o", "megatron_pack_gpus=8"], "megatron_pack_gpus: was removed, as it gained little"),
     (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),
     (

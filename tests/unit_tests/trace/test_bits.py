@@ -245,8 +245,8 @@ def test_another_layout_is_refused_with_the_way_to_compare_it(tmp_path: Path) ->
         compare_bits(trace(tmp_path / "a", STEPS), trace(tmp_path / "b", STEPS, STEPS, layouts=tp2))
     assert str(caught.value) == (
         f"{tmp_path / 'b'}: is of 2 ranks, tp2, expected 1 rank, nothing split as in the "
-        "reference: bits are compared rank by rank; to compare layouts, write a recipe row with "
-        "equivalent_to"
+        "reference: bits are compared rank by rank; to compare layouts, write pytest-megatron "
+        "trace compare ROW ROW"
     )
 
 

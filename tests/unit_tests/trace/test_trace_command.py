@@ -92,7 +92,7 @@ def test_another_layout_is_unusable_and_says_what_compares_it(tmp_path: Path) ->
     assert code == 2
     assert text.startswith(f"unusable: {ITEM}, phase 1: ")
     assert "is of 1 rank, nothing split, expected 2 ranks, tp2 as in the reference" in text
-    assert "equivalent_to" in text
+    assert "write pytest-megatron trace compare ROW ROW" in text
 
 
 @pytest.mark.parametrize(

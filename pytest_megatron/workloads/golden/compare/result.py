@@ -70,7 +70,6 @@ class ComparisonRule(Enum):
     NOT_FINITE = "not finite"
     SHAPE = "shape"
     # Between the traces of two layouts.
-    EQUIVALENCE = "equivalence"
     # megatron, beside `exact`.
     APPROXIMATE = "approximate"
     UNKNOWN = "unknown metric"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.text import one_of
-from pytest_megatron.errors import CaseError, MegatronError, RecipeError
+from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.golden.policy import ComparedWorkload
 from pytest_megatron.workloads.recipe.case import WorkloadCase, case_of, case_path
@@ -24,7 +24,7 @@ from pytest_megatron.workloads.training.checks.rules import (
     check_rules,
     finding_of,
 )
-from pytest_megatron.workloads.training.plan.phases import reference_of, references
+from pytest_megatron.workloads.training.plan.phases import references
 from pytest_megatron.workloads.training.plan.plan import NCCL_DEFAULTS, VARIABLES, inherited
 
 
@@ -90,7 +90,7 @@ def lint_checks(
         case = cases[path]
         if case is None:
             continue
-        if problem := _why_not_equivalent(workload, case) or _wrong_limits(workload):
+        if problem := _wrong_limits(workload):
             found[problem] = None
         if workload.script is None:
             found.update(dict.fromkeys(_unknown_variables(workload, case, env)))
@@ -127,20 +127,6 @@ def _unknown_variables(
                 message=f"{where}: unknown variable {name!r}, expected {expected}",
                 severity=Severity.ERROR if is_short else Severity.WARNING,
             )
-
-
-def _why_not_equivalent(workload: Workload, case: WorkloadCase) -> Finding | None:
-    """Return why a row cannot be compared with the layout that it names, None if it can."""
-    if workload.equivalence is None:
-        return None
-    try:
-        reference_of(workload, case, workload.equivalence)
-    except MegatronError as error:
-        message = error.problem if error.where == workload.where else str(error)
-        return Finding(
-            file=workload.file, line=workload.line, rule="equivalent-to", message=message
-        )
-    return None
 
 
 def _wrong_limits(workload: Workload) -> Finding | None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_megatron.errors import MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.recipe.case import (
     CP,
@@ -30,9 +29,8 @@ from pytest_megatron.workloads.recipe.case import (
     WorkloadCase,
     sizes_of,
 )
-from pytest_megatron.workloads.recipe.model import Equivalence, Workload
+from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
-from pytest_megatron.workloads.training.plan.phases import reference_of
 from pytest_megatron.workloads.training.plan.plan import (
     CONNECTIONS_VARIABLE,
     EXPERT_OVERLAP,
@@ -98,8 +96,6 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
     """Yield what a row starts; nothing of a case that is expected to fail."""
     if case.evaluation is Evaluation.XPASS:
         return
-    if workload.equivalence is not None:
-        yield from _reference_start(workload, case, workload.equivalence)
     script = workload.script
     if script is not None and (_DRIVER not in script or _OWN_RANKS in script):
         return  # it starts something else, or on other ranks
@@ -116,26 +112,6 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
                 env_lines=case.env_lines,
                 scripts=f"{script or ''}\n{case.before_script or ''}",
             )
-
-
-def _reference_start(
-    workload: Workload, case: WorkloadCase, equivalence: Equivalence
-) -> Iterator[CheckedStart]:
-    """Yield the start of the layout that a row is compared with; its arguments are the row's."""
-    try:
-        reference = reference_of(workload, case, equivalence)
-    except MegatronError:
-        return  # planning reports it, and lint
-    yield CheckedStart(
-        file=workload.file,
-        arguments=ModelArgs(replace(a, line=workload.line) for a in reference.arguments),
-        nodes=1,
-        ranks_per_node=reference.num_ranks,
-        platform=workload.platform,
-        mode=case.mode,
-        env=case.env,
-        scripts=case.before_script or "",
-    )
 
 
 def check_connections(start: CheckedStart, env: Mapping[str, str]) -> Iterator[RuleMatch]:

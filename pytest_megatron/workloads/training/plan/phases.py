@@ -16,11 +16,10 @@ import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import assert_never
 
-from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workloads.recipe.case import (
@@ -35,19 +34,15 @@ from pytest_megatron.workloads.recipe.case import (
     TP,
     Argument,
     CaseMode,
-    ModelArgs,
     Resume,
     TestType,
     Variant,
     WorkloadCase,
     is_missing_program,
-    sizes_of,
 )
-from pytest_megatron.workloads.recipe.model import DEFAULT_TRACE_STEPS, Equivalence, Workload
+from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
-_CANDIDATE = "candidate"
-_NOISE_SEED = 1
 _SIZES = (TP, PP, CP, EP, ETP)
 TRACKER = "latest_checkpointed_iteration.txt"
 DEFAULT_TIME_LIMIT_S = 1800
@@ -121,17 +116,6 @@ class Target:
     iteration: int
 
 
-_ALLOCATOR = "PYTHONMALLOC"
-
-
-class PhaseRole(Enum):
-    """Purpose of a phase."""
-
-    TRAINING = "training"  # of the case; its metrics are judged
-    EQUIVALENCE = "equivalence"  # its trace is compared with another layout's
-    AUDIT = "audit"  # its trace is compared with that of the same training
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStart:
     """One start of the training program.
@@ -146,9 +130,7 @@ class PhaseStart:
         origin: What to lay out for it to start from, or None.
         last_iteration: The one after which it exits; None where that is unknown.
         saves: A directory in which it must leave a checkpoint of its last iteration, or None.
-        role: Why it is started.
         trace: What its ranks record of their tensors, or None.
-        num_ranks: Over all nodes, of a layout that is not the row's own.
         words: Words of the command line in place of those of the same name, or behind all others.
     """
 
@@ -162,9 +144,7 @@ class PhaseStart:
     origin: Rewind | Frozen | Saved | None = None
     last_iteration: int | None
     saves: Path | None = None
-    role: PhaseRole = PhaseRole.TRAINING
     trace: TraceSettings | None = None
-    num_ranks: int | None = None
 
 
 def starts_of(
@@ -181,12 +161,9 @@ def starts_of(
 
     Raises:
         CaseError: `--train-iters` is no number.
-        RecipeError: The row names no checkpoint, and the test type starts from one; or the row
-            cannot be compared with the layout that it names.
+        RecipeError: The row names no checkpoint, and the test type starts from one.
     """
     maker = _Maker(workload, case, dirs, is_lightweight=is_lightweight)
-    if workload.equivalence is not None:
-        return maker.equivalent(workload.equivalence)
     match case.test_type:
         case TestType.REGULAR | TestType.FROZEN_START:
             if case.test_type is TestType.FROZEN_START:
@@ -206,71 +183,9 @@ def starts_of(
     assert_never(case.test_type)
 
 
-def audits_of(
-    workload: Workload, case: WorkloadCase, dirs: AttemptDirs, root: Path, *, first: int
-) -> tuple[PhaseStart, ...]:
-    """Return the starts of a determinism audit: the first steps of each training, twice.
-
-    A training that resumes another is none of them. Each is as short as its program allows, and
-    saves nothing where it can be left out.
-
-    Args:
-        workload: The row.
-        case: The test case of the row.
-        dirs: Directories of the attempt.
-        root: The project.
-        first: The number of the first of them.
-
-    Raises:
-        MegatronError: The case is refused, see `starts_of`.
-    """
-    steps = trace_steps_of(workload)
-    require_stop(workload, case, "--audit-determinism")
-    starts = starts_of(workload, case, dirs, root, is_lightweight=True)
-    trainings = [one for one in starts if one.number == 1 or one.saves is not None]
-    pairs = [(one, again) for one in trainings for again in (1, 2)]
-    return tuple(
-        replace(
-            _shortened(one, steps, workload, case),
-            variant=_with_memory(one.variant, case) if again > 1 else one.variant,
-            number=number,
-            name=f"audit {again}" if len(trainings) == 1 else f"audit {again} of {one.name}",
-            save=dirs.phase(number).root / "checkpoints",
-            saves=None,
-            role=PhaseRole.AUDIT,
-            trace=TraceSettings(directory=dirs.phase(number).trace, steps=steps),
-        )
-        for number, (one, again) in enumerate(pairs, start=first)
-    )
-
-
-def _with_memory(variant: Variant, case: WorkloadCase) -> Variant:
-    """Return a variant whose Python has another allocator, so that objects have other addresses.
-
-    Those of two fresh interpreters agree in the bits that order a set of objects.
-    """
-    if _ALLOCATOR in case.env:
-        return variant
-    return replace(variant, env={_ALLOCATOR: "malloc", **variant.env})
-
-
-def _shortened(
-    start: PhaseStart, num_steps: int, workload: Workload, case: WorkloadCase
-) -> PhaseStart:
-    """Return a start that ends after some steps and saves nothing, where that can be said."""
-    if case.stop is not None:
-        return replace(start, words=_stop_words(case.stop, num_steps))
-    if not takes_exit_interval(workload, start.arguments):
-        return start
-    kept = (argument for argument in start.arguments if not _saves(argument))
-    arguments = with_argument(kept, "--exit-interval", str(num_steps))
-    return replace(start, arguments=arguments, last_iteration=num_steps)
-
-
 def trace_steps_of(workload: Workload) -> int:
     """Return how many steps of a training are traced."""
-    found = workload.spec.get("trace_steps")
-    return found if isinstance(found, int) else DEFAULT_TRACE_STEPS
+    return workload.trace_steps
 
 
 def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | None:
@@ -324,7 +239,7 @@ def takes_exit_interval(workload: Workload, arguments: Sequence[Argument]) -> bo
     Such a program is told by its name, or by an argument that the row or the case gives it.
     """
     program = (shlex.split(workload.training_script_path or "") or [""])[0]
-    is_named = workload.equivalence is not None or any(a.name in _OF_MEGATRON for a in arguments)
+    is_named = any(a.name in _OF_MEGATRON for a in arguments)
     return is_named or _MEGATRON_PROGRAM(program) is not None
 
 
@@ -470,40 +385,6 @@ class _Maker:
             saves=save,
         )
 
-    def equivalent(self, equivalence: Equivalence) -> tuple[PhaseStart, ...]:
-        """Return the reference, the reference with rounding noise, and the row itself.
-
-        All of them start with the reference's weights and end after the steps that are traced.
-        """
-        reference = reference_of(self._workload, self._case, equivalence)
-        own = self._case.arguments
-        weights, num_steps = self._dirs.initial_weights, equivalence.num_steps
-
-        def start(number: int, name: str, trace: TraceSettings) -> PhaseStart:
-            """Return the start of a phase that compares layouts."""
-            is_own = name == _CANDIDATE
-            arguments = (a for a in (own if is_own else reference.arguments) if not _saves(a))
-            return PhaseStart(
-                number=number,
-                name=name,
-                variant=self._case.variant(1),
-                arguments=with_argument(arguments, "--exit-interval", str(num_steps)),
-                load=self._load or str(self._dirs.no_checkpoint),
-                save=self._dirs.phase(number).root / "checkpoints",
-                last_iteration=num_steps,
-                role=PhaseRole.EQUIVALENCE,
-                trace=replace(trace, directory=self._dirs.phase(number).trace),
-                num_ranks=None if is_own else reference.num_ranks,
-            )
-
-        trace = TraceSettings(directory=self._dirs.root, steps=num_steps, values="full")
-        same = replace(trace, weights_from=weights)
-        return (
-            start(1, "reference", replace(trace, weights_to=weights)),
-            start(2, "noise", replace(same, noise_seed=_NOISE_SEED)),
-            start(3, _CANDIDATE, same),
-        )
-
     def windows(self) -> tuple[PhaseStart, ...]:
         """Return every window that a release may take; each goes on where the last one saved."""
         saved = self._dirs.checkpoints
@@ -599,88 +480,6 @@ class _Maker:
             ), steps if key == _BRIDGE_ITERS else None
         text = {a.name: a.text for a in arguments}.get(_BRIDGE_ITERS) or ""
         return arguments, int(text) if text.isdecimal() else self._case.last_step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """The layout that a row is compared with.
-
-    Attributes:
-        num_ranks: Over all nodes.
-    """
-
-    arguments: tuple[Argument, ...]
-    num_ranks: int
-
-
-def reference_of(workload: Workload, case: WorkloadCase, equivalence: Equivalence) -> Reference:
-    """Return the layout that a row is compared with.
-
-    Raises:
-        CaseError: `--train-iters` is no number.
-        RecipeError: The row cannot be compared with it.
-    """
-    if problem := _why_not_traced(workload, case, equivalence):
-        raise RecipeError(workload.where, f"equivalent_to: {problem}")
-    arguments: Iterable[Argument] = case.arguments
-    for name, value in equivalence.arguments.items():
-        arguments = [a for a in arguments if a.name != name]
-        if value is not None:
-            arguments.append(_argument_of(name, value, workload.line))
-    arguments = tuple(arguments)
-    sizes = sizes_of(ModelArgs(arguments))
-    num_ranks = equivalence.num_ranks or (None if sizes is None else sizes.least_ranks)
-    most = workload.nodes * workload.gpus
-    if num_ranks is None:
-        problem = "its sizes are no numbers, so its ranks are not known; add gpus"
-    elif num_ranks > most or (num_ranks > workload.gpus and num_ranks % workload.gpus):
-        problem = (
-            f"its layout needs {num_ranks} ranks, and the row has {workload.nodes} x "
-            f"{workload.gpus}; let the row have the layout with more ranks, or raise gpus"
-        )
-    elif num_ranks == most and _meaning(arguments) == _meaning(case.arguments):
-        problem = "is the layout of the case itself, expected arguments that differ from it"
-    else:
-        return Reference(arguments=arguments, num_ranks=num_ranks)
-    raise RecipeError(workload.where, f"equivalent_to: {problem}")
-
-
-def _why_not_traced(workload: Workload, case: WorkloadCase, equivalence: Equivalence) -> str | None:
-    """Return why trainings of a case cannot be traced and compared, None if they can."""
-    if case.test_type is not TestType.REGULAR or case.mode is not CaseMode.PRETRAINING:
-        return (
-            f"{case.path} has TEST_TYPE {case.test_type.value} and MODE {case.mode.value}, "
-            f"expected regular and pretraining"
-        )
-    if problem := find_command(workload):
-        return problem
-    if any(not argument.name.startswith("-") for argument in case.arguments):
-        return f"{case.path} gives its program key=value, expected flags"
-    if case.train_iters < equivalence.num_steps:
-        return (
-            f"trace_steps is {equivalence.num_steps}, and --train-iters {case.train_iters} in "
-            f"{case.path}, expected no more than that"
-        )
-    return None
-
-
-def _argument_of(name: str, value: JsonValue, line: int) -> Argument:
-    """Return a value of a recipe as an argument of a case would have it."""
-    if isinstance(value, list):
-        return Argument(name=name, text=None, words=tuple(map(str, value)), line=line)
-    text = "true" if value is True else str(value)
-    return Argument(name=name, text=text, is_text=isinstance(value, str), line=line)
-
-
-def _meaning(arguments: Iterable[Argument]) -> dict[str, tuple[str, ...]]:
-    """Return what arguments set; a parallel size of 1 is one that is not given."""
-    values = {a.name: a.words or (str(a.text),) for a in arguments}
-    return {name: words for name, words in values.items() if name not in _SIZES or words != ("1",)}
-
-
-def _saves(argument: Argument) -> bool:
-    """Return whether an argument is about saving checkpoints."""
-    return argument.name == "--async-save" or argument.name.startswith("--save")
 
 
 def find_no_checkpoint(origin: Rewind | Frozen | Saved) -> str | None:

@@ -40,12 +40,10 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Frozen,
-    PhaseRole,
     PhaseStart,
     Rewind,
     Saved,
     Target,
-    audits_of,
     command_words,
     find_untraceable,
     references,
@@ -69,6 +67,7 @@ from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as T
 from pytest_megatron.workloads.training.plan.trace_settings import (
     TraceSettings,
     TraceValues,
+    beginning_as_asked,
     trace_tools,
 )
 
@@ -287,7 +286,6 @@ def _tee_words(ranks: Ranks) -> list[str]:
     return ["--tee", words] if words else []
 
 
-_HASH_SEED = "PYTHONHASHSEED"
 # What Megatron-LM's driver exports where the user has not.
 # Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
 NCCL_DEFAULTS: Mapping[str, str] = {
@@ -369,7 +367,6 @@ class PhasePlan:
     after_script: str | None = None
     is_script: bool = False
     start: Started | None = None
-    role: PhaseRole = PhaseRole.TRAINING
     exit_policy: ExitPolicy = ExitPolicy.FAIL
     source: MetricSource | None = None
 
@@ -387,8 +384,7 @@ class AttemptPlan:
         phases: In order; of a release, every window that it may take.
         cwd: Working directory of every phase: the project's root.
         world_size: The most ranks that a phase has.
-        time_limit_s: For all phases together, without those of an audit, which have as much; of a
-            release, for each window.
+        time_limit_s: For all phases together; of a release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
         script_files: What that needs beside itself.
@@ -404,11 +400,6 @@ class AttemptPlan:
     script: str | None = None
     script_files: ScriptFiles | None = None
     start_from: Path | None = None
-
-    @property
-    def trainings(self) -> tuple[PhasePlan, ...]:
-        """The phases that are no audit."""
-        return tuple(phase for phase in self.phases if phase.role is not PhaseRole.AUDIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +417,6 @@ class Setting:
         secret_names: Patterns of names that hold secrets, beside the usual ones.
         kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
         trace: What to record of each training's tensors, where that is possible; None is nothing.
-        is_audited: Whether the first steps of each training are compared with themselves, likewise.
     """
 
     root: Path
@@ -440,7 +430,6 @@ class Setting:
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
     trace: TraceValues | None = None
-    is_audited: bool = False
 
 
 def plan_attempt(
@@ -469,14 +458,9 @@ def plan_attempt(
     assert case is not None
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
-    audits: tuple[PhaseStart, ...] = ()
-    if find_untraceable(workload, case) is None and workload.equivalence is None:
+    if find_untraceable(workload, case) is None:
         starts = tuple(_traced(workload, dirs, setting, start) for start in starts)
-        if setting.is_audited:
-            audits = audits_of(workload, case, dirs, setting.root, first=len(starts) + 1)
-    phases = tuple(
-        _plan_phase(workload, case, dirs, setting, start, repeat) for start in (*audits, *starts)
-    )
+    phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
     return AttemptPlan(
         phases=phases,
         dirs=dirs,
@@ -495,7 +479,7 @@ def _traced(
         return start
     directory, steps = dirs.phase(start.number).trace, trace_steps_of(workload)
     trace = TraceSettings(directory=directory, steps=steps, values=setting.trace)
-    return replace(start, trace=trace)
+    return replace(start, trace=beginning_as_asked(trace, setting.env))
 
 
 def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
@@ -581,8 +565,6 @@ def _plan_phase(
     own |= _devices(workload, setting)
     own["PYTHONPATH"] = _python_path(setting, own)
     env = {**inherited(setting.env), **own}
-    if start.role is PhaseRole.AUDIT and _HASH_SEED not in own:
-        env.pop(_HASH_SEED, None)  # two sessions need not share it, so two trainings must not
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
         starter=starter_of(case, asked, has_ft_launcher=setting.has_ft_launcher),
@@ -615,7 +597,6 @@ def _plan_phase(
         frozen_paths=_frozen_paths(case, start, env, setting.root),
         before_script=case.before_script,
         after_script=case.after_script,
-        role=start.role,
         exit_policy=case.exit_policy,
         source=_source_of(case, known) if is_series else None,
     )
@@ -635,9 +616,6 @@ def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tupl
             f"gpus is {workload.gpus}, expected at least 1: it is the number of ranks on a node, "
             f"on the platform cpu too",
         )
-    if start.num_ranks is not None:
-        num_nodes = -(-start.num_ranks // workload.gpus)
-        return num_nodes, start.num_ranks // num_nodes
     own = start.variant.num_ranks
     if own is not None and own > workload.gpus:
         raise CaseError(
@@ -685,7 +663,6 @@ def _variables(
     repeat: int,
 ) -> dict[str, str]:
     """Return the variables that a `model_config.yaml` may refer to, and our own."""
-    is_alike = start.saves is not None or start.role is not PhaseRole.TRAINING
     found = {
         "CHECKPOINT_LOAD_PATH": start.load,
         "CHECKPOINT_SAVE_PATH": str(start.save),
@@ -694,7 +671,7 @@ def _variables(
         "LOG_DIR": str(phase.logs),
         "OUTPUT_PATH": str(phase.root),
         "REPEAT": str(repeat),
-        "RUN_NUMBER": str(start.variant.number if is_alike else start.number),
+        "RUN_NUMBER": str(start.number if start.saves is None else start.variant.number),
         "TENSORBOARD_PATH": str(phase.tensorboard),
         "PYTEST_MEGATRON_METRICS": str(phase.metrics_lines),
         "PYTHONFAULTHANDLER": "1",  # a crash or a hang leaves Python stacks in stderr.log
@@ -852,12 +829,6 @@ class Replay:
         if self.phase is None:
             return plan
         chosen = tuple(phase for phase in plan.phases if phase.number == self.phase)
-        if chosen and chosen[0].role is not PhaseRole.TRAINING:
-            raise LaunchError(
-                PHASE,
-                f"is {self.phase}, and the phases of {node_id} are compared with one another; "
-                f"expected all of them; unset it, or drop --phase",
-            )
         if not chosen:
             raise LaunchError(
                 PHASE,

@@ -1,23 +1,25 @@
 """Settings of a trace, as the variable `PYTEST_MEGATRON_TRACE` passes them to every rank.
 
 The process that starts the ranks writes the variable, the recorder in each of them reads it; what
-records and compares is an extension. Must not import torch: the controller imports this module.
+records is an extension. Must not import torch: the controller imports this module.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.rooms import ExtensionPoint
-from pytest_megatron.runs.equivalence import TraceComparison
 
 VARIABLE = "PYTEST_MEGATRON_TRACE"
+# Of a session: how the trainings that it traces begin, as JSON with the keys below.
+BEGIN_VARIABLE = "PYTEST_MEGATRON_TRACE_BEGIN"
+_BEGIN = ("weights_to", "weights_from", "noise_seed")
 TraceValues: TypeAlias = Literal["hash", "full"]
 VALUES: tuple[TraceValues, ...] = ("hash", "full")
 
@@ -126,26 +128,41 @@ def read_settings(env: Mapping[str, str] | None = None) -> TraceSettings | None:
     return TraceSettings.from_json(text) if text else None
 
 
+def beginning_as_asked(settings: TraceSettings, env: Mapping[str, str]) -> TraceSettings:
+    """Return settings with the beginning that the environment of a session asks for.
+
+    Raises:
+        TraceError: The variable's value means nothing.
+    """
+    text = env.get(BEGIN_VARIABLE)
+    if not text:
+        return settings
+    try:
+        found: object = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not found.keys() <= set(_BEGIN):
+        raise TraceError(BEGIN_VARIABLE, f"{text!r} is no JSON object of a beginning; unset it")
+    own = json.loads(settings.to_json())
+    return TraceSettings.from_json(json.dumps({**own, **found}))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceTools:
-    """Programs and functions that record and compare traces.
+    """Programs that record traces.
 
     Attributes:
         record: Arguments of Python that run the program behind them with a trace.
-        compare: Arguments of Python that compare the two traces behind them, with torch or not.
-        compare_bits: Compares two traces of one layout, reference and candidate.
     """
 
     record: tuple[str, ...]
-    compare: tuple[str, ...]
-    compare_bits: Callable[[Path, Path], TraceComparison]
 
 
 _TOOLS: ExtensionPoint[TraceTools] = ExtensionPoint("trace_tools")
 
 
 def trace_tools() -> TraceTools:
-    """Return what records and compares traces.
+    """Return what records traces.
 
     Raises:
         TraceError: Nothing does.
@@ -155,6 +172,6 @@ def trace_tools() -> TraceTools:
         raise TraceError(
             "tensor traces",
             "cannot be recorded, since pytest_megatron.trace is not there; install it, or run "
-            "without --tensor-trace, --audit-determinism and equivalent_to",
+            "without --tensor-trace",
         )
     return found

@@ -40,7 +40,6 @@ from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.recipe.case import ExitPolicy
 from pytest_megatron.workloads.recipe.metrics import READY, MetricFormat, MetricSource
 from pytest_megatron.workloads.training.plan.phases import (
-    PhaseRole,
     Target,
     find_no_checkpoint,
     find_not_saved,
@@ -485,8 +484,7 @@ def run_attempt(
             ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
             break
         _prepare(plan, phase)
-        is_first = phase.role is PhaseRole.TRAINING and ends and not _is_training(ends[-1])
-        if plan.target is not None or is_first:
+        if plan.target is not None:
             deadline = time.monotonic() + plan.time_limit_s
         end = _run_phase(plan, phase, listener, deadline, start, _LossWatch(losses))
         ends.append(_look_at_checkpoints(end, ends, plan))
@@ -500,10 +498,6 @@ def run_attempt(
     return tuple(ends)
 
 
-def _is_training(end: PhaseEnd) -> bool:
-    return end.plan.role is PhaseRole.TRAINING
-
-
 def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: AttemptPlan) -> PhaseEnd:
     """Return how a phase ended once it is known what it saved."""
     if not end.is_clean:
@@ -511,12 +505,12 @@ def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: Attemp
     saves, last, target = end.plan.saves, end.plan.last_iteration, plan.target
     if saves is not None and last is not None and (problem := find_not_saved(saves, last)):
         return replace(end, end=End.NO_CHECKPOINT, problem=problem)
-    if target is None or not _is_training(end):
+    if target is None:
         return end
     saved = saved_iteration(target.checkpoints)
     end = replace(end, saved=saved)
     was_at = before[-1].saved or 0 if before else 0
-    num_left = max(phase.number for phase in plan.trainings) - end.plan.number
+    num_left = max(phase.number for phase in plan.phases) - end.plan.number
     if saved is None:
         problem = f"{target.checkpoints} has no checkpoint for the next window to resume from"
     elif saved >= target.iteration:
@@ -761,7 +755,6 @@ def _watch_of(plan: AttemptPlan, phase: PhasePlan) -> LogWatch:
         phase.dirs,
         phase.world_size // phase.num_nodes,
         scripts=scripts,
-        last=None if phase.role is PhaseRole.TRAINING else phase.last_iteration,
         reads_lines=phase.source is None or phase.source.form is None,
     )
 

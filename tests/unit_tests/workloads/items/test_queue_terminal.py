@@ -12,13 +12,10 @@ import pytest
 from _pytest._io import TerminalWriter
 from tiny_project import wait_until
 
-from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.session.state import NOTE_PREFIX
 from pytest_megatron.workloads.items.queue import QueueTerminal
-from pytest_megatron.workloads.items.report import LiveTerminal, StepClock, WorkersProgress
-from pytest_megatron.workloads.training.plan.phases import PhaseRole
-from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workloads.training.run.runner import LiveLog, Progress, parse_progress
+from pytest_megatron.workloads.items.report import LiveTerminal, WorkersProgress
+from pytest_megatron.workloads.training.run.runner import Progress, parse_progress
 from pytest_megatron.workloads.verdict.scheduler import QueueProgress
 
 STANDING = QueueProgress(
@@ -205,41 +202,3 @@ def test_trainings_of_workers_are_shown_by_their_controller(tmp_path: Path) -> N
         "\nrow1: iteration 5/50, 200 ms a step, 9 s left\n"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_phase_of_an_equivalence_has_its_name_and_its_own_steps(tmp_path: Path) -> None:
-    reporter = FakeReporter(isatty=True)
-    terminal = terminal_of(reporter)
-    dirs = AttemptDirs(root=tmp_path).phase(1)
-    dirs.logs.mkdir(parents=True)
-    phase = PhasePlan(
-        number=1,
-        name="reference",
-        argv=(),
-        env={},
-        own_env={},
-        dirs=dirs,
-        last_iteration=2,
-        role=PhaseRole.EQUIVALENCE,
-    )
-    plan = AttemptPlan(
-        phases=(phase,), dirs=AttemptDirs(root=tmp_path), cwd=tmp_path, world_size=1, time_limit_s=9
-    )
-    log = dirs.logs / "attempt_0" / "0" / "stdout.log"
-    log.parent.mkdir(parents=True)
-    log.write_text(" iteration        1/      50 | elapsed time per iteration (ms): 2000.0 |\n")
-    LiveLog(plan, terminal.listener("row")).poll()
-    terminal.show(STANDING)
-    assert reporter.screen()[-1] == "  row, reference: iteration 1/2, 2.0 s a step, 2 s left"
-
-
-def test_the_time_of_a_step_is_measured_where_none_is_printed() -> None:
-    clock = StepClock()
-    first = clock.timed("phase 1", Progress(iteration=1, last=9))
-    assert first.time_left_s is None
-    later = clock.timed("phase 1", Progress(iteration=5, last=9))
-    assert later.iteration_ms is not None
-    assert later.time_left_s == pytest.approx(later.iteration_ms * 4 / 1000)
-    assert clock.timed("phase 2", Progress(iteration=6, last=9)).iteration_ms is None
-    printed = Progress(iteration=7, last=9, iteration_ms=3.0)
-    assert clock.timed("phase 2", printed) is printed

@@ -292,22 +292,3 @@ def test_a_case_of_too_many_keys_is_refused_at_once(findings: Lint) -> None:
         f"{CASE}:10003 error case-unreadable: a mapping has more than 10000 keys, expected fewer; "
         "split the file"
     )
-
-
-EQUIVALENT = """products:
-  - test_case: [a]
-    products:
-      - environment: [dev]
-        scope: [mr]
-        equivalent_to: [{--tensor-model-parallel-size: 1}]
-"""
-
-
-def test_a_row_that_is_compared_with_a_layout_needs_and_reads_no_golden(findings: Lint) -> None:
-    files: dict[Path | str, str] = {
-        "recipes/a.yaml": HEAD + EQUIVALENT,
-        CASE: "TEST_TYPE: regular\nMODEL_ARGS: {--tensor-model-parallel-size: 2}\n",
-    }
-    assert findings(files) == []
-    (finding,) = findings({GOLDEN: "{}"})
-    assert "warning unreachable-golden" in finding

@@ -7,7 +7,7 @@ import pytest
 from recipe_texts import HEAD, read
 
 from pytest_megatron.errors import RecipeError
-from pytest_megatron.workloads.recipe.model import Equivalence, Workload
+from pytest_megatron.workloads.recipe.model import Workload
 
 TEXT = """\
 type: basic
@@ -113,46 +113,20 @@ PRODUCT = """\
 products:
   - test_case: [a]
     products:
-      - {environment: [dev], scope: [mr], equivalent_to: [KEYS], trace_steps: [3]}
+      - {environment: [dev], scope: [mr], KEYS}
 """
 
 
-def test_a_row_names_the_layout_that_it_must_agree_with() -> None:
-    keys = "{--tensor-model-parallel-size: 1, --bf16: false, --load: null, gpus: 2}"
-    equivalence = only(PRODUCT.replace("KEYS", keys)).equivalence
-    assert equivalence == Equivalence(
-        arguments={"--tensor-model-parallel-size": 1, "--bf16": None, "--load": None},
-        num_ranks=2,
-        num_steps=3,
-    )
-    assert equivalence.text == "2 ranks, --tensor-model-parallel-size 1, no --bf16, no --load"
+def test_a_row_says_how_many_steps_are_traced() -> None:
+    assert only(PRODUCT.replace("KEYS", "trace_steps: [3]")).trace_steps == 3
+    (finding,) = read(PRODUCT.replace("KEYS", "trace_steps: [0]")).findings
+    assert (finding.where, "trace_steps" in finding.message) == ("r.yaml:11", True)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("{tp: 1}", "equivalent_to: unknown key 'tp', expected gpus or flags of MODEL_ARGS"),
-        ("{gpus: 0}", "equivalent_to: gpus is 0, expected a number of ranks from 1 on"),
-        ("{gpus: true}", "equivalent_to: gpus is True, expected a number of ranks from 1 on"),
-        ("{--a: {b: 1}}", "equivalent_to: --a is {'b': 1}, expected one value or a list"),
-    ],
-)
-def test_a_layout_that_is_none_is_an_error_of_its_row(keys: str, message: str) -> None:
+def test_a_layout_of_an_earlier_version_is_refused_with_the_command() -> None:
+    keys = "equivalent_to: [{--tensor-model-parallel-size: 1, gpus: 2}]"
     (finding,) = read(PRODUCT.replace("KEYS", keys)).findings
     assert (finding.where, finding.rule) == ("r.yaml:11", "row")
-    assert finding.message.startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("script: [run], equivalent_to: [{gpus: 1}]", "equivalent_to: the row has a script"),
-        ("equivalent_to: [tp1]", "equivalent_to"),
-        ("equivalent_to: {--a: 1}", "equivalent_to"),
-        ("trace_steps: [0], equivalent_to: [{gpus: 1}]", "trace_steps"),
-    ],
-)
-def test_keys_that_mean_nothing_are_one_error(keys: str, message: str) -> None:
-    (finding,) = read(PRODUCT.replace("equivalent_to: [KEYS], trace_steps: [3]", keys)).findings
-    assert finding.where == "r.yaml:11"
-    assert message in finding.message
+    assert finding.message.startswith(
+        "equivalent_to was removed; write pytest-megatron trace compare ROW ROW"
+    )

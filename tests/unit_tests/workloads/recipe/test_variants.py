@@ -59,25 +59,3 @@ def test_values_that_join_to_the_same_text_are_numbered() -> None:
       - {environment: [dev], scope: [mr], x: [a], y: [b-c]}
 """
     assert names(products) == ["a[dev-dgx_a100-a-b-c]", "a[dev-dgx_a100-a-b-c-2]"]
-
-
-def test_rows_that_are_compared_with_a_layout_leave_other_names_alone() -> None:
-    products = """\
-      - {environment: [dev], scope: [mr]}
-      - environment: [dev]
-        scope: [mr]
-        equivalent_to: [{--tensor-model-parallel-size: 1}]
-"""
-    assert names(products) == ["a[dev-dgx_a100]", "a[dev-dgx_a100-equivalent]"]
-
-
-def test_several_layouts_of_one_case_are_in_the_name() -> None:
-    products = """\
-      - environment: [dev]
-        scope: [mr]
-        equivalent_to: [{--bf16: false}, {--num-layers: 2, gpus: 1}]
-"""
-    assert names(products) == [
-        "a[dev-dgx_a100-equivalent-bf16=False]",
-        "a[dev-dgx_a100-equivalent-num-layers=2+gpus=1]",
-    ]

@@ -440,52 +440,6 @@ def test_connections_follow_hardware_and_parallelism_where_nobody_set_them(
     assert phase.env.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
 
 
-def test_an_audit_trains_the_first_steps_twice_and_saves_nothing(tmp_path: Path) -> None:
-    text = RESUME.replace("MODEL_ARGS: {", "MODEL_ARGS: {--save: x, --save-interval: 25, ")
-    found = plan(tmp_path, text, workload(), replace(SETTING, is_audited=True))
-    first, second, *trainings = found.phases
-    assert [phase.name for phase in found.phases] == ["audit 1", "audit 2", "phase 1", "phase 2"]
-    assert [phase.number for phase in found.phases] == [3, 4, 1, 2]
-    assert found.trainings == tuple(trainings)
-    assert trainings == list(plan(tmp_path, text, workload()).phases)
-    at = first.argv.index("train.py")
-    assert first.argv[at - 2 :] == (
-        *("-m", "pytest_megatron.trace.run", "train.py", "--train-iters", "50"),
-        *("--seed", "3", "--exit-interval", "2"),
-    )
-    assert second.argv[at:] == first.argv[at:]
-    for phase in (first, second):
-        assert phase.own_env["RUN_NUMBER"] == "1"
-        assert phase.own_env["CHECKPOINT_SAVE_PATH"] == str(phase.dirs.root / "checkpoints")
-        settings = TraceSettings.from_json(phase.own_env["PYTEST_MEGATRON_TRACE"])
-        assert settings == TraceSettings(directory=phase.dirs.trace, steps=2)
-
-
-@pytest.mark.parametrize("is_of_case", [False, True])
-def test_two_audited_trainings_share_no_hash_seed_but_that_of_the_case(
-    tmp_path: Path, *, is_of_case: bool
-) -> None:
-    text = REGULAR + ("ENV_VARS: {PYTHONHASHSEED: 3}\n" if is_of_case else "")
-    env = {**SETTING.env, "PYTHONHASHSEED": "7"}
-    found = plan(tmp_path, text, workload(), replace(SETTING, env=env, is_audited=True))
-    seeds = [phase.env.get("PYTHONHASHSEED") for phase in found.phases]
-    assert seeds == (["3"] * 3 if is_of_case else [None, None, "7"])
-    assert [phase.env.get("PYTHONMALLOC") for phase in found.phases] == [None, "malloc", None]
-
-
-def test_each_layout_of_a_consistency_is_audited(tmp_path: Path) -> None:
-    text = (
-        "TEST_TYPE: checkpoint-consistency\n"
-        "MODEL_ARGS: {--train-iters: 1}\n"
-        "MODEL_ARGS_2: {--train-iters: 1, --tensor-model-parallel-size: 2}\n"
-    )
-    found = plan(tmp_path, text, workload(), replace(SETTING, is_audited=True))
-    assert [phase.name for phase in found.phases[:4]] == [
-        *("audit 1 of MODEL_ARGS", "audit 2 of MODEL_ARGS"),
-        *("audit 1 of MODEL_ARGS_2", "audit 2 of MODEL_ARGS_2"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "keys", "reason"),
     [
@@ -508,11 +462,11 @@ def test_each_layout_of_a_consistency_is_audited(tmp_path: Path) -> None:
 def test_what_cannot_be_traced_is_planned_without_a_trace(
     tmp_path: Path, text: str, keys: dict[str, str], reason: str | None
 ) -> None:
-    row, setting = workload(**keys), replace(SETTING, is_audited=True, trace="hash")
+    row, setting = workload(**keys), replace(SETTING, trace="hash")
     found = plan(tmp_path, text, row, setting)
     assert find_untraceable(row, read_case(tmp_path / "model_config.yaml")) == reason
     is_traced = ["PYTEST_MEGATRON_TRACE" in phase.own_env for phase in found.phases]
-    assert is_traced == ([True] * 3 if reason is None else [False])
+    assert is_traced == [reason is None]
 
 
 def test_a_trace_of_a_resume_leaves_its_phases_as_they_are(tmp_path: Path) -> None:

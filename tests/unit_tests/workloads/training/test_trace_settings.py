@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.workloads.training.plan.trace_settings import (
+    BEGIN_VARIABLE,
     VARIABLE,
     TraceSettings,
+    beginning_as_asked,
     read_settings,
     trace_tools,
 )
@@ -23,6 +26,17 @@ def test_settings_pass_through_the_variable() -> None:
         batch_first=False,
     )
     assert read_settings({VARIABLE: settings.to_json()}) == settings
+
+
+def test_a_session_says_how_its_trainings_begin() -> None:
+    settings = TraceSettings(directory=Path("a"), values="full")
+    assert beginning_as_asked(settings, {}) == settings
+    asked = {BEGIN_VARIABLE: '{"weights_from": "w", "noise_seed": 1}'}
+    found = beginning_as_asked(settings, asked)
+    assert found == replace(settings, weights_from=Path("w"), noise_seed=1)
+    for text in ("{", "[]", '{"steps": 3}'):
+        with pytest.raises(TraceError, match=BEGIN_VARIABLE):
+            beginning_as_asked(settings, {BEGIN_VARIABLE: text})
 
 
 def test_without_the_variable_there_are_none() -> None:
@@ -52,5 +66,5 @@ def test_without_the_room_of_traces_one_error_names_the_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pytest_megatron.rooms.ROOMS", ("workloads",))
-    with pytest.raises(TraceError, match=r"is not there; .* --tensor-trace, --audit-determinism"):
+    with pytest.raises(TraceError, match=r"is not there; .* without --tensor-trace"):
         trace_tools()

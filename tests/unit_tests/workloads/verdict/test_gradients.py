@@ -17,7 +17,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.workloads.golden.compare.result import Comparison, render
 from pytest_megatron.workloads.recipe.case import read_case
-from pytest_megatron.workloads.verdict.equivalence import (
+from pytest_megatron.workloads.verdict.gradients import (
     compare_gradients,
     measure_gradients,
     tolerance_of,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
-from pytest_megatron.workloads.training.plan.phases import PhaseRole
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
@@ -107,12 +105,6 @@ def test_a_loss_that_is_not_finite_is_found_whatever_other_steps_are(tmp_path: P
     assert attempt.measure(first(6, at_5=50.0)) is None
     assert attempt.measure(first(6, at_5=math.nan)) == NOT_FINITE
     assert attempt.measure(first(6, at_5=math.inf)) == NOT_FINITE.replace("nan", "inf")
-
-
-def test_only_a_training_is_watched(tmp_path: Path) -> None:
-    attempt = Attempted(job_of(tmp_path))
-    attempt.plan = replace(attempt.plan, role=PhaseRole.AUDIT)
-    assert attempt.measure(first(6, at_5=math.nan)) is None
 
 
 def test_nothing_written_yet_or_half_a_line_is_nothing_wrong(tmp_path: Path) -> None:

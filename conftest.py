@@ -17,7 +17,7 @@ for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):  # sessions of tests write fo
 LONG = (
     *("test_doc_commands", "test_docker", "test_gang_faults", "test_slurm_limits"),
     *("test_gang_hosts", "test_gang_collection", "test_failing_workloads", "test_slurm_lab"),
-    *("test_gang_xdist", "test_golden_writing", "test_warm_start"),
+    *("test_gang_xdist", "test_golden_writing"),
 )
 
 gc.disable()  # collecting 5,000 tests makes no garbage to speak of

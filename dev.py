@@ -2,7 +2,7 @@
 
 Needs Python 3.11 to 3.13 with pip, and nothing else:
 
-    python3 dev.py recipes                 train and judge three workloads, the smoke tier
+    python3 dev.py recipes                 train and judge two workloads, the smoke tier
     python3 dev.py recipes --all           ... all that this machine can run
     python3 dev.py recipes PYTEST ARGS     ... those that the arguments select
     python3 dev.py test [PYTEST ARGS]      the tests

@@ -55,6 +55,7 @@ REMOVED = {
     "--record-changed": "was removed; write --testmon, as pytest-testmon works on ranks",
     "--stop-early": "was removed, as only a loss that is not finite ends a training; drop it",
     "--stress": "was removed; write --count N of pytest-repeat, which works on ranks",
+    "--workload-start": "was removed, as every rank starts as it would without us; drop it",
     "megatron_changed_draw": "was removed, as --changed was; drop it",
     "megatron_changed_file": "was removed, as --changed was; drop it",
     "megatron_stress_seed": "was removed, as --stress was; drop it",

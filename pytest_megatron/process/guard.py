@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -32,19 +32,15 @@ STACKS_S = 2.0  # for all stacks; most take a few milliseconds
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
 
 
-def execute(command: Sequence[str]) -> int:
+def _execute(command: Sequence[str]) -> int:
     """Start the command; return its process."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=True)
     process.returncode = 0  # collected by `_collect`, not by Popen
     return process.pid
 
 
-def main(start: Callable[[Sequence[str]], int] = execute) -> None:
-    """Run the command of the command line under guard.
-
-    Args:
-        start: Starts the command as a child of this process, and returns its process.
-    """
+def main() -> None:
+    """Run the command of the command line under guard."""
     control, result, grace_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -61,7 +57,7 @@ def main(start: Callable[[Sequence[str]], int] = execute) -> None:
     signal.signal(signal.SIGUSR1, _give_up)
     prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() == outer:
-        _run(control, result, grace_s, start)
+        _run(control, result, grace_s)
 
 
 def watch(child: int, end: int, events: int, limit_s: float) -> int:
@@ -99,10 +95,10 @@ def _give_up(*_: object) -> None:
     os._exit(1)
 
 
-def _run(control: int, result: int, grace_s: float, start: Callable[[Sequence[str]], int]) -> None:
+def _run(control: int, result: int, grace_s: float) -> None:
     """Start the command, wait for its end, and report it with what was left."""
     try:
-        child = start(sys.argv[4:])
+        child = _execute(sys.argv[4:])
     except OSError as error:
         _answer(result, {"error": f"{sys.argv[4]}: {error.strerror}"})
         return

@@ -9,10 +9,10 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.process.tree import Activity, activity_below
@@ -63,61 +63,6 @@ class RunningCommand(Protocol):
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardStart:
-    """Start of the process that guards a command.
-
-    Attributes:
-        words: Arguments of `guard.py`: its own, and the command.
-        env: Whole environment of the guard and of the command.
-        cwd: Working directory.
-        output: Descriptors of stdout and stderr.
-        pipes: Descriptors that `words` begins with.
-    """
-
-    words: Sequence[str]
-    env: Mapping[str, str]
-    cwd: Path
-    output: tuple[int, int]
-    pipes: tuple[int, int]
-
-
-class Guard(Protocol):
-    """The process that guards a command."""
-
-    @property
-    def pid(self) -> int:
-        """The process id of the guard."""
-
-    def wait(self) -> object:
-        """Wait for its end."""
-
-
-StartGuard: TypeAlias = Callable[[GuardStart], Guard]
-
-
-def execute_guard(start: GuardStart, kept_open: Sequence[int] = ()) -> Guard:
-    """Start the guard as a fresh interpreter.
-
-    Args:
-        start: The command, with all that the guard has to know.
-        kept_open: Descriptors that the guard, not the command, holds until all is over.
-
-    Raises:
-        OSError: The working directory is not usable.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_GUARD), *start.words],
-        env=dict(start.env),
-        cwd=start.cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=start.output[0],
-        stderr=start.output[1],
-        pass_fds=(*start.pipes, *kept_open),
-        start_new_session=True,
-    )
-
-
 class GuardedProcess:
     """A command under `guard.py`; as a context manager it never leaves a process behind."""
 
@@ -129,7 +74,7 @@ class GuardedProcess:
         cwd: Path,
         output: Path | tuple[Path, Path],
         grace_s: float,
-        start_guard: StartGuard = execute_guard,
+        kept_open: Sequence[int] = (),
     ) -> None:
         """Start `command` with its output going to files.
 
@@ -139,7 +84,7 @@ class GuardedProcess:
             cwd: Working directory of the command.
             output: One file for stdout and stderr, or one for each; created, or emptied.
             grace_s: How long it may take to end after the order.
-            start_guard: Starts the guard.
+            kept_open: Descriptors that the guard, not the command, holds until all is over.
 
         Raises:
             LaunchError: The output or the working directory is not usable.
@@ -154,14 +99,15 @@ class GuardedProcess:
         try:
             with contextlib.ExitStack() as opened:
                 files = [opened.enter_context(path.open("wb")) for path in paths]
-                self._guard = start_guard(
-                    GuardStart(
-                        words=[*own, *command],
-                        env=env,
-                        cwd=cwd,
-                        output=(files[0].fileno(), files[-1].fileno()),
-                        pipes=(control_read, result_write),
-                    )
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_GUARD), *own, *command],
+                    env=dict(env),
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=files[0],
+                    stderr=files[-1],
+                    pass_fds=(control_read, result_write, *kept_open),
+                    start_new_session=True,
                 )
         except BaseException as error:
             os.close(self._control)

@@ -336,7 +336,6 @@ GPUS = ValueKind(lambda where, v: 0 if v == "all" else _count(where, v, ", or al
 GoldenMode = Literal["check", "record", "refresh", "off"]
 Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["auto", "fork", "collect"]
-WorkloadStart = Literal["auto", "fork", "fresh"]
 TensorTrace = Literal["off", "hash", "full"]
 Experimental = Literal["exclude", "include", "only"]
 MIN_REFRESH_REPEATS = 2
@@ -351,12 +350,12 @@ LIMITS_OF_OTHERS = "megatron_limits_of_others"
 OF_ITEMS = (
     *("fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
     *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures"),
-    *("tensor-trace", "workload-start"),
+    "tensor-trace",
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
     *("experimental-tests", "fail-flaky", "gang-start", "history", "keep-runs"),
     *("max-retries-per-run", "preload", "queue-timeout", "rank-grace", "retry-backoff"),
-    *("signatures", "workload-start"),
+    "signatures",
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
@@ -384,7 +383,6 @@ def _gang_start(where: str, value: object) -> GangStart:
 
 
 _GANG_START = ValueKind(_gang_start, _STARTS.metavar)
-_WORKLOAD_START: ValueKind[WorkloadStart] = one_of("auto", "fork", "fresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,13 +525,6 @@ class Options:
     executor_config: Path | None = PATH(
         "executor-config", "settings of the executor", None, metavar="FILE"
     )
-    workload_start: WorkloadStart = _WORKLOAD_START(
-        "workload-start",
-        "fork ranks of workloads from a process that has imported torch, or start fresh "
-        "interpreters",
-        "auto",
-        "auto: fork on platform cpu, fresh where goldens are written",
-    )
     queue_timeout_s: float = SECONDS(
         "queue-timeout",
         "limit for the wait of each attempt in the queue of --executor",
@@ -665,13 +656,6 @@ class Options:
         return "bucket" not in self.typed and not self.typed.isdisjoint(
             (*SELECTION, "plan", "labels", "ci-event")
         )
-
-    @property
-    def settled_workload_start(self) -> WorkloadStart:
-        """How ranks of workloads start: fresh where goldens are written."""
-        if self.workload_start == "auto" and self.is_writing_goldens:
-            return "fresh"
-        return self.workload_start
 
     @property
     def is_writing_goldens(self) -> bool:

@@ -78,8 +78,7 @@ LIMIT_S = 300
 NOTHING: Mapping[str, str] = {}
 _USE_AGENT = """
 import pathlib, sys
-starts_ranks = ("torch.distributed.run", "pytest_megatron.workloads.engine.warm_process")
-if any(name in word for name in starts_ranks for word in sys.orig_argv):
+if "torch.distributed.run" in sys.orig_argv:
     sys.path.insert(0, str(pathlib.Path(__file__).with_name("packages")))
 """
 # Lines that say where a page was written: versions, directories, plugins; and what ranks say whose

@@ -220,7 +220,8 @@ def _slurm(case: Case, stage: Stage, place: _Place) -> int | None:
 def _session(case: Case, stage: Stage, place: _Place) -> int | None:
     """A pytest session of this project, over a workload that needs no torch in its ranks."""
     sys.path[:0] = [
-        str(HERE.parent / "unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
+        str(HERE.parent / name)
+        for name in ("labs", "unit_tests/workloads/items", "unit_tests/gangs/sessions")
     ]
     from tiny_project import Project
 

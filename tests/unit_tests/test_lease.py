@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Gpu, Lease, lease_gpus
-from pytest_megatron.process.guarded import GuardedProcess, execute_guard
+from pytest_megatron.process.guarded import GuardedProcess
 
 GUESTS = Path(__file__).parent / "guests"
 GPUS = tuple(Gpu(index=i, name="GPU", uuid=f"GPU-{i}", memory_bytes=1) for i in range(4))
@@ -86,7 +85,7 @@ def test_the_guard_holds_on_until_the_command_is_gone(tmp_path: Path) -> None:
         cwd=tmp_path,
         output=tmp_path / "log",
         grace_s=20.0,
-        start_guard=partial(execute_guard, kept_open=lease.descriptors),
+        kept_open=lease.descriptors,
     ) as process:
         lease.close()  # what the death of the controller does
         with pytest.raises(_WouldWaitError):

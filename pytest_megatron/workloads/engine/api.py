@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gpu.health import Health
@@ -272,7 +272,6 @@ class EngineContext:
         env: The controller's environment.
         config_file: What `--executor-config` names, or None.
         copies_lines: Whether lines of ranks are wanted live, of all attempts that run at a time.
-        workload_start: Whether the local engine forks ranks: with `auto`, those on the CPU.
     """
 
     root: Path
@@ -281,7 +280,6 @@ class EngineContext:
     env: Mapping[str, str]
     config_file: Path | None = None
     copies_lines: bool = False
-    workload_start: Literal["auto", "fork", "fresh"] = "auto"
 
     @property
     def engine_dir(self) -> Path:

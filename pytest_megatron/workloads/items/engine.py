@@ -30,7 +30,6 @@ def engine_of(session: RunSession) -> Engine:
             env=os.environ,
             config_file=None if file is None else Path(session.directory, file),
             copies_lines="tee-ranks" in session.options.typed,
-            workload_start=session.options.settled_workload_start,
         )
         with usage_errors(session.shorten):
             session.stash[_ENGINE] = open_engine(session.options.executor, context)

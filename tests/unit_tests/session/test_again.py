@@ -68,9 +68,9 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
     chosen = chosen_of(tmp_path, a_row(), options=options)
     once = ["--megatron-n-repeat", "1", "--megatron-max-attempts", "1", "--megatron-platform=cpu"]
     again = made(chosen, Wishes(num_ranks=1))
-    fresh = ("-o", "megatron_workload_start=fresh")
-    words = (*once, "--megatron-lightweight", *fresh, "--megatron-golden-policy=megatron")
+    words = (*once, "--megatron-lightweight", "--megatron-golden-policy=megatron")
     assert again.argv == (*COMMON, *words, ROW)
+    assert again.left_out == ("'workload_start' is no option that is given back",)  # as there was
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
 
@@ -183,7 +183,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     options: JsonValue = {
         "golden_policy": "/opt/evil.py",
         "gang_start": "collect; evil",
-        "workload_start": "fork; evil",
+        "tensor_trace": "hash; evil",
         "signatures": ["/opt/evil.toml"],
         "basetemp": "/home",
     }

@@ -10,7 +10,7 @@ from tiny_project import Project
 
 @pytest.mark.usefixtures("small_disk")
 def test_a_disk_that_fills_up_is_told_in_clear_lines(tmp_path: Path) -> None:
-    project = Project(root=tmp_path, has_torch=True)
+    project = Project(root=tmp_path)
     project.add("floods", "flood@3:1")
     project.add("next")
     run = project.run("recipes", run_dir="disk/run")

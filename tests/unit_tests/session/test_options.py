@@ -62,7 +62,6 @@ megatron_queue_timeout
 megatron_rank_grace
 megatron_retry_backoff
 megatron_signatures
-megatron_workload_start
 """
 REMOVED_OPTIONS = [
     (["--changed"], "--changed: was removed; write --testmon, as pytest-testmon works on ranks"),
@@ -74,6 +73,8 @@ REMOVED_OPTIONS = [
     (["--keep-gangs", "1"], "--keep-gangs: was removed; pytest-megatron watch"),
     (["-o", "megatron_keep_gangs=30"], "megatron_keep_gangs: was removed; pytest-megatron watch"),
     (["--audit-determinism"], "--audit-determinism: was removed; write pytest-megatron trace rep"),
+    (["-o", "megatron_workload_start=fork"], "megatron_workload_start: was removed, as every"),
+    (["--workload-start", "fork"], "--workload-start: was removed, as every rank starts"),
     (["-o", "megatron_pack_gpus=8"], "megatron_pack_gpus: was removed, as it gained little"),
     (["--pack-gpus", "8"], "--pack-gpus: was removed, as it gained little; drop it: each gang"),
     (

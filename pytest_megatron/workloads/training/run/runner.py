@@ -24,8 +24,6 @@ from pytest_megatron.process.guarded import (
     CommandEnd,
     GuardedProcess,
     RunningCommand,
-    StartGuard,
-    execute_guard,
 )
 from pytest_megatron.process.tree import Activity
 from pytest_megatron.runs.layout import PhaseDirs
@@ -879,15 +877,13 @@ def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
     return quiet_s >= needed_s or waited_s >= _DUMPS_S
 
 
-def start_here(
-    phase: PhasePlan, cwd: Path, start_guard: StartGuard = execute_guard
-) -> GuardedProcess:
+def start_here(phase: PhasePlan, cwd: Path, kept_open: Sequence[int] = ()) -> GuardedProcess:
     """Start the launcher of a phase on this machine.
 
     Args:
         phase: The phase.
         cwd: Working directory of the phase.
-        start_guard: Starts the guard of the launcher.
+        kept_open: Descriptors that its guard holds until all is over.
     """
     return GuardedProcess(
         phase.argv,
@@ -895,7 +891,7 @@ def start_here(
         cwd=cwd,
         output=phase.dirs.launcher_log,
         grace_s=STOP_GRACE_S,
-        start_guard=start_guard,
+        kept_open=kept_open,
     )
 
 

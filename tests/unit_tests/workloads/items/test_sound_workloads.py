@@ -22,7 +22,7 @@ WORDS = ["gpt script dev cpu 2 1 script_dev_cpu", "braces full"]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    project = Project(root=tmp_path_factory.mktemp("sound"), has_torch=True)
+    project = Project(root=tmp_path_factory.mktemp("sound"))
     project.add("board")
     project.add("lines", tensorboard_dir=None)
     project.add("resume", save_interval=5, config=RESUME)

@@ -202,12 +202,9 @@ class Project:
         return cases / "gpt" / case / "model_config.yaml"
 
     def state(self, case: str) -> Path:
-        """The file that outlives an attempt: one for all cases where they share a warm process.
-
-        An environment has a process of its own, and each imports torch.
-        """
+        """The file that outlives an attempt."""
         (self.root / "state").mkdir(exist_ok=True)
-        return self.root / "state" / ("all" if self.has_torch else case)
+        return self.root / "state" / case
 
     def command(self, *arguments: str, run_dir: str) -> list[str]:
         ours = ["-p", "megatron", "--run-dir", run_dir] if run_dir else ["-p", "megatron"]
@@ -219,8 +216,6 @@ class Project:
         if not self.has_torch:
             paths = (str(self.root / "agent"), found.get("PYTHONPATH", ""))
             found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-            # Without torch a process to fork ranks from would start in vain, for each case.
-            found.setdefault("PYTEST_ADDOPTS", "-o megatron_workload_start=fresh")
         return kept | found
 
     def run(self, *arguments: str, run_dir: str = "run", **env: str) -> Run:

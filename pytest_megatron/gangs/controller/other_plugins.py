@@ -1,8 +1,8 @@
 """Support of other plugins that keep data of tests in their process, which for gangs is a rank.
 
 Ranks that collect are workers as pytest-xdist's are: plugins detect one by `config.workerinput`.
-Of the rest, each function is for one plugin by name and does nothing without it. Features that
-cannot work on gangs are refused or reported; docs/reference/other-plugins.md has the table.
+Of the rest, each function is for one plugin by name and does nothing without it. One line names
+those that do less on gangs; docs/reference/other-plugins.md has the table.
 """
 
 from __future__ import annotations
@@ -142,10 +142,6 @@ def _call_plugins(node: RankNode, name: str, arguments: Mapping[str, object]) ->
     manager.subset_hook_caller(name, dropped)(**arguments)
 
 
-# Options of pytest-benchmark whose results would lack tests of gangs.
-_BENCHMARK_OPTIONS = (
-    *("only", "enable", "json", "save", "autosave", "compare", "compare_fail", "histogram"),
-)
 _WRITTEN = pytest.StashKey[set[str]]()
 _INLINE_HARMLESS = {"", "disable", "short-report"}
 _ALLURE = "allure_listener"
@@ -155,7 +151,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
 # In the controller
 
 
-def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> list[str]:
+def lines_on_limits(config: pytest.Config, items: Iterable[pytest.Item]) -> list[str]:
     """Return messages about plugins that do less for tests on gangs.
 
     Args:
@@ -163,42 +159,29 @@ def refuse_what_is_lost(config: pytest.Config, items: Iterable[pytest.Item]) -> 
         items: Items that run on gangs.
 
     Raises:
-        pytest.UsageError: An option of a plugin would silently ignore them.
+        pytest.UsageError: pytest-forked would fork the controller for one of them.
     """
-    option, items, lines = config.option, list(items), []
+    items, lines = list(items), []
     _refuse_forks(config, items)
     if items and testmon.is_recording(config) and measure.settings_of_running(is_by_test=False):
         lines.append(
             "coverage: lines that ranks execute are recorded by pytest-testmon alone; run without "
             "--testmon to measure them"
         )
-    measured = [item.nodeid for item in items if _uses(item, "benchmark")]
-    if measured and config.pluginmanager.has_plugin("benchmark"):
-        asked = [n for n in _BENCHMARK_OPTIONS if getattr(option, f"benchmark_{n}", None)]
-        advice = "mark those to be measured with @pytest.mark.controller"
-        if asked:
-            name = asked[0].replace("_", "-")
-            raise pytest.UsageError(
-                f"--benchmark-{name}: {measured[0]} runs on ranks, where nothing is measured, as "
-                f"each would choose another number of rounds; {advice}, or deselect it"
-            )
+    has_plugin = config.pluginmanager.has_plugin
+    flags = {*str(getattr(config.option, "inline_snapshot", None) or "").split(",")}
+    are_active = {
+        "allure": has_plugin(_ALLURE),
+        "inline-snapshot": bool(flags - _INLINE_HARMLESS),
+        "pytest-benchmark": has_plugin("benchmark") and _is_used("benchmark", items),
+        "syrupy": hasattr(config, "_syrupy") and _is_used("snapshot", items),
+    }
+    names = [name for name, is_active in are_active.items() if items and is_active]
+    if names:
         lines.append(
-            f"pytest-benchmark: {_count(measured)} on ranks not measured, but run once; {advice}"
+            f"in part on ranks, as docs/reference/other-plugins.md has it: {', '.join(names)}; "
+            f"@pytest.mark.controller runs a test without ranks"
         )
-    flags = set(str(getattr(option, "inline_snapshot", None) or "").split(",")) - _INLINE_HARMLESS
-    if items and flags:
-        raise pytest.UsageError(
-            f"--inline-snapshot={','.join(sorted(flags))}: nothing is collected from ranks, on "
-            f"which {items[0].nodeid} runs; run without ranks, or mark it with "
-            "@pytest.mark.controller"
-        )
-    if any(_uses(item, "snapshot") for item in items) and hasattr(config, "_syrupy"):
-        lines.append(
-            "syrupy: ranks compare and write their snapshots; unused ones are not looked for, and "
-            "the snapshot report leaves those of ranks out"
-        )
-    if items and config.pluginmanager.has_plugin(_ALLURE):
-        lines.append("allure: steps and attachments of ranks are left out; captured output is not")
     return lines
 
 
@@ -213,7 +196,7 @@ def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
 
 def keep_unused_snapshots(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
     """Disable syrupy's search for unused snapshots: it does not see their use in ranks."""
-    if not any(_uses(item, "snapshot") for item in items) or not hasattr(config, "_syrupy"):
+    if not _is_used("snapshot", items) or not hasattr(config, "_syrupy"):
         return
     option = vars(config.option)  # options of several releases; writes were queued before
     option["update_snapshots"] = False
@@ -283,12 +266,8 @@ def _refuse_forks(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
             )
 
 
-def _uses(item: pytest.Item, fixture: str) -> bool:
-    return fixture in getattr(item, "fixturenames", ())
-
-
-def _count(node_ids: list[str]) -> str:
-    return f"{node_ids[0]} is" if len(node_ids) == 1 else f"{len(node_ids)} tests are"
+def _is_used(fixture: str, items: Iterable[pytest.Item]) -> bool:
+    return any(fixture in getattr(item, "fixturenames", ()) for item in items)
 
 
 # In ranks
@@ -306,10 +285,10 @@ def leave_to_controller(config: pytest.Config) -> None:
         config.add_cleanup(lambda: manager.register(listener))  # allure unregisters it at the end
     benchmark = getattr(config, "_benchmarksession", None)
     if benchmark is not None:
-        benchmark.disabled = True
+        benchmark.disabled = True  # each rank would choose another number of rounds
     inline = sys.modules.get("inline_snapshot._global_state")
     if inline is not None:
-        inline.state().active = False  # its changes would not be written
+        inline.state().active = False  # its changes are not written: a wrong value has to fail
 
 
 def draw_same_examples(rank_config: RankConfig) -> None:

@@ -28,9 +28,9 @@ from pytest_megatron.gangs.controller.other_plugins import (
     is_of_controller,
     is_of_phases,
     keep_unused_snapshots,
+    lines_on_limits,
     module_of,
     notes_on_hang,
-    refuse_what_is_lost,
 )
 from pytest_megatron.gangs.controller.reports import (
     build_report,
@@ -145,7 +145,7 @@ class GangPlugin(RecordCarrier):
             self._specs[item] = spec
         self._refuse_pdb_rank()
         if not self._config.option.collectonly:
-            self._limits_of_others = refuse_what_is_lost(self._config, self._specs)
+            self._limits_of_others = lines_on_limits(self._config, self._specs)
             if self._limits_of_others and self._run.is_worker:  # which has no terminal
                 vars(self._config)["workeroutput"][LIMITS_OF_OTHERS] = self._limits_of_others
 

@@ -16,7 +16,7 @@ from pytest_megatron.gangs.controller.other_plugins import (
     encode,
     is_of_phases,
     keep_unused_snapshots,
-    refuse_what_is_lost,
+    lines_on_limits,
 )
 from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.rank import bootstrap
@@ -48,33 +48,20 @@ def item_with(*fixtures: str, mark: str = "") -> pytest.Item:
     return cast("pytest.Item", made)
 
 
-def test_a_benchmark_on_ranks_is_said_to_be_unmeasured() -> None:
-    config = config_with("benchmark", benchmark_json=None, benchmark_only=False)
-    (said,) = refuse_what_is_lost(config, [item_with("benchmark"), item_with("rank")])
-    assert said.startswith("pytest-benchmark: test_a.py::test_a is on ranks not measured")
-    assert refuse_what_is_lost(config, [item_with("rank")]) == []
-    assert refuse_what_is_lost(config_with(), [item_with("benchmark")]) == []  # somebody else's
-
-
-@pytest.mark.parametrize("option", ["benchmark_json", "benchmark_only", "benchmark_compare_fail"])
-def test_results_of_benchmarks_on_ranks_are_refused(option: str) -> None:
-    config = config_with("benchmark", **{option: "x"})
-    with pytest.raises(pytest.UsageError, match=f"--{option.replace('_', '-')}: test_a.py::test_a"):
-        refuse_what_is_lost(config, [item_with("benchmark")])
-    assert refuse_what_is_lost(config, [item_with("rank")]) == []
-
-
-@pytest.mark.parametrize("flags", ["create", "short-report,fix", "review"])
-def test_inline_snapshots_of_ranks_cannot_be_written(flags: str) -> None:
-    config = config_with(inline_snapshot=flags)
-    with pytest.raises(pytest.UsageError, match="run without ranks"):
-        refuse_what_is_lost(config, [item_with()])
-    assert refuse_what_is_lost(config, []) == []
+def test_one_line_names_the_plugins_that_do_less_on_ranks() -> None:
+    names = ("allure_listener", "benchmark", "syrupy")
+    config = config_with(*names, inline_snapshot="short-report,fix")
+    (said,) = lines_on_limits(config, [item_with("benchmark"), item_with("rank", "snapshot")])
+    assert ": allure, inline-snapshot, pytest-benchmark, syrupy; @pytest.mark.controller " in said
+    assert lines_on_limits(config, []) == []
+    config = config_with("benchmark", "syrupy")
+    assert lines_on_limits(config, [item_with("rank")]) == []
+    assert lines_on_limits(config_with(), [item_with("benchmark")]) == []  # somebody else's
 
 
 @pytest.mark.parametrize("flags", [None, "", "disable", "short-report"])
 def test_inline_snapshots_that_are_only_compared_are_fine(flags: str | None) -> None:
-    assert refuse_what_is_lost(config_with(inline_snapshot=flags), [item_with()]) == []
+    assert lines_on_limits(config_with(inline_snapshot=flags), [item_with()]) == []
 
 
 @pytest.mark.parametrize(
@@ -85,16 +72,10 @@ def test_a_fork_of_the_controller_is_refused(mark: str, said: str, *, is_typed: 
     config, items = config_with("pytest_forked", forked=is_typed), [item_with(mark=mark)]
     if said:
         with pytest.raises(pytest.UsageError, match=f"{said}test_a.py::test_a runs on ranks"):
-            refuse_what_is_lost(config, items)
+            lines_on_limits(config, items)
     else:
-        assert refuse_what_is_lost(config, items) == []
-    assert refuse_what_is_lost(config, []) == []
-
-
-def test_allure_says_what_it_leaves_out() -> None:
-    assert refuse_what_is_lost(config_with("allure_listener"), []) == []
-    (said,) = refuse_what_is_lost(config_with("allure_listener"), [item_with()])
-    assert "steps and attachments of ranks are left out" in said
+        assert lines_on_limits(config, items) == []
+    assert lines_on_limits(config, []) == []
 
 
 def test_snapshots_of_controllers_tests_alone_are_looked_through_for_unused_ones() -> None:

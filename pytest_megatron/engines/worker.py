@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pytest_megatron.engines.multitask.rendezvous import MissingTasksError
+from pytest_megatron.engines.multitask.coordinator import MissingTasksError
 from pytest_megatron.engines.multitask.step import REPEATABLE, Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
@@ -145,8 +145,7 @@ def _carry_out_together(
         try:
             ends, health = _carry_out(spec, partial(step.start, team, os.environ))
         except ToldToEndError:  # maybe since srun ends a step of which a task was lost
-            team.receive(0.0)
-            trouble = team.trouble()
+            trouble = team.find_lost()
             if trouble is None or trouble.kind is TroubleKind.CANCELLED:
                 raise
             return (), None, trouble

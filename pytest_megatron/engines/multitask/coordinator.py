@@ -1,20 +1,20 @@
-"""The program of a phase on all tasks of a job: task 0, and the participants that it orders.
+"""The program of a phase on all tasks of a job: task 0, and the participants beside it.
 
-To task 0 the program is one thing that runs and ends. Its own command runs beside it, those of the
-other tasks where they are; what all of them print becomes
-the phase's `launcher.log`. The first command that fails ends the others after a grace.
+To task 0 the program is one thing that runs and ends. Every task runs its own command, which writes
+its own logs; they tell each other by files. What the commands print becomes the phase's
+`launcher.log`. The first command that fails ends the others after a grace. A task that is killed
+ends the others by `srun --kill-on-bad-exit`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
-import selectors
+import itertools
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -22,23 +22,14 @@ from typing import Self
 from typing_extensions import override
 
 from pytest_megatron.base.text import counted, grouped, name_ranks
-from pytest_megatron.engines.multitask.messages import (
-    PLACE_VARIABLES,
-    Begin,
-    Finished,
-    Goodbye,
-    Join,
-    LeaveAck,
-    Lines,
-    Message,
-    OrderWord,
-    Tell,
-    decode,
-    encode,
+from pytest_megatron.engines.multitask.messages import LOOK_S, Begin, Finished, Join, Meeting, Turn
+from pytest_megatron.engines.multitask.topology import (
+    TaskPlace,
+    find_address,
+    gloo_network,
+    own_address,
 )
-from pytest_megatron.engines.multitask.topology import TaskPlace, is_loopback
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gpu.health import Health, HealthWatch
 from pytest_megatron.process.guarded import CommandEnd, GuardedProcess, RunningCommand
 from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
@@ -46,16 +37,15 @@ from pytest_megatron.workloads.training.plan.plan import inherited
 from pytest_megatron.workloads.training.run.node_agents import GRACE_S, over_all_nodes
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
+_POLL_S = 0.05
+_OVER = "over"
+
 
 class TaskCommand:
-    """A command that was begun; as a context manager it never leaves a process behind.
-
-    Attributes:
-        finished: How it ended, once it has.
-    """
+    """The command of this task; as a context manager it never leaves a process behind."""
 
     def __init__(self, begin: Begin, env: Mapping[str, str]) -> None:
-        """Start the command of this task.
+        """Start the command.
 
         Args:
             begin: What task 0 wants.
@@ -63,10 +53,7 @@ class TaskCommand:
         """
         self._begin = begin
         self._process: GuardedProcess | None = None
-        self.finished: Finished | None = None
-        self._is_over = False
-        files = (begin.output,) if begin.errors is None else (begin.output, begin.errors)
-        self._followed = [FollowedFile(path) for path in files] if begin.is_copied else []
+        self._finished: Finished | None = None
         try:
             begin.output.parent.mkdir(parents=True, exist_ok=True)
             self._process = GuardedProcess(
@@ -77,7 +64,7 @@ class TaskCommand:
                 grace_s=STOP_GRACE_S,
             )
         except (LaunchError, OSError) as error:
-            self._fail(error)
+            self._finished = Finished(returncode=None, problem=str(error))
 
     def __enter__(self) -> Self:
         return self
@@ -87,159 +74,117 @@ class TaskCommand:
             self._process.__exit__(*error)
             self._process = None
 
-    def poll(self) -> list[Lines | Finished]:
-        """Return new output of the command; its end comes last, and once."""
-        if self._is_over:
-            return []
+    def poll(self, timeout_s: float) -> Finished | None:
+        """Return how the command ended, or None if it runs for `timeout_s` more seconds."""
+        if self._finished is None and self._process is not None:
+            try:
+                ended = self._process.poll(timeout_s)
+            except LaunchError as error:
+                self._finished = Finished(returncode=None, problem=str(error))
+            else:
+                if ended is not None:
+                    self._finished = Finished(
+                        returncode=ended.returncode,
+                        at=time.time(),
+                        pid=ended.pid,
+                        num_left=ended.num_left,
+                    )
+        return self._finished
+
+    def stop(self) -> None:
+        """Ask the command to end; after its grace it is killed."""
         if self._process is not None:
-            self._look(self._process)
-        found: list[Lines | Finished] = []
-        while lines := [line for file in self._followed for line in file.new_lines()]:
-            found.append(Lines(number=self._begin.number, text=tuple(lines)))
-        if self.finished is not None:
-            self._is_over = True
-            rest = tuple(line for file in self._followed if (line := file.last_line()))
-            found += [Lines(number=self._begin.number, text=rest)] if rest else []
-            found.append(self.finished)
-        return found
+            self._process.stop()
 
-    def _look(self, process: GuardedProcess) -> None:
-        """Note the end of the command."""
-        try:
-            ended = process.poll(0.0)
-        except LaunchError as error:
-            self._fail(error)
-            return
-        if ended is not None:
-            self.finished = Finished(
-                number=self._begin.number,
-                returncode=ended.returncode,
-                pid=ended.pid,
-                num_left=ended.num_left,
-            )
-
-    def tell(self, order: OrderWord) -> None:
-        """Stop, kill or dump the stacks of the command, as task 0 asks."""
-        process = self._process
-        if process is None:
-            return
-        match order:
-            case "stop":
-                process.stop()
-            case "kill":
-                process.kill()
-            case "stacks":
-                process.dump_stacks(of_all=self._begin.is_rank)
-
-    def _fail(self, error: LaunchError | OSError) -> None:
-        self.finished = Finished(number=self._begin.number, returncode=None, problem=str(error))
+    def dump_stacks(self) -> None:
+        """Abort the ranks; with faulthandler on, each prints its stacks."""
+        if self._process is not None:
+            self._process.dump_stacks(of_all=self._begin.is_rank)
 
 
 def task_env(begin: Begin, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command: the task's own, with the variables of task 0."""
     kept = {name: value for name, value in inherited(env).items() if name not in begin.unset}
-    return {**begin.defaults, **kept, **begin.env}
-
-
-_BUSY_S = 0.05
-_IDLE_S = 0.5
-_ALONE_S = 3.0  # for ranks to end once task 0 is gone
+    own = {} if not begin.head else gloo_network(own_address(begin.head), env)
+    return {**begin.defaults, **own, **kept, **begin.env}
 
 
 class Participant:
     """Runs one command after the other for task 0."""
 
-    def __init__(self, channel: Channel, env: Mapping[str, str], watch: HealthWatch) -> None:
-        self._channel = channel
+    def __init__(
+        self, meeting: Meeting, task: int, env: Mapping[str, str], watch: HealthWatch
+    ) -> None:
+        self._meeting = meeting
+        self._task = task
         self._env = env
         self._watch = watch
-        self._work: TaskCommand | None = None
-        self._told = ""
+        self._told = False
 
     def run(self) -> int:
-        """Serve until task 0 sends goodbye or is gone; return the exit code."""
+        """Serve until task 0 is done or gone; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
-        try:
-            while True:
-                timeout_s = _IDLE_S if self._work is None else _BUSY_S
-                select.select([self._channel.fileno()], [], [], timeout_s)
-                messages = [decode(frame) for frame in self._channel.drain_frames()]
-                if Goodbye() in messages:
-                    self._send(LeaveAck(health=self._watch.finish()))
-                    return 0
-                for message in messages:
-                    self._obey(message)
-                self._report()
-                if self._told and self._work is None:
-                    self._send(Finished(number=0, returncode=None, told=self._told))
-                    return 1
-                if self._channel.is_closed or None in messages:
-                    self._end_alone()
-                    return 1
-        finally:
-            if self._work is not None:
-                self._work.__exit__()
-            self._channel.close()
+        for turn in itertools.count(1):
+            begins = self._wait_for(turn)
+            if begins is None:
+                break
+            if self._task in begins:
+                self._carry_out(turn, begins[self._task])
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            if (health := self._watch.finish()) is not None:
+                self._meeting.leave(f"health-{self._task}", health)
+        return int(self._told)
 
-    def _obey(self, message: Message | None) -> None:
-        """Do what task 0 asks for: begin a command, or pass a request to it."""
-        match message:
-            case Begin():
-                self._work = TaskCommand(message, self._env)
-            case Tell() if self._work is not None:
-                self._work.tell(message.order)
-            case _:
-                pass
+    def _wait_for(self, turn: int) -> dict[int, Begin] | None:
+        """Return the commands of a phase; None where there is none any more."""
+        while not self._told:
+            names = self._meeting.names()
+            if _OVER in names or not names:
+                return None
+            found = self._meeting.read(f"turn-{turn}", Turn) if f"turn-{turn}" in names else None
+            if found is not None:
+                return found.begins
+            time.sleep(LOOK_S)
+        return None
 
-    def _report(self) -> None:
-        """Send what is new of the command."""
-        for message in [] if self._work is None else self._work.poll():
-            if not isinstance(message, Finished):
-                self._send(message)
-            elif self._work is not None:
-                self._send(replace(message, told=self._told))
-                self._work.__exit__()
-                self._work = None
-
-    def _end_alone(self) -> None:
-        """End the command without reporting its end."""
-        if self._work is None:
-            return
-        self._work.tell("stop")
-        give_up_at = time.monotonic() + _ALONE_S
-        while self._work.finished is None and time.monotonic() < give_up_at:
-            self._work.poll()
-            time.sleep(_BUSY_S)
-        self._work.tell("kill")
-
-    def _send(self, message: Message) -> None:
-        self._channel.send_frame(encode(message))
+    def _carry_out(self, turn: int, begin: Begin) -> None:
+        """Run a command to its end, or until task 0 wants it stopped, or is gone."""
+        done: set[str] = set()
+        with TaskCommand(begin, self._env) as command:
+            while (finished := command.poll(LOOK_S)) is None:
+                names = self._meeting.names()
+                if f"stacks-{turn}" in names and "stacks" not in done:
+                    done.add("stacks")
+                    command.dump_stacks()
+                is_unwanted = f"stop-{turn}" in names or _OVER in names or not names or self._told
+                if is_unwanted and "stop" not in done:
+                    done.add("stop")
+                    command.stop()
+        with contextlib.suppress(OSError):
+            self._meeting.leave(f"end-{turn}-{self._task}", finished)
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal to this task, and stop its command."""
-        self._told = signal.Signals(number).name
-        if self._work is not None:
-            self._work.tell("stop")
+        """Note a signal to this task, for task 0 as well: others may have been lost."""
+        self._told = True
+        with contextlib.suppress(OSError):
+            self._meeting.leave(f"told-{self._task}", signal.Signals(number).name)
 
 
-def describe_task(place: TaskPlace, env: Mapping[str, str]) -> Join:
-    """Return the introduction of a task."""
-    return Join(
-        task=place.task,
-        node=place.node,
-        local=place.local,
-        host=place.host,
-        devices=env.get("CUDA_VISIBLE_DEVICES"),
-        given={name: env[name] for name in PLACE_VARIABLES if env.get(name)},
-    )
-
-
+_TOLD_S = 1.0  # for tasks to say that they were told to end; Slurm kills them soon
 _FAREWELL_S = 30.0  # for GPUs to say how they are; one that is lost may take 20 s
 
 
-class Peers:
-    """All tasks of a step, seen from task 0.
+class MissingTasksError(Exception):
+    """Tasks did not come."""
+
+    def __init__(self, trouble: EngineError) -> None:
+        super().__init__(trouble)
+        self.trouble = trouble
+
+
+class Team:
+    """All tasks of a step, seen from task 0; as a context manager it ends the others.
 
     Attributes:
         members: By task, task 0 among them.
@@ -247,35 +192,52 @@ class Peers:
         healths: Health of the nodes' GPUs when the attempt was over.
     """
 
-    def __init__(self, place: TaskPlace, own: Join) -> None:
+    def __init__(self, place: TaskPlace, own: Join, meeting: Meeting) -> None:
         self.place = place
         self.members = {own.task: own}
         self.lost: dict[int, EngineError] = {}
         self.healths: list[Health] = []
-        self._channels: dict[int, Channel] = {}
-        self._selector = selectors.DefaultSelector()
+        self.meeting = meeting
+        self.num_turns = 0
 
-    @property
-    def is_alone(self) -> bool:
-        """True if there is no other task."""
-        return self.place.num_tasks == 1
+    def __enter__(self) -> Self:
+        return self
 
-    @property
-    def address(self) -> str:
-        """Address of node 0 for the others: as most reached it, and not loopback if one did not.
+    def __exit__(self, *_: object) -> None:
+        self.meeting.close()
 
-        What a host calls itself may be its loopback; what others reached it by is not.
+    def gather(self, limit_s: float) -> None:
+        """Wait for all other tasks.
+
+        Args:
+            limit_s: How long after this one the last may start.
+
+        Raises:
+            MissingTasksError: Tasks did not come in time.
         """
-        seen = Counter(m.seen_at for m in self.members.values() if m.seen_at)
-        far = Counter({host: count for host, count in seen.items() if not is_loopback(host)})
-        found = (far or seen).most_common(1)
-        return found[0][0] if found else "127.0.0.1"
+        give_up_at = time.monotonic() + limit_s
+        while len(self.members) < self.place.num_tasks and time.monotonic() < give_up_at:
+            for name in self.meeting.names():
+                if name.startswith("here-") and (found := self.meeting.read(name, Join)):
+                    self.members[found.task] = found
+            if len(self.members) < self.place.num_tasks:
+                time.sleep(LOOK_S)
+        missing = self._missing()
+        if missing:
+            text = (
+                f"{', '.join(missing.values())} did not come to task 0 within {limit_s:g} s; see "
+                f"the log of the job for how the container or the interpreter starts there"
+            )
+            raise MissingTasksError(
+                EngineError(kind=TroubleKind.BOOT_FAIL, text=text, hosts=tuple(missing))
+            )
 
-    def add(self, channel: Channel, member: Join) -> None:
-        """Add the connection of a task."""
-        self.members[member.task] = replace(member, seen_at=channel.own_host)
-        self._channels[member.task] = channel
-        self._selector.register(channel.fileno(), selectors.EVENT_READ, member.task)
+    def address(self) -> str:
+        """Return the address of node 0 for the others."""
+        if len(self.place.hosts) == 1:
+            return "127.0.0.1"
+        far_first = sorted(self.members.values(), key=lambda member: member.node == 0)
+        return find_address(self.place.hosts[0], [member.launched_from for member in far_first])
 
     def name(self, tasks: Iterable[int]) -> str:
         """Return `task 2 on node1` or `tasks 2-3 on node1`; of several nodes, all of them."""
@@ -283,75 +245,66 @@ class Peers:
         found = [f"{name_ranks(tasks, 'task')} on {host}" for host, tasks in by_host.items()]
         return ", ".join(found)
 
-    def send(self, task: int, message: Message) -> None:
-        """Tell another task something; one that is lost hears nothing."""
-        channel = self._channels.get(task)
-        if channel is not None:
-            channel.send_frame(encode(message))
-
-    def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
-        """Return messages of other tasks, waiting for a first one; note tasks that are lost."""
-        if not self._channels:
-            time.sleep(timeout_s)
-            return []
-        found: list[tuple[int, Message]] = []
-        for key, _ in self._selector.select(timeout_s):
-            task: int = key.data
-            channel = self._channels[task]
-            messages = [decode(frame) for frame in channel.drain_frames()]
-            found += [(task, message) for message in messages if message is not None]
-            if None in messages:
-                self.lose(task, "sent what is no message of this version")
-            elif any(isinstance(message, LeaveAck) for message in messages):
-                self._forget(task)
-            elif channel.is_closed:
-                self.lose(task, "was lost: it ended, or its host does not answer")
-        return found
-
     def lose(self, task: int, why: str, kind: TroubleKind = TroubleKind.LOST) -> None:
-        """Have nothing more to do with a task."""
-        self._forget(task)
+        """Note that a task ends, or has ended, by itself."""
         hosts = (self.members[task].host,)
         trouble = EngineError(kind=kind, text=f"{self.name([task])} {why}", hosts=hosts)
         self.lost.setdefault(task, trouble)
 
-    def _forget(self, task: int) -> None:
-        """Close the connection to a task."""
-        channel = self._channels.pop(task, None)
-        if channel is not None:
-            self._selector.unregister(channel.fileno())
-            channel.close()
+    def note_told(self, names: Iterable[str]) -> None:
+        """Note the tasks that were told to end."""
+        told = {name for name in names if name.startswith("told-")}
+        for task in self.members:
+            if f"told-{task}" in told and task not in self.lost:
+                word = self.meeting.read(f"told-{task}", str) or "a signal"
+                self.lose(task, f"was told to end by {word}", TroubleKind.CANCELLED)
+
+    def find_lost(self) -> EngineError | None:
+        """Return which task was lost, as task 0 was told to end.
+
+        Where all are told, the job ends; where srun ends a step since one of its tasks is gone,
+        that one says nothing.
+        """
+        give_up_at = time.monotonic() + _TOLD_S
+        others = self.members.keys() - {self.place.task}
+        while True:
+            names = self.meeting.names()
+            silent = sorted(task for task in others if f"told-{task}" not in names)
+            if not silent or time.monotonic() >= give_up_at:
+                break
+            time.sleep(_POLL_S)
+        for task in silent:
+            self.lose(task, "was lost: it was killed, or its node is gone")
+        return self.trouble()
 
     def trouble(self) -> EngineError | None:
         """Return what happened to the first task that was lost, or None."""
         return next(iter(self.lost.values()), None)
 
-    def missing(self) -> dict[str, str]:
-        """Return how many tasks have not come, by host."""
-        place = self.place
-        found: dict[str, str] = {}
-        for node, (host, wanted) in enumerate(zip(place.hosts, place.on_nodes, strict=True)):
-            num_there = sum(member.node == node for member in self.members.values())
-            if num_there < wanted:
-                found[host] = f"{wanted - num_there} of {counted(wanted, 'task')} on {host}"
-        return found
-
     def say_goodbye(self) -> None:
         """Have every other task end, and collect the health of their GPUs."""
-        for task in self._channels:
-            self.send(task, Goodbye())
+        self.meeting.leave(_OVER)
+        awaited = {
+            task
+            for task, member in self.members.items()
+            if member.has_gpus and task not in (self.place.task, *self.lost)
+        }
         give_up_at = time.monotonic() + _FAREWELL_S
-        while self._channels and time.monotonic() < give_up_at:
-            for _, message in self.receive(give_up_at - time.monotonic()):
-                if isinstance(message, LeaveAck):
-                    self.healths += [] if message.health is None else [message.health]
+        while awaited and time.monotonic() < give_up_at:
+            for task in [t for t in awaited if f"health-{t}" in self.meeting.names()]:
+                awaited.discard(task)
+                found = self.meeting.read(f"health-{task}", Health)
+                self.healths += [] if found is None else [found]
+            time.sleep(LOOK_S if awaited else 0.0)
 
-    def close(self) -> None:
-        """Close all connections: a task that got no goodbye ends its command."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
-        self._selector.close()
+    def _missing(self) -> dict[str, str]:
+        """Return how many tasks have not come, by host."""
+        place, there = self.place, Counter(member.node for member in self.members.values())
+        return {
+            host: f"{wanted - there[node]} of {counted(wanted, 'task')} on {host}"
+            for node, (host, wanted) in enumerate(zip(place.hosts, place.on_nodes, strict=True))
+            if there[node] < wanted
+        }
 
 
 _WIDTH = 60
@@ -363,7 +316,7 @@ class RankExit:
 
     Attributes:
         returncode: Return code, in the form of `Popen.returncode`.
-        time_s: When it was noticed, since the epoch.
+        time_s: When it ended, since the epoch.
     """
 
     rank: int
@@ -424,7 +377,6 @@ def _traceback(found: RankExit) -> str:
     return f"Signal {-found.returncode} ({name}) received by PID {found.pid}"
 
 
-_POLL_S = 0.05
 _RANK_GRACE_S = 3.0  # for other ranks to say why they fail, where no launcher ends them
 _GONE_S = 15.0  # beyond the grace of a stop, for what a task cannot end
 
@@ -434,7 +386,7 @@ class TeamProcess(RunningCommand):
 
     def __init__(
         self,
-        peers: Peers,
+        team: Team,
         begins: Mapping[int, Begin],
         log: Path,
         env: Mapping[str, str],
@@ -444,7 +396,7 @@ class TeamProcess(RunningCommand):
         """Start the commands of one phase on all tasks.
 
         Args:
-            peers: The tasks.
+            team: The tasks.
             begins: What each of them runs.
             log: The phase's launcher.log.
             env: Environment of task 0 itself.
@@ -453,7 +405,7 @@ class TeamProcess(RunningCommand):
         Raises:
             LaunchError: The log cannot be written.
         """
-        self._team = peers
+        self._team = team
         self._per_node = per_node
         self._begins = begins
         self._started = time.monotonic()
@@ -462,15 +414,23 @@ class TeamProcess(RunningCommand):
         self._exits: list[RankExit] = []
         self._first_code: int | None = None
         self._is_told = self._has_failed_untold = False
-        self._stop_at = self._lose_at = float("inf")
+        self._stop_at = self._lose_at = self._say_at = float("inf")
+        self._look_at = 0.0
         self._ended: CommandEnd | None = None
+        team.num_turns += 1
+        self._turn = team.num_turns
+        self._followed = {
+            task: [FollowedFile(path) for path in (begin.output, begin.errors) if path is not None]
+            for task, begin in begins.items()
+            if begin.is_copied
+        }
         try:
             self._log = log.open("wb")
+            team.meeting.leave(f"turn-{self._turn}", Turn(begins=dict(begins)))
         except OSError as error:
-            raise LaunchError(str(log), f"{error.strerror}; nothing was run") from error
-        for task, begin in begins.items():
-            peers.send(task, begin)
-        own = begins.get(peers.place.task)
+            where = error.filename or log
+            raise LaunchError(str(where), f"{error.strerror}; nothing was run") from error
+        own = begins.get(team.place.task)
         self._work = None if own is None else TaskCommand(own, env)
 
     @override
@@ -482,8 +442,6 @@ class TeamProcess(RunningCommand):
         try:
             if self._ended is None:
                 self.stop()
-                with contextlib.suppress(LaunchError):
-                    self.wait()
         finally:
             if self._work is not None:
                 self._work.__exit__(*error)
@@ -519,60 +477,68 @@ class TeamProcess(RunningCommand):
     def stop(self) -> None:
         """Tell every command to end; after its grace it is killed."""
         self._is_told = True
-        self._tell_all("stop")
+        self._leave("stop")
+        if self._work is not None:
+            self._work.stop()
         self._lose_at = min(self._lose_at, time.monotonic() + STOP_GRACE_S + _GONE_S)
 
     @override
     def dump_stacks(self) -> None:
         """Abort every rank of every node; with faulthandler on, each prints its stacks."""
         self._is_told = True
-        self._tell_all("stacks")
+        self._leave("stacks")
+        if self._work is not None:
+            self._work.dump_stacks()
 
-    def _tell_all(self, order: OrderWord) -> None:
-        """Pass a request to all tasks that run a command."""
-        for task in self._running():
-            self._team.send(task, Tell(order=order))
-            if task == self._team.place.task and self._work is not None:
-                self._work.tell(order)
+    def _leave(self, order: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk; the directory goes at the end at least
+            self._team.meeting.leave(f"{order}-{self._turn}")
 
     def _running(self) -> list[int]:
         lost = self._team.lost
         return [task for task in self._begins if task not in self._finished and task not in lost]
 
     def _take_in(self, timeout_s: float) -> None:
-        """Handle messages of tasks, this one included."""
-        for task, message in self._team.receive(timeout_s):
-            self._hear(task, message)
-        for message in [] if self._work is None else self._work.poll():
-            self._hear(self._team.place.task, message)
+        """Note what is new of all tasks, this one included."""
+        own = self._team.place.task
+        if self._work is None or own in self._finished:
+            time.sleep(timeout_s)
+        elif (finished := self._work.poll(timeout_s)) is not None:
+            self._note_end(own, finished)
+        if time.monotonic() >= self._look_at:
+            names = self._team.meeting.names()
+            for task in self._running():
+                name = f"end-{self._turn}-{task}"
+                found = self._team.meeting.read(name, Finished) if name in names else None
+                if found is not None:
+                    self._note_end(task, found)
+            self._team.note_told(names)
+            self._look_at = time.monotonic() + LOOK_S
+        for task in self._followed:
+            self._copy(task)
 
-    def _hear(self, task: int, message: Message) -> None:
-        """Take a message of a task: its output, or the end of its command."""
-        begin = self._begins.get(task)
-        match message:
-            case Lines() if begin is not None and message.number == begin.number:
-                self._write(task, begin, message.text)
-            case Finished() if message.told:
-                self._team.lose(task, f"was told to end by {message.told}", TroubleKind.CANCELLED)
-            case Finished() if begin is not None and message.number == begin.number:
-                self._finished[task] = message
-                self._note_end(task, begin, message)
-            case _:  # of a phase that is over
-                pass
-
-    def _write(self, task: int, begin: Begin, lines: Iterable[str]) -> None:
-        """Copy lines to the log with ranks as they are over all nodes."""
-        node, per_node = self._team.members[task].node, self._per_node
-        for text in lines:
-            if begin.is_rank:
-                self._log.write(f"[default{begin.env['RANK']}]:{text}\n".encode())
-            else:
-                self._log.write(over_all_nodes(text.encode() + b"\n", node, per_node))
+    def _copy(self, task: int, *, is_ended: bool = False) -> None:
+        """Copy new lines of a task to the log with ranks as they are over all nodes."""
+        begin, node = self._begins[task], self._team.members[task].node
+        for file in self._followed.get(task, ()):
+            lines = list(file.new_lines())
+            while is_ended and (more := list(file.new_lines())):
+                lines += more
+            if is_ended and (last := file.last_line()):
+                lines.append(last)
+            for text in lines:
+                if begin.is_rank:
+                    self._log.write(f"[default{begin.env['RANK']}]:{text}\n".encode())
+                else:
+                    self._log.write(over_all_nodes(text.encode() + b"\n", node, self._per_node))
         self._log.flush()
 
-    def _note_end(self, task: int, begin: Begin, finished: Finished) -> None:
+    def _note_end(self, task: int, finished: Finished) -> None:
         """Note how a command ended; the first that fails ends the others after a grace."""
-        member = self._team.members[task]
+        self._finished[task] = finished
+        begin, member = self._begins[task], self._team.members[task]
+        self._copy(task, is_ended=True)
+        self._followed.pop(task, None)
         if finished.returncode is None:
             raise LaunchError(self._team.name([task]), finished.problem)
         if finished.returncode == 0:
@@ -589,10 +555,10 @@ class TeamProcess(RunningCommand):
             host=member.host,
             returncode=finished.returncode,
             pid=finished.pid,
-            time_s=time.time(),
+            time_s=finished.at,
         )
         if not self._exits and not self._is_told:
-            self._say(first_line(found))
+            self._say_at = time.monotonic() + 2 * LOOK_S  # others may have failed before
         self._exits.append(found)
         self._fail(1)
 
@@ -614,6 +580,9 @@ class TeamProcess(RunningCommand):
                 self._fail(1)
                 self._stop_at = min(self._stop_at, now_s)
         running = self._running()
+        if now_s >= self._say_at or (not running and self._say_at < float("inf")):
+            self._say(first_line(min(self._exits, key=lambda found: found.time_s)))
+            self._say_at = float("inf")
         if not running:
             self._end()
         elif now_s >= self._stop_at and not self._is_told:
@@ -627,7 +596,8 @@ class TeamProcess(RunningCommand):
         """End the phase: print the table of failures, and note the exit code."""
         if self._exits and self._has_failed_untold:
             program = next(iter(self._begins.values())).argv
-            for line in format_table(_shown(program), self._exits):
+            exits = sorted(self._exits, key=lambda found: found.time_s)
+            for line in format_table(_shown(program), exits):
                 self._say(line)
         code = self._first_code or 0
         self._ended = CommandEnd(

@@ -1,4 +1,4 @@
-"""Step of a job with several tasks: task 0 carries out the spec, the others serve it."""
+"""Step of a job with several tasks: task 0 carries out the spec, the others run their part."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
 from pytest_megatron.base.text import counted
-from pytest_megatron.engines.multitask.coordinator import (
-    Participant,
-    Peers,
-    TeamProcess,
-    describe_task,
-)
-from pytest_megatron.engines.multitask.messages import Begin, Join, encode
-from pytest_megatron.engines.multitask.rendezvous import call, free_port, gather
+from pytest_megatron.engines.multitask.coordinator import Participant, Team, TeamProcess
+from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES, Begin, Join, Meeting
 from pytest_megatron.engines.multitask.topology import (
     TaskPlace,
     find_place,
     find_ports,
-    gloo_network,
+    free_port,
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import HealthWatch
@@ -77,10 +70,10 @@ def begin_phase(
     chosen = _chosen(mode, start, members)
     meeting = _endpoint(endpoint, members[0], own)
     common = Begin(
-        number=phase.number,
         argv=start.rank_words,
         env=own,
         unset=unset,
+        head=endpoint[0],
         cwd=cwd,
         output=phase.dirs.launcher_log,
     )
@@ -216,14 +209,15 @@ class Step:
 
     Attributes:
         place: Place of this task.
-        ports: Where tasks, and ranks, may meet.
+        ports: Where ranks may meet.
+        meeting: Where the tasks leave one another files, in the run directory.
         gather_s: How long the last task may start after the first.
     """
 
     place: TaskPlace
     mode: LaunchMode
-    key: bytes
     ports: tuple[int, ...]
+    meeting: Meeting
     gather_s: float
 
     @classmethod
@@ -231,7 +225,7 @@ class Step:
         """Return the step that this process is in; None where it is all that there is.
 
         Raises:
-            LaunchError: Slurm's variables contradict one another, or the spec has no key.
+            LaunchError: Slurm's variables contradict one another.
         """
         place = find_place(env)
         if place is None:
@@ -240,61 +234,85 @@ class Step:
         mode = LaunchMode(spec.options.get(MODE, by_tasks.value))
         if place.num_tasks == 1 and mode is LaunchMode.TORCHRUN:
             return None
-        if not spec.secret and place.num_tasks > 1:
-            raise LaunchError(spec.key, "the spec of a job with several tasks has no secret")
         return cls(
             place=place,
             mode=mode,
-            key=sha256(spec.secret.encode()).digest(),
             ports=find_ports(spec.options.get(PORTS, _CONFIG.ports), place.seed),
+            meeting=Meeting(spec.outcome.parent / f"tasks-{place.name}"),
             gather_s=float(spec.options.get(GATHER_S, _DEFAULT_GATHER_S)),
         )
 
     def serve(self, env: Mapping[str, str], gpus: tuple[Gpu, ...]) -> int:
-        """Carry out the orders of task 0 until its end; return the exit code.
+        """Run what task 0 wants until its end; return the exit code.
 
         Args:
             env: Environment of this task.
             gpus: To be watched meanwhile.
         """
         place = self.place
-        try:
-            channel = call(place.hosts[0], env, self.key, self.ports, limit_s=self.gather_s)
-        except LaunchError as error:
-            print(f"pytest-megatron: task {place.task}: {error}", file=sys.stderr)  # noqa: T201 - the job's log
-            return 1
-        channel.send_frame(encode(describe_task(place, env)))
         with HealthWatch(gpus) as watch:
-            return Participant(channel, {**gloo_network(channel.own_host, env), **env}, watch).run()
+            try:
+                self.meeting.open()
+                self.meeting.leave(
+                    f"here-{place.task}", describe_task(place, env, has_gpus=bool(gpus))
+                )
+            except OSError as error:
+                print(  # noqa: T201 - the job's log
+                    f"pytest-megatron: task {place.task}: {error.filename}: {error.strerror}",
+                    file=sys.stderr,
+                )
+                return 1
+            if not self.meeting.has_within("here-0", self.gather_s):
+                print(  # noqa: T201 - the job's log
+                    f"pytest-megatron: task {place.task}: task 0 on {place.hosts[0]} did not come "
+                    f"within {self.gather_s:g} s; nodes of a job must share the run directory",
+                    file=sys.stderr,
+                )
+                return 1
+            return Participant(self.meeting, place.task, env, watch).run()
 
     @contextlib.contextmanager
-    def team(self, env: Mapping[str, str]) -> Iterator[Peers]:
+    def team(self, env: Mapping[str, str]) -> Iterator[Team]:
         """Return all tasks, for task 0; they end with the context.
 
         Raises:
-            LaunchError: No port is free.
+            OSError: The directory in which they meet cannot be made.
             MissingTasksError: Tasks did not come in time.
         """
-        team = Peers(self.place, describe_task(self.place, env))
-        with contextlib.closing(team):
-            if self.place.num_tasks > 1:
-                gather(team, self.key, self.ports, limit_s=self.gather_s)
+        own = describe_task(self.place, env)
+        self.meeting.open()
+        with Team(self.place, own, self.meeting) as team:
+            self.meeting.leave("here-0", own)
+            team.gather(self.gather_s)
             yield team
 
     def start(
-        self, peers: Peers, env: Mapping[str, str], phase: PhasePlan, cwd: Path
+        self, team: Team, env: Mapping[str, str], phase: PhasePlan, cwd: Path
     ) -> RunningCommand:
         """Start a phase on all tasks.
 
         Raises:
             LaunchError: The tasks are not those that the phase needs.
         """
-        endpoint = (peers.address, free_port(self.ports))
-        begins = begin_phase(self.mode, phase, cwd, peers.members, endpoint, env)
+        endpoint = (team.address(), free_port(self.ports))
+        begins = begin_phase(self.mode, phase, cwd, team.members, endpoint, env)
         assert phase.start is not None
         per_node = phase.start.ranks.per_node
-        own = {**gloo_network(peers.address, env), **env}
-        return TeamProcess(peers, begins, phase.dirs.launcher_log, own, per_node=per_node)
+        return TeamProcess(team, begins, phase.dirs.launcher_log, env, per_node=per_node)
+
+
+def describe_task(place: TaskPlace, env: Mapping[str, str], *, has_gpus: bool = False) -> Join:
+    """Return the introduction of a task."""
+    return Join(
+        task=place.task,
+        node=place.node,
+        local=place.local,
+        host=place.host,
+        devices=env.get("CUDA_VISIBLE_DEVICES"),
+        given={name: env[name] for name in PLACE_VARIABLES if env.get(name)},
+        launched_from=env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+        has_gpus=has_gpus,
+    )
 
 
 def watches(place: TaskPlace, env: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Place of a task in a Slurm step, from its variables. Pure.
+"""Place of a task in a Slurm step, from its variables; addresses and ports of its host.
 
 Source: srun(1), output environment variables.
 """
@@ -6,15 +6,16 @@ Source: srun(1), output environment variables.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 import socket
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from pytest_megatron.engines.slurm.states import expand_hosts
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.session.slurm_step import slurm_address
 
 _NUM_TRIES = 16  # ports that a job looks at; others of the same node have some of them
 _PORTS_PER_JOB = 31  # apart, so that jobs and their steps seldom meet
@@ -34,6 +35,7 @@ class TaskPlace:
         on_nodes: How many tasks each node has.
         hosts: Slurm's names of the nodes, in order.
         seed: Seed of the job and its step, for ports.
+        name: Job, step, and how often Slurm has started it again; no other step has the same.
     """
 
     task: int
@@ -42,6 +44,7 @@ class TaskPlace:
     on_nodes: tuple[int, ...]
     hosts: tuple[str, ...]
     seed: int
+    name: str
 
     @property
     def num_tasks(self) -> int:
@@ -73,11 +76,19 @@ def find_place(env: Mapping[str, str]) -> TaskPlace | None:
         )
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0"))
     seed = job * _PORTS_PER_JOB + (int(step) if step.isdecimal() else 0)
-    return TaskPlace(task=task, node=node, local=local, on_nodes=on_nodes, hosts=hosts, seed=seed)
+    return TaskPlace(
+        task=task,
+        node=node,
+        local=local,
+        on_nodes=on_nodes,
+        hosts=hosts,
+        seed=seed,
+        name=f"{job}.{step}.{env.get('SLURM_RESTART_COUNT', '0')}",
+    )
 
 
 def find_ports(text: str, seed: int) -> tuple[int, ...]:
-    """Return the ports that the tasks of a step meet on: the first that is free on node 0.
+    """Return the ports that ranks may meet on: the first that is free on node 0.
 
     Args:
         text: `FIRST-LAST`, those that may be taken.
@@ -98,10 +109,58 @@ def _tasks_on_nodes(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def free_port(ports: Sequence[int]) -> int:
+    """Return a port that no program listens on.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise LaunchError(
+        f"{socket.gethostname()}, ports {ports[0]}-{ports[-1]}",
+        "all are taken; give other `ports` in the executor's configuration",
+    )
+
+
+def find_address(host: str, launched_from: Iterable[str]) -> str:
+    """Return the address of this host by which others reach it.
+
+    What a host calls itself may be its loopback, which reaches nobody else.
+
+    Args:
+        host: Slurm's name of this host.
+        launched_from: Where srun is, as Slurm told the tasks, those of other hosts first; under
+            sbatch that is this host, under salloc it may be another.
+    """
+    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    given = [address for address in launched_from if address in own]
+    found = next((address for address in given if not is_loopback(address)), None)
+    if found is not None:
+        return found
+    for name in (host, slurm_address(host)):
+        with contextlib.suppress(OSError):  # of no such host; another one may do
+            for entry in socket.getaddrinfo(name, None):
+                address = str(entry[4][0])
+                if address in own and not is_loopback(address):
+                    return address
+                given += [address] if address in own else []
+    return given[0] if given else "127.0.0.1"
+
+
+def own_address(other: str) -> str:
+    """Return the address that this host has for an address of another; that one if unknown."""
+    with contextlib.suppress(OSError):
+        family = socket.AF_INET6 if ":" in other else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    return other
+
+
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_NAME_BYTES = 15
-_ADDRESS = slice(20, 24)  # of the answer
 
 
 def gloo_network(address: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -118,14 +177,10 @@ def gloo_network(address: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name[:_NAME_BYTES].encode())
-            with contextlib.suppress(OSError):  # it has none
-                found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)
-                if socket.inet_ntoa(found[_ADDRESS]) == address:
-                    return name
+    """Return the network interface that has an address, or None."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
     return None
 
 

@@ -222,7 +222,6 @@ class _SlurmItem:
             description=json.dumps(planned.description),
             env=self.place.env,
             watches_gpus=self.checked.needed.gpus_per_node > 0,
-            secret=secrets.token_hex(32),
             options={MODE: self.place.mode.value, PORTS: self.place.ports, REPEATABLE: "yes"},
         )
         try:

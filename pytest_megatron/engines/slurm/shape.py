@@ -29,8 +29,9 @@ SPEC_VARIABLE = "spec"
 # What the shell that submits may have of an earlier launcher would lead every rank astray.
 UNSET = f"unset {' '.join(PLACE_VARIABLES)}"
 _ENDS_MOUNT = re.compile(r"[\s,:]")
-# The harness looks after the tasks itself: the first one names who failed, and stops the others.
-STEP_FLAGS = ("--wait=0", "--kill-on-bad-exit=0")
+# A task whose program fails stays until the first one has named it and stopped the others; these
+# end a step of which a task was killed, and tasks that stay behind.
+STEP_FLAGS = ("--wait=60", "--kill-on-bad-exit=1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

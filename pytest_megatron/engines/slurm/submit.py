@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import secrets
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -571,7 +570,6 @@ class Submitter:
             env=dict(script.env),
             watches_gpus=submission.resources.gpus_per_node > 0,
             losses=() if submission.losses is None else submission.losses.names,
-            secret=secrets.token_hex(32),
             options=dict(script.options),
         )
         write_spec(files.spec, spec)

@@ -26,7 +26,6 @@ _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 64
 _BACKLOG = 512
-_IPV4_IN_IPV6 = "::ffff:"  # of a socket for both families
 _LOOPBACKS = ("127.0.0.1", "localhost", "::1")
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
@@ -63,12 +62,6 @@ class Channel:
     def fileno(self) -> int:
         """Return the descriptor, for `select`."""
         return self._socket.fileno()
-
-    @property
-    def own_host(self) -> str:
-        """The address of this side, "" of a local socket."""
-        name = self._socket.getsockname()
-        return str(name[0]).removeprefix(_IPV4_IN_IPV6) if isinstance(name, tuple) else ""
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message; it is dropped if the other side is gone, which is detected elsewhere.

@@ -39,7 +39,6 @@ class JobSpec:
         env: Variables of the engine's configuration, over the job's own and under the plan's.
         watches_gpus: Whether the job asks its GPUs how they are.
         losses: Names of the losses that end the training once one of them is not finite.
-        secret: What tasks of one job on several nodes know one another by.
         options: For the engine's own programs.
     """
 
@@ -51,7 +50,6 @@ class JobSpec:
     env: dict[str, str]
     watches_gpus: bool
     losses: tuple[str, ...] = ()
-    secret: str = ""
     options: dict[str, str]
 
 

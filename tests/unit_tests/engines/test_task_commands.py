@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.engines.multitask.coordinator import RankExit, first_line, format_table
-from pytest_megatron.engines.multitask.messages import Begin, Join, decode, encode
+from pytest_megatron.engines.multitask.messages import Begin, Join, Meeting, Turn
 from pytest_megatron.engines.multitask.step import begin_phase
 from pytest_megatron.engines.multitask.topology import TaskPlace, find_place, find_ports
 from pytest_megatron.errors import LaunchError
@@ -79,6 +79,7 @@ def test_a_task_finds_its_place_among_nodes_of_different_sizes() -> None:
         on_nodes=(2, 2, 1),
         hosts=("rack1-gpu07", "rack1-gpu08", "login"),
         seed=31002,
+        name="1000.2.0",
     )
     assert find_place({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}) is None  # no step: a batch script
 
@@ -94,7 +95,7 @@ def test_ports_follow_from_the_job_and_stay_in_their_range() -> None:
     assert find_ports("20000-29999", 9_999)[:2] == (29999, 20000)
 
 
-def test_a_launcher_of_each_node_meets_the_others_at_node_0() -> None:
+def test_a_launcher_of_each_node_meets_the_others_at_node_0(tmp_path: Path) -> None:
     found = begin(LaunchMode.TORCHRUN, phase(2, 2, JOB="2", OWN="x"), members(2, 1))
     assert found[1].argv == (
         *("python", "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "1"),
@@ -103,7 +104,15 @@ def test_a_launcher_of_each_node_meets_the_others_at_node_0() -> None:
         *("train.py", "--a b"),
     )
     assert found[1].env == {"JOB": "2", "OWN": "x"}
-    assert decode(encode(found[1])) == found[1]
+    meeting = Meeting(tmp_path / "meeting")
+    meeting.open()
+    meeting.leave("turn-1", Turn(begins=found))
+    assert meeting.read("turn-1", Turn) == Turn(begins=found)
+    assert meeting.read("turn-1", Join) is None
+    assert list(meeting.names()) == ["turn-1"]
+    meeting.close()
+    assert meeting.read("turn-1", Turn) is None
+    assert list(meeting.names()) == []
 
 
 def test_a_port_that_the_job_has_set_is_kept() -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+import pytest
 from labs import SlurmLab
-from test_tasks import Step, plan_of, spec_of
+from test_tasks import GUEST, Step, failure_of, native, paused, plan_of, spec_of, wait_for
+from typing_extensions import override
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
+from pytest_megatron.engines.slurm.shape import STEP_FLAGS
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
-from pytest_megatron.workloads.engine.api import EngineContext
-from pytest_megatron.workloads.engine.records import read_record, write_spec
+from pytest_megatron.workloads.engine.api import EngineContext, TroubleKind
+from pytest_megatron.workloads.engine.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path, read_golden
 from pytest_megatron.workloads.recipe.case import case_path, read_case
 from pytest_megatron.workloads.recipe.load import load_recipe
-from pytest_megatron.workloads.training.plan.plan import Setting
+from pytest_megatron.workloads.training.plan.plan import Setting, started
+from pytest_megatron.workloads.training.run.runner import End
 from pytest_megatron.workloads.verdict.attempt import Verdict
 from pytest_megatron.workloads.verdict.compare import judge
 from pytest_megatron.workloads.verdict.driver import train
@@ -89,3 +95,122 @@ def test_launchers_under_srun_make_one_training(slurm_lab: SlurmLab, tmp_path: P
     found = Step(root=tmp_path, tasks=[])
     assert [found.shown(rank, "LOCAL_RANK") for rank in range(4)] == ["0", "1", "0", "1"]
     assert {found.shown(rank, "CUDA_VISIBLE_DEVICES") for rank in range(4)} == {"0,1"}
+
+
+class Job(Step):
+    """A job of two nodes whose step is as the engine starts it."""
+
+    def __init__(self, root: Path, lab: SlurmLab, spec: JobSpec) -> None:
+        super().__init__(root=root, tasks=[])
+        self._lab = lab
+        write_spec(root / "spec.json", spec)
+        worker = (sys.executable, "-m", "pytest_megatron.engines.worker", str(root / "spec.json"))
+        script = f"#!/bin/bash\nsrun --chdir {root} {shlex.join([*STEP_FLAGS, *worker])}\n"
+        (root / "job.sh").write_text(script)
+        flags = ("--nodes=2", "--ntasks-per-node=1", "--time=3", f"--output={root}/job.log")
+        self.number = lab.submit("--no-requeue", *flags, str(root / "job.sh"), cwd=root)
+
+    def ended(self, *states: str) -> JobRecord:
+        """Wait for the end of the job, in one of these states; return what it recorded."""
+        state = self._lab.wait_for(self.number)
+        log = (self.root / "job.log").read_text()
+        assert state in states, log
+        wait_for(lambda: not self.alive())
+        found = read_record(self.root / "outcome.json")
+        assert found is not None, log
+        return found
+
+    @override
+    def alive(self) -> list[int]:
+        """The processes of the job: the lab's nodes are this machine."""
+        number = str(self.number)
+        return [p.pid for p in psutil.process_iter() if job_of(p) == number]
+
+    def task(self, number: int) -> psutil.Process:
+        """The process that Slurm started as a task."""
+        (found,) = [
+            p
+            for p in map(psutil.Process, self.alive())
+            if p.environ().get("SLURM_PROCID") == str(number)
+            and "pytest_megatron.engines.worker" in p.cmdline()
+        ]
+        return found
+
+    def host_of(self, task: int) -> str:
+        return self.task(task).environ()["SLURMD_NODENAME"]
+
+
+def job_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("SLURM_JOB_ID")
+    except psutil.Error:
+        return None
+
+
+def test_the_exit_of_a_failed_rank_is_that_of_the_job(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    job = Job(tmp_path, slurm_lab, native(tmp_path, "pause@0", "raise@1"))
+    record = job.ended("FAILED")
+    assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
+    assert record.trouble is None
+    failure = failure_of(job)
+    assert (failure.root_rank, failure.exits["1"]) == (1, "exit code 1")
+    logs = [job.logs / str(rank) / name for rank in (0, 1) for name in ("stdout.log", "stderr.log")]
+    assert all(path.is_file() for path in logs)
+    assert not list(tmp_path.glob("tasks-*"))
+
+
+@pytest.mark.parametrize("deeds", [(), ("raise@1",)], ids=["sound", "failed"])
+def test_a_phase_begins_where_all_ranks_of_the_one_before_ended_well(
+    slurm_lab: SlurmLab, tmp_path: Path, deeds: tuple[str, ...]
+) -> None:
+    spec = native(tmp_path, *deeds)
+    (first,) = spec.plan.phases
+    assert first.start is not None
+    dirs = spec.plan.dirs.phase(2)
+    ranks = replace(first.start.ranks, logs=dirs.logs)
+    start = started(sys.executable, ranks, str(GUEST), [str(tmp_path / "second")])
+    second = replace(first, number=2, dirs=dirs, start=start)
+    job = Job(tmp_path, slurm_lab, replace(spec, plan=replace(spec.plan, phases=(first, second))))
+    record = job.ended("FAILED" if deeds else "COMPLETED")
+    codes = [(end.number, end.returncode) for end in record.ends]
+    assert codes == ([(1, 1)] if deeds else [(1, 0), (2, 0)])
+    found = [path.read_text() for path in sorted(dirs.logs.glob("*/stdout.log"))]
+    assert found == ([] if deeds else ["rank 0 has met 2\n", "rank 1 has met 2\n"])
+
+
+def test_a_time_limit_ends_the_ranks_of_every_node(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    spec = paused(tmp_path)
+    job = Job(tmp_path, slurm_lab, replace(spec, plan=replace(spec.plan, time_limit_s=15.0)))
+    job.wait_until_met(2)
+    record = job.ended("FAILED")
+    assert [end.end for end in record.ends] == [End.TIME_LIMIT]
+    stacks = [(job.logs / str(rank) / "stderr.log").read_text() for rank in range(2)]
+    assert all("in pause" in text for text in stacks)
+
+
+def test_a_task_that_is_killed_ends_the_others_and_is_named(
+    slurm_lab: SlurmLab, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, slurm_lab, paused(tmp_path))
+    job.wait_until_met(2)
+    host = job.host_of(1)
+    job.task(1).kill()
+    record = job.ended("FAILED", "CANCELLED")
+    assert record.trouble is not None
+    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.LOST, (host,))
+    assert record.trouble.text == f"task 1 on {host} was lost: it was killed, or its node is gone"
+
+
+def test_a_node_that_is_lost_ends_the_others_and_is_named(
+    slurm_lab: SlurmLab, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, slurm_lab, paused(tmp_path))
+    job.wait_until_met(2)
+    host = job.host_of(1)
+    try:
+        slurm_lab.kill_node(int(host.removeprefix("node")))
+        record = job.ended("NODE_FAIL", "FAILED")
+    finally:
+        slurm_lab.mend()
+    assert record.trouble is not None
+    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.LOST, (host,))

@@ -90,7 +90,6 @@ class WorkerEngine:
             description=json.dumps(planned.description),
             env={},
             watches_gpus=False,
-            secret=str(path),
             options=self.options,
         )
         write_spec(path, spec)

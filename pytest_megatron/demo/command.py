@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,8 +56,7 @@ Next, in {directory}:
 @click.command(name="demo")
 @click.argument("directory", type=PATH, default=Path("pytest-megatron-demo"))
 @click.option("--no-run", is_flag=True, help="Write the project, and run nothing.")
-@click.option("--no-open", is_flag=True, help="Print the address of the page, and open no browser.")
-def command(*, directory: Path, no_run: bool, no_open: bool) -> None:
+def command(*, directory: Path, no_run: bool) -> None:
     """Write a small project into an empty DIRECTORY, and run it on two ranks of the CPU.
 
     It has distributed tests, one that hangs, and a recipe whose golden is recorded by training.
@@ -87,7 +85,8 @@ def command(*, directory: Path, no_run: bool, no_open: bool) -> None:
         echo_error(f"demo: {problem}")
         sys.exit(EXIT_FAILED)
     click.echo(_SHOWN)
-    _show_page(kept_runs(directory)[0].directory / "index.html", may_open=not no_open)
+    page = kept_runs(directory)[0].directory / "index.html"
+    click.echo(f"open the page of this run: {page.resolve().as_uri()}")
     click.echo(_NEXT.format(directory=directory), nl=False)
 
 
@@ -195,11 +194,3 @@ def _pytest(directory: Path, arguments: str, *, is_quiet: bool) -> tuple[int, st
         process.communicate()
         raise
     return process.returncode, output or ""
-
-
-def _show_page(page: Path, *, may_open: bool) -> None:
-    """Open the page where that is a window of this machine, and print its address."""
-    has_screen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-    address = page.resolve().as_uri()
-    is_open = may_open and has_screen and sys.stdout.isatty() and webbrowser.open(address)
-    click.echo(f"{'opened' if is_open else 'open'} the page of this run: {address}")

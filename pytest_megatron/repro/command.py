@@ -246,7 +246,6 @@ class _Prepared:
 @click.option("--phase", type=click.IntRange(min=1), metavar="N", help="Only this one.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="On N ranks of one node.")
 @click.option("--trace", "is_traced", is_flag=True, help="Record a trace of its tensors.")
-@click.option("--shell", "is_shell", is_flag=True, help="Open a shell in its environment instead.")
 @click.option("--print", "is_print", is_flag=True, help="Print what would run instead.")
 @click.option(
     "--bisect-order", "is_bisect", is_flag=True, help="Find which earlier tests it takes."
@@ -263,7 +262,6 @@ def command(  # noqa: PLR0913 - one for each option
     phase: int | None,
     ranks: int | None,
     is_traced: bool,
-    is_shell: bool,
     is_print: bool,
     is_bisect: bool,
     is_trusted: bool,
@@ -286,8 +284,8 @@ def command(  # noqa: PLR0913 - one for each option
     )
     try:
         prepared = _prepare(path, item, wishes, project.absolute(), attempt=attempt, repeat=repeat)
-        act = _open_shell if is_shell else _print_only if is_print else _run_again
-        outcome = (_bisect if is_bisect else act)(prepared)
+        act = _bisect if is_bisect else _print_only if is_print else _run_again
+        outcome = act(prepared)
     except MegatronError as error:
         echo_error(error)
         sys.exit(ReproExit.UNKNOWN)
@@ -464,23 +462,6 @@ def _print_only(prepared: _Prepared) -> ReproOutcome:
     """Print the commands instead of running them."""
     for line in _lines(prepared, _again(prepared)):
         click.echo(printable(line))
-    return ReproOutcome(exit=ReproExit.PASSED, text="")
-
-
-def _open_shell(prepared: _Prepared) -> ReproOutcome:
-    """Open a shell in the environment of the item; `$REPRO` is a script that runs it."""
-    again, stage = _again(prepared), prepared.stage
-    _print_header(prepared, again)
-    stage.scratch.mkdir(parents=True, exist_ok=True)
-    script = stage.scratch / "again.sh"
-    script.write_text("\n".join(_lines(prepared, again)) + "\n", encoding="utf-8")
-    click.echo(printable(f'  a shell in {stage.root}; sh "$REPRO" runs it, exit leaves'))
-    env = {**environment_with(again.env), "REPRO": str(script)}
-    shell = os.environ.get("SHELL") or "/bin/sh"
-    try:
-        subprocess.run([shell], cwd=stage.root, env=env, check=False)
-    except OSError as error:
-        raise ReproError("SHELL", f"{shell!r} cannot be started: {error.strerror}") from error
     return ReproOutcome(exit=ReproExit.PASSED, text="")
 
 

@@ -259,14 +259,14 @@ def _entry(number: int, *, is_bad: bool, is_dirty: bool = False) -> HistoryEntry
 
 
 @pytest.mark.parametrize("prefix", ["", "megatron-"])
-def test_a_history_outside_does_not_move_the_root(tmp_path: Path, prefix: str) -> None:
+def test_a_file_outside_does_not_move_the_root(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "project").mkdir()
     suite = Suite(root=tmp_path / "project").write("test_it.py", HISTORY.format(held=HELD))
-    (tmp_path / "past.jsonl").touch()
-    run = suite.run("--ranks", "2", f"--{prefix}history", "../past.jsonl")
+    (tmp_path / "slurm.yaml").touch()
+    run = suite.run("--ranks", "2", f"--{prefix}executor-config", "../slurm.yaml")
     assert run.returncode == 4
-    assert f"write --{prefix}history=../past.jsonl" in run.stderr
-    run = suite.run("--ranks", "2", f"--{prefix}history=../past.jsonl")
+    assert f"write --{prefix}executor-config=../slurm.yaml" in run.stderr
+    run = suite.run("--ranks", "2", "-o", "megatron_history=../past.jsonl")
     assert (run.returncode, run.counts) == (0, "2 quarantined")
     assert '"test_it.py::test_ring"' in (tmp_path / "past.jsonl").read_text()
 

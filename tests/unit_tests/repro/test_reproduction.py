@@ -143,19 +143,6 @@ def test_the_lines_to_do_it_by_hand_are_printed(artifact: tuple[Path, Path]) -> 
     assert list((checkout / ".pytest_megatron/repro").rglob("run")) == results
 
 
-def test_a_shell_has_the_environment_and_the_script(
-    artifact: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed, checkout = artifact
-    shell = tmp_path / "shell"
-    shell.write_text(f'#!/bin/sh\nenv > {tmp_path}/env; cp "$REPRO" {tmp_path}/script; pwd\n')
-    shell.chmod(0o755)
-    monkeypatch.setenv("SHELL", str(shell))
-    assert repro(checkout, str(packed), "dies", "--shell").exit_code == 0
-    assert "PYTHONHASHSEED=7" in (tmp_path / "env").read_text().splitlines()
-    assert (tmp_path / "script").read_text().startswith(f"cd {checkout}\n")
-
-
 LEAVES = """\
     import os
 

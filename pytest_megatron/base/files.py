@@ -85,17 +85,6 @@ def append_lines(path: Path, text: str) -> int:
         return file.seek(0, os.SEEK_END)
 
 
-def is_private(directory: Path) -> bool:
-    """Return whether a directory, no link to one, is this user's own and nobody else can enter it.
-
-    Raises:
-        OSError: It is not there.
-    """
-    found = directory.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return is_own and not stat.S_IMODE(found.st_mode) & 0o077
-
-
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a regular file, in hexadecimal digits.
 

@@ -112,7 +112,7 @@ def _row(
     except CaseError as problem:
         yield RuleMatch("recipe-case", problem=problem)
         return
-    yield from _case(row, case, facts, host, system.env)
+    yield from _case(row, case, facts, system.env)
 
 
 def _paths(row: Workload, root: Path) -> Iterator[RuleMatch]:
@@ -128,15 +128,13 @@ def _paths(row: Workload, root: Path) -> Iterator[RuleMatch]:
 
 
 def _case(
-    row: Workload, case: WorkloadCase, facts: EnvironmentFacts, host: Host, env: Mapping[str, str]
+    row: Workload, case: WorkloadCase, facts: EnvironmentFacts, env: Mapping[str, str]
 ) -> Iterator[RuleMatch]:
-    """Check the case of a row: its launcher, sizes, memory and packages."""
+    """Check the case of a row: its launcher, sizes and packages."""
     starter = env.get(LAUNCHER_VARIABLE) or case.starter.value
     if starter == Launcher.FT_LAUNCHER.value and _FT_DISTRIBUTION not in facts.packages:
         yield RuleMatch("recipe-launcher", launcher=starter, package=_FT_DISTRIBUTION)
-    # Of the smallest GPU here that the row may get.
-    memory_bytes = min((gpu.memory_bytes for gpu in host.fitting(row.platform)), default=None)
-    yield from hits_of(row, case, env, memory_bytes=memory_bytes)
+    yield from hits_of(row, case, env)
     for compiled in compat().compiled:
         if {compiled.name, *compiled.also} & facts.packages.keys():
             continue

@@ -446,7 +446,7 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
     Raises:
         MegatronError: The job is refused, see `make_job`; or a variable of a replay is no number.
     """
-    options, facts = session.options, session.facts
+    options = session.options
     num_repeats = _num_repeats(options, workload)
     if options.is_writing_goldens:
         num_repeats = max(num_repeats, least_repeats())
@@ -461,7 +461,6 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         setting=setting,
         run_dir=session.run_dir,
         project=session.project,
-        host=None if engine_of(session).is_queue else facts.host,
         max_attempts=options.max_attempts,
         backoff_s=options.retry_backoff_s,
         table=session.table,

@@ -15,7 +15,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.base.text import nearest
 from pytest_megatron.errors import CaseError, LaunchError
-from pytest_megatron.gpu.host import CPU_PLATFORM, Host
+from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
 from pytest_megatron.runs.record import RecordedPhase, RecordedPlan, to_json
@@ -242,14 +242,12 @@ class JobOptions:
 
     Attributes:
         setting: Of all jobs; its environment has the variables that labels of CI set.
-        host: The machine whose GPUs run the jobs; None where it is not known.
         max_attempts: As typed; None leaves it to the row.
     """
 
     setting: Setting
     run_dir: Path
     project: ProjectConfig
-    host: Host | None = None
     max_attempts: int | None = None
     backoff_s: float = 0.0
     table: Table = field(default_factory=builtin_table)
@@ -301,29 +299,22 @@ def make_job(
         replay=options.replay,
         is_writing_goldens=options.is_writing_goldens,
     )
-    gpus = () if options.host is None else options.host.fitting(workload.platform)
-    checked = check_job(job, memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    checked = check_job(job)
     if not isinstance(place, Checking):
         return checked
     found = place.findings(workload, job.setting, checked.needed)
     return replace(checked, engine_findings=tuple(found))
 
 
-def check_job(job: WorkloadJob, *, memory_bytes: int | None = None) -> CheckedJob:
+def check_job(job: WorkloadJob) -> CheckedJob:
     """Plan and check a job.
-
-    Args:
-        job: The job.
-        memory_bytes: Memory of a GPU that it will run on, where one is known.
 
     Raises:
         MegatronError: It cannot be planned.
     """
     plan = _plan(job, repeat=job.replay.repeat, number=1)
     env = job.setting.env
-    hits = (
-        () if job.case is None else hits_of(job.workload, job.case, env, memory_bytes=memory_bytes)
-    )
+    hits = () if job.case is None else hits_of(job.workload, job.case, env)
     return CheckedJob(
         job=job, plan=plan, needed=_needs(job.workload, plan), own_findings=findings_of(hits)
     )

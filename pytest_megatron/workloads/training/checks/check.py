@@ -1,4 +1,4 @@
-"""All checks of a workload that need no cluster: its layout, its environment, its memory. Pure."""
+"""All checks of a workload that need no cluster: its layout and its environment. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, RecipeError
-from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.golden.policy import ComparedWorkload
 from pytest_megatron.workloads.recipe.case import WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.model import Workload
@@ -17,7 +16,6 @@ from pytest_megatron.workloads.training.checks.layout import (
     check_layout,
     starts_of,
 )
-from pytest_megatron.workloads.training.checks.memory import check_memory
 from pytest_megatron.workloads.training.checks.rules import (
     CheckFinding,
     RuleMatch,
@@ -28,26 +26,17 @@ from pytest_megatron.workloads.training.plan.phases import references
 from pytest_megatron.workloads.training.plan.plan import NCCL_DEFAULTS, VARIABLES, inherited
 
 
-def hits_of(
-    workload: Workload,
-    case: WorkloadCase,
-    env: Mapping[str, str],
-    *,
-    memory_bytes: int | None = None,
-) -> Iterator[RuleMatch]:
+def hits_of(workload: Workload, case: WorkloadCase, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Yield what is wrong with a row.
 
     Args:
         workload: The row.
         case: The test case of the row.
         env: What the user has set, and a training inherits.
-        memory_bytes: Memory of a GPU that it will run on; None takes what is known of its platform.
     """
     for start in starts_of(workload, case):
         yield from check_layout(start)
         yield from check_connections(start, env)
-        if start.platform != CPU_PLATFORM:
-            yield from check_memory(start, memory_bytes)
 
 
 def findings_of(hits: Iterable[RuleMatch]) -> tuple[CheckFinding, ...]:

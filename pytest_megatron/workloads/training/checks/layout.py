@@ -22,7 +22,6 @@ from pytest_megatron.workloads.recipe.case import (
     ETP,
     PP,
     TP,
-    CaseMode,
     Evaluation,
     ModelArgs,
     ParallelSizes,
@@ -64,7 +63,6 @@ class CheckedStart:
     nodes: int
     ranks_per_node: int
     platform: str
-    mode: CaseMode
     env: Mapping[str, str]
     env_lines: Mapping[str, int] = field(default_factory=dict)
     scripts: str = ""
@@ -107,7 +105,6 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
                 nodes=workload.nodes,
                 ranks_per_node=variant.num_ranks or workload.gpus,
                 platform=workload.platform,
-                mode=case.mode,
                 env={**case.env, **variant.env},
                 env_lines=case.env_lines,
                 scripts=f"{script or ''}\n{case.before_script or ''}",
@@ -152,123 +149,16 @@ def product_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in shown.items()) + f" = {product}"
 
 
-LAYERS = "--num-layers"
-_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-_OF_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
-_NUM_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
-_COUNTED = (
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
+_LAYERS = "--num-layers"
 # With these, layers are placed by other rules.
 _OTHER_LAYOUTS = (
     *("--pipeline-model-parallel-layout", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *("--standalone-embedding-stage", "--encoder-num-layers", "--decoder-num-layers"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """Distribution of layers over stages.
-
-    Attributes:
-        layers: All, with embedding and loss where they count as one.
-        middle: Layers that are left for `middle_stages`, those without a number of their own.
-        ends: Layers of the first and last stage, where they are given.
-    """
-
-    layers: int
-    stages: int
-    middle: int
-    middle_stages: int
-    ends: tuple[tuple[str, int], ...]
-
-    @property
-    def text(self) -> str:
-        """`30 layers`, or what is left of them."""
-        if not self.ends:
-            return f"{self.layers} layers"
-        taken = " - ".join(f"{number} of the {name} stage" for name, number in self.ends)
-        return f"{self.layers} layers - {taken} = {self.middle}"
-
-
-def stages_of(model_args: ModelArgs, sizes: ParallelSizes) -> Stages | None:
-    """Return how layers fall on stages; None where other rules place them."""
-    layers = model_args.number(LAYERS)
-    if not layers or model_args.has_any(*_OTHER_LAYOUTS):
-        return None
-    layers += sum(model_args.is_on(name) for name in _COUNTED)
-    given = (("first", model_args.number(_FIRST)), ("last", model_args.number(_LAST)))
-    ends = tuple((name, number) for name, number in given if number is not None)
-    return Stages(
-        layers=layers,
-        stages=sizes.pp,
-        middle=layers - sum(number for _, number in ends),
-        middle_stages=sizes.pp - len(ends),
-        ends=ends,
-    )
-
-
-def check_stages(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
-    """Yield layers that cannot be split into stages as the arguments demand."""
-    given = start.arguments
-    found = stages_of(given, sizes)
-    if found is None:
-        return
-    if found.ends and any(given.is_on(name) for name in _COUNTED):
-        yield RuleMatch("layout-stage-options", start.at(_FIRST, _LAST))
-        return
-    wrong = [*_stages(start, found)]
-    yield from wrong
-    if not wrong:
-        yield from _virtual(start, found)
-
-
-def _stages(start: CheckedStart, found: Stages) -> Iterator[RuleMatch]:
-    """Check layers against pipeline stages of different sizes."""
-    where = start.at(_FIRST, _LAST, LAYERS, PP)
-    if (
-        found.middle < 0
-        or found.middle_stages < 0
-        or bool(found.middle) != bool(found.middle_stages)
-    ):
-        yield RuleMatch("layout-middle", where, layers=found.text, stages=found.middle_stages)
-    elif found.middle_stages and found.middle % found.middle_stages:
-        yield RuleMatch("layout-layers", where, layers=found.text, stages=found.middle_stages)
-
-
-def _virtual(start: CheckedStart, found: Stages) -> Iterator[RuleMatch]:
-    """Yield virtual stages that do not divide the layers of a rank."""
-    given = start.arguments
-    of_one, number = given.number(_OF_VIRTUAL), given.number(_NUM_VIRTUAL)
-    if not of_one and not number:
-        return
-    where = start.at(_OF_VIRTUAL, _NUM_VIRTUAL)
-    if of_one and found.ends:
-        yield RuleMatch("layout-virtual-uneven", where)
-        return
-    per_rank = [("a", found.middle // found.middle_stages)] if found.middle_stages else []
-    for name, layers in (*per_rank, *(("the " + name, n) for name, n in found.ends)):
-        if layers % (number or of_one or 1):
-            what = f"{number} virtual stages" if number else f"{of_one} layers to a virtual stage"
-            yield RuleMatch("layout-virtual", where, stage=name, layers=layers, what=what)
-            return
-    num_virtual = number or (found.middle // found.middle_stages) // (of_one or 1)
-    least = 3 if given.is_on("--no-overlap-p2p-communication") else 2
-    if num_virtual > 1 and found.stages < least:
-        yield RuleMatch("layout-virtual-alone", where, stages=found.stages, least=least)
-
-
-EXPERTS = "--num-experts"
-_HEADS, _GROUPS = "--num-attention-heads", "--num-query-groups"
-_HIDDEN = "--hidden-size"
-_SEQUENCES = ("--seq-length", "--encoder-seq-length", "--decoder-seq-length")
-_MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
-# A schedule of batch sizes has rules of its own.
-_OTHER_BATCHES = (
-    *("--rampup-batch-size", "--step-batch-size-schedule", "--decrease-batch-size-if-needed"),
-    *("--hybrid-context-parallel", "--dynamic-context-parallel"),
-)
+_EXPERTS = "--num-experts"
+_HEADS = "--num-attention-heads"
 
 
 def check_layout(start: CheckedStart) -> Iterator[RuleMatch]:
@@ -276,15 +166,9 @@ def check_layout(start: CheckedStart) -> Iterator[RuleMatch]:
     sizes = sizes_of(start.arguments)
     if sizes is None or not start.ranks:
         return
-    wrong = [*_ranks(start, sizes)]
-    yield from wrong
+    yield from _ranks(start, sizes)
     if start.has_own_shape:
-        yield from check_stages(start, sizes)
-        yield from _heads(start, sizes)
-        yield from _experts(start, sizes)
-        yield from _sequences(start, sizes)
-    if not wrong:
-        yield from _batches(start, sizes)
+        yield from _shares(start, sizes)
 
 
 def _ranks(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
@@ -309,73 +193,13 @@ def _ranks(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
             return
 
 
-def _heads(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
-    """Check attention heads and query groups against tensor parallelism."""
+def _shares(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
+    """Yield layers, heads and experts that cannot be shared out; building finds all else."""
     given = start.arguments
-    heads = given.number(_HEADS)
-    if not heads:
-        return
-    if heads % sizes.tp:
+    layers, heads, experts = (given.number(name) for name in (_LAYERS, _HEADS, _EXPERTS))
+    if layers and layers % sizes.pp and not given.has_any(*_OTHER_LAYOUTS):
+        yield RuleMatch("layout-layers", start.at(_LAYERS, PP), layers=layers, stages=sizes.pp)
+    if heads and heads % sizes.tp:
         yield RuleMatch("layout-heads", start.at(_HEADS), heads=heads, tp=sizes.tp)
-    hidden = given.number(_HIDDEN)
-    if hidden and hidden % heads and "--kv-channels" not in given:
-        yield RuleMatch("layout-head-size", start.at(_HIDDEN), hidden=hidden, heads=heads)
-    groups = given.number(_GROUPS) if given.is_on("--group-query-attention") else None
-    if groups and groups % sizes.tp and sizes.tp % groups:
-        yield RuleMatch("layout-query-groups", start.at(_GROUPS), groups=groups, tp=sizes.tp)
-
-
-def _experts(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
-    """Check experts against expert parallelism."""
-    given = start.arguments
-    experts = given.number(EXPERTS)
-    if sizes.ep > 1 and EXPERTS not in given and not given.has_any("--spec", "--model-provider"):
-        yield RuleMatch("layout-no-experts", start.at(EP), ep=sizes.ep)
-    if not experts:
-        return
-    if experts % sizes.ep:
-        yield RuleMatch("layout-experts", start.at(EXPERTS), experts=experts, ep=sizes.ep)
-    top = given.number("--moe-router-topk")
-    if top and top > experts:
-        yield RuleMatch("layout-top-k", start.at("--moe-router-topk"), top=top, experts=experts)
-    width = given.number("--moe-ffn-hidden-size") or given.number("--ffn-hidden-size")
-    if width and width % sizes.etp:
-        where = start.at("--moe-ffn-hidden-size", "--ffn-hidden-size")
-        yield RuleMatch("layout-expert-width", where, width=width, etp=sizes.etp)
-
-
-def _sequences(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
-    """Check lengths of sequences against context and tensor parallelism."""
-    given = start.arguments
-    for name in _SEQUENCES:
-        length = given.number(name)
-        if not length:
-            continue
-        if sizes.cp > 1 and length % (2 * sizes.cp):
-            yield RuleMatch(
-                "layout-context", start.at(name), option=name, length=length, cp=sizes.cp
-            )
-        elif (
-            sizes.tp > 1
-            and given.is_on("--sequence-parallel")
-            and start.mode is CaseMode.PRETRAINING
-            and (length // sizes.cp) % sizes.tp
-        ):
-            part = (
-                f"{length}" if sizes.cp == 1 else f"{length} / CP {sizes.cp} = {length // sizes.cp}"
-            )
-            yield RuleMatch("layout-sequence", start.at(name), option=name, part=part, tp=sizes.tp)
-
-
-def _batches(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
-    """Yield a global batch that does not fall into whole micro batches."""
-    given = start.arguments
-    whole, micro = given.number(_GLOBAL), given.number(_MICRO)
-    data = start.ranks // math.prod((sizes.tp, sizes.pp, sizes.cp))
-    if start.mode is CaseMode.INFERENCE or given.has_any(*_OTHER_BATCHES) or not whole or not micro:
-        return
-    if whole % (micro * data):
-        where = start.at(_GLOBAL)
-        yield RuleMatch(
-            "layout-batch", where, whole=whole, micro=micro, data=data, step=micro * data
-        )
+    if experts and experts % sizes.ep:
+        yield RuleMatch("layout-experts", start.at(_EXPERTS), experts=experts, ep=sizes.ep)

@@ -3,19 +3,14 @@ from __future__ import annotations
 import pytest
 from check_rows import FILE, SOUND, case, row
 
-from pytest_megatron.workloads.recipe.case import CaseMode, Evaluation, WorkloadCase
+from pytest_megatron.workloads.recipe.case import Evaluation, WorkloadCase
 from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
 from pytest_megatron.workloads.training.checks.rules import check_rules
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-VIRTUAL, NUM_VIRTUAL = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
-)
+FIRST = "--decoder-first-pipeline-num-layers"
 COUNTED = "--account-for-loss-in-pipeline-split"
-GROUPED = {"--group-query-attention": "true"}
 
 # Rule: arguments that go against it, and arguments that nearly do.
 LAYOUTS: dict[str, list[tuple[dict[str, str | None], dict[str, str | None]]]] = {
@@ -26,73 +21,12 @@ LAYOUTS: dict[str, list[tuple[dict[str, str | None], dict[str, str | None]]]] = 
     ],
     "layout-layers": [
         ({"--num-layers": "9"}, {"--num-layers": "9", COUNTED: "true"}),
-        ({PP: "4", FIRST: "1", LAST: "2"}, {PP: "4", FIRST: "1", LAST: "1"}),
+        ({"--num-layers": "9"}, {"--num-layers": "9", FIRST: "4"}),
         ({"--num-layers": "9"}, {"--num-layers": "9", "--hybrid-layer-pattern": "M*M*|M*M*"}),
     ],
-    "layout-middle": [
-        ({FIRST: "8"}, {FIRST: "7"}),
-        ({FIRST: "4", LAST: "3"}, {FIRST: "5", LAST: "3"}),
-        ({FIRST: "9"}, {FIRST: "1"}),
-    ],
-    "layout-stage-options": [({FIRST: "3", COUNTED: "true"}, {FIRST: "3", COUNTED: "false"})],
-    "layout-virtual": [
-        ({VIRTUAL: "3"}, {VIRTUAL: "2"}),
-        ({NUM_VIRTUAL: "3"}, {NUM_VIRTUAL: "4"}),
-        ({FIRST: "3", NUM_VIRTUAL: "5"}, {FIRST: "6", NUM_VIRTUAL: "2"}),
-        ({FIRST: "3", NUM_VIRTUAL: "3"}, {FIRST: "4", NUM_VIRTUAL: "4"}),
-    ],
-    "layout-virtual-uneven": [({FIRST: "4", VIRTUAL: "2"}, {FIRST: "4", NUM_VIRTUAL: "2"})],
-    "layout-virtual-alone": [
-        ({PP: "1", VIRTUAL: "2"}, {PP: "1", VIRTUAL: "8"}),
-        (
-            {VIRTUAL: "2", "--no-overlap-p2p-communication": "true"},
-            {PP: "4", VIRTUAL: "1", "--no-overlap-p2p-communication": "true"},
-        ),
-    ],
     "layout-heads": [({"--num-attention-heads": "1"}, {"--num-attention-heads": "2"})],
-    "layout-head-size": [
-        ({"--num-attention-heads": "6"}, {"--num-attention-heads": "6", "--kv-channels": "64"})
-    ],
-    "layout-query-groups": [
-        (
-            {TP: "4", "--num-query-groups": "3", **GROUPED},
-            {TP: "4", "--num-query-groups": "2", **GROUPED},
-        ),
-        ({"--num-query-groups": "3", **GROUPED}, {"--num-query-groups": "3"}),
-    ],
     "layout-experts": [
         ({EP: "4", "--num-experts": "6"}, {EP: "4", "--num-experts": "8"}),
-    ],
-    "layout-no-experts": [({EP: "4"}, {EP: "1"})],
-    "layout-top-k": [
-        (
-            {"--num-experts": "2", "--moe-router-topk": "3"},
-            {"--num-experts": "2", "--moe-router-topk": "2"},
-        )
-    ],
-    "layout-expert-width": [
-        (
-            {"--num-experts": "2", "--moe-ffn-hidden-size": "99"},
-            {"--num-experts": "2", "--moe-ffn-hidden-size": "99", ETP: "1"},
-        )
-    ],
-    "layout-context": [({"--seq-length": "1022"}, {"--seq-length": "1020"})],
-    "layout-sequence": [
-        (
-            {TP: "4", "--context-parallel-size": "1", "--seq-length": "1022"},
-            {TP: "4", "--context-parallel-size": "1", "--seq-length": "1020"},
-        ),
-        (
-            {TP: "4", "--seq-length": "1028"},
-            {TP: "4", "--seq-length": "1028", "--sequence-parallel": None},
-        ),
-    ],
-    "layout-batch": [
-        ({"--global-batch-size": "18"}, {"--global-batch-size": "20"}),
-        (
-            {"--global-batch-size": "18"},
-            {"--global-batch-size": "18", "--rampup-batch-size": "[2 2 100]"},
-        ),
     ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in LAYOUTS.items() for pair in pairs]
@@ -138,11 +72,6 @@ def test_ranks_of_a_script_that_starts_something_else_are_left_alone() -> None:
 
 def test_a_case_that_is_to_fail_is_not_refused() -> None:
     assert found(case({TP: "3"}, evaluation=Evaluation.XPASS)) == []
-
-
-def test_inference_has_no_batches_and_no_split_sequences() -> None:
-    changes = {TP: "4", "--seq-length": "1028", "--global-batch-size": "18"}
-    assert found(case(changes, mode=CaseMode.INFERENCE)) == []
 
 
 def test_a_refusal_says_where_and_everything() -> None:

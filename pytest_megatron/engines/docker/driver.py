@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,9 +251,20 @@ def _meaning(text: str, request: RunContainer) -> str:
 
 
 def _follow(container: Container, image: Image) -> Gone:
-    """Wait for the end of a container, and end it when the controller closes our input."""
+    """Wait for the end of a container, and end it when the controller closes our input.
+
+    A daemon that is restarted is waited for: its containers may go on meanwhile.
+    """
+    answered_at = time.monotonic()
     while True:
-        container.reload()
+        try:
+            container.reload()
+            answered_at = time.monotonic()
+        except docker.errors.NotFound:  # somebody has removed it
+            return Gone(entrypoint=image.entrypoint)
+        except (docker.errors.APIError, requests.exceptions.RequestException):
+            if time.monotonic() - answered_at > _DAEMON_S:
+                raise
         if container.status in ("exited", "dead"):
             break
         if select.select([sys.stdin], [], [], _POLL_S)[0]:

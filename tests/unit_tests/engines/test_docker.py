@@ -249,11 +249,16 @@ def test_a_container_that_somebody_kills_is_lost_and_one_that_is_stopped_cancell
         (name,) = place.lab.containers()
         place.lab.docker("kill", name)
 
+    def remove() -> None:
+        (name,) = place.lab.containers()
+        place.lab.docker("rm", "--force", name)
+
     def stop() -> None:
         (name,) = place.lab.containers()
         place.lab.docker("stop", name)
 
     assert kind_of(place.run(place.order(*HANG, listener=OnLines(kill)))) is Kind.LOST
+    assert kind_of(place.run(place.order(*HANG, listener=OnLines(remove)))) is Kind.LOST
     assert kind_of(place.run(place.order(*HANG, listener=OnLines(stop)))) is Kind.CANCELLED
 
 

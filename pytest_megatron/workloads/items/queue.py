@@ -24,7 +24,6 @@ from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.items.report import (
     ItemRetries,
     StepClock,
-    can_rewrite,
     progress_text,
     show_findings,
     uncaptured,
@@ -39,7 +38,6 @@ from pytest_megatron.workloads.verdict.scheduler import (
     WorkloadScheduler,
 )
 
-_ERASE_ROW = "\r\x1b[2K\x1b[1A"  # the line that we are in, and up to the one above
 _LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
 _MOST_SHOWN = 8  # trainings that run at once; a screen has 24 rows
@@ -53,7 +51,6 @@ class QueueTerminal:
         self._config = config
         self._engine = engine
         self._started = time.monotonic()
-        self._text = ""  # as it is shown below pytest's output
         self._counts: tuple[int, ...] = ()
         self._detail = ""
         self._printed_at = float("-inf")
@@ -82,14 +79,6 @@ class QueueTerminal:
         rows += texts[:_MOST_SHOWN]
         if len(texts) > _MOST_SHOWN:
             rows.append(f"  and {len(texts) - _MOST_SHOWN} more")
-        if can_rewrite(reporter):
-            width = reporter._tw.fullwidth - 1  # a wrapped line stays behind
-            text = "\n".join(row[:width] for row in rows)
-            if text != self._text:
-                self.close()
-                self._print(reporter, f"\n{text}")
-                self._text = text
-            return
         counts = (progress.num_ended, progress.num_running, progress.num_waiting)
         detail = "\n".join([progress.detail, *texts])
         if is_due(
@@ -111,11 +100,10 @@ class QueueTerminal:
         self._progress.pop(name, None)
 
     def write(self, lines: Sequence[str]) -> None:
-        """Print whole lines above the status of the queue."""
+        """Print whole lines."""
         reporter = self._reporter
         if reporter is None:
             return
-        self.close()
         writer = reporter._tw  # pytest's own plugins reach it this way
         with uncaptured(self._config):
             reporter.ensure_newline()
@@ -124,28 +112,11 @@ class QueueTerminal:
             for line in lines:
                 writer.line(line)
 
-    def close(self) -> None:
-        """Remove the line; pytest's output continues where it was."""
-        reporter = self._reporter
-        if not self._text or reporter is None:
-            return
-        erased = _ERASE_ROW * (self._text.count("\n") + 1)
-        self._text = ""
-        column = reporter._tw.width_of_current_line
-        self._print(reporter, f"{erased}\r" + (f"\x1b[{column}C" if column else ""))
-
-    def _print(self, reporter: pytest.TerminalReporter, text: str) -> None:
-        """Print past pytest's writer, which counts the columns of its own line."""
-        with uncaptured(self._config):
-            file = reporter._tw._file
-            file.write(text)
-            file.flush()
-
 
 class QueueListener:
-    """Prints lines of one workload under its name, and shows its progress in the line.
+    """Prints lines of one workload under its name, and shows its progress with the queue.
 
-    The iteration lines of a training become part of that line; `-v` copies them as well.
+    The iteration lines of a training become part of that; `-v` copies them as well.
     """
 
     def __init__(self, terminal: QueueTerminal, name: str, *, has_iterations: bool) -> None:
@@ -215,11 +186,8 @@ class QueuePlugin:
                 session.items = items
             self._loop(session, scheduler, ended)
         except BaseException:
-            self._terminal.close()
             scheduler.cancel()
             raise
-        finally:
-            self._terminal.close()
         return True
 
     def pytest_unconfigure(self) -> None:
@@ -255,7 +223,6 @@ class QueuePlugin:
                 continue
             end = ready.popleft()
             following = self._items[ready[0].name] if ready else None
-            self._terminal.close()
             self._report(session, end, following)
 
     def _report(self, session: pytest.Session, end: WorkEnd, nextitem: WorkloadItem | None) -> None:

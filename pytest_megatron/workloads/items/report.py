@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import textwrap
@@ -45,7 +44,7 @@ _INDENT = "    "
 _WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
 _RECORD_AGAIN = "mend the golden, or write it anew with `--golden refresh`: no run can pass"
-_LINE_EVERY_S = 10.0  # where the terminal cannot rewrite a line
+_LINE_EVERY_S = 10.0
 _NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000
 
@@ -59,16 +58,10 @@ def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]
     return found
 
 
-def can_rewrite(reporter: pytest.TerminalReporter) -> bool:
-    """Return true on a terminal that can replace a line: none of an editor, nor a log of CI."""
-    is_log = os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
-    return bool(reporter.isatty) and not is_log
-
-
 class LiveTerminal:
-    """Copies the lines of tee'd ranks to the terminal and shows how far the training is.
+    """Copies the lines of tee'd ranks to the terminal, and says now and then how far it is.
 
-    The iteration lines of the training become the progress line; `-v` copies them as well.
+    The iteration lines of the training become lines of progress; `-v` copies them as well.
     """
 
     def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
@@ -83,59 +76,48 @@ class LiveTerminal:
         reporter = config.pluginmanager.get_plugin("terminalreporter") if note is None else None
         self._config = config
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
-        self._is_tty = reporter is not None and can_rewrite(reporter)
         self._copies_iterations = config.getoption("verbose") > 0
         self._name = node_id.rpartition("::")[2]
-        self._width = 0
         self._has_line = False
         self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
         self._note = note
         self._clock = StepClock()
-        if self._is_tty:
-            self._write([], f"{self._name}: starting")
 
     def close(self) -> None:
-        """Remove the progress line from the terminal."""
-        self._write([], "")
+        """Remove the note."""
         if self._note is not None:
             self._note.unlink(missing_ok=True)
 
     def on_lines(self, lines: list[str]) -> None:
-        """Copy lines, without those that the progress line stands for."""
+        """Copy lines, without those that the lines of progress stand for."""
         shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
         if shown:
-            self._write(shown, None)
+            self._write(shown)
 
     def on_progress(self, phase: str, progress: Progress) -> None:
-        """Show the progress, on a terminal always, elsewhere now and then."""
+        """Show the progress, now and then."""
         text = progress_text(self._name, phase, self._clock.timed(phase, progress))
-        if self._is_tty:
-            self._write([], text)
-        elif time.monotonic() < self._next_line_at:
+        if time.monotonic() < self._next_line_at:
             return
-        elif self._note is not None:
+        if self._note is not None:
             self._next_line_at = time.monotonic() + _NOTE_EVERY_S
             with contextlib.suppress(OSError):  # a full disk ends a run elsewhere
                 write_text_atomically(self._note, text)
         else:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
-            self._write([text], None)
+            self._write([text])
 
-    def _write(self, lines: Sequence[str], status: str | None) -> None:
-        """Write whole lines, and on a terminal a line that the next write replaces."""
-        if self._writer is None or (not lines and not self._is_tty):
+    def _write(self, lines: Sequence[str]) -> None:
+        """Write whole lines."""
+        if self._writer is None:
             return
         with uncaptured(self._config):
-            if self._width:
-                self._writer.write("\r" + " " * self._width + "\r")
-            elif not self._has_line and (lines or status):
+            if not self._has_line:
                 self._writer.line()
                 self._has_line = True
             for line in lines:
                 self._writer.line(line)
-            status = (status or "")[: self._writer.fullwidth - 1]  # a wrapped line cannot be undone
-            self._width = len(status)
-            self._writer.write(status, flush=True)
+            self._writer.flush()
 
 
 @dataclass(slots=True)

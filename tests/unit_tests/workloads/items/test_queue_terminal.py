@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
 from typing import cast
@@ -28,14 +27,12 @@ STANDING = QueueProgress(
     share_done=None,
 )
 LINE = "pool: 0 of 3 ended, 1 running, 2 waiting"
-_MOVE = re.compile(r"\x1b\[(\d*)([AC])|\x1b\[2(K)|(\r)|(\n)|(.)")
 
 
 class FakeReporter:
     """As much of pytest's reporter as is asked for."""
 
-    def __init__(self, *, isatty: bool) -> None:
-        self.isatty = isatty
+    def __init__(self) -> None:
         self.file = StringIO()
         self._tw = TerminalWriter(self.file)
         self._tw.fullwidth = 60
@@ -44,26 +41,6 @@ class FakeReporter:
 
     def letters(self, text: str) -> None:
         self._tw.write(text)
-
-    def screen(self) -> list[str]:
-        """What a terminal shows after all of it."""
-        rows, row, column = [""], 0, 0
-        for number, move, erase, home, feed, letter in _MOVE.findall(self.file.getvalue()):
-            if move == "A":
-                row -= int(number)
-            elif move == "C":
-                column += int(number)
-            elif erase:
-                rows[row] = ""
-            elif home:
-                column = 0
-            elif feed:
-                row, column = row + 1, 0
-                rows += [""] * (row == len(rows))
-            else:
-                rows[row] = rows[row].ljust(column)[:column] + letter + rows[row][column + 1 :]
-                column += 1
-        return rows
 
 
 @dataclass
@@ -84,40 +61,12 @@ class FakeConfig:
         return self.reporter if name == "terminalreporter" else None
 
 
-@pytest.fixture(autouse=True)
-def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("CI", raising=False)
-
-
 def terminal_of(reporter: FakeReporter) -> QueueTerminal:
     return QueueTerminal(cast("pytest.Config", FakeConfig(reporter)), "pool")
 
 
-def test_letters_go_on_in_their_line_and_the_queue_stays_below() -> None:
-    reporter = FakeReporter(isatty=True)
-    terminal = terminal_of(reporter)
-    reporter.letters("..")
-    terminal.show(STANDING)
-    assert reporter.screen() == ["..", LINE]
-    terminal.close()
-    reporter.letters("F")
-    terminal.show(replace(STANDING, num_ended=1))
-    assert reporter.screen() == ["..F", LINE.replace("0 of", "1 of")]
-
-
-def test_lines_of_a_workload_are_kept_above_the_queue() -> None:
-    reporter = FakeReporter(isatty=True)
-    terminal = terminal_of(reporter)
-    reporter.letters(".")
-    terminal.show(STANDING)
-    terminal.listener("gpt").on_lines(["attempt 1: no luck"])
-    terminal.show(STANDING)
-    assert reporter.screen() == [".", "gpt: attempt 1: no luck", "", LINE]
-
-
-def test_without_a_terminal_a_line_is_printed_where_counts_changed() -> None:
-    reporter = FakeReporter(isatty=False)
+def test_a_line_is_printed_where_counts_changed() -> None:
+    reporter = FakeReporter()
     terminal = terminal_of(reporter)
     reporter.letters(".")
     for _ in range(3):
@@ -136,28 +85,8 @@ def note(terminal: QueueTerminal, name: str, iteration: int, ms: float | None = 
     listener.on_progress("phase 1", progress)
 
 
-def test_each_training_that_runs_has_a_line_until_it_ends() -> None:
-    reporter = FakeReporter(isatty=True)
-    terminal = terminal_of(reporter)
-    reporter._tw.fullwidth = 79
-    reporter.letters(".")
-    note(terminal, "tp2_pp2[dev-dgx_h100]", 5, 1500.0)
-    note(terminal, "tp1[dev-cpu]", 10, 120.0)
-    terminal.show(STANDING)
-    first = "  tp2_pp2[dev-dgx_h100]: iteration 5/50, lm loss 2.5, 1.5 s a step, 68 s left"
-    second = "  tp1[dev-cpu]: iteration 10/50, lm loss 2.5, 120 ms a step, 5 s left"
-    assert reporter.screen() == [".", LINE, first, second]
-    terminal.note_end("tp2_pp2[dev-dgx_h100]")
-    terminal.show(STANDING)
-    assert reporter.screen()[:3] == [".", LINE, second]
-    terminal.close()
-    reporter.letters("F")
-    assert reporter.screen()[0] == ".F"
-    assert "".join(reporter.screen()[1:]) == ""
-
-
-def test_a_log_has_a_line_for_each_training_that_runs() -> None:
-    reporter = FakeReporter(isatty=False)
+def test_each_training_that_runs_has_a_line() -> None:
+    reporter = FakeReporter()
     terminal = terminal_of(reporter)
     for number in range(10):
         note(terminal, f"row{number}", 5, 100.0)
@@ -168,19 +97,19 @@ def test_a_log_has_a_line_for_each_training_that_runs() -> None:
     assert len(lines) == 10
 
 
-@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"CI": "true"}])
-def test_a_terminal_that_cannot_move_gets_lines(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    reporter = FakeReporter(isatty=True)
-    terminal_of(reporter).show(STANDING)
-    assert reporter.file.getvalue() == f"{LINE}\n"
+def test_a_training_that_ended_has_no_line() -> None:
+    reporter = FakeReporter()
+    terminal = terminal_of(reporter)
+    note(terminal, "tp2_pp2[dev-dgx_h100]", 5, 1500.0)
+    note(terminal, "tp1[dev-cpu]", 10, 120.0)
+    terminal.note_end("tp2_pp2[dev-dgx_h100]")
+    terminal.show(STANDING)
+    second = "  tp1[dev-cpu]: iteration 10/50, lm loss 2.5, 120 ms a step, 5 s left"
+    assert reporter.file.getvalue() == f"{LINE}\n{second}\n"
 
 
 def test_trainings_of_workers_are_shown_by_their_controller(tmp_path: Path) -> None:
-    reporter = FakeReporter(isatty=False)
+    reporter = FakeReporter()
     config = cast("pytest.Config", FakeConfig(reporter))
     lives = [
         LiveTerminal(config, f"r.yaml::row{i}", note=tmp_path / f"{NOTE_PREFIX}gw{i}")

@@ -91,11 +91,11 @@ def begin_phase(
 
 
 def _chosen(mode: LaunchMode, started: Started, members: Mapping[int, Join]) -> list[Join]:
-    """Return the tasks that take part, in the order of ranks; those of idle nodes do not."""
+    """Return the tasks that take part, in the order of ranks."""
     is_native, ranks = mode is LaunchMode.SRUN_NATIVE, started.ranks
     ordered = [members[task] for task in sorted(members)]
     there = Counter(member.host for member in ordered)
-    num_nodes = ranks.num_nodes + ranks.idle_nodes
+    num_nodes = ranks.num_nodes
     wanted = ranks.per_node if is_native else 1
     fits = all(found >= wanted if is_native else found == 1 for found in there.values())
     if len(there) != num_nodes or not fits:
@@ -106,8 +106,7 @@ def _chosen(mode: LaunchMode, started: Started, members: Mapping[int, Join]) -> 
             f"{counted(num_nodes, 'node')} in mode {mode.value}; give srun "
             f"--nodes={num_nodes} --ntasks-per-node={wanted}",
         )
-    hosts = list(there)[: ranks.num_nodes]
-    return [member for member in ordered if member.local < wanted and member.host in hosts]
+    return [member for member in ordered if member.local < wanted]
 
 
 def _check_devices(started: Started, member: Join, own: Mapping[str, str]) -> None:

@@ -205,23 +205,6 @@ def test_the_table_of_ranks_is_read_as_that_of_torch() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("mode", "on_node", "taking_part"),
-    [(LaunchMode.TORCHRUN, 1, [0]), (LaunchMode.SRUN_NATIVE, 2, [0, 1])],
-)
-def test_nodes_that_a_smaller_layout_leaves_idle_run_nothing(
-    mode: LaunchMode, on_node: int, taking_part: list[int]
-) -> None:
-    plan = phase(1, 2)
-    assert plan.start is not None
-    start = replace(plan.start, ranks=replace(plan.start.ranks, idle_nodes=1))
-    found = begin(mode, replace(plan, start=start), members(2, on_node))
-    assert sorted(found) == taking_part
-
-
-def test_a_job_without_its_idle_node_is_refused() -> None:
-    plan = phase(1, 2)
-    assert plan.start is not None
-    start = replace(plan.start, ranks=replace(plan.start.ranks, idle_nodes=1))
+def test_a_job_without_one_of_its_nodes_is_refused() -> None:
     with pytest.raises(LaunchError, match="expected 1 on each of 2 nodes"):
-        begin(LaunchMode.TORCHRUN, replace(plan, start=start), members(1, 1))
+        begin(LaunchMode.TORCHRUN, phase(2, 2), members(1, 1))

@@ -145,7 +145,6 @@ class Ranks:
         per_node: Ranks of a node.
         tee_ranks: Ranks over all nodes whose output is copied live; None is all of them.
         logs: Directory of their logs.
-        idle_nodes: Nodes of the job, the last ones, on which none of them runs.
     """
 
     starter: Launcher
@@ -153,7 +152,6 @@ class Ranks:
     per_node: int
     tee_ranks: tuple[int, ...] | None
     logs: Path
-    idle_nodes: int = 0
 
     @property
     def world_size(self) -> int:
@@ -163,7 +161,7 @@ class Ranks:
     @property
     def is_alone(self) -> bool:
         """True if the job has one node, so that a launcher needs no other to meet."""
-        return self.num_nodes + self.idle_nodes == 1
+        return self.num_nodes == 1
 
     @property
     def copied(self) -> str:
@@ -572,7 +570,6 @@ def _plan_phase(
         per_node=num_ranks,
         tee_ranks=setting.tee_ranks,
         logs=phase.logs,
-        idle_nodes=workload.nodes - num_nodes,
     )
     command = shlex.split(program)
     if workload.own_case is not None:

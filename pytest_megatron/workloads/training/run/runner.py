@@ -221,7 +221,6 @@ class LogWatch:
     Attributes:
         ranks_per_node: Logs of several nodes lie in `node<i>/`, by local rank.
         scripts: Where a script of the recipe may have its own ranks log, or None.
-        last: Iteration that the phase ends after, where its program prints a later one; or None.
         reads_lines: Whether Megatron-LM's lines say how far the training is.
         printed: The latest that any rank printed, or None.
         measured: The latest that was measured, or None; where lines say nothing, it counts.
@@ -233,7 +232,6 @@ class LogWatch:
     dirs: PhaseDirs
     ranks_per_node: int = 1
     scripts: Path | None = None
-    last: int | None = None
     reads_lines: bool = True
     printed: Progress | None = None
     measured: Progress | None = None
@@ -304,8 +302,6 @@ class LogWatch:
         if not self.reads_lines:
             return
         progress = parse_progress(line) if "iteration" in line else None
-        if progress is not None and self.last is not None and progress.iteration <= self.last:
-            progress = replace(progress, last=self.last)
         if progress is not None or _EXITING in line:
             self.is_exiting = progress is None
         self.printed = progress or self.printed

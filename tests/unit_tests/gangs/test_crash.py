@@ -60,13 +60,14 @@ Current thread 0x00007f02 (most recent call first):
 def flight(*collectives: tuple[int, str, str], group: str = "0", ranks: str = "[0, 1, 2]") -> str:
     entries = [
         {
+            "record_id": record,
             "collective_seq_id": number,
             "process_group": [group, "a name"],
             "profiling_name": f"nccl:{name}",
             "state": state,
             "input_sizes": [[4]],
         }
-        for number, name, state in collectives
+        for record, (number, name, state) in enumerate(collectives)
     ]
     config = {group: {"name": group, "desc": "a name", "ranks": ranks}}
     return json.dumps({"version": "2.9", "pg_config": config, "entries": entries})
@@ -78,18 +79,20 @@ def test_the_collective_that_a_rank_missed_is_named() -> None:
     assert (
         describe_flights({0: stuck, 1: flight(first), 2: stuck})
         == """\
-nccl:all_gather #2 of group 0: called by rank 0, 2, not by rank 1
-rank 0: nccl:all_reduce #1 of group 0, completed, input [[4]]
-rank 0: nccl:all_gather #2 of group 0, started, input [[4]]
-rank 1: nccl:all_reduce #1 of group 0, completed, input [[4]]
-rank 2: nccl:all_reduce #1 of group 0, completed, input [[4]]
-rank 2: nccl:all_gather #2 of group 0, started, input [[4]]"""
+all_gather, collective 2 of group 0 (a name): called by ranks 0, 2, not by rank 1
+rank 0: all_reduce, collective 1 of group 0, completed, input [[4]]
+rank 0: all_gather, collective 2 of group 0, started, input [[4]]
+rank 1: all_reduce, collective 1 of group 0, completed, input [[4]]
+rank 2: all_reduce, collective 1 of group 0, completed, input [[4]]
+rank 2: all_gather, collective 2 of group 0, started, input [[4]]"""
     )
 
 
 def test_a_rank_without_any_collective_missed_the_first() -> None:
     text = describe_flights({0: flight((1, "broadcast", "started")), 1: flight()})
-    assert text.splitlines()[0] == ("nccl:broadcast #1 of group 0: called by rank 0, not by rank 1")
+    assert text.splitlines()[0] == (
+        "broadcast, collective 1 of group 0 (a name): called by rank 0, not by rank 1"
+    )
 
 
 def test_records_that_cannot_be_read_say_nothing() -> None:

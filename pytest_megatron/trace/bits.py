@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from pytest_megatron.base.schema import SchemaError, parse
 from pytest_megatron.base.text import counted, grouped
 from pytest_megatron.errors import TraceError
 from pytest_megatron.runs.equivalence import (
@@ -29,9 +28,11 @@ from pytest_megatron.trace.files import (
     MOST_DIVERGENCES,
     TraceLayout,
     TraceRecord,
+    parse_record,
     rank_files,
     read_end,
     read_header,
+    record_lines,
 )
 from pytest_megatron.workloads.training.plan.trace_settings import TraceTools
 
@@ -197,7 +198,7 @@ def _pairs(
             continue
         for side, line in enumerate(pair):
             if line is not None:
-                yield from _matched(_parsed(line, of.paths[side]), side, waiting)
+                yield from _matched(parse_record(line, str(of.paths[side])), side, waiting)
         for side, left in enumerate(waiting):
             if len(left) > _MOST_WAITING:
                 yield from (_alone(one, side) for one in left.pop(next(iter(left))))
@@ -225,24 +226,11 @@ def _alone(record: TraceRecord, side: int) -> tuple[TraceRecord | None, TraceRec
 
 def _lines(path: Path, last_step: int | None) -> Iterator[bytes]:
     """Yield the lines of records up to a step; None is all of them."""
-    with path.open("rb") as file:
-        file.readline()  # the header
-        for line in file:
-            if line.startswith(b'{"end"') or not line.endswith(b"\n"):
-                return
-            found = None if last_step is None else _STEP.search(line)
-            if found is not None and int(found[1]) > cast("int", last_step):
-                return
-            yield line
-
-
-def _parsed(line: bytes, path: Path) -> TraceRecord:
-    """Parse a line of a trace."""
-    try:
-        return parse(TraceRecord, line)
-    except SchemaError as error:
-        problem = error.problems[0].in_output
-        raise TraceError(str(path), f"{problem}; record the trace again") from None
+    for line in record_lines(path):
+        found = None if last_step is None else _STEP.search(line)
+        if found is not None and int(found[1]) > cast("int", last_step):
+            return
+        yield line
 
 
 def _divergence_kind(reference: TraceRecord, candidate: TraceRecord) -> DivergenceKind | None:

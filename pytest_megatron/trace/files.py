@@ -11,20 +11,18 @@ import dataclasses
 import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import IO, TypeVar, cast
+from typing import IO
 
-from pytest_megatron.base.schema import Count
+from pytest_megatron.base.schema import Count, FormatVersion, SchemaError, parse
 from pytest_megatron.errors import TraceError
 from pytest_megatron.runs.equivalence import TracedTensor
 from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 
-Line = dict[str, object]
-FORMAT_VERSION = 1
 MOST_DIVERGENCES = 50  # of one comparison, that are kept
+_END = b'{"end"'
 _RANK = re.compile(r"rank_(\d+)\.jsonl").fullmatch
 
 
@@ -63,6 +61,7 @@ class TraceHeader:
         batch_first: Whether the batch comes before the sequence, as declared; None where not.
     """
 
+    format_version: FormatVersion = 1
     rank: int
     world_size: int
     device: str
@@ -156,7 +155,7 @@ class TraceWriter:
 
     def write_header(self, header: TraceHeader) -> None:
         """Write the first line."""
-        self._write({"format_version": FORMAT_VERSION, **dataclasses.asdict(header)})
+        self._write(dataclasses.asdict(header))
 
     def write_record(self, record: TraceRecord) -> None:
         """Write the line of one tensor."""
@@ -198,23 +197,6 @@ _RECORD_FIELDS = tuple(
     one.name for one in dataclasses.fields(TraceRecord) if one.name != "parameter"
 )
 _values_of = operator.attrgetter(*_RECORD_FIELDS)
-_AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")
-_T = TypeVar("_T")
-_HEADER_TYPES = (("rank", int), ("world_size", int), ("device", str), ("values", str))
-_RECORD_TYPES: tuple[tuple[str, type | UnionType], ...] = (
-    *((name, int) for name in ("order", "step", "microbatch", "not_finite")),
-    *((name, str) for name in ("phase", "module", "kind", "tensor", "dtype", "hash")),
-    *((name, float | int | None) for name in ("norm", "mean")),
-    ("shape", tuple),
-    ("at", tuple | None),
-)
-_PARAMETER_TYPES: tuple[tuple[str, type | UnionType], ...] = (
-    ("key", str | None),
-    ("global_shape", tuple),
-    ("global_offset", tuple),
-    ("flat", tuple | None),
-    ("attributes", dict),
-)
 _PARAMETER_FIELDS = tuple(one.name for one in dataclasses.fields(ParameterShard))
 
 
@@ -250,18 +232,12 @@ def read_header(path: Path) -> TraceHeader:
     Raises:
         TraceError: It is no header, or of another version of the format.
     """
-    with path.open(encoding="utf-8") as lines:
-        found = _read(path, 1, lines.readline())
-    if found is None or found.get("format_version") != FORMAT_VERSION:
-        raise TraceError(f"{path}:1", f"is no header of a trace of version {FORMAT_VERSION}")
-    del found["format_version"]
-    places = found.pop("layout", None)
-    try:
-        axes = {key: _tuples(value) for key, value in cast("Line", places).items()}
-        layout = _made(TraceLayout, axes, [(name, tuple) for name in _AXES])
-        return _made(TraceHeader, {**found, "layout": layout}, _HEADER_TYPES)
-    except (AttributeError, TypeError) as error:
-        raise TraceError(f"{path}:1", f"is no header of a trace: {error}") from None
+    with path.open("rb") as lines:
+        try:
+            return parse(TraceHeader, lines.readline())
+        except SchemaError as error:
+            problem = error.problems[0].in_output
+            raise TraceError(f"{path}:1", f"is no header of a trace: {problem}") from None
 
 
 def read_records(path: Path) -> Iterator[TraceRecord]:
@@ -270,13 +246,36 @@ def read_records(path: Path) -> Iterator[TraceRecord]:
     Raises:
         TraceError: A line before the last is no record.
     """
-    for number, line in _lines_after_header(path):
-        if "end" in line:
-            return
-        try:
-            yield _record(line)
-        except (KeyError, TypeError) as error:
-            raise TraceError(f"{path}:{number}", f"is no record of a trace: {error}") from None
+    for number, line in enumerate(record_lines(path), start=2):
+        yield parse_record(line, f"{path}:{number}")
+
+
+def record_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a rank's trace that are of tensors; a torn last line ends them."""
+    with path.open("rb") as file:
+        file.readline()  # the header
+        for line in file:
+            if line.startswith(_END) or not line.endswith(b"\n"):
+                return
+            yield line
+
+
+def parse_record(line: bytes, where: str) -> TraceRecord:
+    """Return the tensor of a line.
+
+    Raises:
+        TraceError: It is no record; `where` names it.
+    """
+    try:
+        record = parse(TraceRecord, line)
+        if b'"key":' not in line:
+            return record
+        return dataclasses.replace(record, parameter=parse(ParameterShard, line))
+    except SchemaError as error:
+        problem = error.problems[0].in_output
+        raise TraceError(
+            where, f"is no record of a trace: {problem}; record the trace again"
+        ) from None
 
 
 def read_end(path: Path) -> TraceEnd | None:
@@ -284,74 +283,12 @@ def read_end(path: Path) -> TraceEnd | None:
     with path.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 4096))
-        last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
-    try:
-        found: object = json.loads(last)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or not found.pop("end", False):
+        last = file.read()
+    line = last.rstrip(b"\n").rpartition(b"\n")[2]
+    if not line.startswith(_END) or not last.endswith(b"\n"):
         return None
     try:
-        return _made(TraceEnd, found, (("steps", int), ("problem", str | None)))
-    except TypeError as error:
-        raise TraceError(str(path), f"has no end of a trace in its last line: {error}") from None
-
-
-def _lines_after_header(path: Path) -> Iterator[tuple[int, Line]]:
-    """Yield the lines of a trace with their numbers."""
-    with path.open(encoding="utf-8") as lines:
-        lines.readline()
-        for number, line in enumerate(lines, start=2):
-            found = _read(path, number, line)
-            if found is not None:
-                yield number, found
-
-
-def _read(path: Path, number: int, line: str) -> dict[str, object] | None:
-    """Read one line; None for a torn one at the end of the file.
-
-    Raises:
-        TraceError: The line is whole and no JSON object.
-    """
-    try:
-        found: object = json.loads(line)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return cast("dict[str, object]", found)
-    if not line.endswith("\n"):
-        return None
-    raise TraceError(f"{path}:{number}", f"{line[:80]!r} is no line of a trace")
-
-
-def _record(line: dict[str, object]) -> TraceRecord:
-    """Return a tensor's record from a line of JSON."""
-    values = {key: _tuples(value) for key, value in line.items()}
-    shard = None
-    if "key" in values:
-        shape = {name: values.pop(name) for name in _PARAMETER_FIELDS}
-        shard = _made(ParameterShard, shape, _PARAMETER_TYPES)
-    return _made(TraceRecord, {**values, "parameter": shard}, _RECORD_TYPES)
-
-
-def _made(
-    kind: type[_T], values: Mapping[str, object], types: Iterable[tuple[str, type | UnionType]]
-) -> _T:
-    """Make a dataclass of what was written of it.
-
-    Raises:
-        TypeError: A field is missing, unknown or of another type; artifacts may hold anything.
-    """
-    try:
-        made = kind(**values)
-    except TypeError as error:
-        raise TypeError(str(error).removeprefix(f"{kind.__name__}.__init__() ")) from None
-    for name, expected in types:
-        if not isinstance(value := getattr(made, name), expected):
-            raise TypeError(f"{name} is {value!r}")
-    return made
-
-
-def _tuples(value: object) -> object:
-    """Return a JSON array as a tuple, anything else as it is."""
-    return tuple(value) if isinstance(value, list) else value
+        return parse(TraceEnd, line)
+    except SchemaError as error:
+        problem = error.problems[0].in_output
+        raise TraceError(str(path), f"has no end of a trace in its last line: {problem}") from None

@@ -231,16 +231,16 @@ def _records(path: Path) -> Iterator[TraceRecord]:
     """Yield the tensors of a file; a damaged line is an error."""
     try:
         yield from read_records(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise TraceError(str(path), f"has a line that is no tensor: {error}") from error
+    except OSError as error:
+        raise TraceError(str(path), f"cannot be read: {error.strerror}") from error
 
 
 def _header(path: Path) -> TraceHeader:
     """Return the header of a trace; another file is an error."""
     try:
         return read_header(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise TraceError(str(path), f"is no trace: {error}") from error
+    except OSError as error:
+        raise TraceError(str(path), f"cannot be read: {error.strerror}") from error
 
 
 class TracedStep:

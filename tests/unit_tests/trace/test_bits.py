@@ -261,6 +261,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"shape":[2,4]', '"shape":"none"', 1))
     with pytest.raises(
         TraceError,
-        match=r"rank_0\.jsonl: shape: found 'none', expected a list.*; record the trace again",
+        match=r"rank_0\.jsonl: is no record of a trace: shape: found 'none', expected a list.*; "
+        "record the trace again",
     ):
         compare_bits(trace(tmp_path / "a", STEPS), broken)

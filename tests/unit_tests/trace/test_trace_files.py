@@ -108,7 +108,13 @@ def test_a_wrong_record_is_named(tmp_path: Path, found: str, put: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "put"), [('"rank":0', '"rank":"0"'), ('"tp":[0,2]', '"tp":2'), ('"layout"', '"l"')]
+    ("found", "put"),
+    [
+        ('"rank":0', '"rank":"0"'),
+        ('"tp":[0,2]', '"tp":2'),
+        ('"layout"', '"l"'),
+        ('"format_version":1', '"format_version":2'),
+    ],
 )
 def test_a_wrong_header_is_named(tmp_path: Path, found: str, put: str) -> None:
     path, _ = written(tmp_path)
@@ -120,5 +126,7 @@ def test_a_wrong_header_is_named(tmp_path: Path, found: str, put: str) -> None:
 def test_a_wrong_end_is_named(tmp_path: Path) -> None:
     path, _ = written(tmp_path)
     path.write_text(path.read_text().replace('"steps":1', '"steps":"1"'))
-    with pytest.raises(TraceError, match="has no end of a trace in its last line: steps is '1'"):
+    with pytest.raises(
+        TraceError, match="has no end of a trace in its last line: steps: found '1'"
+    ):
         read_end(path)

@@ -252,10 +252,6 @@ class Merge:
         self.is_same_layout = is_same_layout(*self._layouts) and (
             samples is None or samples[0].rows == samples[1].rows
         )
-        # The orders of sequence and batch in the tensors of a module that can be read in one alone.
-        self._orders: dict[str, set[Reading]] = defaultdict(set)
-        if samples is not None and self._is_batch_first is None and not self._is_megatron:
-            self._find_orders(reference, candidate)
 
     def parts(
         self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
@@ -376,7 +372,7 @@ class Merge:
         """Yield parts of an activation with the reference's values for them."""
         if self._samples is None:
             raise NotMergedError("the model has no input whose samples could be matched")
-        reading = self._reading(name, reference, candidate)
+        reading = self._reading(reference, candidate)
         wholes = _Wholes(self._samples[0], name, reference, self._gated, reading)
         rows = self._samples[1].rows
         for piece in candidate:
@@ -401,16 +397,6 @@ class Merge:
         if any(len(rows) != len(own) for rows in self._samples[0].rows.values()):
             raise NotMergedError("it is of a micro-batch, and these have other numbers of samples")
 
-    def _find_orders(self, reference: TracedStep, candidate: TracedStep) -> None:
-        """Find the order of batch and sequence in each activation."""
-        for name, pieces in reference.tensors.items():
-            others = candidate.tensors.get(name)
-            if others is None or pieces[0].record.parameter is not None:
-                continue
-            found = set(self._common_readings(pieces, others)).intersection(_ORDERS)
-            if len(found) == 1:
-                self._orders[name.module] |= found
-
     def _common_readings(
         self, reference: Sequence[Piece], candidate: Sequence[Piece]
     ) -> list[Reading]:
@@ -426,9 +412,7 @@ class Merge:
                 common = [one for one in common if one in own]
         return common
 
-    def _reading(
-        self, name: TensorName, reference: Sequence[Piece], candidate: Sequence[Piece]
-    ) -> Reading:
+    def _reading(self, reference: Sequence[Piece], candidate: Sequence[Piece]) -> Reading:
         """Return the reading of a tensor in both traces.
 
         Raises:
@@ -446,7 +430,9 @@ class Merge:
         pair = next((pair for pair in (_ORDERS, _FLATTENED) if first in pair), ())
         if not pair or not set(pair) <= set(common):
             return first
-        is_batch_first = self._order(name, reference[0].record.kind)
+        is_batch_first = self._is_batch_first
+        if is_batch_first is None and self._is_megatron:
+            is_batch_first = reference[0].record.kind in _BATCH_FIRST
         if is_batch_first is not None:
             return pair[is_batch_first]
         if self._is_read_alike(reference, candidate, pair):
@@ -455,24 +441,6 @@ class Merge:
             f"{list(candidate[0].record.shape)} may be {pair[0].value} or {pair[1].value}: give "
             "batch_first, or compare sequences that are not as long as a micro-batch is large"
         )
-
-    def _order(self, name: TensorName, kind: str) -> bool | None:
-        """Return whether the batch comes first; None where nothing tells."""
-        if self._is_batch_first is not None:
-            return self._is_batch_first
-        if self._is_megatron:
-            return kind in _BATCH_FIRST
-        module = name.module
-        while True:
-            inside = [
-                orders
-                for other, orders in self._orders.items()
-                if not module or other == module or other.startswith(f"{module}.")
-            ]
-            found = set[Reading]().union(*inside)
-            if found or not module:
-                return found == {Reading.BATCH_SEQUENCE} if len(found) == 1 else None
-            module = module.rpartition(".")[0]
 
     def _is_read_alike(
         self, reference: Sequence[Piece], candidate: Sequence[Piece], pair: Sequence[Reading]

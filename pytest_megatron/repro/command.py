@@ -22,6 +22,13 @@ from pytest_megatron.base.command import PATH, echo_error
 from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.errors import MegatronError, ReproError
+from pytest_megatron.repro.again import (
+    PYTEST_EXITS,
+    Again,
+    Wishes,
+    command_for,
+    environment_with,
+)
 from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
 from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts
@@ -40,13 +47,6 @@ from pytest_megatron.runs.record import (
     RecordedPlan,
     RecordedTest,
     RecordedWorkload,
-)
-from pytest_megatron.session.again import (
-    PYTEST_EXITS,
-    Again,
-    Wishes,
-    command_for,
-    environment_with,
 )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from pytest_megatron.repro.again import Again
 from pytest_megatron.repro.command import container_lines
-from pytest_megatron.session.again import Again
 
 
 def test_a_line_for_a_container_is_quoted() -> None:

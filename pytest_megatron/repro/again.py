@@ -145,14 +145,9 @@ def command_for(
     given, not_given = _option_words(chosen, wishes)
     words += [*given, *_seed_words(chosen.run.seeds, _seeded_here() if seeded is None else seeded)]
     words += [*wishes.words, *before, chosen.node_id]
-    argv = pytest_argv(python, run_dir, words)
-    return Again(argv=argv, env=env, left_out=(*left_out, *not_given))
-
-
-def pytest_argv(python: str, run_dir: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that runs pytest once, with the plugin and without a history."""
     own = ("--rootdir", ".", "--megatron-run-dir", run_dir, "-o", "megatron_history=off")
-    return (python, "-m", "pytest", "-p", "megatron", *own, "--maxfail", "0", *words)
+    argv = (python, "-m", "pytest", "-p", "megatron", *own, "--maxfail", "0", *words)
+    return Again(argv=argv, env=env, left_out=(*left_out, *not_given))
 
 
 def environment_with(added: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from pytest_megatron.process.tree import (
     descendants,
     die_with,
     fork,
+    fork_child,
     import_installed,
     large_imports,
 )
@@ -169,7 +170,8 @@ class _Watch:
         self._tried.update(new)
         if not new:
             return
-        with _default_signals(), _cuda_unused():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)  # it cannot look for them meanwhile
+        with _cuda_unused():
             for name in new:
                 problem = self._why_not(name)
                 if problem:
@@ -177,6 +179,7 @@ class _Watch:
                 else:
                     with large_imports():
                         importlib.import_module(name)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
         self._loaded = loaded_files()
         known = library_versions(self._loaded, self._root)
         self._libraries = {**known, **self._libraries}
@@ -189,9 +192,9 @@ class _Watch:
         if any(is_of_project(p, self._root) for p in _places(spec.origin, spec)):
             return "it is of this project"
         pipe, write_end = os.pipe()
-        watch, pid = os.getpid(), fork()
-        if pid == 0:
-            die_with(watch)
+
+        def load() -> None:
+            """Load it, and tell what is wrong with that."""
             try:
                 importlib.import_module(name)
                 files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
@@ -202,7 +205,8 @@ class _Watch:
             except BaseException as error:  # noqa: BLE001 - sessions report it
                 problem = f"{type(error).__name__}: {error}"
             os.write(write_end, problem.encode(errors="replace")[:_MOST_TOLD] or b"\n")
-            os._exit(0)
+
+        pid = fork_child(load)
         os.close(write_end)
         with os.fdopen(pipe) as file:
             problem = file.read() or "it ends the process"
@@ -257,16 +261,6 @@ def _places(origin: str | None, spec: object) -> Iterator[str]:
 
 def _differences(before: Versions, now: Versions) -> list[str]:
     return sorted(f for f in before.keys() | now.keys() if before.get(f) != now.get(f))
-
-
-@contextlib.contextmanager
-def _default_signals() -> Iterator[None]:
-    """Let signals end this process while it cannot look for them."""
-    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

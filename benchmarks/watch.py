@@ -7,6 +7,8 @@ turns; for a suite that does not read `RANK` while it is imported, and for one t
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -38,7 +40,7 @@ def test_one(group):
     assert value.item() == dist.get_world_size(), "edit {number}"
 """
 READS_RANK = "import os\n\nRANK = int(os.environ.get('RANK', '0'))\n"
-PROGRAMS = Path(sys.executable).parent
+PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 QUIET = ("-q", "-p", "no:cacheprovider")
 WAITING = "watch: waiting for a change"
 
@@ -76,7 +78,7 @@ def measure(directory: Path, num_ranks: int, device: str, num_rounds: int) -> No
     launch = ("torch.distributed.run", f"--nproc-per-node={num_ranks}", "-m", "pytest", *QUIET)
     found: dict[str, list[float]] = {"watch": [], "a new session": [], "torch.distributed.run": []}
     write(directory, device, 0)
-    command = [str(PROGRAMS / "pytest-megatron"), "watch", *ours]
+    command = [shutil.which("pytest-megatron", path=PATH) or "pytest-megatron", "watch", *ours]
     with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         wait(watch.stdout)

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import click
 
 from pytest_megatron.base.command import echo_json, format_option, root_option
+from pytest_megatron.base.files import read_bytes
 from pytest_megatron.base.project import mend_of_owner, run_git
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import GoldenError
@@ -103,9 +104,7 @@ def _side_of_path(path: Path) -> Mapping[str, _GoldenText]:
     else:
         raise GoldenError(str(path), "no such file or directory")
     try:
-        return {
-            name: _GoldenText(where=str(p), content=p.read_bytes()) for name, p in files.items()
-        }
+        return {name: _GoldenText(where=str(p), content=read_bytes(p)) for name, p in files.items()}
     except OSError as error:
         raise GoldenError(
             str(error.filename or path), f"cannot be read: {error.strerror}"

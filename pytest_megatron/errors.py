@@ -42,6 +42,7 @@ REMOVED = {
     "golden review": "was removed; see with golden accept RUN --dry-run, take with --only ITEM",
     "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
     "report": "is a part of runs; write pytest-megatron runs report RUN",
+    "schema": "is a part of lint; write pytest-megatron lint --schema NAME",
     "gangs": "was removed; pytest-megatron watch TESTS runs tests again after each edit",
     "trace show": "was removed; read the lines of rank_<r>.jsonl with grep or jq",
     "--changed": "was removed; write --testmon, as pytest-testmon works on ranks",

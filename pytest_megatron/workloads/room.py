@@ -13,9 +13,5 @@ ROOM = Room(
             "commands.record:command",
             "Record a row and its golden from a command line.",
         ),
-        "schema": (
-            "commands.recipes:schema",
-            "Print the JSON Schema of a kind of file, or its path.",
-        ),
     },
 )

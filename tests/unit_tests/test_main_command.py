@@ -89,7 +89,7 @@ def completed(shell: str, *words: str, code: str = "") -> str:
     [
         pytest.param(["re"], ["record", "repro"], id="a command"),
         pytest.param(["golden", "li"], ["lint"], id="a command of a group"),
-        pytest.param(["schema", "re"], ["recipe"], id="a word of an argument"),
+        pytest.param(["lint", "--schema", "re"], ["recipe"], id="a choice of an option"),
         pytest.param(["doctor", "--no"], ["--no-collective"], id="an option"),
         pytest.param(["plan", "--format", "g"], ["github"], id="a word of an option"),
     ],
@@ -114,4 +114,4 @@ def test_a_shell_gets_its_script(shell: str) -> None:
 
 
 def test_fish_and_zsh_show_what_a_command_does() -> None:
-    assert "schema\tPrint the JSON Schema" in completed("fish_complete", "pytest-megatron", "sche")
+    assert "expand\tPrint the workloads" in completed("fish_complete", "pytest-megatron", "exp")

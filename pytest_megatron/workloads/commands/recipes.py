@@ -1,4 +1,4 @@
-"""`pytest-megatron expand`, `lint` and `schema`: rows of recipes, their errors, formats."""
+"""`pytest-megatron expand` and `lint`: rows of recipes, their errors, their JSON Schemas."""
 
 from __future__ import annotations
 
@@ -76,16 +76,33 @@ def _as_text(loaded: list[Loaded]) -> str:
     return "".join(f"{line}\n" for line in lines) + total
 
 
+# Files that have a JSON Schema in the package.
+SCHEMAS = ("case", "ci", "executor-config", "golden", "policy", "recipe", "run")
+
+
+def schema_path(name: str) -> Path:
+    """Return the file of a JSON Schema."""
+    return Path(__file__).parents[2] / "schemas" / f"{name}.schema.json"
+
+
 @click.command(name="lint")
 @click.argument("paths", metavar="[PATH]...", nargs=-1, type=PATH)
 @root_option
 @findings_option
-def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
+@click.option(
+    "--schema",
+    type=Choice(list(SCHEMAS)),
+    help="Print where the JSON Schema of such files is, and check nothing.",
+)
+def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> None:
     """Report errors in recipes, their test cases and goldens.
 
     PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
     an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
     """
+    if schema is not None:
+        click.echo(schema_path(schema))
+        return
     from pytest_megatron.workloads.training.checks.check import lint_checks  # noqa: PLC0415 - slow to import
 
     config, words = load_config(root), project_words(root)
@@ -98,35 +115,3 @@ def lint(paths: tuple[Path, ...], root: Path, form: str) -> None:
     )
     click.echo(findings_text(findings, form), nl=False)
     sys.exit(any(finding.is_error for finding in findings))
-
-
-# Name -> the files that it is for, as an editor takes them.
-SCHEMAS = {
-    "case": "tests/functional_tests/test_cases/**/model_config.yaml",
-    "ci": "[tool.pytest-megatron.ci] of pyproject.toml",
-    "executor-config": "the file of --executor-config",
-    "golden": "golden_values*.json",
-    "policy": "the file of --golden-policy",
-    "recipe": "recipes/**/*.yaml",
-    "run": "run.json of a run directory",
-}
-
-
-def schema_path(name: str) -> Path:
-    """Return the file of a schema."""
-    return Path(__file__).parents[2] / "schemas" / f"{name}.schema.json"
-
-
-@click.command(name="schema")
-@click.argument("name", type=Choice(list(SCHEMAS)), required=False)
-@click.option("--path", "is_path", is_flag=True, help="Print where the file is.")
-def schema(name: str | None, *, is_path: bool) -> None:
-    """Print a JSON Schema, or without NAME their names, files and paths."""
-    if name is None:
-        width = max(map(len, SCHEMAS))
-        for each, files in SCHEMAS.items():
-            click.echo(f"{each:{width}}  {files}\n{'':{width}}  {schema_path(each)}")
-    elif is_path:
-        click.echo(schema_path(name))
-    else:
-        click.echo(schema_path(name).read_text(encoding="utf-8"), nl=False)

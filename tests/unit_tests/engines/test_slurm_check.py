@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from labs import SlurmLab
 
@@ -35,8 +37,10 @@ SPEC: dict[str, JsonValue] = {
 }
 
 
-def workload() -> Workload:
-    return parse_row(Row(line=7, spec=SPEC, axes=()), file=Path("recipes/r.yaml"), variant=())
+def workload(**spec: JsonValue) -> Workload:
+    return parse_row(
+        Row(line=7, spec={**SPEC, **spec}, axes=()), file=Path("recipes/r.yaml"), variant=()
+    )
 
 
 class Cluster:
@@ -91,6 +95,34 @@ def test_jobs_that_need_the_same_are_asked_about_once(slurm_lab: SlurmLab, tmp_p
     setting = Setting(root=tmp_path, env={}, tee_ranks=None, is_lightweight=False)
     found = [checks.findings(workload(), setting, NEEDED) for _ in range(3)]
     assert ([len(one) for one in found], cluster.num_asked) == ([1, 1, 1], 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "kind", "expected"),
+    [
+        pytest.param("train.py", {"NEMO_HOME": "/data/nemo"}, "xfs", "/data/nemo", id="given"),
+        pytest.param("train.py", {"NEMO_HOME": "/data/nemo"}, "lustre", None, id="shared"),
+        pytest.param("train.py", {}, "xfs", None, id="no program of NeMo"),
+        pytest.param("nemo/llm.py", {}, "xfs", "/root/.cache/nemo", id="its default"),
+    ],
+)
+def test_a_nemo_home_that_one_machine_sees_is_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    env: dict[str, str],
+    kind: str,
+    expected: str | None,
+) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point in ("/data", "/root")]
+    root = SimpleNamespace(mountpoint="/", fstype="nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: [root, *mounts])
+    checks = Cluster(tmp_path, {"PATH": "/nonexistent"}).checks(SlurmConfig())
+    setting = Setting(root=tmp_path, env=env, tee_ranks=None, is_lightweight=False)
+    found = checks.findings(workload(training_script_path=script), setting, NEEDED)
+    assert [(one.rule.id, one.is_error) for one in found] == [("nemo-home", False)] * bool(expected)
+    assert all(f"NEMO_HOME is {expected} on {kind}" in one.found for one in found)
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from pytest_megatron.gangs.controller import one_process
 from pytest_megatron.gangs.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -155,6 +156,8 @@ def pytest_configure(config: pytest.Config) -> None:
         register_roles(config)
         _register_cancelled(config, is_follower=False)
     declare_marks(config)
+    if _LAUNCHED not in os.environ:
+        one_process.register(config, chosen)
     if chosen.num_nodes > 1:
         _refuse_with_nodes(config)
     if chosen.node_rank > 0:

@@ -12,6 +12,7 @@ from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
+from pytest_megatron.ci.hooks import gang_of_settings
 from pytest_megatron.ci.jobs import (
     CiJob,
     LeftOut,
@@ -227,8 +228,8 @@ def _read_rows(
 
 
 _ONLY_TESTS = (
-    'for test files without recipes give --shards N, in CI as plan = ["--shards", "N"] in '
-    "[tool.pytest-megatron.ci.workflow]"
+    "for test files without recipes give --shards N --ranks M, in CI as plan = "
+    '["--shards", "N", "--ranks", "M"] in [tool.pytest-megatron.ci.workflow]'
 )
 
 
@@ -354,7 +355,11 @@ def _unit_jobs(
             ranks=request.ranks,
         )
         durations = read_durations(paths, files)
-        return shard_jobs(request.root, request.num_shards, durations, row, choice, table)
+        found = shard_jobs(request.root, request.num_shards, durations, row, choice, table)
+        if request.ranks:
+            return found
+        size = asdict(gang_of_settings(table.workflow.pytest_arguments))
+        return replace(found, jobs=tuple(replace(job, **size) for job in found.jobs))
     found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
     is_empty = not found.jobs and (bool(rows) or request.kinds == ("unit",))
     if is_empty and not request.is_empty_allowed:

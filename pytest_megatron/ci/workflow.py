@@ -254,7 +254,10 @@ def _advice(workflow: Workflow, root: Path, *, is_github: bool) -> Iterator[str]
     names = ", ".join(f"{name} = {image}" for name, image in workflow.images.items())
     yield f"  images: {names or 'none, jobs run on the runner itself'}"
     if not _platforms(root) and "--shards" not in workflow.plan:
-        yield '  plan: there are no recipes; for test files alone set plan = ["--shards", "4"]'
+        yield (
+            "  plan: there are no recipes; for test files alone set "
+            'plan = ["--shards", "4", "--ranks", "2"]'
+        )
     if is_github:
         yield "then require the check 'megatron verdict' on the branch"
 

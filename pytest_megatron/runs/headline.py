@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from pytest_megatron.base.text import grouped, name_ranks
+from pytest_megatron.base.text import counted, grouped, listed, name_ranks
 
+_MOST_LISTED = 3
 _MOST = 500  # characters of what somebody did, which may quote a log
 
 
@@ -50,6 +51,16 @@ def where_ranks_were(frames: Mapping[int, str | None]) -> str:
         return next(iter(found), None) or ""
     ordered = sorted(found.items(), key=lambda one: (len(one[1]), one[1]))
     return ", ".join(f"{frame} ({name_ranks(ranks)})" for frame, ranks in ordered if frame)
+
+
+def one_process_problem(node_ids: Sequence[str]) -> str:
+    """Return what is wrong with tests of several ranks that passed on one, and what to do."""
+    return (
+        f"{counted(len(node_ids), 'test')} with process_group or world_size ran on one process, so "
+        f"that nothing between ranks was tested: {listed(node_ids, _MOST_LISTED)}; give --ranks N "
+        f"or --gpus N; where one rank is meant, the mark world_size(1) or controller, or "
+        f"megatron_ranks = 1 in the ini file"
+    )
 
 
 # Variables by which `repro` asks for a part of a workload, or for another number of ranks.

@@ -335,6 +335,7 @@ class RecordedRun(RecordedFacts, RecordedFile):
     Attributes:
         options: Options of the plugin that change how an item runs or is judged, where they were
             given; null in a file of an earlier version is one that was not.
+        on_one_process: Tests that use fixtures of ranks and passed in pytest's own process.
     """
 
     started: str | None = None
@@ -348,6 +349,7 @@ class RecordedRun(RecordedFacts, RecordedFile):
     seeds: dict[str, str | None] = field(default_factory=dict)
     options: dict[str, OptionValue] = field(default_factory=dict)
     patch: RecordedPatch | None = None
+    on_one_process: tuple[str, ...] = ()
     items: dict[str, RecordedItem]
 
 

@@ -33,7 +33,7 @@ from pytest_megatron.runs.record import (
     run_text,
 )
 from pytest_megatron.runs.redact import Redactor
-from pytest_megatron.session.options import Options
+from pytest_megatron.session.options import ON_ONE_PROCESS, Options
 from pytest_megatron.session.state import RunSession, link_latest
 from pytest_megatron.session.time_limit import limit_of_session
 
@@ -269,6 +269,7 @@ class RunFile(RecordCarrier):
             options=_options(config, session),
             **vars(session.facts.recorded()),
             patch=self._patch,
+            on_one_process=tuple(map(session.redactor.text, config.stash.get(ON_ONE_PROCESS, ()))),
             items=self._records,
         )
         write_text_atomically(run_dir / RUN_FILE, run_text(run))

@@ -26,6 +26,7 @@ from pytest_megatron.ci.summary.model import (
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
+from pytest_megatron.runs.headline import one_process_problem
 from pytest_megatron.runs.junit import JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.record import (
@@ -330,6 +331,8 @@ def _read_run_dir(collector: _JobCollector, run_dir: Path, job: str) -> None:
             )
         item = replace(item, gpu_s=_gpu_seconds(record, plan, run.options))
         collector.items[node_id] = item
+    if run.on_one_process:
+        collector.problems.append(one_process_problem(run.on_one_process))
     if (problem := _unfinished(run, run_dir, collector)) is not None:
         collector.problems.append(problem)
 
@@ -421,7 +424,7 @@ def _unfinished(run: RecordedRun, run_dir: Path, collector: _JobCollector) -> st
         return f"pytest {_EXITS[code]} (exit code {code})"
     has_bad = any(item.is_bad for item in collector.items.values())
     has_bad = has_bad or any(c.outcome in ("failed", "broken") for c in collector.cases.values())
-    if code and not has_bad:
+    if code and not (has_bad or run.on_one_process):
         return f"pytest ended with exit code {code}, and no item says why; read the job's log"
     return None
 

@@ -256,7 +256,10 @@ def test_init_says_what_is_left_to_fill_in() -> None:
         "  runners.cpu: ubuntu-24.04 (by default)",
         "  setup: python3 dev.py setup; echo 'it''s up' (set)",
         "  images: dev = registry.example.com/dev:1, lts = registry.example.com/lts:1",
-        '  plan: there are no recipes; for test files alone set plan = ["--shards", "4"]',
+        (
+            "  plan: there are no recipes; for test files alone set "
+            'plan = ["--shards", "4", "--ranks", "2"]'
+        ),
         "then require the check 'megatron verdict' on the branch",
     ]
 

@@ -94,6 +94,14 @@ def test_no_artifact_at_all_is_a_failure() -> None:
             id="failed-silently",
         ),
         pytest.param(
+            {TEST: distributed()},
+            {"exit_code": 1, "on_one_process": ["test_a.py::test_b"]},
+            "1 test with process_group or world_size ran on one process, so that nothing between "
+            "ranks was tested: test_a.py::test_b; give --ranks N or --gpus N; where one rank is "
+            "meant, the mark world_size(1) or controller, or megatron_ranks = 1 in the ini file",
+            id="on-one-process",
+        ),
+        pytest.param(
             {},
             {},
             "ran no workload and nothing on a gang, and left no JUnit XML of other tests",

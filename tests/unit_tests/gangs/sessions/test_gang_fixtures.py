@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -183,6 +184,8 @@ def test_our_fixtures_on_a_gang_in_plain_pytest_and_under_torchrun(tmp_path: Pat
     assert (gang.summary, gang.returncode) == ("5 passed", 0)
     plain = suite.run("test_ours.py", *options)
     assert (plain.summary, plain.returncode) == ("5 passed", 0)
+    assert "megatron: 5 tests with process_group or world_size ran on one process" in plain.stdout
+    assert "one process" not in gang.stdout
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "pytest"]
     with_torchrun = suite.run(
         *("test_ours.py", "-p", "megatron", "-k", "not director"),  # each rank has pytest's own
@@ -190,6 +193,50 @@ def test_our_fixtures_on_a_gang_in_plain_pytest_and_under_torchrun(tmp_path: Pat
         command=torchrun,
     )
     assert with_torchrun.stdout.count("3 passed") == 2
+    assert "one process" not in with_torchrun.stdout
+
+
+ON_ONE = """
+    import pytest
+
+    @pytest.fixture
+    def sharded(world_size): return world_size
+    def test_uses(sharded): pass
+    def test_asks_while_it_runs(request): request.getfixturevalue("world_size")
+
+    @pytest.mark.controller
+    def test_of_one(world_size): pass
+    @pytest.mark.world_size(1)
+    def test_gang_of_one(world_size): pass
+    def test_skips(world_size):
+        if world_size < 2:
+            pytest.skip("needs 2 ranks")
+    @pytest.mark.parametrize("world_size", [1])
+    def test_has_its_own(world_size): pass
+    def test_is_plain(rank): pass
+"""
+ALONE = ["test_one.py::test_uses", "test_one.py::test_asks_while_it_runs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "alone", "code"),
+    [
+        pytest.param((), {"CI": ""}, ALONE, 0, id="at a desk"),
+        pytest.param((), {"CI": "true"}, ALONE, 1, id="in CI"),
+        pytest.param(("--bucket", "test_*.py"), {"CI": ""}, ALONE, 1, id="a job of a plan"),
+        pytest.param(("-o", "megatron_ranks=1"), {"CI": "true"}, [], 0, id="one rank is meant"),
+    ],
+)
+def test_ranks_that_are_missing_are_told_and_fail_ci(
+    tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str], alone: list[str], code: int
+) -> None:
+    suite = Suite(tmp_path).write(test_one=ON_ONE)
+    run = suite.run(*arguments, "--run-dir", "run", env=env)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (run.returncode, record["exit_code"]) == (code, code), run.stdout
+    assert record["on_one_process"] == alone
+    assert ("megatron: 2 tests with process_group or world_size" in run.stdout) is bool(alone)
+    assert ("this fails CI" in run.stdout) is bool(code)
 
 
 MARKS = """

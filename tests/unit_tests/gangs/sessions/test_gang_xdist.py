@@ -88,6 +88,7 @@ def test_marks_are_enough_under_xdist_too(tmp_path: Path) -> None:
     )
     run = suite.run("-n", "2", "--run-dir", "run")
     assert (run.returncode, run.summary) == (1, "1 failed, 5 passed")
+    assert "megatron: 1 test with process_group or world_size ran on one process" in run.stdout
     items = json.loads((tmp_path / "run" / "run.json").read_text())["items"]
     assert [k.rpartition("::")[2] for k, v in items.items() if v["verdict"] != "passed"] == [
         "test_bad"

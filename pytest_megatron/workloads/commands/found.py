@@ -12,7 +12,7 @@ from pathlib import Path
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files, read_logs
-from pytest_megatron.workloads.golden.formats.rows import Curves
+from pytest_megatron.workloads.golden.formats.curves import Curves
 from pytest_megatron.workloads.golden.model import MetricMap, Series, Value, is_loss
 from pytest_megatron.workloads.recipe.metrics import (
     NUMBER,
@@ -137,7 +137,7 @@ class MetricSearch:
                     curves = read_files(part, form, None)
                 except MegatronError:  # no metrics in there: data, or a table of another kind
                     continue
-                self.passed_over += _oddities(glob, curves)
+                self.passed_over += _oddities(curves)
                 keys = {"source": form.value, "path": glob}
                 yield Found(keys=keys, where=f"{form.value}, {glob}", metrics=_sound(curves))
 
@@ -155,15 +155,15 @@ class MetricSearch:
             keys["step"] = str(by_step.step)
             yield Found(keys=keys, where="printed, by step", metrics=curves.metrics)
             return
-        self.passed_over += _oddities("printed lines", curves)
-        if not is_joint and len(curves := read_logs(dirs, counted)):
-            yield Found(keys=keys, where="printed, counted from 1", metrics=curves.metrics)
+        self.passed_over += _oddities(curves)
+        if not is_joint and (metrics := _sound(read_logs(dirs, counted))):
+            yield Found(keys=keys, where="printed, counted from 1", metrics=metrics)
 
 
-def _oddities(where: str, curves: Curves) -> list[str]:
+def _oddities(curves: Curves) -> list[str]:
     """Return a line where metrics to compare have two values at a step."""
-    odd = [text for name, (_, text) in curves.disagreements.items() if _COMPARED.search(name)]
-    return [f"{where}: {text.partition(';')[0]}" for text in odd[:1]]
+    odd = [place for name, place in curves.disagreements.items() if _COMPARED.search(name)]
+    return [f"{where}: {text.partition(';')[0]}" for where, text in odd[:1]]
 
 
 def _sound(curves: Curves) -> MetricMap:

@@ -27,6 +27,7 @@ from pytest_megatron.workloads.golden.model import (
     Golden,
     Observed,
     RunEnvironment,
+    refuse_disagreements,
     why_not_timed,
 )
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
@@ -125,6 +126,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
                 host_class=host_class, image=image, versions=_versions(versions)
             ),
         )
+    refuse_disagreements(observed.disagreements, [one.metric for one in comparisons])
     if not comparisons:
         raise GoldenError(
             golden.path, f"has no metric that {policy.name} compares by default; give --metric"

@@ -19,9 +19,9 @@ from pathlib import Path
 from pytest_megatron.base.files import read_end, read_json, write_json_atomically
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs
+from pytest_megatron.workloads.golden.formats.curves import Curves, joined
 from pytest_megatron.workloads.golden.formats.rows import (
     LINES,
-    Curves,
     FilePlace,
     PrintedReader,
     RowReader,
@@ -31,7 +31,12 @@ from pytest_megatron.workloads.golden.formats.rows import (
     rows_of,
 )
 from pytest_megatron.workloads.golden.formats.tensorboard import find_event_files, read_event_files
-from pytest_megatron.workloads.golden.model import MetricMap, Observed, is_loss
+from pytest_megatron.workloads.golden.model import (
+    MetricMap,
+    Observed,
+    is_loss,
+    refuse_disagreements,
+)
 from pytest_megatron.workloads.golden.store import metrics_to_json, read_metrics
 from pytest_megatron.workloads.recipe.metrics import LinePattern, MetricFormat, MetricSource
 
@@ -41,6 +46,7 @@ _PASSED_OVER = frozenset(("__pycache__", "node_modules", "site-packages", OWN_DI
 _MAGIC = frozenset("*?[")
 _BAR = re.compile(r"\b(\d+)/(\d+) \[\d").findall
 _BAR_BYTES, _FURTHER = 1 << 16, 1.5
+_LAUNCHER = "launcher"
 
 
 def has_measured(dirs: PhaseDirs) -> bool:
@@ -64,8 +70,8 @@ def read_measured(dirs: PhaseDirs) -> Observed:
     if not dirs.metrics_lines.exists():
         return read_metrics(dirs.tensorboard)
     found = read_metrics(dirs.metrics_lines)
-    if files := find_event_files(dirs.tensorboard):
-        other = read_event_files(files, str(dirs.tensorboard)).metrics
+    if find_event_files(dirs.tensorboard):
+        other = read_metrics(dirs.tensorboard).metrics
         if (odd := find_disagreement(found.metrics, other)) is not None:
             name, step, here, there = odd
             raise MetricsError(
@@ -210,7 +216,8 @@ class Collector:
         """
         source = self._source
         if self._files is None:
-            curves = self._read_on_logs()
+            assert source.lines is not None
+            curves = read_logs(self._dirs, source.lines) if is_ended else self._read_on_logs()
         else:
             assert source.form is not None
             is_whole = is_ended or source.form not in LINES
@@ -219,7 +226,7 @@ class Collector:
                 if is_whole
                 else self._read_on(self._files, source.form)
             )
-        curves.require(source.names)
+        refuse_disagreements(curves.disagreements, source.names)
         if not len(curves):
             if self._files is None:
                 problem = "no printed line matches metrics.pattern; look at the logs there"
@@ -229,9 +236,9 @@ class Collector:
         return curves.metrics
 
     def _read_on_logs(self) -> Curves:
-        """Return the metrics that the first rank which prints any has printed so far."""
+        """Return what the first rank that prints any metric has printed so far."""
         assert self._source.lines is not None
-        for logs in map(tuple, _logs_of_ranks(self._dirs)):
+        for logs in map(tuple, _logs_of_ranks(self._dirs).values()):
             reader = self._printed.setdefault(logs, PrintedReader(self._source.lines))
             if len(curves := reader.read(logs)):
                 return curves
@@ -239,15 +246,15 @@ class Collector:
 
     def _read_on(self, files: WatchedFiles, form: MetricFormat) -> Curves:
         """Return the metrics of files of lines, of which only what is new is read."""
-        curves = Curves()
+        parts: dict[str, Curves] = {}
         for path, start in files.changed().items():
             known = self._growing.get(path)
             if known is None or known.tail != _tail_before(path, known.place.at):
                 known = _GrowingFile(FilePlace(at=start), RowReader(self._source.step))
                 self._growing[path] = known
-            curves.merge(known.rows.read(rows_of(path, form, place=known.place)), str(path))
+            parts[str(path)] = known.rows.read(rows_of(path, form, place=known.place))
             known.tail = _tail_before(path, known.place.at)
-        return curves
+        return joined(parts)
 
 
 @dataclass(slots=True)
@@ -264,9 +271,12 @@ class _GrowingFile:
 
 
 def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:
-    """Return the metrics of the first rank that printed any; empty ones if none did."""
-    found = (read_printed(logs, pattern) for logs in _logs_of_ranks(dirs))
-    return next((curves for curves in found if len(curves)), Curves())
+    """Return the metrics that ranks printed, or the program where no rank of ours did."""
+    logs = _logs_of_ranks(dirs)
+    parts = {where: read_printed(own, pattern) for where, own in logs.items() if where != _LAUNCHER}
+    if found := {where: part for where, part in parts.items() if len(part)}:
+        return joined(found)
+    return read_printed(logs[_LAUNCHER], pattern)
 
 
 def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Curves:
@@ -275,34 +285,32 @@ def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Cur
     Raises:
         MetricsError: None did, or one cannot be read.
     """
-    changed, curves = files.changed(), Curves()
+    changed = files.changed()
     if not changed:
         where = str(files.root / files.glob)
         raise MetricsError(
             where, "no metrics: the program wrote no such file; metrics.path names it"
         )
     if form is MetricFormat.TENSORBOARD:
-        for directory in dict.fromkeys(path.parent for path in changed):
-            own = [path for path in find_event_files(directory) if path in changed]
-            own = [path for path in own if path.parent == directory]
-            found = read_event_files(own, str(directory)).metrics
-            curves.add_all(found, str(directory))
-        return curves
-    for path, start in changed.items():
-        curves.merge(read_rows(rows_of(path, form, start), step), str(path))
-    return curves
+        return read_event_files(changed)[0]
+    return joined(
+        {str(path): read_rows(rows_of(path, form, start), step) for path, start in changed.items()}
+    )
 
 
-def _logs_of_ranks(dirs: PhaseDirs) -> Iterator[list[Path]]:
-    """Yield the logs of each rank, in their order, and at last those of a program without ranks."""
+def _logs_of_ranks(dirs: PhaseDirs) -> dict[str, list[Path]]:
+    """Return the logs of each rank, in their order, and last that of a program without ranks."""
     ranks: dict[tuple[str, int], list[Path]] = {}
     for path in sorted(dirs.logs.rglob("std*.log")):
         if path.parent.name.isdigit():
             below = path.relative_to(dirs.logs).parts
             node = below[0] if below[0].startswith("node") else ""
             ranks.setdefault((node, int(path.parent.name)), []).append(path)
-    yield from (logs for _, logs in sorted(ranks.items()))
-    yield [dirs.launcher_log]
+    found = {
+        " ".join(filter(None, ("lines of", node, f"rank {rank}"))): own
+        for (node, rank), own in sorted(ranks.items())
+    }
+    return {**found, _LAUNCHER: [dirs.launcher_log]}
 
 
 def progress_bar(dirs: PhaseDirs, last: int) -> int | None:
@@ -312,7 +320,7 @@ def progress_bar(dirs: PhaseDirs, last: int) -> int | None:
         dirs: The logs.
         last: The last step that is logged: a bar to that step, or a little further, is the one.
     """
-    for log in itertools.chain.from_iterable(_logs_of_ranks(dirs)):
+    for log in itertools.chain.from_iterable(_logs_of_ranks(dirs).values()):
         said = read_end(log, _BAR_BYTES).decode(errors="replace") if log.is_file() else ""
         bars = _BAR(said)
         if found := [int(at) for at, end in bars if last <= int(end) < _FURTHER * last]:

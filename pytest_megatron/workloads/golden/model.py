@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.errors import GoldenError
+from pytest_megatron.errors import GoldenError, MetricsError
 
 TOKENS = "generated_tokens"
 TEXT = "generated_text"
@@ -311,6 +311,8 @@ def series_of(values: Mapping[int, Value], *, is_full_precision: bool = False) -
 
 # Metric name, as TensorBoard has it (`lm loss`, `iteration-time`), to its series.
 MetricMap: TypeAlias = Mapping[str, Series]
+# Metric to place and text of its first step with two values.
+Disagreements: TypeAlias = dict[str, tuple[str, str]]
 
 
 def is_loss(name: str) -> bool:
@@ -356,10 +358,23 @@ class Observed(MeasuredValues):
     """The values of one attempt, and the files they are from.
 
     Attributes:
-        files: In the order in which they were merged; a later one wins where steps overlap.
+        files: In the order in which they were merged.
+        disagreements: Metrics that have two values at a step, of which the first is here.
     """
 
     files: tuple[MetricsFile, ...] = ()
+    disagreements: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def refuse_disagreements(found: Mapping[str, tuple[str, str]], names: Iterable[str]) -> None:
+    """Raise what was found about the first of some metrics that has two values at a step.
+
+    Raises:
+        MetricsError: One of them has.
+    """
+    for name in names:
+        if name in found:
+            raise MetricsError(*found[name])
 
 
 def step_interval(steps: Sequence[int]) -> int:

@@ -31,7 +31,8 @@ from pytest_megatron.base.files import (
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, MetricsError
-from pytest_megatron.workloads.golden.formats.rows import Curves, lines_of
+from pytest_megatron.workloads.golden.formats.curves import Curves
+from pytest_megatron.workloads.golden.formats.rows import lines_of
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.workloads.golden.model import (
     AS_BLOCK,
@@ -109,12 +110,12 @@ _STEP = "step"
 def read_json_lines(path: Path) -> Observed:
     """Read the metrics of one file; a last line that was not written to its end is dropped.
 
-    Several lines may have the same step, and the same metric too if its value is the same there.
+    Several lines may have the same step; a metric that has two values at one is among the
+    disagreements.
 
     Raises:
         MetricsError: The file cannot be read or holds no metric; a line is not a JSON object, has
-            no step, has a value that is not a number, or another one than an earlier line has for
-            that step (with the line).
+            no step or has a value that is not a number (with the line).
     """
     curves, torn_at = Curves(), None
     num_records = num_repeated = 0
@@ -134,7 +135,6 @@ def read_json_lines(path: Path) -> Observed:
             num_records += 1
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
-    curves.require()
     if not len(curves):
         raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start?")
     notes = curves.notes
@@ -146,6 +146,7 @@ def read_json_lines(path: Path) -> Observed:
         metrics=curves.metrics,
         files=(MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at),),
         notes=tuple(notes),
+        disagreements=curves.disagreements,
     )
 
 

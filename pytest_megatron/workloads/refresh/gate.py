@@ -57,11 +57,9 @@ class Ran:
 
     Attributes:
         record: What the run has of it.
-        repeated_steps: Metric to a step that its files hold more than once.
     """
 
     record: RecordedAttempt
-    repeated_steps: tuple[str, ...] = ()
 
     @property
     def repeat(self) -> int:
@@ -142,7 +140,7 @@ class GateRule(Enum):
     SPREAD = "spread"
     NOT_FINITE = "not-finite"
     UNEQUAL = "unequal-steps"
-    DUPLICATE = "duplicate-steps"
+    DUPLICATE = "offered-twice"
     TRUNCATED = "truncated"
     FROZEN = "frozen"
     FEWER_METRICS = "fewer-metrics"
@@ -585,10 +583,6 @@ def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
         where = f"repeat {number}, " if num > 1 else ""
         yield from _check_repeat(candidate, repeat, where)
     yield from _unequal_steps(candidate.repeats)
-    for attempt in candidate.attempts:
-        for repeated in attempt.repeated_steps[:1]:
-            text = f"repeat {attempt.repeat}, {repeated}; let the program log each step once"
-            yield Refusal(GateRule.DUPLICATE, text)
     for line in candidate.disagreements[:1]:
         text = f"{line}; there is a new golden once they agree"
         yield Refusal(GateRule.DISAGREES, text)

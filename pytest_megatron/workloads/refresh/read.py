@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.files import digest_of, json_objects, write_text_atomically
+from pytest_megatron.base.files import digest_of, write_text_atomically
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts, ci_page, utc_now
 from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE, ItemDirs
 from pytest_megatron.runs.record import (
-    RecordedAttempt,
     RecordedComparison,
     RecordedGolden,
     RecordedPlan,
@@ -123,7 +122,7 @@ def read_candidate(
         directory=directory,
         verdict=record.verdict,
         problem=record.problem,
-        attempts=tuple(_ran(attempt, directory) for attempt in record.attempts),
+        attempts=tuple(Ran(record=attempt) for attempt in record.attempts),
         platform=record.platform,
         is_expected_to_fail=record.is_expected,
         is_quarantined=record.is_held and record.verdict != "passed",
@@ -264,43 +263,6 @@ def _disagreements(directory: Path) -> Iterator[str]:
             if not one.passed:
                 where = f"repeat {repeat.repeat} against the {repeat.against}"
                 yield f"{where}: {one.text or one.metric}"
-
-
-def _ran(attempt: RecordedAttempt, directory: Path) -> Ran:
-    """Return an attempt with the steps that it has in several files."""
-    ran = Ran(record=attempt)
-    if attempt.cause is not None:
-        return ran
-    repeated = tuple(_repeated_steps(_attempt_dir(directory, ran)))
-    return replace(ran, repeated_steps=repeated)
-
-
-def _repeated_steps(directory: Path) -> Iterator[str]:
-    """Yield which steps the raw files of an attempt hold twice; they need not be there."""
-    for phase in sorted(directory.glob("phase_*")):
-        lines = phase / "metrics.jsonl"
-        if lines.is_file():
-            yield from _repeated_lines(lines)
-        elif (phase / "tensorboard").is_dir():
-            try:
-                notes = read_metrics(phase / "tensorboard").notes
-            except MegatronError:
-                continue  # what could be read is in metrics.json
-            yield from (note for note in notes if "are in several files" in note)
-
-
-def _repeated_lines(path: Path) -> Iterator[str]:
-    """Yield metrics and steps that a file has twice."""
-    seen: set[tuple[str, int]] = set()
-    # The reader of metrics has its own word on a line that is no JSON.
-    for value in json_objects(path.read_text(encoding="utf-8", errors="replace")):
-        if not isinstance(step := value.get("step"), int):
-            continue
-        for name in value.keys() - {"step"}:
-            if (name, step) in seen:
-                yield f"{name} has step {step} more than once in {path.name}"
-                return
-            seen.add((name, step))
 
 
 def _attempt_dir(directory: Path, ran: Ran) -> Path:

@@ -46,10 +46,12 @@ from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
 from pytest_megatron.workloads.golden.model import (
     Generation,
     MetricMap,
+    Observed,
     Series,
     Value,
     is_finite,
     is_loss,
+    refuse_disagreements,
     series_of,
 )
 from pytest_megatron.workloads.golden.store import read_metrics
@@ -336,7 +338,7 @@ def judge_attempt(
                 see=str(end.plan.dirs.root),
             )
         try:
-            metrics = measured_in(end.plan.dirs, is_rl=is_rl)
+            metrics = measured_in(end.plan.dirs, is_rl=is_rl, names=metric_names)
         except MetricsError as error:
             far = "" if end.progress is None else f" {_when(end)}"
             return tuple(measured), FailureCause(
@@ -384,14 +386,31 @@ def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
     return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
 
 
-def measured_in(dirs: PhaseDirs, *, is_rl: bool) -> MetricMap:
+def measured_in(dirs: PhaseDirs, *, is_rl: bool, names: Sequence[str] = ()) -> MetricMap:
     """Return what a phase wrote so far, the loss of reinforcement learning under one name.
 
+    Args:
+        dirs: Of the phase.
+        is_rl: Whether the loss may stand under another name.
+        names: Metrics that may have only one value at a step.
+
     Raises:
-        MetricsError: It wrote nothing, or it cannot be read.
+        MetricsError: It wrote nothing, it cannot be read, or one of `names` has two values.
     """
-    metrics = read_measured(dirs).metrics
-    return with_one_loss_name(metrics) if is_rl else metrics
+    return one_value_each(read_measured(dirs), names, is_rl=is_rl)
+
+
+def one_value_each(found: Observed, names: Sequence[str], *, is_rl: bool) -> MetricMap:
+    """Return what was measured, the loss of reinforcement learning under one name.
+
+    Raises:
+        MetricsError: One of `names` has two values at a step.
+    """
+    if not is_rl:
+        refuse_disagreements(found.disagreements, names)
+        return found.metrics
+    refuse_disagreements(with_one_loss_name(found.disagreements), names)
+    return with_one_loss_name(found.metrics)
 
 
 def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:

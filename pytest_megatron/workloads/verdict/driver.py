@@ -34,7 +34,6 @@ from pytest_megatron.workloads.engine.api import (
     TroubleKind,
 )
 from pytest_megatron.workloads.golden.compare.result import Comparison
-from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
 from pytest_megatron.workloads.golden.model import Generation, MetricMap, generation_to_json
 from pytest_megatron.workloads.golden.store import read_metrics, write_metrics
 from pytest_megatron.workloads.recipe.case import (
@@ -62,6 +61,7 @@ from pytest_megatron.workloads.verdict.attempt import (
     judge_generation,
     missing_metric,
     note_triage,
+    one_value_each,
     why_a_script_failed_late,
     why_it_failed,
 )
@@ -159,8 +159,8 @@ def _judge_training(
         last = min(last, LIGHTWEIGHT_ITERS)
     measured: list[MetricMap] = []
     for place in places:
-        metrics = read_metrics(place).metrics
-        measured.append(with_one_loss_name(metrics) if case.mode is CaseMode.RL else metrics)
+        observed = read_metrics(place)
+        measured.append(one_value_each(observed, names, is_rl=case.mode is CaseMode.RL))
         if problem := find_problem(measured[-1], names, last):
             cause = cause_of_measured(problem, str(place), None)
             return ScriptResult(metrics=tuple(measured), cause=cause)

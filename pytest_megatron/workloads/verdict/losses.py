@@ -80,7 +80,7 @@ class FiniteLosses:
 def _settled(metrics: MetricMap) -> MetricMap:
     """Return the metrics of a phase that runs without their last step.
 
-    A program may write a step more than once, and the last value counts.
+    A program may write its values one after the other.
     """
     return {
         name: _before(series.steps[-1], series) for name, series in metrics.items() if len(series)

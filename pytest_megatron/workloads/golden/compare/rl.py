@@ -12,8 +12,9 @@ Source: Megatron-LM tests/functional_tests/python_test_utils/test_grpo_training_
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from pytest_megatron.workloads.golden.compare.layers import decide, find_hole, statistic_layer
 from pytest_megatron.workloads.golden.compare.result import (
@@ -34,6 +35,7 @@ from pytest_megatron.workloads.golden.policy import ComparisonPolicy, Worse
 
 LOSS = "lm loss"
 _LOSS_SPELT_OTHERWISE = "lm-loss"
+_Of = TypeVar("_Of")
 _TIME = "iteration-time"
 _MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")
 # A policy file changes these under the names that they have for a training.
@@ -63,11 +65,11 @@ def rl_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def with_one_loss_name(metrics: MetricMap) -> MetricMap:
-    """Return the metrics with the loss under `lm loss`, also where it is called `lm-loss`."""
-    if LOSS in metrics or _LOSS_SPELT_OTHERWISE not in metrics:
-        return metrics
-    return {LOSS if k == _LOSS_SPELT_OTHERWISE else k: v for k, v in metrics.items()}
+def with_one_loss_name(found: Mapping[str, _Of]) -> Mapping[str, _Of]:
+    """Return what is kept by metric, the loss as `lm loss` also where it is called `lm-loss`."""
+    if LOSS in found or _LOSS_SPELT_OTHERWISE not in found:
+        return found
+    return {LOSS if k == _LOSS_SPELT_OTHERWISE else k: v for k, v in found.items()}
 
 
 def compare_rl(

@@ -20,12 +20,11 @@ from typing import TypeAlias
 from pytest_megatron.base.files import open_regular
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MetricsError
+from pytest_megatron.workloads.golden.formats.curves import Curves
 from pytest_megatron.workloads.golden.formats.tensorboard import WireError, fields_of
-from pytest_megatron.workloads.golden.model import MetricMap, series_of, to_float32
+from pytest_megatron.workloads.golden.model import MetricMap, to_float32
 from pytest_megatron.workloads.recipe.metrics import LinePattern, MetricFormat, to_number
 
-MOST_STEPS = 1 << 17  # of a metric; of a longer one every 2nd, 4th, ... is kept
-_MOST_ODD = 1000  # values that are not finite, kept whatever their step
 _LONGEST_LINE = 1 << 20
 # Names of the step; the first that a row has counts.
 _STEPS = (
@@ -36,114 +35,6 @@ _EPOCH = "epoch"  # a fraction where a step of its own is missing
 
 # Where it stands, and its values by name, the step among them.
 Row: TypeAlias = tuple[str, Mapping[str, float]]
-
-
-@dataclass(slots=True)
-class _Points:
-    values: dict[int, float] = field(default_factory=dict)
-    odd: dict[int, float] = field(default_factory=dict)
-    stride: int = 1
-    num_values: int = 0
-    last: int = 0
-
-    def add(self, step: int, value: float) -> float | None:
-        """Add a value; return the one that the step already has, which stays."""
-        self.num_values += 1
-        self.last = max(self.last, step)
-        known = self.values.get(step, self.odd.get(step))
-        if known is not None:
-            return known
-        if not math.isfinite(value):
-            if len(self.odd) < _MOST_ODD:
-                self.odd[step] = value
-        elif step % self.stride == 0:
-            self.values[step] = value
-            if len(self.values) > MOST_STEPS:
-                self.stride *= 2
-                self.values = {s: v for s, v in self.values.items() if s % self.stride == 0}
-        return None
-
-
-class Curves:
-    """Metrics that are read value by value; of very long ones every 2nd, 4th, ... step is kept.
-
-    Attributes:
-        disagreements: Metric to place and text of its first step with two values, which `require`
-            raises.
-    """
-
-    def __init__(self) -> None:
-        self.disagreements: dict[str, tuple[str, str]] = {}
-        self._curves: dict[str, _Points] = {}
-
-    def __len__(self) -> int:
-        return len(self._curves)
-
-    def add(self, name: str, step: int, value: float, where: str) -> bool:
-        """Add a value; return if the step has one already, which stays."""
-        curve = self._curves.setdefault(name, _Points())
-        last, known = curve.last, curve.add(step, value)
-        if known is None:
-            return False
-        if repr(known) == repr(value) or name in self.disagreements:  # nan is nan
-            return True
-        again, mend = "again", ""
-        if step < last:
-            again, mend = f"again after step {last}", ", or a resumed one go on counting"
-        text = (
-            f"step {step} has {name!r} {again}, {value!r} and before {known!r}; have one rank "
-            f"write it, and each training a file of its own{mend}"
-        )
-        self.disagreements[name] = (where, text)
-        return True
-
-    def require(self, names: Iterable[str] | None = None) -> None:
-        """Refuse metrics that have two values at a step.
-
-        Args:
-            names: Those that matter; None is all.
-
-        Raises:
-            MetricsError: One of them has.
-        """
-        for name in self.disagreements if names is None else names:
-            if name in self.disagreements:
-                raise MetricsError(*self.disagreements[name])
-
-    def merge(self, other: Curves, where: str) -> None:
-        """Add the metrics of another file, and where it disagrees with itself."""
-        self.add_all(other.metrics, where)
-        self.disagreements = {**other.disagreements, **self.disagreements}
-
-    def add_all(self, metrics: MetricMap, where: str) -> None:
-        """Add metrics of another file."""
-        for name, series in metrics.items():
-            for step, value in series.items():
-                assert isinstance(value, float)
-                self.add(name, step, value, where)
-
-    def count(self, name: str, value: float, where: str) -> None:
-        """Add the next value of a metric without steps, counted from 1."""
-        known = self._curves.get(name)
-        self.add(name, 1 if known is None else known.num_values + 1, value, where)
-
-    @property
-    def metrics(self) -> MetricMap:
-        """The metrics that were read."""
-        return {
-            name: series_of({**curve.values, **curve.odd}, is_full_precision=True)
-            for name, curve in sorted(self._curves.items())
-        }
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes on rows that were left out."""
-        long = [(n, c.stride) for n, c in sorted(self._curves.items()) if c.stride > 1]
-        if not long:
-            return []
-        name, stride = long[0]
-        more = f" and {counted(len(long) - 1, 'other')}" if len(long) > 1 else ""
-        return [f"{name}{more}: too long to keep, every {stride}th step is"]
 
 
 @dataclass(slots=True)
@@ -202,10 +93,12 @@ class FilePlace:
     Attributes:
         at: The byte.
         line: The number of the line.
+        names: Of the columns there, in a CSV file.
     """
 
     at: int = 0
     line: int = 1
+    names: tuple[str, ...] = ()
 
 
 def rows_of(
@@ -224,7 +117,7 @@ def rows_of(
     """
     try:
         if form in LINES:
-            yield from LINES[form](path, lines_of(path, start, place), place.at if place else start)
+            yield from LINES[form](path, start, place)
         else:
             yield from _READERS[form](path)
     except OSError as error:
@@ -262,13 +155,14 @@ def lines_of(path: Path, start: int = 0, place: FilePlace | None = None) -> Iter
                 return
             if place:
                 place.at, place.line = file.tell(), number + 1
-            yield FileLine(number, at, line.decode("utf-8", "replace").rstrip("\r\n"), is_whole)
+            text = line.decode("utf-8", "replace").rstrip("\r\n")
+            yield FileLine(number, at, text if at else text.removeprefix("\ufeff"), is_whole)
             at = file.tell()
 
 
-def _json_lines(path: Path, lines: Iterable[FileLine], _: int) -> Iterator[Row]:
-    """Yield the rows of a file of JSON lines."""
-    for line in lines:
+def _json_lines(path: Path, start: int, place: FilePlace | None) -> Iterator[Row]:
+    """Yield the rows of a file of JSON lines, as `rows_of` does."""
+    for line in lines_of(path, start, place):
         where = f"{path}:{line.number}"
         if not line.text.strip():
             continue
@@ -281,23 +175,48 @@ def _json_lines(path: Path, lines: Iterable[FileLine], _: int) -> Iterator[Row]:
         yield where, _numbers(value)
 
 
-def _csv(path: Path, lines: Iterable[FileLine], start: int) -> Iterator[Row]:
-    """Yield the rows of a CSV file; `lines` begin at the offset `start`, maybe after its header."""
-    number = 1
+def _csv(path: Path, start: int, place: FilePlace | None) -> Iterator[Row]:
+    """Yield the rows of a CSV file, as `rows_of` does; a header may come again, with other names.
 
-    def texts(lines: Iterable[FileLine]) -> Iterator[str]:
-        """Yield the lines that were written to their end; note the number of each."""
-        nonlocal number
-        for line in lines:
-            if line.is_whole:
-                number = line.number
-                yield line.text
-
-    rows = csv.reader(texts(lines))
-    names = next(csv.reader(texts(lines_of(path))) if start else rows, [])
-    for cells in rows:
+    Raises:
+        MetricsError: A row has more cells than the header above it has names.
+    """
+    place = FilePlace(at=start) if place is None else place
+    if place.at and not place.names:
+        begin = place.at
+        for _ in _cells(itertools.takewhile(lambda line: line.at < begin, lines_of(path)), place):
+            pass
+    for cells in _cells(lines_of(path, place=place), place):
+        where, names = f"{path}:{place.line - 1}", place.names
+        if any(cell.strip() for cell in cells[len(names) :]):
+            raise MetricsError(
+                where,
+                f"has {counted(len(cells), 'cell')}, its header {counted(len(names), 'name')}; "
+                f"write a header with every column",
+            )
         pairs = zip(names, map(to_number, cells), strict=False)
-        yield f"{path}:{number}", {n: v for n, v in pairs if v is not None}
+        yield where, {n: v for n, v in pairs if v is not None}
+
+
+def _cells(lines: Iterable[FileLine], place: FilePlace) -> Iterator[list[str]]:
+    """Yield the cells of each row; move the place behind it, with the names of its header.
+
+    A row without a number that repeats one of the names is a header.
+    """
+
+    def texts() -> Iterator[str]:
+        for line in lines:
+            place.line = line.number + 1
+            yield line.text
+
+    for cells in filter(None, csv.reader(texts())):
+        names = tuple(cell.strip() for cell in cells)
+        has_number = any(to_number(name) is not None for name in names)
+        is_again = not has_number and any(name and name in place.names for name in names)
+        if is_again or not place.names:
+            place.names = names
+        else:
+            yield cells
 
 
 def _trainer_state(path: Path) -> Iterator[Row]:
@@ -388,7 +307,7 @@ def _wandb_records(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield at, parts
 
 
-LINES: Mapping[MetricFormat, Callable[[Path, Iterable[FileLine], int], Iterator[Row]]] = {
+LINES: Mapping[MetricFormat, Callable[[Path, int, FilePlace | None], Iterator[Row]]] = {
     MetricFormat.JSONL: _json_lines,
     MetricFormat.CSV: _csv,
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -24,7 +24,8 @@ from typing import TypeAlias
 
 from pytest_megatron.base.crc32c import masked_crc32c
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.workloads.golden.model import MetricsFile, Observed, series_of
+from pytest_megatron.workloads.golden.formats.curves import Curves, is_same, joined, two_values
+from pytest_megatron.workloads.golden.model import Disagreements, MetricsFile, Observed
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # Field numbers, by message.
@@ -221,10 +222,10 @@ def find_event_files(path: Path) -> list[Path]:
 def read_tensorboard(path: Path) -> Observed:
     """Read every scalar of the event files at `path`, a file or a directory.
 
-    The files of one directory belong to one attempt: give the directory of that attempt. Where two
-    files have the same step of the same metric, the later file wins, with a note; within
-    one file the later event wins. A last record that was not written to its end is dropped with a
-    note. Values are float32 widened to float, not rounded.
+    The files of one directory belong to one attempt: give the directory of that attempt. A step
+    may be there more than once, as where all ranks write; where its values differ the first is
+    read, and the metric is among the disagreements. A last record that was not written to its end
+    is dropped with a note. Values are float32 widened to float, not rounded.
 
     Raises:
         MetricsError: There is no event file or no scalar, a file cannot be read, or a record in
@@ -235,71 +236,54 @@ def read_tensorboard(path: Path) -> Observed:
         raise MetricsError(
             str(path), f"no metrics: no file {_PATTERN!r} here or below; did the training start?"
         )
-    return read_event_files(paths, str(path))
-
-
-def read_event_files(paths: Sequence[Path], where: str) -> Observed:
-    """Read every scalar of some event files, as `read_tensorboard` does.
-
-    Args:
-        paths: At least one; a later one wins.
-        where: For the error, if they hold none.
-
-    Raises:
-        MetricsError: There is no scalar, or a file cannot be read.
-    """
-    merged: _SCALARS = {}
-    files: list[MetricsFile] = []
-    notes: list[str] = []
-    for event_file in paths:
-        scalars, file = _read_file(event_file)
-        files.append(file)
-        if file.torn_at is not None:
-            notes.append(f"{file.path}: the last record, at byte {file.torn_at}, is torn; dropped")
-        notes.extend(_merge(merged, scalars, file.path))
-    if not merged:
+    curves, files = read_event_files(paths)
+    if not len(curves):
         num_records = sum(file.num_records for file in files)
         raise MetricsError(
-            where,
+            str(path),
             f"no metrics: {len(files)} event file(s) with {num_records} records and no scalar",
         )
-    metrics = {
-        tag: series_of(values, is_full_precision=True) for tag, values in sorted(merged.items())
-    }
-    return Observed(metrics=metrics, files=tuple(files), notes=tuple(notes))
+    torn = [file for file in files if file.torn_at is not None]
+    return Observed(
+        metrics=curves.metrics,
+        files=files,
+        notes=tuple(
+            f"{file.path}: the last record, at byte {file.torn_at}, is torn; dropped"
+            for file in torn
+        ),
+        disagreements=curves.disagreements,
+    )
 
 
-def _merge(merged: _SCALARS, scalars: Mapping[str, dict[int, float]], path: str) -> Iterable[str]:
-    """Let `scalars` win over what `merged` has; return a note for each metric that overlaps."""
-    notes = []
-    for tag, values in sorted(scalars.items()):
-        earlier = merged.setdefault(tag, {})
-        overlap = earlier.keys() & values.keys()
-        if overlap:
-            notes.append(
-                f"{tag}: {len(overlap)} steps ({min(overlap)} to {max(overlap)}) are in several "
-                f"files; {path} wins"
-            )
-        earlier.update(values)
-    return notes
+def read_event_files(paths: Iterable[Path]) -> tuple[Curves, tuple[MetricsFile, ...]]:
+    """Read every scalar of some event files, as `read_tensorboard` does.
+
+    Raises:
+        MetricsError: A file cannot be read, or is damaged.
+    """
+    found = {str(path): _read_file(path) for path in paths}
+    parts = {where: curves for where, (curves, _) in found.items()}
+    return joined(parts), tuple(file for _, file in found.values())
 
 
-def _read_file(path: Path) -> tuple[_SCALARS, MetricsFile]:
+def _read_file(path: Path) -> tuple[Curves, MetricsFile]:
     """Read the scalars of an event file."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
     scalars: _SCALARS = {}
-    num_records, torn_at = _scan(data, scalars, str(path))
-    return scalars, MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at)
+    odd: Disagreements = {}
+    num_records, torn_at = _scan(data, scalars, odd, str(path))
+    file = MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at)
+    return Curves.of(scalars, odd), file
 
 
-def _scan(data: bytes, scalars: _SCALARS, where: str) -> tuple[int, int | None]:
+def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> tuple[int, int | None]:
     """Walk the records of `data` into `scalars`; return their number and the offset of a torn one.
 
     This is the hot loop of reading: one dictionary look-up for the length, one for the kind of
-    event, no function call but the float's.
+    event, one for the step, no function call but the float's.
     """
     lengths: dict[bytes, int] = {}
     kinds: dict[bytes, dict[int, float]] = {}
@@ -325,10 +309,11 @@ def _scan(data: bytes, scalars: _SCALARS, where: str) -> tuple[int, int | None]:
             values = kinds.get(data[head : end - 4])
         else:
             step, values = 0, None
-        if values is not None:
-            values[step] = unpack_float(data, end - 4)[0]
-        else:
-            _decode_slowly(data[start:end], scalars, kinds, f"{where}: byte {at}")
+        if values is None:
+            _decode_slowly(data[start:end], scalars, odd, kinds, f"{where}: byte {at}")
+        elif values.setdefault(step, value := unpack_float(data, end - 4)[0]) != value:
+            name = next(name for name, known in scalars.items() if known is values)
+            _note_if_other(odd, name, step, value, values[step], f"{where}: byte {at}")
         num_records += 1
         at = end + _NUM_CRC_BYTES
     return num_records, None
@@ -361,8 +346,20 @@ def _checked_length(header: bytes, where: str) -> int:
     return length
 
 
+def _note_if_other(
+    odd: Disagreements, name: str, step: int, value: float, known: float, where: str
+) -> None:
+    """Note a value of a step that has another one already; nan is nan."""
+    if name not in odd and not is_same(known, value):
+        odd[name] = (where, two_values(name, step, known, value))
+
+
 def _decode_slowly(
-    payload: bytes, scalars: _SCALARS, kinds: dict[bytes, dict[int, float]], where: str
+    payload: bytes,
+    scalars: _SCALARS,
+    odd: Disagreements,
+    kinds: dict[bytes, dict[int, float]],
+    where: str,
 ) -> None:
     """Decode one event field by field; store its key if the next of its kind can be looked up."""
     try:
@@ -370,7 +367,8 @@ def _decode_slowly(
     except WireError as error:
         raise MetricsError(where, f"damaged event file: {error}; train again") from error
     for tag, value in event.scalars:
-        scalars.setdefault(tag, {})[event.step] = value
+        known = scalars.setdefault(tag, {}).setdefault(event.step, value)
+        _note_if_other(odd, tag, event.step, value, known, where)
     if event.repeating is not None:
         tag = event.scalars[0][0]
         kinds[event.repeating] = scalars[tag]

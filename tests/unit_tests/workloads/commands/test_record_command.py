@@ -36,7 +36,8 @@ if mode == "two":
             print(f"{step},{1 / step + (0.1 if step > 5 else 0)}", file=table)
 if mode == "ranks":
     for step in range(last):
-        print(f"step {step} loss {(2.0 + int(os.environ['RANK'])) / (1 + step):.5f}", flush=True)
+        own = int(os.environ["RANK"]) if "own" in sys.argv else 0
+        print(f"step {step} loss {(2.0 + own) / (1 + step):.5f}", flush=True)
 if mode == "joint":
     for step in range(last):
         for rank in (0, 1):
@@ -143,8 +144,11 @@ def test_by_hand_a_command_has_the_gpus_of_its_row(
     assert "  platforms: dgx_h100\n" in row
 
 
-def test_the_metrics_of_ranks_are_those_of_the_first(project: Path) -> None:
+def test_ranks_that_print_have_to_agree(project: Path) -> None:
     launch = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = record(project, "--", *launch, "loop.py", "ranks", "own", "--max_steps=12")
+    told = "apart: lines of rank 1: step 0 has two values of 'loss', 3.0 here and 2.0 in lines of"
+    assert (done.returncode, told in done.stderr) == (2, True), done.stdout + done.stderr
     done = record(project, "--dry-run", "--", *launch, "loop.py", "ranks", "--max_steps=12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loss: 12 steps, 0 to 11 by 1, 2 -> 0.16667" in done.stdout
@@ -158,12 +162,12 @@ def test_ranks_that_print_into_one_log_are_not_counted_as_one(project: Path) -> 
     words = [str(launch), "launch", "--num_processes", "2", "loop.py", "joint", "--max_steps=12"]
     done = record(project, "--", *words)
     assert done.returncode == 2
-    assert "cannot be told apart: printed lines: step 0 has 'loss' again, 3.0" in done.stderr
+    assert "log:2: step 0 has two values of 'loss', 2.0 and then 3.0; have" in done.stderr
 
 
 def test_a_step_that_starts_again_is_told_before_values_are_counted(project: Path) -> None:
     done = record(project, "--dry-run", "--", "python", "loop.py", "again")
-    told = "no metrics are read by step from printed lines: step 0 has 'loss' again after step 11"
+    told = "log:13: step 0 has two values of 'loss', 3.0 and, after step 11, 1.8"
     assert (told in done.stdout, "printed, counted from 1" in done.stdout) == (True, True)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from golden_command import Ran, run
+from test_tensorboard import event, simple, write_events
 
 from pytest_megatron.workloads.golden.model import Provenance, Value, series_of
 from pytest_megatron.workloads.golden.store import write_golden, write_metrics
@@ -53,6 +54,15 @@ def test_the_policy_and_its_mode_can_be_chosen(golden: Path, observed: Path) -> 
     megatron = ("--golden-policy", "megatron", "--metric", "lm loss")
     assert check(golden, observed, *megatron).code == 1
     assert check(golden, observed, *megatron, "--nondeterministic").code == 0
+
+
+def test_a_compared_metric_has_one_value_a_step(golden: Path, tmp_path: Path) -> None:
+    for name, code in (("val loss", 0), ("lm loss", 2)):
+        events = [event(s, simple("lm loss", float(str(v)))) for s, v in LOSS.items()]
+        both = [event(7, simple(name, value)) for value in (4.93, 0.5)]
+        write_events(tmp_path / "tb" / "events.out.tfevents.1.h", *events, *both)
+        found = check(golden, tmp_path / "tb")
+        assert (found.code, "step 7 has two values of 'lm loss'" in found.err) == (code, code == 2)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from pytest_megatron.workloads.golden.formats import rows
 from pytest_megatron.workloads.golden.formats.rows import FileLine, FilePlace, lines_of
 from pytest_megatron.workloads.golden.model import series_of
 from pytest_megatron.workloads.recipe.metrics import MetricSource, parse_source
+from pytest_megatron.workloads.verdict.attempt import measured_in
 
 SAMPLES = Path(__file__).with_name("samples")
 CSV = parse_source({"source": "csv", "path": "out/**/metrics.csv"}, ("train/loss",))
@@ -80,22 +81,81 @@ def test_a_file_that_was_never_written_is_one_clear_line(tmp_path: Path) -> None
     )
 
 
-def test_two_files_that_disagree_are_refused_and_equal_ones_are_not(tmp_path: Path) -> None:
-    collected, dirs = collector(CSV, tmp_path)
-    for number in (0, 1):
-        version = tmp_path / "out" / f"version_{number}"
-        version.mkdir(parents=True)
-        shutil.copy(SAMPLES / "lightning-2.6.csv", version / "metrics.csv")
-    collected.refresh(is_ended=True)
-    assert len(read_measured(dirs).metrics["train/loss"]) == 7
-    text = (SAMPLES / "lightning-2.6.csv").read_text().replace("1.0553", "1.0554")
-    (tmp_path / "out" / "version_1" / "metrics.csv").write_text(text)
-    collected.refresh(is_ended=True)
-    with pytest.raises(MetricsError, match="step 3 has 'train/loss' again"):
+def loss_of(source: str, step: int, loss: float, rank: int) -> str:
+    """Return what one rank writes at a step: `time` is its own, and is not compared."""
+    if source == "jsonl":
+        return f'{{"step": {step}, "loss": {loss}, "time": {rank}}}\n'
+    if source == "csv":
+        return f"{'step,loss,time' * (step == 1)}\n{step},{loss},{rank}\n"
+    return f"iter {step}: loss {loss}, time {rank}ms\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "place"),
+    [
+        ({"source": "tensorboard", "path": "out/**"}, "out/events.tfevents.1.r1", "events."),
+        ({"source": "csv", "path": "out/*.csv"}, "out/r1.csv", "r0.csv"),
+        ({"source": "jsonl", "path": "out/**/*.jsonl"}, "out/r1.jsonl", "r0.jsonl"),
+        (
+            {
+                "source": "printed",
+                "pattern": r"iter (?P<step>\d+): loss (?P<loss>\S+), time (?P<t>.)",
+            },
+            "lines of rank 1",
+            "lines of rank 0",
+        ),
+    ],
+)
+def test_what_several_ranks_write_is_one_where_it_is_equal_and_refused_where_it_is_not(
+    tmp_path: Path, keys: dict[str, str], where: str, place: str
+) -> None:
+    source = parse_source(keys, ("loss",))
+    collected, dirs = collector(source, tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    dirs.launcher_log.write_text("iter 1: loss 9.0, time 1s\n")  # ours have logs of their own
+    for last in (2.0, 2.5):  # of rank 1
+        for rank in (0, 1):
+            losses = {1: 3.0, 2: 2.0 if rank == 0 else last}
+            if keys["source"] == "tensorboard":
+                scalars = [
+                    event(s, simple("loss", v), simple("time", rank)) for s, v in losses.items()
+                ]
+                write_events(out / f"events.tfevents.1.r{rank}", *scalars)
+                continue
+            file = out / f"r{rank}.{keys['source']}"
+            if keys["source"] == "printed":
+                file = dirs.logs / "none_x" / "attempt_0" / str(rank) / "stdout.log"
+                file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(loss_of(keys["source"], s, v, rank) for s, v in losses.items()))
+        collected.refresh()
+        if keys["source"] in ("printed", "tensorboard") or last == 2.0:
+            assert read_measured(dirs).metrics["loss"].values == (3.0, 2.0)
+        collected.refresh(is_ended=True)
+        if last == 2.0:
+            assert read_measured(dirs).metrics["loss"].values == (3.0, 2.0)
+    with pytest.raises(MetricsError) as caught:
         read_measured(dirs)
+    assert caught.value.where.endswith(where)
+    assert f"step 2 has two values of 'loss', 2.5 here and 2.0 in {place}" in str(caught.value)
 
 
-def test_printed_lines_are_those_of_the_first_rank_that_has_any(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tag", "is_rl"), [("lm loss", False), ("lm-loss", True)])
+def test_ranks_that_write_into_the_directory_of_the_phase_have_to_agree(
+    tmp_path: Path, tag: str, *, is_rl: bool
+) -> None:
+    dirs = PhaseDirs(root=tmp_path)
+    for rank, loss in ((0, 3.5), (1, 3.5), (2, 3.75)):
+        scalars = (simple(tag, loss), simple("time", rank))
+        write_events(dirs.tensorboard / f"events.out.tfevents.{rank}.x", event(1, *scalars))
+        if rank == 1:
+            found = measured_in(dirs, is_rl=is_rl, names=("lm loss",))
+            assert found["lm loss"].values == (3.5,)
+    with pytest.raises(MetricsError, match=r"step 1 has two values of 'lm.loss', 3\.75 here"):
+        measured_in(dirs, is_rl=is_rl, names=("lm loss",))
+
+
+def test_the_first_rank_that_prints_shows_how_far_it_is(tmp_path: Path) -> None:
     collected, dirs = collector(PRINTED, tmp_path)
     dirs.launcher_log.write_text("iter 0: loss 9.0\n")
     collected.refresh()

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.workloads.golden.formats import rows
+from pytest_megatron.workloads.golden import formats
+from pytest_megatron.workloads.golden.formats.curves import Curves
 from pytest_megatron.workloads.golden.formats.rows import (
-    Curves,
     find_disagreement,
     read_printed,
     read_rows,
     rows_of,
 )
-from pytest_megatron.workloads.golden.model import series_of
+from pytest_megatron.workloads.golden.model import refuse_disagreements, series_of
 from pytest_megatron.workloads.recipe.metrics import READY, LinePattern, MetricFormat
 
 SAMPLES = Path(__file__).with_name("samples")
@@ -204,6 +204,35 @@ def test_rows_without_a_step_are_counted_and_an_epoch_counts_where_it_is_whole(
     assert read(parts, MetricFormat.JSONL) == {"a": {1: 5.0, 2: 6.0}}
 
 
+HEADER_TWICE = "step,loss\n1,1.0\nstep,val_loss,loss\n4,0.3,0.25\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "loss"),
+    [
+        pytest.param(HEADER_TWICE, 0, {1: 1.0, 4: 0.25}, id="a-second-header-has-more"),
+        pytest.param(f"{HEADER_TWICE}7,0.2,0.1\n", len(HEADER_TWICE), {7: 0.1}, id="appended"),
+        pytest.param("step,x,loss\n1,2,3\nstep,loss\n4,5\n", 0, {1: 3.0, 4: 5.0}, id="fewer"),
+        pytest.param("\ufeffstep,loss\n10,1.0\n20,0.5\n", 0, {10: 1.0, 20: 0.5}, id="bom"),
+        pytest.param(" step , loss,\n 10, 1.0,\n,,\n20,0,\n", 0, {10: 1.0, 20: 0.0}, id="blanks"),
+    ],
+)
+def test_a_cell_of_a_table_belongs_to_the_header_above_it(
+    tmp_path: Path, text: str, start: int, loss: dict[int, float]
+) -> None:
+    path = written(tmp_path / "log.csv", text)
+    found = read_rows(rows_of(path, MetricFormat.CSV, start), None)
+    assert dict(found.metrics["loss"].items()) == loss
+
+
+@pytest.mark.parametrize("start", [0, 24])
+def test_a_row_that_has_more_cells_than_its_header_is_an_error(tmp_path: Path, start: int) -> None:
+    path = written(tmp_path / "log.csv", "step,loss\n1,1.0\n\n2,0.9\n\n4,0.3,0.25\n")
+    problem = r"log.csv:6: has 3 cells, its header 2 names; write a header with every column"
+    with pytest.raises(MetricsError, match=problem):
+        list(rows_of(path, MetricFormat.CSV, start))
+
+
 def test_a_step_that_is_no_number_of_one_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path / "log.csv", "t,loss\n1,2\n1.5,1\n")
     with pytest.raises(MetricsError, match=r"log.csv:3: t is 1.5, expected the number of a step"):
@@ -227,19 +256,19 @@ def test_what_a_progress_bar_shows_on_its_way_does_not_count(tmp_path: Path) -> 
 def test_a_metric_that_begins_anew_is_refused_only_if_it_is_compared(tmp_path: Path) -> None:
     text = "".join(f"iter {step}: loss {loss}\n" for step, loss in ((0, 3.0), (1, 2.0), (0, 4.0)))
     curves = read_printed([written(tmp_path / "log", text)], READY["nanogpt"])
-    curves.require(["other"])
+    refuse_disagreements(curves.disagreements, ["other"])
     with pytest.raises(MetricsError) as caught:
-        curves.require(["loss"])
+        refuse_disagreements(curves.disagreements, ["loss"])
     assert str(caught.value) == (
-        f"{tmp_path / 'log'}:3: step 0 has 'loss' again after step 1, 4.0 and before 3.0; have one "
-        "rank write it, and each training a file of its own, or a resumed one go on counting"
+        f"{tmp_path / 'log'}:3: step 0 has two values of 'loss', 3.0 and, after step 1, 4.0; have "
+        "one rank write it, and each training a file of its own, or a resumed one go on counting"
     )
 
 
 def test_a_long_metric_is_thinned_and_keeps_what_is_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rows, "MOST_STEPS", 100)
+    monkeypatch.setattr(formats.curves, "MOST_STEPS", 100)
     curves = Curves()
     for step in range(1, 1001):
         curves.add("loss", step, math.nan if step == 777 else float(step), "log")

@@ -114,27 +114,44 @@ def test_several_values_in_one_event_and_step_0_and_non_finite_values(tmp_path: 
     assert {s: str(v) for s, v in read.items()} == {0: "9.0", 1: "inf", 2: "nan", 3: "-inf"}
 
 
-def test_the_last_event_of_a_step_wins(tmp_path: Path) -> None:
-    path = write_events(
-        tmp_path / "events.out.tfevents.1.h",
-        event(1, simple("lm loss", 1.0)),
-        event(1, simple("lm loss", 2.0)),
-    )
-    assert losses(path) == {1: 2.0}
+@pytest.mark.parametrize("is_first", [True, False])  # the first event of a kind is read otherwise
+@pytest.mark.parametrize("other", [500.0, math.nan])
+def test_two_values_of_a_step_disagree_and_two_that_are_equal_do_not(
+    tmp_path: Path, other: float, *, is_first: bool
+) -> None:
+    path = tmp_path / "events.out.tfevents.1.h"
+    odd = 1 if is_first else 3
+    events = [
+        event(step, simple(name, value))
+        for step in (1, 2, 3)
+        for name in ("lm loss", "time")
+        for value in (0.5, other if (step, name) == (odd, "lm loss") else 0.5)
+    ]
+    write_events(path, *events, event(4, simple("lm loss", math.nan), simple("lm loss", math.nan)))
+    observed = read_tensorboard(path)
+    assert list(observed.disagreements) == ["lm loss"]
+    where, text = observed.disagreements["lm loss"]
+    assert where.startswith(f"{path}: byte ")
+    assert text.startswith(f"step {odd} has two values of 'lm loss', 0.5 and then {other}; have")
+    assert [str(value) for value in losses(path).values()] == ["0.5", "0.5", "0.5", "nan"]
 
 
-def test_the_later_of_several_files_wins_and_says_so(tmp_path: Path) -> None:
+def test_several_files_are_one_where_they_agree(tmp_path: Path) -> None:
     later = tmp_path / "again" / "events.out.tfevents.20.h"
     first = tmp_path / "events.out.tfevents.3.h"
     write_events(later, *(event(s, simple("lm loss", 2.0)) for s in (2, 3, 4)))
-    write_events(first, *(event(s, simple("lm loss", 1.0)) for s in (1, 2, 3)))
+    write_events(first, *(event(s, simple("lm loss", 2.0)) for s in (1, 2, 3)))
     observed = read_tensorboard(tmp_path)
-    assert dict(observed.metrics["lm loss"].items()) == {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    assert dict(observed.metrics["lm loss"].items()) == {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    assert observed.disagreements == {}
     assert observed.files == (
         MetricsFile(path=str(first), num_records=4),
         MetricsFile(path=str(later), num_records=4),
     )
-    assert observed.notes == (f"lm loss: 2 steps (2 to 3) are in several files; {later} wins",)
+    write_events(first, event(3, simple("lm loss", 1.0)))
+    text = f"step 3 has two values of 'lm loss', 2.0 here and 1.0 in {first}; have one rank"
+    where, problem = read_tensorboard(tmp_path).disagreements["lm loss"]
+    assert (where, problem.partition(" write")[0]) == (str(later), text)
 
 
 @pytest.mark.parametrize("num_bytes_cut", [1, 4, 5, 30, 40])

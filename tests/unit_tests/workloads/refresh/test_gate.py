@@ -262,13 +262,6 @@ def test_a_loss_that_stands_still_where_the_old_one_moved_is_refused(staged: Sta
     assert "frozen" in rules(staged, Terms(reason="whatever"))
 
 
-def test_a_step_that_is_there_twice_is_refused(staged: Staged) -> None:
-    directory = staged.add("c", [SOUND, SOUND])
-    lines = directory / "repeat_2" / "attempt_1" / "phase_1" / "metrics.jsonl"
-    lines.write_text('{"step": 1, "lm loss": 3.0}\n{"step": 1, "lm loss": 4.0}\n')
-    assert rules(staged) == ["duplicate-steps"]
-
-
 def test_a_metric_that_the_old_golden_has_must_not_go(staged: Staged) -> None:
     staged.golden("c", metric_map(curve(), num_zeros={1: 4.0}))
     staged.add("c", [SOUND, SOUND])

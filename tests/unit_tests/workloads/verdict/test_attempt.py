@@ -212,3 +212,14 @@ def test_of_two_losses_the_one_that_was_not_finite_first_is_named() -> None:
     late = series_of({**dict(late.items()), 15: float("nan")})
     found = find_problem({"train/loss": late, "val/loss": early}, ("train/loss", "val/loss"), 15)
     assert found == "val/loss is nan at step 11, the first that is not finite"
+
+
+def test_a_compared_metric_has_one_value_at_each_step(tmp_path: Path) -> None:
+    end = phase(tmp_path)
+    lines = ["", *(f'{{"step": {step}, "lm loss": 3.5, "eval": {step}}}\n' for step in range(11))]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("".join([*lines, '{"step": 4, "eval": 9, "lm loss": 3.5}\n']))
+    assert cause_of(end) is None
+    log.write_text("".join([*lines, '{"step": 4, "lm loss": NaN}\n']))
+    problem = text_of(end)
+    assert f"{log}:12: step 4 has two values of 'lm loss', 3.5 and, after step 10, nan" in problem

@@ -252,11 +252,13 @@ def read_git(root: Path, *arguments: str, fine: Collection[int] = (0,)) -> bytes
     return done.stdout if done.returncode in fine else None
 
 
-def run_git(root: Path, *arguments: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def run_git(
+    root: Path, *arguments: str, given: bytes = b"", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
     """Run git in the directory `root` to its end, with `given` as its input.
 
     Raises:
         OSError: It cannot be started.
     """
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, input=given, capture_output=True, check=False)
+    return subprocess.run(command, input=given, env=env, capture_output=True, check=False)

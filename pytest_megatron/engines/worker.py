@@ -96,6 +96,7 @@ def claim_start(directory: Path) -> int:
 def run(spec: JobSpec, step: Step | None) -> int:
     """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
     started, is_second = time.time(), False
+    facts = gather_facts(spec.root)  # before anything can change the tree
     ends: tuple[EndRecord, ...] = ()
     health: Health | None = None
     trouble: EngineError | None = None
@@ -122,7 +123,7 @@ def run(spec: JobSpec, step: Step | None) -> int:
         key=spec.key,
         ends=ends,
         health=health,
-        facts=gather_facts(spec.root),
+        facts=facts,
         hosts=(os.environ.get("SLURMD_NODENAME", host),) if step is None else step.place.hosts,
         trouble=trouble,
         job_id=os.environ.get("SLURM_JOB_ID", ""),

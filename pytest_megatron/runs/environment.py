@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import os
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from pytest_megatron.base.project import ask_git, read_git
+from pytest_megatron.base.project import read_git
 from pytest_megatron.base.schema import matches
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
+from pytest_megatron.runs.tree import is_recipe, read_tree
 
 _PACKAGES = (
     "pytest-megatron",
@@ -65,18 +65,22 @@ class SessionFacts(RecordedFacts):
     """The surroundings of a run: what its files have of them, and all of the host.
 
     Attributes:
-        has_new_recipes_alone: Whether new recipes, which are committed with their goldens, are all
-            that makes the tree dirty.
+        edited: Files that differ from the commit, of its whole repository.
+        new: Files of the project that git neither has nor ignores.
     """
 
     host: Host
     python: str
-    has_new_recipes_alone: bool = False
+    edited: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
 
     @property
-    def is_uncommitted(self) -> bool:
-        """True if the commit does not name the program that a golden is measured with."""
-        return self.commit is None or (self.is_dirty and not self.has_new_recipes_alone)
+    def uncommitted(self) -> tuple[str, ...]:
+        """What the commit does not name of the program that a golden is measured with.
+
+        New recipes are committed with their goldens.
+        """
+        return (*self.edited, *(name for name in self.new if not is_recipe(name)))
 
     def versions_on(self, platform_name: str) -> dict[str, str]:
         """Return the facts that decide how a workload of that platform rounds, and the others."""
@@ -89,20 +93,19 @@ class SessionFacts(RecordedFacts):
         return RecordedFacts(**{f.name: getattr(self, f.name) for f in fields(RecordedFacts)})
 
 
-# Goldens, and what Python itself writes where nobody told git to ignore it.
-_NO_CHANGES = (":(exclude)golden_values", ":(exclude,glob)**/__pycache__/**")
-_NEW_RECIPE = re.compile(r'\?\? "?(.*/)?recipes/.*').fullmatch
+tree_at_start = functools.cache(read_tree)
 
 
 @functools.cache
 def gather_facts(root: Path) -> SessionFacts:
     """Ask git, the packages and the host; once per process."""
     host = this_host()
-    status = ask_git(root, "status", "--porcelain", "--", ".", *_NO_CHANGES)
+    tree = tree_at_start(root)
     return SessionFacts(
-        commit=ask_git(root, "rev-parse", "HEAD"),
-        is_dirty=bool(status),
-        has_new_recipes_alone=all(map(_NEW_RECIPE, (status or "").splitlines())),
+        commit=tree.commit,
+        is_dirty=bool(tree.new) or not all(name.startswith("../") for name in tree.edited),
+        edited=tuple(sorted(tree.edited)),
+        new=tuple(sorted(tree.new)),
         image=next((os.environ[name] for name in _IMAGE_VARIABLES if name in os.environ), None),
         host=host,
         driver=host.driver,

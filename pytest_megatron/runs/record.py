@@ -134,6 +134,8 @@ class RecordedGolden:
         digests: File in the workload's directory -> SHA-256; None where none was noted.
         is_offered: Whether the session was to write it.
         problem: Why there is no candidate.
+        uncommitted: What the tree had beside its commit when the run began, by name.
+        changed: What of the tree was not as it was then when the workload had trained.
     """
 
     target: str | None = None
@@ -141,6 +143,8 @@ class RecordedGolden:
     digests: dict[str, str] | None = None
     is_offered: bool | None = None
     problem: str | None = None
+    uncommitted: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

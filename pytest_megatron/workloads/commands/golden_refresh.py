@@ -16,6 +16,7 @@ import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH, format_option, root_option
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.project import SHORT_COMMIT, ask_git
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.find import find_runs
@@ -80,23 +81,34 @@ def accept(  # noqa: PLR0913 - click hands over one argument an option
     with tempfile.TemporaryDirectory() as scratch:
         found = find_runs(runs, Path(scratch), _is_wanted)
         candidates = [c for run in found for c in read_run(run.directory, root, policy)]
-        outcome = _write(_select(candidates, only), root, terms, is_dry=is_dry)
+        candidates = _select(candidates, only)
+        outcome = _write(candidates, root, terms, is_dry=is_dry)
+    _say_commit(candidates, root)
     _report(outcome, _pages_directory(runs, root), terms, form=form, is_dry=is_dry)
 
 
-def _select(candidates: Sequence[Candidate], only: Sequence[str]) -> tuple[Candidate, ...]:
+def _say_commit(candidates: Sequence[Candidate], root: Path) -> None:
+    """Say that the candidates were measured at another commit than the one that is here."""
+    here = ask_git(root, "rev-parse", "HEAD")
+    origins = [c.golden.provenance for c in candidates if c.golden and c.golden.provenance]
+    others = sorted({o.commit[:SHORT_COMMIT] for o in origins if o.commit not in (None, here)})
+    if here is not None and others:
+        click.echo(f"measured at {', '.join(others)}; HEAD is {here[:SHORT_COMMIT]}", err=True)
+
+
+def _select(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:
     """Return those that `--only` names: by node id, part of one, or a pattern with `*`.
 
     Raises:
         GoldenError: One of the words names none.
     """
     if not only:
-        return tuple(candidates)
+        return list(candidates)
     for word in only:
         if not any(_is_named(c, word) for c in candidates):
             known = ", ".join(sorted({c.node_id for c in candidates})) or "none"
             raise GoldenError("--only", f"{word!r} is no workload of these runs, they have {known}")
-    return tuple(c for c in candidates if any(_is_named(c, word) for word in only))
+    return [c for c in candidates if any(_is_named(c, word) for word in only)]
 
 
 def _is_named(candidate: Candidate, word: str) -> bool:

@@ -20,6 +20,7 @@ import yaml
 
 from pytest_megatron.base.command import EXIT_FAILED, root_option
 from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError, MegatronError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, this_host
@@ -296,6 +297,7 @@ def command(  # noqa: PLR0913 - the options
             gpus=gpus,
             num_gpus=num_gpus,
         )
+        commit = ask_git(root, "rev-parse", "HEAD")
         click.echo(f"running once as it is: {shlex.join(words)}")
         ran = by_hand.run("first")
         best = choose(ran, metrics, words)
@@ -318,6 +320,11 @@ def command(  # noqa: PLR0913 - the options
             click.echo("" if is_equal else _ADVICE)
             click.echo(_golden(best, other))
             sys.exit(0 if is_equal else EXIT_FAILED)
+        if ask_git(root, "rev-parse", "HEAD") != commit:
+            raise LaunchError(
+                shlex.join(words),
+                "another commit was checked out while it ran; nothing was written; run it again",
+            )
         sys.exit(_write(by_hand, row, best, name=row_name, reason=reason))
 
 

@@ -173,7 +173,7 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
     Args:
         record: The job's.
         planned: What the job carried out.
-        controller: The commit is known by the controller's checkout.
+        controller: Its checkout counts where the job's cannot be read.
     """
     outcome = SubmissionOutcome(
         ends=_with_plans(record.ends, planned.plan),
@@ -181,7 +181,14 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
     )
     if record.facts is None:
         return outcome
-    facts = replace(record.facts, commit=controller.commit, is_dirty=controller.is_dirty)
+    known = controller if record.facts.commit is None else record.facts
+    facts = replace(
+        record.facts,
+        commit=known.commit,
+        edited=known.edited,
+        new=controller.new,
+        is_dirty=controller.is_dirty,
+    )
     return replace(outcome, facts=facts)
 
 

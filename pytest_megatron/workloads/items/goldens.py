@@ -19,18 +19,26 @@ import pytest
 
 from pytest_megatron.base.files import digest_of
 from pytest_megatron.base.project import ask_git_for_owner
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, listed
 from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
-from pytest_megatron.runs.environment import SessionFacts
+from pytest_megatron.runs.environment import SessionFacts, tree_at_start
 from pytest_megatron.runs.layout import BY_HAND
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload
+from pytest_megatron.runs.tree import read_tree
 from pytest_megatron.session.state import RunSession
 from pytest_megatron.workloads.golden.model import Golden
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path, new_golden_path, read_golden
 from pytest_megatron.workloads.items.engine import engine_of
-from pytest_megatron.workloads.recipe.case import Evaluation
-from pytest_megatron.workloads.refresh.gate import Candidate, GateRule, hard
+from pytest_megatron.workloads.recipe.case import Evaluation, case_path
+from pytest_megatron.workloads.refresh.gate import (
+    LEAVE_ALONE,
+    MOST_CHANGED,
+    MOST_NAMED,
+    Candidate,
+    GateRule,
+    hard,
+)
 from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
 from pytest_megatron.workloads.refresh.report import commit_message, markdown
 from pytest_megatron.workloads.refresh.write import (
@@ -42,7 +50,12 @@ from pytest_megatron.workloads.refresh.write import (
     write_pages,
 )
 from pytest_megatron.workloads.verdict.compare import check_golden_kind
-from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.workloads.verdict.job import (
+    CheckedJob,
+    Training,
+    WorkloadJob,
+    config_hash,
+)
 
 _LOG = logging.getLogger("pytest_megatron.workloads")
 
@@ -155,6 +168,7 @@ class GoldenWriter:
         """
         facts, job = self._session.facts, checked.job
         self._refuse_uncommitted(facts)
+        self._refuse_changed(job)
         target = new_golden_path(self._root, job.workload)
         if not job.is_compared or not self.wants(has_golden=target.is_file()):
             return
@@ -173,9 +187,11 @@ class GoldenWriter:
 
     def _refuse_uncommitted(self, facts: SessionFacts) -> None:
         is_writing = self._options.is_writing_goldens
-        if not is_writing or not facts.is_uncommitted or self._options.is_dirty_allowed:
+        is_committed = facts.commit is not None and not facts.uncommitted
+        if not is_writing or is_committed or self._options.is_dirty_allowed:
             return
-        state = "has no git commit" if facts.commit is None else "has uncommitted changes"
+        state = f"has uncommitted changes ({listed(facts.uncommitted, MOST_NAMED)})"
+        state = "has no git commit" if facts.commit is None else state
         if facts.commit is None and (mend := ask_git_for_owner(self._root)) is not None:
             raise GoldenError(
                 str(self._root),
@@ -188,6 +204,36 @@ class GoldenWriter:
             f"can name; commit first, or give --allow-dirty, which the golden then says",
         )
 
+    def _refuse_changed(self, job: WorkloadJob) -> None:
+        """Refuse to measure a tree that is no more the one which the golden would name."""
+        if not self._options.is_writing_goldens or self._options.is_dirty_allowed:
+            return
+        changed = read_tree(self._root).since(tree_at_start(self._root))
+        if job.is_compared and changed:
+            raise GoldenError(
+                str(self._root),
+                f"--golden {self._options.golden}: the tree changed after the run had begun: "
+                f"{listed(changed, MOST_CHANGED)}; nothing was run; {LEAVE_ALONE}",
+            )
+
+    def _changes(self, training: Training) -> tuple[str, ...]:
+        """Return what was not, when a workload had trained, as it was when the run began.
+
+        The case counts where git does not see it, too.
+        """
+        job = training.job
+        changed = [
+            *read_tree(self._root).since(tree_at_start(self._root)),
+            *training.other_code(self._session.facts),
+        ]
+        try:
+            is_same_case = config_hash(self._root, job.workload) == job.config_hash
+        except MegatronError:
+            is_same_case = False
+        if not is_same_case:
+            changed.append(str(case_path(self._root, job.workload).relative_to(self._root)))
+        return tuple(dict.fromkeys(changed))
+
     def record_of(self, job: WorkloadJob) -> RecordedGolden:
         """Return the record of a golden that has no candidate."""
         target = new_golden_path(self._root, job.workload)
@@ -198,10 +244,13 @@ class GoldenWriter:
         record = self.record_of(training.job)
         if not training.clean:
             return record
+        facts, changed = training.facts(self._session.facts), self._changes(training)
+        record = replace(record, uncommitted=facts.uncommitted, changed=changed)
         try:
             path = make_candidate(
                 training,
-                training.facts(self._session.facts),
+                facts,
+                is_dirty=bool(facts.uncommitted or changed),
                 arguments=self._session.arguments,
                 policy=self._options.golden_policy,
             )
@@ -287,6 +336,13 @@ class GoldenWriter:
         """Write the page and the commit message, and return the lines to print."""
         reason = self._terms.reason
         lines = [f"goldens: {len(outcome.differences)} written"]
+        own = {os.path.relpath(path, self._root) + "/" for path in (run_dir, *run_dir.parents)}
+        new = sorted(read_tree(self._root).new - tree_at_start(self._root).new - own)
+        if new:
+            lines.append(
+                f"new in the tree, and in no commit: {listed(new, MOST_NAMED)}; have git ignore "
+                "what trainings write; commit what they read, and measure again"
+            )
         try:
             page, message = write_pages(run_dir, outcome, reason)
         except OSError as error:

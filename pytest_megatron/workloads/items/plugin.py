@@ -97,7 +97,11 @@ class SelectionPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
-        """Have pytest-testmon leave out no row: it does not see what a training executes."""
+        """Look at the tree before recipes are read, and have pytest-testmon leave out no row.
+
+        That does not see what a training executes.
+        """
+        _ = self._session.facts
         select = session.config.pluginmanager.get_plugin("TestmonSelect")
         for name in () if select is None else ("deselected_tests", "deselected_files"):
             kept = [one for one in vars(select)[name] if not _is_of_recipe(one)]

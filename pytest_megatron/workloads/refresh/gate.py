@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+from pytest_megatron.base.text import listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.workloads.golden.build import KEPT_METRICS, series_in
@@ -102,6 +103,8 @@ class Candidate:
         is_expected_to_fail: `TEST_EVALUATION: xpass`, and it did.
         is_quarantined: True if a failure of it does not count.
         damage: Missing or wrong parts of the run's files.
+        uncommitted: What the tree had beside its commit when the run began, by name.
+        changed: What of the tree was not as it was then when the workload had trained.
     """
 
     node_id: str
@@ -122,6 +125,8 @@ class Candidate:
     is_quarantined: bool = False
     is_lightweight: bool = False
     damage: tuple[str, ...] = ()
+    uncommitted: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 class GateRule(Enum):
@@ -208,6 +213,11 @@ MEMORY = 0.01  # of the peak
 TIME = 0.05  # of the median
 # Guessing evenly among the largest vocabularies costs 13; the worst start of Megatron-LM is 43.
 MOST_LOSS = 100.0
+MOST_NAMED, MOST_CHANGED = 5, 20  # files
+LEAVE_ALONE = (
+    "leave it alone, keep what trainings write out of git, and run again; or give --allow-dirty, "
+    "which the golden then says"
+)
 ROUNDED = 1e-4  # of the median; five decimals, which Megatron-LM's goldens have, are sound
 _DECIMALS, _BITS, _LEAST_DIGITS = 5, 24, 8
 _TIME_METRIC = "iteration-time"
@@ -689,11 +699,19 @@ def _check_origin(
             "the run was not of a git commit, which the golden has to name; commit, or give "
             "--allow-dirty",
         )
-    elif origin.is_dirty and not is_dirty_allowed:
+    elif candidate.changed and not is_dirty_allowed:
         yield Refusal(
             GateRule.DIRTY,
-            "the tree of the run had changes that its commit lacks; commit them and run "
-            "again, or give --allow-dirty, which the golden then says",
+            f"the tree changed after the run had begun: {listed(candidate.changed, MOST_CHANGED)}; "
+            f"{LEAVE_ALONE}",
+        )
+    elif origin.is_dirty and not is_dirty_allowed:
+        names = f": {listed(candidate.uncommitted, MOST_NAMED)}" if candidate.uncommitted else ""
+        yield Refusal(
+            GateRule.DIRTY,
+            f"the tree of the run had changes that its commit lacks{names}; commit them, or have "
+            "git ignore those that no training reads, and run again; or give --allow-dirty, which "
+            "the golden then says",
         )
     platform = candidate.platform
     wanted = PLATFORM_GPUS.get(platform or "")

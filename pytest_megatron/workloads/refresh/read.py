@@ -57,8 +57,6 @@ from pytest_megatron.workloads.recipe.case import (
     CaseMode,
     TestType,
     WorkloadCase,
-    case_document,
-    fingerprint,
     parse_case,
     read_case,
 )
@@ -126,6 +124,8 @@ def read_candidate(
         platform=record.platform,
         is_expected_to_fail=record.is_expected,
         is_quarantined=record.is_held and record.verdict != "passed",
+        uncommitted=golden.uncommitted,
+        changed=golden.changed,
     )
     try:
         return _with_values(found, root, policy, golden.digests or {})
@@ -340,13 +340,19 @@ _SIZES = {
 
 
 def make_candidate(
-    training: Training, facts: SessionFacts, *, arguments: Sequence[str], policy: str
+    training: Training,
+    facts: SessionFacts,
+    *,
+    is_dirty: bool,
+    arguments: Sequence[str],
+    policy: str,
 ) -> Path:
     """Write the values of a training, as a golden, into its run directory; return the file.
 
     Args:
         training: At least one repeat of it is clean.
         facts: Where it ran.
+        is_dirty: Whether it trained another program than the commit names.
         arguments: The arguments typed after `pytest`.
         policy: The policy of the run.
 
@@ -360,7 +366,7 @@ def make_candidate(
         repeats.append(read_metrics(training.job.dirs.by_hand).metrics)
     names = training.job.metric_names or ()
     metrics = repeats[0] if generation is not None else combine(repeats, names)
-    provenance = _provenance(training, metrics, repeats, facts)
+    provenance = _provenance(training, metrics, repeats, facts, is_dirty=is_dirty)
     path = training.job.dirs.root / CANDIDATE
     golden = Golden(
         path=str(path),
@@ -386,9 +392,9 @@ def make_prospect(
     job = checked.job
     provenance = Provenance(
         commit=facts.commit,
-        is_dirty=facts.is_dirty and facts.is_uncommitted,
+        is_dirty=bool(facts.uncommitted),
         gpu=_gpu(job, facts) if is_here else None,
-        config_hash=_config_hash(job),
+        config_hash=job.config_hash,
         world_size=checked.plan.phases[0].world_size,
     )
     return Candidate(
@@ -408,7 +414,12 @@ def _gpu(job: WorkloadJob, facts: SessionFacts) -> str | None:
 
 
 def _provenance(
-    training: Training, metrics: MetricMap, repeats: Sequence[MetricMap], facts: SessionFacts
+    training: Training,
+    metrics: MetricMap,
+    repeats: Sequence[MetricMap],
+    facts: SessionFacts,
+    *,
+    is_dirty: bool,
 ) -> Provenance:
     """Return where the values come from and how far the repeats differ."""
     job, first = training.job, training.clean[0]
@@ -424,7 +435,7 @@ def _provenance(
         is_equal = all(repeat == metrics for repeat in repeats)
     return Provenance(
         commit=facts.commit,
-        is_dirty=facts.is_dirty and facts.is_uncommitted,
+        is_dirty=is_dirty,
         image=facts.image,
         gpu=gpu,
         driver=None if gpu is None else facts.host.driver,
@@ -436,18 +447,12 @@ def _provenance(
         deterministic=is_equal,
         spread=spread,
         directions=directions,
-        config_hash=_config_hash(job),
+        config_hash=job.config_hash,
         world_size=first.ends[0].plan.world_size if first.ends else None,
         layout=None if job.case is None else _layout(job.case),
         seed=int(seed) if seed is not None and seed.isdecimal() else None,
         run=ci_page(os.environ) or job.dirs.root.parent.name,
     )
-
-
-def _config_hash(job: WorkloadJob) -> str:
-    """Return the fingerprint of the case and the recipe row."""
-    case = case_document(job.setting.root, job.workload)
-    return fingerprint(job.workload, None if case is None else case.value)
 
 
 def _layout(case: WorkloadCase) -> str | None:

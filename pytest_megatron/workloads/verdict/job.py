@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.base.project import SHORT_COMMIT, ProjectConfig
 from pytest_megatron.base.text import nearest
 from pytest_megatron.errors import CaseError, LaunchError
 from pytest_megatron.gpu.host import CPU_PLATFORM
@@ -32,8 +32,10 @@ from pytest_megatron.workloads.recipe.case import (
     CaseMode,
     TestType,
     WorkloadCase,
+    case_document,
     case_of,
     case_path,
+    fingerprint,
 )
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
@@ -68,6 +70,7 @@ class WorkloadJob:
         table: The signatures that a failure is looked up in.
         replay: What of it is done again, where this is about an earlier run.
         is_writing_goldens: Whether what it measures is to become a golden.
+        config_hash: The `fingerprint` of case and row as they are trained.
     """
 
     node_id: str
@@ -80,6 +83,7 @@ class WorkloadJob:
     table: Table = field(default_factory=builtin_table)
     replay: Replay = field(default_factory=Replay)
     is_writing_goldens: bool = False
+    config_hash: str | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
@@ -159,6 +163,16 @@ class Training:
     def facts(self, here: SessionFacts) -> SessionFacts:
         """Return where and with what it ran: `here`, unless an engine's job recorded its own."""
         return next((a.facts for a in reversed(self.attempts) if a.facts is not None), here)
+
+    def other_code(self, here: SessionFacts) -> tuple[str, ...]:
+        """Return what of the checkouts that an engine's jobs had is not as it is `here`."""
+        found: list[str] = []
+        for there in (attempt.facts for attempt in self.attempts if attempt.facts is not None):
+            if there.commit != here.commit:
+                ours, theirs = ((c or "none")[:SHORT_COMMIT] for c in (here.commit, there.commit))
+                found.append(f"HEAD, which is {ours} here and was {theirs} in the job")
+            found += sorted({*there.edited} - {*here.edited})
+        return tuple(dict.fromkeys(found))
 
     @property
     def clean(self) -> tuple[Attempt, ...]:
@@ -298,12 +312,23 @@ def make_job(
         table=options.table,
         replay=options.replay,
         is_writing_goldens=options.is_writing_goldens,
+        config_hash=config_hash(setting.root, workload),
     )
     checked = check_job(job)
     if not isinstance(place, Checking):
         return checked
     found = place.findings(workload, job.setting, checked.needed)
     return replace(checked, engine_findings=tuple(found))
+
+
+def config_hash(root: Path, workload: Workload) -> str:
+    """Return the fingerprint of a row and of its case as that is now.
+
+    Raises:
+        YamlError: The case cannot be read.
+    """
+    case = case_document(root, workload)
+    return fingerprint(workload, None if case is None else case.value)
 
 
 def check_job(job: WorkloadJob) -> CheckedJob:

@@ -53,6 +53,26 @@ def test_a_training_in_a_job_is_what_it_is_here(project: Project) -> None:
     assert engine.exit_codes == [0]
 
 
+def test_a_job_with_a_checkout_of_its_own_says_what_is_other_there(project: Project) -> None:
+    """An image may have been made of another commit, or of an edited tree."""
+    case, identity = project.add("sound"), "-c user.name=t -c user.email=t@example.org"
+    make = (
+        f"git init -q && git add train.py && git {identity} commit -qm one && git clone -q . image"
+    )
+    image = f"cd image && echo 2 >train.py && git {identity} commit -qam two"
+    subprocess.run(["/bin/sh", "-c", f"{make} && {image}"], cwd=project.root, check=True)
+    context = context_of(project)
+    job = job_of(project, case)
+    found = []
+    for number, env in enumerate(({}, {"GIT_DIR": f"{project.root}/image/.git"})):
+        checked = check_job(replace(job, dirs=replace(job.dirs, root=project.root / f"{number}")))
+        engine = WorkerEngine(context, env)
+        training = train(checked, context.facts, Silent(), AlwaysAgain(), engine)
+        found.append([x.split()[0] for x in training.other_code(context.facts)])
+        assert (training.facts(context.facts).commit == context.facts.commit) is (not env)
+    assert found == [[], ["HEAD,", "train.py"]]
+
+
 def test_a_failed_rank_is_named_as_here(project: Project) -> None:
     project.add("crash", "crash@3:1")
     context = context_of(project)

@@ -229,11 +229,66 @@ def test_a_dirty_tree_is_refused_before_anything_runs(tmp_path: Path) -> None:
     run = project.run("recipes", "--golden", "record")
     assert run.outcomes == {"new": "ERROR"}
     assert (
-        "--golden record: the tree has uncommitted changes, expected a commit that the golden can "
-        "name; commit first, or give --allow-dirty, which the golden then says"
+        "--golden record: the tree has uncommitted changes (notes.txt), expected a commit that the "
+        "golden can name; commit first, or give --allow-dirty, which the golden then says"
     ) in run.stdout
     assert not project.golden_path("new").exists()
     assert not run.directory.exists()
+
+
+# Of a training's two ranks the first one to come runs a line of the shell, once in a session.
+CHANGING = """
+import subprocess
+try:
+    open(os.environ["ONCE"], "x").close()
+except FileExistsError:
+    pass
+else:
+    subprocess.run(os.environ["CHANGE"], shell=True, check=True)
+"""
+
+
+def test_a_tree_that_changes_while_it_is_measured_makes_no_golden(tmp_path: Path) -> None:
+    """Hours lie between the first training and the last one; what trainings write is no change."""
+    project = Project(root=tmp_path)
+    for case in ("first", "last"):
+        project.row(project.case(case), write_golden=False)
+    program = tmp_path / "train.py"
+    program.write_text(f"{program.read_text()}\nimport os\n{CHANGING}")
+    commit(project)
+    done = project.run(
+        *("recipes", "-k", "first", "--golden", "record"),
+        CHANGE="echo 1 >>out.log",
+        ONCE=str(project.state("1")),
+    )
+    assert done.verdict("first") == ("PASSED", "passed")
+    assert "\nnew in the tree, and in no commit: out.log; have git ignore" in done.stdout
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "golden")
+    before = goldens(project)
+    run = project.run(
+        *("recipes", "--golden", "refresh"),
+        run_dir="run-changed",
+        CHANGE="echo 1 >>out.log; echo '# 2' >>train.py",
+        ONCE=str(project.state("2")),
+    )
+    assert run.outcomes == {"first": "FAILED", "last": "ERROR"}
+    changed = "the tree changed after the run had begun: out.log, train.py; "
+    assert f"[dirty] {changed}leave it alone, " in run.problem("first")
+    assert f"--golden refresh: {changed}nothing was run" in run.problem("last")
+    accepted = golden_command(project, "accept", "run-changed", "--only", "first")
+    assert (accepted.exit_code, f"[dirty] {changed}" in accepted.stderr) == (1, True)
+    assert "HEAD" not in accepted.stderr
+    assert goldens(project) == before
+    old = git(project, "rev-parse", "--short=12", "HEAD")
+    git(project, "commit", "-qam", "other")
+    more = ("--only", "first", "--allow-dirty")
+    accepted = golden_command(project, "accept", "run-changed", *more)
+    new = git(project, "rev-parse", "--short=12", "HEAD")
+    assert (accepted.exit_code, accepted.stderr) == (0, f"measured at {old}; HEAD is {new}\n")
+    provenance = read_golden(project.golden_path("first")).provenance
+    assert provenance is not None
+    assert provenance.is_dirty is True
 
 
 def test_a_dirty_tree_may_be_allowed_and_is_recorded(tmp_path: Path) -> None:

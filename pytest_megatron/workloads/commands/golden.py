@@ -19,6 +19,7 @@ from pytest_megatron.workloads.golden.compare.inference import Pair, compare_gen
 from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     comparisons_to_json,
+    name_unjudged,
     render,
     render_layers,
 )
@@ -215,9 +216,10 @@ def _as_text(
     """Return comparisons as text."""
     num_failed = sum(not comparison.passed for comparison in comparisons)
     num_judged = sum(comparison.is_judged for comparison in comparisons)
-    verdict = "all passed" if num_judged else "nothing was judged"
+    verdict = "all passed" if num_judged == len(comparisons) else f"{num_judged} passed"
     if num_failed:
         verdict = f"{num_failed} of {len(comparisons)} failed"
+    verdict = ", ".join(filter(None, [verdict, name_unjudged(comparisons)]))
     return "\n".join(
         [
             *(line for comparison in comparisons for line in _lines(comparison)),

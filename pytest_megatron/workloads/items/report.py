@@ -25,7 +25,7 @@ from pytest_megatron.runs.record import (
 )
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
-from pytest_megatron.workloads.golden.compare.result import render, render_layers
+from pytest_megatron.workloads.golden.compare.result import name_unjudged, render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
 from pytest_megatron.workloads.training.plan.phases import Frozen, Rewind, Saved
 from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
@@ -309,8 +309,10 @@ def summary_line(
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note
             for repeat in judgement.repeats
-            for comparison in repeat.comparisons
-            for note in comparison.notes
+            for note in (
+                *(note for c in repeat.comparisons if c.is_judged for note in c.notes),
+                *filter(None, [name_unjudged(repeat.comparisons)]),
+            )
         ]
         parts += list(dict.fromkeys(notes))
     parts += list(dict.fromkeys(a.note for a in training.attempts if a.note is not None))

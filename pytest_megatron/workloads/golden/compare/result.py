@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import groupby
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, grouped
 from pytest_megatron.runs.record import (
     RELATIVE,
     Deviation,
@@ -238,6 +238,14 @@ def render(comparison: Comparison) -> str:
             f"mean signed {deviation.mean_signed_relative:+.1e} over {deviation.num_compared} steps"
         )
     return "; ".join([*parts, comparison.golden_path])
+
+
+def name_unjudged(comparisons: Iterable[Comparison]) -> str:
+    """Return `2 not judged: a, b (why)`, each reason once; empty if all were judged."""
+    reasons = grouped(("; ".join(c.notes), c.metric) for c in comparisons if not c.is_judged)
+    texts = [f"{', '.join(names)} ({why})" for why, names in reasons.items()]
+    num = sum(map(len, reasons.values()))
+    return f"{num} not judged: {', '.join(texts)}" if texts else ""
 
 
 def render_layers(comparison: Comparison) -> list[str]:

@@ -11,6 +11,7 @@ from pytest_megatron.workloads.golden.model import Provenance, Value, series_of
 from pytest_megatron.workloads.golden.store import write_golden, write_metrics
 
 LOSS: dict[int, Value] = {s: 5.0 - s / 100 for s in range(1, 51)}
+COSTS = ("iteration-time", "mem-max-allocated-bytes")
 
 
 @pytest.fixture
@@ -35,6 +36,28 @@ def check(golden: Path, observed: Path, *more: str) -> Ran:
 def test_an_equal_run_passes(golden: Path, observed: Path) -> None:
     told = f"lm loss: passed, 50 steps; bitwise equal; {golden}\nstrict: all passed\n"
     assert check(golden, observed) == (0, told, "")
+
+
+@pytest.mark.parametrize(
+    ("step_7", "verdict"), [(4.93, "1 passed"), (4.94, "1 of 3 failed")], ids=["passed", "failed"]
+)
+def test_the_last_line_counts_what_was_not_judged(
+    golden: Path, observed: Path, step_7: float, verdict: str
+) -> None:
+    """Twice the time would have passed without a word below the first lines."""
+    for path, cost in ((golden, 1.0), (observed, 2.0)):
+        costs = {name: dict.fromkeys(LOSS, cost) for name in COSTS}
+        loss = LOSS if path is golden else {**LOSS, 7: step_7}
+        write_metrics(
+            path, {"lm loss": series_of(loss), **{k: series_of(v) for k, v in costs.items()}}
+        )
+    last = check(golden, observed).out.splitlines()[-1]
+    assert last == (
+        f"strict: {verdict}, 2 not judged: iteration-time, mem-max-allocated-bytes (the golden "
+        "does not say on which class of host it was measured)"
+    )
+    only = check(golden, observed, "--metric", "iteration-time")
+    assert (only.code, only.out.splitlines()[-1].partition(":")[2][:14]) == (2, " 0 passed, 1 n")
 
 
 def test_a_different_run_fails_and_says_where(golden: Path, observed: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from pytest_megatron.runs.layout import ItemDirs
 from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.triage.signatures import match_signature
+from pytest_megatron.workloads.golden.compare.result import Comparison, ComparisonRule
 from pytest_megatron.workloads.golden.model import MetricMap, series_of
+from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.items.report import (
     folded,
     item_record,
@@ -21,6 +23,7 @@ from pytest_megatron.workloads.verdict.attempt import (
     FailureCause,
     decide_training,
 )
+from pytest_megatron.workloads.verdict.compare import Judgement, RepeatComparison
 from pytest_megatron.workloads.verdict.job import Training, WorkloadJob
 from pytest_megatron.workloads.verdict.retry import RetryPolicy, fingerprint
 
@@ -124,6 +127,26 @@ def test_a_mismatch_is_readable_in_80_columns() -> None:
 def test_a_summary_has_time_loss_and_what_was_odd() -> None:
     assert summary_line(training(NO_PORT, None), None) == (
         "0.0 s, lm loss 6.1340 -> 5.2340 in 10 iterations, attempt 1 failed: port_in_use"
+    )
+
+
+def test_a_summary_counts_what_was_not_judged_and_says_why_once() -> None:
+    found = [
+        Comparison(metric=name, passed=True, rule=rule, golden_path="g", notes=notes)
+        for name, rule, notes in (
+            ("lm loss", ComparisonRule.BAND, ("off in the last digits",)),
+            ("iteration-time", ComparisonRule.NOT_JUDGED, ("another host",)),
+            ("mem-max-allocated-bytes", ComparisonRule.NOT_JUDGED, ("another host",)),
+        )
+    ]
+    repeats = [
+        RepeatComparison(repeat=n, against="golden", measured=Path("m"), comparisons=tuple(found))
+        for n in (1, 2)
+    ]
+    judgement = Judgement(repeats=tuple(repeats), policy=ComparisonPolicy.STRICT)
+    assert summary_line(training(None), judgement).endswith(
+        "in 10 iterations, off in the last digits, 2 not judged: iteration-time, "
+        "mem-max-allocated-bytes (another host)"
     )
 
 

@@ -40,7 +40,7 @@ from pytest_megatron.triage.logs.lines import (
     says_success,
 )
 from pytest_megatron.triage.logs.scan import RawLine, Scanner, lines_at, read_from
-from pytest_megatron.triage.logs.traceback import HEADER, frame_of, innermost
+from pytest_megatron.triage.logs.traceback import HEADER, frame_of, innermost, is_of_exception
 from pytest_megatron.triage.rank_log import (
     Enqueued,
     Event,
@@ -52,7 +52,14 @@ from pytest_megatron.triage.rank_log import (
     Stream,
     Unit,
 )
-from pytest_megatron.triage.signatures import LineRole, Table, match_line
+from pytest_megatron.triage.signatures import (
+    LineRole,
+    Signature,
+    Table,
+    is_own_mistake,
+    is_quoted,
+    match_line,
+)
 
 _WHAT = "  what():  "  # what an exception of C++ says when it ends a process
 _WATCHDOG = "Watchdog caught collective operation timeout"
@@ -63,6 +70,7 @@ _LOADER_WORKER = " in _worker_loop"  # of torch.utils.data, which prints to the 
 _OWN = (HEADER, _WHAT, _ENQUEUED, _STACK, *EXIT_LITERALS, *NEEDED)
 _HEAD_BYTES = 1 << 13
 _TAIL_BYTES = 1 << 16
+_BEFORE_BYTES = 1 << 13  # before a line that an exception may quote
 _STACK_BYTES = 1 << 15
 _MOST_OVERCOME_BYTES = 1 << 14  # from a pull that broke off to the word that its step failed
 _LAST_WORDS = 8
@@ -137,10 +145,10 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         logs = [log for log in unit.logs if log.rank == rank]
         is_well = is_clean or any(log in successes for log in logs)
         if fatal is None and by_file is None and not is_well:
-            fatal = _bare(logs, ends.get(rank), table, rank, most_after=_NEARLY_LAST)
+            fatal = _bare(logs, ends.get(rank), table, labelled, rank, most_after=_NEARLY_LAST)
         if fatal is None and by_file is None and rank == heir:
             logs = [log for log in unit.logs if log.rank is None]
-            fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table)
+            fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table, labelled)
             traces = books[None].traces
             fatal = (
                 fatal
@@ -153,11 +161,9 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     alone = is_clean if not known_ranks else is_clean or bool(ends)
     launcher = None if alone else own
     if launcher is None and not alone:
-        launcher = _bare([log for log in unit.logs if log.rank is None], None, table)
-    if launcher is not None and launcher.rank is not None and launcher.rank not in ranks:
-        book = books[launcher.rank]
-        ranks[launcher.rank] = _story(launcher.rank, book, None, launcher, unit)
-        launcher = None
+        logs = [log for log in unit.logs if log.rank is None]
+        launcher = _bare(logs, None, table, labelled)
+    launcher = _of_nobody(launcher, ranks, books, unit)
     return RankLog(
         unit=unit,
         ranks=ranks,
@@ -168,6 +174,22 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         success=next((line for log, line in successes.items() if log not in doubtful), None),
         notes=tuple(notes),
     )
+
+
+def _of_nobody(
+    fatal: Fatal | None,
+    ranks: dict[int, RankStory],
+    books: Mapping[int | None, _LogCollector],
+    unit: Unit,
+) -> Fatal | None:
+    """Return an error in a launcher's log that is no rank's; give others to the one they name."""
+    if fatal is None or fatal.rank is None:
+        return fatal
+    story = ranks.get(fatal.rank) or _story(fatal.rank, books[fatal.rank], None, None, unit)
+    if story.fatal is not None:
+        return fatal
+    ranks[fatal.rank] = replace(story, fatal=fatal)
+    return None
 
 
 def _ends_without_rank(
@@ -301,12 +323,32 @@ def _read_log(
             book.enqueued.append(_enqueued(line.text))
         if num_events < _MOST_EVENTS and (found := match_line(table, line.text)) is not None:
             signature, match = found
+            if signature.is_from_outside and (
+                is_quoted(line.text, match.start())
+                or _is_of_exception(place, line.rank, signature, is_labelled=is_labelled)
+            ):
+                continue
             group = match.groupdict().get("rank")
             whose = int(group) if rank is None and group else rank
             books[whose].events.append(
                 Event(signature=signature, rank=whose, time_s=line.time_s, place=place)
             )
             num_events += 1
+
+
+def _is_of_exception(
+    place: LogLine, rank: int | None, signature: Signature, *, is_labelled: bool
+) -> bool:
+    """Return true if a line is code of a traceback, or in the message of an own mistake.
+
+    A message has no end that is to be seen: what stops everything is not taken for a part of one.
+    """
+    start = max(0, place.offset - _BEFORE_BYTES)
+    data = read_from(place.log.path, start, place.offset - start)
+    above = [parse_line(text, is_labelled=is_labelled) for text in _texts(data)[:-1]]
+    lines = [line.text for line in above if place.log.rank is not None or line.rank == rank]
+    lines = lines if signature.is_transient else lines[-1:]
+    return is_of_exception(place.text, lines, is_own_mistake)
 
 
 def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
@@ -370,6 +412,7 @@ def _bare(
     logs: Sequence[LogFile],
     process_exit: ProcessExit | None,
     table: Table,
+    labelled: set[LogFile],
     rank: int | None = None,
     *,
     most_after: int | None = None,
@@ -380,6 +423,7 @@ def _bare(
         logs: The first with an error counts.
         process_exit: How the launcher saw it end, or None.
         table: Signatures of errors.
+        labelled: The logs whose lines begin with `3: `.
         rank: Whose lines count; None takes all.
         most_after: Lines that may follow; None takes what a person who reads the end would take.
     """
@@ -388,8 +432,10 @@ def _bare(
     ):
         return None
     for log in logs:
-        data, start = _tail(log)
-        found = find_bare(log, data, start, table, rank, most_after=most_after)
+        is_with_label = log in labelled
+        found = find_bare(
+            log, _tail(log), table, rank, most_after=most_after, is_labelled=is_with_label
+        )
         if found is not None:
             return found
     return None

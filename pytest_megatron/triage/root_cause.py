@@ -26,7 +26,7 @@ from pytest_megatron.triage.rank_log import (
     RankStory,
     Root,
 )
-from pytest_megatron.triage.signatures import LineRole, Signature, Table
+from pytest_megatron.triage.signatures import LineRole, Signature, Table, is_own_mistake
 
 _FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\("
@@ -262,6 +262,11 @@ class _CauseCandidate:
         """True if the launcher saw it before every other one."""
         return self.story.exit is not None and self.story.exit.is_first
 
+    @property
+    def is_own_mistake(self) -> bool:
+        """True if it raised what no network and no machine raises."""
+        return self.fatal is not None and is_own_mistake(self.fatal.message)
+
 
 def find_root(rank_log: RankLog, table: Table) -> Root | None:
     """Return what a failure began with; None if nothing failed."""
@@ -274,6 +279,10 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     if root is not None and (odd := odd_by_fingerprint(rank_log)):
         guilty = next((_root_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
         root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
+    launcher = _candidate(rank_log.launcher, table)
+    is_ended = rank_log.unit.known.ended in (None, LaunchEnd.EXITED)
+    if root is None and launcher is not None and is_ended and launcher.is_own_mistake:
+        root = _root_of(launcher, ())
     explained = _explained(rank_log, root)
     if explained is not None:
         return explained
@@ -281,7 +290,6 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         return root or _line(rank_log)
     if rank_log.unit.known.ended is LaunchEnd.TIME_LIMIT:
         return _time_limit(rank_log, table)
-    launcher = _candidate(rank_log.launcher, table)
     if launcher is not None and rank_log.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
         return _root_of(launcher, ())
     waiting = _lone_root(rank_log) or find_absent(rank_log, table)

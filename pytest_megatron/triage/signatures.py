@@ -30,11 +30,14 @@ __all__ = ["Signature", "is_exception", "is_named", "is_raised", "match_signatur
 _MOST_MESSAGE = 1 << 13  # characters of an exception that are matched; patterns look back and forth
 _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
-# No network and no machine raises these.
+# No network and no machine raises these, whatever their texts quote.
 _OWN_MISTAKE = re.compile(
-    r"(?:Assertion|Attribute|FloatingPoint|Index|Key|Lookup|Name|NotImplemented|Recursion|Syntax|Type"
-    r"|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error\b"
+    r"(?:^|^E +| - )Failed: |\b(?:\w+\.)*(?:\w*Assertion|Arithmetic|Attribute|FloatingPoint|Import"
+    r"|Indentation|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Overflow|Recursion|Syntax|Type|UnboundLocal"
+    r"|Unicode\w*|Value|ZeroDivision)Error\b"
 )
+# A string that begins before the words of a signature; a field's, as of JSON, quotes nobody.
+_OPEN_QUOTE = re.compile(r"(?:^|(?<!:)[\s(\[{,])[fFrRbBuU]{0,2}([\"'`])(?:(?!\1).)*$")
 _HOST = re.compile(
     r"host='([^']+)'|://([^/\s:'\"]+)|\bhost:? ([\w.-]+\.[\w.-]+)"
     r"|\b(?:connecting|connect|connection|reach) (?:to )?\(?'?([\w.-]+\.[\w.-]+|localhost)"
@@ -118,6 +121,11 @@ class Signature:
         if not self.pattern and not self.literals:
             raise ValueError("lacks both 'literals' and 'pattern'; add one")
 
+    @property
+    def is_from_outside(self) -> bool:
+        """True if no exception of a program's own has this cause."""
+        return self.is_transient or bool(self.explains) or self.role is LineRole.CASCADE
+
     def search(self, text: str) -> re.Match[str] | None:
         """Search a line, or an exception's message, for the pattern."""
         return _compiled(self.pattern).search(text)
@@ -166,14 +174,16 @@ class Table:
 
         Args:
             message: `Type: text`, of several lines perhaps. The text of an exception that only a
-                program's own mistake raises may quote anything; no row of ours makes it transient.
+                program's own mistake raises may quote anything: no row of ours looks for a
+                machine's or a network's failure in it.
             frames: `file:line in name` of its traceback, as far as they are known.
         """
         message = message[:_MOST_MESSAGE]
-        is_own = is_own_mistake(message)
+        own = _OWN_MISTAKE.search(message)
+        before = message if own is None else message[: own.start()]
         for row in self.signatures:
-            is_refused = is_own and row.is_transient and row.id not in self.users
-            if not is_refused and row.match_raised(message, frames):
+            is_of_machine = row.is_from_outside and row.id not in self.users
+            if row.match_raised(before if is_of_machine else message, frames):
                 return row
         return None
 
@@ -257,6 +267,12 @@ def check_rules(table: Table) -> tuple[RuleProblem, ...]:
 def is_own_mistake(message: str) -> bool:
     """Return true if no network and no machine raises an exception of this type."""
     return _OWN_MISTAKE.match(message) is not None
+
+
+def is_quoted(text: str, at: int) -> bool:
+    """Return true if what a line says from `at` on is in a string, or in an own mistake's text."""
+    before = text[:at]
+    return _OWN_MISTAKE.search(before) is not None or _OPEN_QUOTE.search(before) is not None
 
 
 def names_another_host(message: str) -> bool:
@@ -395,7 +411,10 @@ def match_signature(lines: Iterable[str], table: Table | None = None) -> Signatu
     a rank and what only stands there.
     """
     table = table or builtin_table()
-    found = [row for line in lines if (row := table.raised(line.strip())) is not None]
+    texts = [line.strip() for line in lines]
+    found = [row for text in texts if (row := table.raised(text)) is not None]
     causes = [row for row in found if row.role is LineRole.CAUSE and is_named(row)]
+    if any(map(is_own_mistake, texts)):
+        causes = [row for row in causes if not row.is_transient or row.id in table.users]
     genuine = (row for row in causes if not row.is_transient)
     return next(genuine, causes[0] if causes else None)

@@ -130,25 +130,26 @@ def _root_of(
 
 def find_bare(
     log: LogFile,
-    data: bytes,
-    start: int,
+    tail: tuple[bytes, int],
     table: Table,
     rank: int | None,
     *,
     most_after: int | None,
+    is_labelled: bool,
 ) -> Fatal | None:
     """Return the error at the end of a log where no traceback is whole.
 
     Args:
         log: Where it is.
-        data: The end of the log.
-        start: The offset of that end.
+        tail: The end of the log, and its offset.
         table: Says what an exception means.
         rank: Rank whose lines are read; None reads all.
         most_after: Lines that may follow it; None takes many, unless it is to be run again.
+        is_labelled: Whether its lines begin with `3: `.
     """
+    data, start = tail
     raws = data.split(b"\n")
-    parsed = [parse_line(raw.decode(errors="replace")) for raw in raws]
+    parsed = [parse_line(raw.decode(errors="replace"), is_labelled=is_labelled) for raw in raws]
     own = [i for i, line in enumerate(parsed) if rank is None or line.rank in (rank, None)]
     found: list[tuple[Bare, Signature]] = []
     for bare in bare_errors([parsed[i] for i in own]):
@@ -163,7 +164,8 @@ def find_bare(
     named = [(bare, row) for bare, row in causes if row.id != "exception"]
     genuine = [(bare, row) for bare, row in named if not row.is_transient]
     if named and named[0][1].is_transient:
-        named = genuine or named
+        mistakes = [(bare, row) for bare, row in causes if is_own_mistake(bare.message)]
+        named = genuine or mistakes or named
     for bare, signature in (named or causes or found)[:1]:
         index = own[bare.index]
         offset = start + sum(len(raw) + 1 for raw in raws[:index])
@@ -218,7 +220,9 @@ def classify_chain(chain: Chain, table: Table) -> tuple[RaisedException, Signatu
             and _is_vague(chosen[1])
             and not _is_vague(before)
         ) or (
-            later.link is ExceptionLink.DURING and is_cause and chosen[1].role is LineRole.CASCADE
+            later.link in (ExceptionLink.DURING, ExceptionLink.PART)
+            and is_cause
+            and chosen[1].role is LineRole.CASCADE
         ):
             chosen = earlier, before
     return _without_false_hope(chain, chosen, table)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,6 +40,11 @@ _OF_RUNNER = re.compile(
     r"^##\[error\]Process completed with exit code|Error: The command exited with status [1-9]"
     r"|^ERROR: Job failed"
 )
+_CODE = "   "  # in front of the code of a frame, and not of an exception
+# What stands before the lines of a group of exceptions, and the rules between them.
+_MARGIN = re.compile(r" *(?:[|+] )?")
+_IN_GROUP = re.compile(r" +[|+]")
+_RULE = re.compile(r" +\+-")
 _MOST_MESSAGE_LINES = 12
 _MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
 _MOST_SAID = 60  # lines from the end of a log that are looked at where no traceback is whole
@@ -51,6 +56,7 @@ class ExceptionLink(Enum):
     NONE = "none"
     DIRECT = "direct"  # raise ... from
     DURING = "during"  # raised in an except block
+    PART = "part"  # beside it in a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +113,8 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
     links: list[RaisedException] = []
     link = ExceptionLink.NONE
     while (raised := _read_one(lines, start, link)) is not None:
-        links.append(raised)
-        at = _skip_blank(lines, raised.end)
+        links += [raised, *_parts(lines, raised.end)]
+        at = _skip_blank(lines, links[-1].end)
         text = lines[at].text.strip() if at < len(lines) else ""
         if not text.startswith((_DIRECT, _DURING)):
             break
@@ -121,8 +127,23 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
     return Chain(links=tuple(links), is_ignored=_NOT_FATAL.search(before) is not None)
 
 
+def _parts(lines: Sequence[Line], start: int) -> Iterator[RaisedException]:
+    """Yield the exceptions of a group, which stand behind a margin after its message."""
+    index = last = start
+    while index < len(lines) and index - last < _MOST_MESSAGE_LINES:
+        text = lines[index].text
+        begins = _IN_GROUP.match(text) and (HEADER in text or _RULE.match(text))
+        part = _read_one(lines, index, ExceptionLink.PART) if begins else None
+        if part is not None:
+            yield part
+        index = index + 1 if part is None else part.end
+        last = index if _IN_GROUP.match(text) else last  # not all lines of a message have a margin
+
+
 def is_continued(lines: Sequence[Line], start: int) -> bool:
     """Return true if the traceback whose header is `lines[start]` goes on from one before it."""
+    if _IN_GROUP.match(lines[start].text) and "+" not in lines[start].text:
+        return True
     before = (line.text.strip() for line in reversed(lines[max(0, start - 3) : start]))
     said = next((text for text in before if text), "")
     return said.startswith((_DIRECT, _DURING))
@@ -190,6 +211,25 @@ def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
         num_after += not is_noise(lines[index].text)
 
 
+def is_of_exception(line: str, above: Sequence[str], is_own: Callable[[str], bool]) -> bool:
+    """Return true if a line is code of a traceback, or in the message of an own mistake.
+
+    Args:
+        line: A line that no exception begins.
+        above: What stands before it, of the same rank.
+        is_own: Tells own mistakes.
+    """
+    for text in reversed(above):
+        said = _OF_PYTEST.sub("", text.strip())
+        if frame_of(text) is not None:
+            return line.startswith(_CODE)
+        if is_own(said):
+            return True
+        if _EXCEPTION.match(said) is not None or not _belongs(text):
+            return False
+    return False
+
+
 def _has_whole_traceback(lines: Sequence[Line], said: int) -> bool:
     """Return true if a line with an exception ends a traceback whose header is of the same rank."""
     for line in reversed(lines[:said]):
@@ -225,11 +265,12 @@ def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedE
     frames: list[str] = []
     own: str | None = None
     index = start + 1
-    header = lines[start].text  # to the right in a message of another exception
-    indent = len(header) - len(header.lstrip(" "))
+    # To the right in a message of another exception, and behind a margin in a group.
+    is_rule = _RULE.match(lines[start].text) is not None
+    margin = _MARGIN.match(lines[min(start + is_rule, len(lines) - 1)].text)
+    indent = 0 if margin is None else margin.end()
     while index < len(lines):
-        text = lines[index].text
-        text = "" if text[:indent].strip() else text[indent:]
+        text = _behind(lines[index].text, indent)
         if text and not text.startswith((" ", "\t", "> File")) and not _REMOTE.match(text):
             break
         if (frame := frame_of(text)) is not None:
@@ -239,7 +280,7 @@ def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedE
     if index >= len(lines) or not _RAISED.match(lines[index].text[indent:]):
         return None
     said = index
-    end = _end_of_message(lines, index)
+    end = _end_of_message(lines, index, indent)
     message = [lines[index].text[indent:], *(line.text for line in lines[index + 1 : end])]
     return RaisedException(
         message="\n".join(message),
@@ -253,12 +294,19 @@ def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedE
     )
 
 
-def _end_of_message(lines: Sequence[Line], said: int) -> int:
+def _end_of_message(lines: Sequence[Line], said: int, indent: int = 0) -> int:
     """Return the index behind the last line of what the line `said` begins to say."""
+    is_in_group = _IN_GROUP.match(lines[said].text) is not None
+    most = min(len(lines), said + _MOST_MESSAGE_LINES)
     end = said + 1
-    while end < len(lines) and end - said < _MOST_MESSAGE_LINES and _belongs(lines[end].text):
+    while end < most and _belongs(_behind(lines[end].text, indent * is_in_group)):
         end += 1
     return end
+
+
+def _behind(text: str, indent: int) -> str:
+    """Return a line without its margin, nothing if it does not begin with one."""
+    return "" if text[:indent].strip(" |+") else text[indent:]
 
 
 def _belongs(text: str) -> bool:

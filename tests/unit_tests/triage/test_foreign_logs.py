@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -227,6 +228,88 @@ def test_tests_that_passed_say_nothing_of_others_that_failed_before_them(
     passed = "====================== 1 passed, 3020 deselected in 8.94s ======================"
     assert family(of_log(tmp_path, f"{failed}\n{passed}\n")) == "unknown"
     assert family(of_log(tmp_path, f"{failed}\n{passed}\nJob succeeded\n")) is None
+
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+def raised(said: str, code: str = "check(log)") -> str:
+    """The traceback of a program of one module."""
+    head = 'Traceback (most recent call last):\n  File "/w/t.py", line 3, in check\n'
+    return f"{head}    {code}\n{said}\n"
+
+
+def grouped(said: str, other: str) -> str:
+    """What Python 3.11 prints of a group of two exceptions."""
+    part = textwrap.indent(raised(said), "    | ")
+    return (
+        "  + Exception Group Traceback (most recent call last):\n"
+        '  |   File "/w/t.py", line 9, in <module>\n'
+        "  | ExceptionGroup: two (2 sub-exceptions)\n"
+        f"  +-+---------------- 1 ----------------\n{part}"
+        f"    +---------------- 2 ----------------\n    | {other}\n"
+        "    +------------------------------------\n"
+    )
+
+
+def by_pytest(said: str, printed: str = "") -> str:
+    return (
+        f">       check(log)\n\nE       {said}\n\nt.py:3: error\n"
+        f"------------- Captured stdout call -------------\n{printed}\n"
+        "=========== short test summary info ============\n"
+        f"FAILED t.py::test_x - {said}\n============ 1 failed in 0.06s ============\n"
+    )
+
+
+FOLLOWED = "\nDuring handling of the above exception, another exception occurred:\n\n"
+FORMS: dict[str, Callable[[str], str]] = {
+    "plain": raised,
+    "code": lambda said: raised(said.partition(":")[0], f"raise Bad(log, {said!r})"),
+    "lines": lambda said: raised(said.replace(": ", ": of this log:\nfirst\n", 1) + "\nlast"),
+    "long": lambda said: raised(said.replace(": ", ": log:\n" + "a\n" * 30, 1)) + "b\n" * 20,
+    "chain": lambda said: raised(said) + FOLLOWED + raised(f"RuntimeError: {said}"),
+    "again": lambda said: raised(f"RuntimeError: a worker failed: {said}"),
+    "text": lambda said: raised("RuntimeError: a worker failed:\n") + raised(said),
+    "group": lambda said: grouped(said, f"RuntimeError: {ECC}"),
+    "pytest": lambda said: by_pytest(said, f"fatal: the remote end hung up unexpectedly\n{ECC}"),
+    "ranks": lambda said: textwrap.indent(by_pytest(said, ECC), "[rank1]: "),
+    "label": lambda said: textwrap.indent(by_pytest(said, ECC), "1: ", lambda _: True),
+    "json": lambda said: json.dumps({"level": "error", "message": said}) + "\n",
+    "logger": lambda said: f"2026-03-02 10:10:10,123 ERROR check: {said}\n",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exception_of_the_programs_own_is_never_transient_whatever_it_quotes(
+    tmp_path: Path, form: str
+) -> None:
+    for name in ("AssertionError", "ValueError", "checks.KeyError"):
+        for quoted in (
+            ECC,
+            "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.",
+            "slurmstepd: error: *** JOB 3 ON n CANCELLED AT 2021-06-18T13:05:36 DUE TO PREEMPTION",
+            "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+        ):
+            said = of_log(tmp_path, f"loading\n{FORMS[form](f'{name}: {quoted}')}").as_json()
+            assert said["transient"] is False, (name, quoted, said["signature"])
+            families = ("assert", "exception", "unknown")  # the last one where it may be caught
+            assert said["family"] in families, (name, quoted, said["signature"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        raised(f"RuntimeError: {ECC}"),
+        by_pytest(f"RuntimeError: {ECC}"),
+        grouped(f"RuntimeError: {ECC}", "OSError: closed"),
+        raised("ValueError: caught") + "going on\n" + iterations(20) + f"what():  {ECC}\n",
+        json.dumps({"level": "error", "message": ECC}) + "\n",
+    ],
+    ids=["raised", "pytest", "group", "after a caught one", "json"],
+)
+def test_what_a_machine_says_itself_is_no_quotation(tmp_path: Path, text: str) -> None:
+    first = of_log(tmp_path, text).groups[0].first
+    assert (first.signature, first.transient) == ("ecc_dbe", True)
 
 
 def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> None:

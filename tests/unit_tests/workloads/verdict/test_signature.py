@@ -46,6 +46,14 @@ def test_a_genuine_cause_comes_before_a_transient_one() -> None:
 
 
 @pytest.mark.parametrize(
+    "line", [f"KeyError: {TRANSIENT}", f"RuntimeError: TypeError({TRANSIENT!r})", "KeyError: 'x'"]
+)
+def test_no_lines_of_an_own_mistake_are_transient(line: str) -> None:
+    assert match_signature([line]) is None
+    assert match_signature([f"    raise Bad({TRANSIENT!r})", "KeyError: 1", line]) is None
+
+
+@pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("OSError: [Errno 98] Address already in use", True),

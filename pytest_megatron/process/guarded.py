@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.process.host_name import launcher_env
 from pytest_megatron.process.tree import Activity, activity_below
 
 _GUARD = Path(__file__).with_name("guard.py")
@@ -80,7 +81,7 @@ class GuardedProcess:
 
         Args:
             command: Program and arguments, no shell.
-            env: The whole environment of the command.
+            env: The environment of the command; a launcher below it may get this host's address.
             cwd: Working directory of the command.
             output: One file for stdout and stderr, or one for each; created, or emptied.
             grace_s: How long it may take to end after the order.
@@ -101,7 +102,7 @@ class GuardedProcess:
                 files = [opened.enter_context(path.open("wb")) for path in paths]
                 self._guard = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_GUARD), *own, *command],
-                    env=dict(env),
+                    env={**launcher_env(), **env},
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=files[0],

@@ -15,9 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -40,6 +39,7 @@ from pytest_megatron.doctor.facts import (
 from pytest_megatron.doctor.probes.packages import torch_version_file
 from pytest_megatron.gpu.health import GpuState, HealthWatch
 from pytest_megatron.gpu.host import Gpu, Host
+from pytest_megatron.process.host_name import host_name_problem, in_time
 
 _MOST_SHOWN = 400
 
@@ -141,7 +141,7 @@ def look_at_machine(system: SystemView) -> MachineFacts:
         infiniband=_infiniband(system),
         container=container_of(system),
         port_problem=_port_problem(system.rendezvous_port),
-        host_problem=_host_problem(),
+        host_problem=host_name_problem(),
         lookup_s=_lookup_s(),
     )
 
@@ -235,22 +235,6 @@ def _port_problem(port: int) -> str | None:
     return None
 
 
-def _host_problem() -> str | None:
-    """Return why this host's own name does not resolve."""
-    name = socket.gethostname()
-
-    def resolve() -> str:
-        """Return why the host's own name cannot be looked up, "" if it can."""
-        try:
-            socket.getaddrinfo(name, None)
-        except OSError as error:
-            return f"{name!r}: {error.strerror}"
-        return ""
-
-    said = _in_time(resolve)
-    return f"{name!r}: no answer within {_PROGRAM_LIMIT_S:g} s" if said is None else said or None
-
-
 def _lookup_s() -> float:
     """Return how long the lookup takes that torch does for each connection of this host."""
 
@@ -262,17 +246,8 @@ def _lookup_s() -> float:
             return str(error)
 
     started = time.monotonic()
-    _in_time(look_up)
+    in_time(look_up)
     return time.monotonic() - started
-
-
-def _in_time(ask: Callable[[], str]) -> str | None:
-    """Return an answer, None if there was none in time: a name server may not answer at all."""
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(ask()), daemon=True)
-    thread.start()
-    thread.join(_PROGRAM_LIMIT_S)
-    return said[0] if said else None
 
 
 def program(system: SystemView, name: str) -> Path | None:

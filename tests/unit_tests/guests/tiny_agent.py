@@ -114,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     option = parser.add_argument
     option("--standalone", action="store_true", required=True)
+    option("--local-addr", choices=["127.0.0.1"], required=True)
     option("--max-restarts", choices=["0"], required=True)
     option("--nproc-per-node", type=int, required=True)
     option("--log-dir", type=Path, required=True)
@@ -133,7 +134,7 @@ def env_of(rank: int, size: int, port: int, elastic: Mapping[str, object]) -> di
         "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": 1,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         **{f"TORCHELASTIC_{name}": value for name, value in elastic.items()},
     }

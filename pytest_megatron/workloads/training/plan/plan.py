@@ -23,6 +23,7 @@ from pathlib import Path
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
+from pytest_megatron.process.host_name import LOOPBACK
 from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.workloads.recipe.case import (
@@ -211,7 +212,8 @@ class Started:
         launcher = (self.python, "-m", _MODULES[ranks.starter])
         program = (*self.tracer, *self.program)
         if ranks.is_alone:
-            return (*launcher, "--standalone", *own, *_tee_words(ranks), *program)
+            alone = ("--standalone", "--local-addr", LOOPBACK)
+            return (*launcher, *alone, *own, *_tee_words(ranks), *program)
         return (*launcher, "--nnodes", str(ranks.num_nodes), *own, *program)
 
 

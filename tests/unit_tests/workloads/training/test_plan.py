@@ -61,8 +61,9 @@ RESUME = REGULAR.replace("regular", "ckpt-resume")
 def test_a_training_runs_under_torchrun_with_logs_of_its_own(tmp_path: Path) -> None:
     (phase,) = plan(tmp_path, REGULAR, workload()).phases
     assert phase.argv == (
-        *("python", "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", "2", "--log-dir", f"{DIRS.root}/phase_1/logs", "--redirects", "3"),
+        *("python", "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--max-restarts", "0", "--nproc-per-node", "2"),
+        *("--log-dir", f"{DIRS.root}/phase_1/logs", "--redirects", "3"),
         *("--tee", "0:3", "train.py", "--train-iters", "50", "--seed", "3"),
         *("--exit-interval", "50"),
     )

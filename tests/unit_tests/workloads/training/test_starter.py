@@ -36,7 +36,8 @@ def test_no_launcher_starts_a_rank_again() -> None:
         assert words[at + 1] == "0"
     assert words == (
         *("python", "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--standalone"),
-        *("--max-restarts", "0", "--nproc-per-node", "2", "--log-dir", "/run/logs"),
+        *("--local-addr", "127.0.0.1", "--max-restarts", "0", "--nproc-per-node", "2"),
+        *("--log-dir", "/run/logs"),
         *("--redirects", "3", "--tee", "0:3", "train.py", "--a", "1"),
     )
 

@@ -21,7 +21,7 @@ from pytest_megatron.workloads.training.run.runner import settle_logs
 
 AGENTS = {"torch": ("-m", "torch.distributed.run"), "tiny": (str(AGENT),)}
 OPTIONS = (
-    *("--standalone", "--max-restarts", "0", "--nproc-per-node", "2"),
+    *("--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "0", "--nproc-per-node", "2"),
     *("--redirects", "3", "--tee", "1:3"),
 )
 TRAIN = (str(GUEST), "--train-iters", "4")
@@ -57,6 +57,8 @@ def launch(agent: str, root: Path, *program: str, ends_by: signal.Signals | None
         )
         if ends_by is not None:
             wait_until((dirs.root / "state.up").exists, "the hang")
+            # torch's agent copies nothing if it is ended while it still starts its copiers.
+            wait_until(lambda: "[default1]" in dirs.launcher_log.read_text(), "a copied line")
             process.send_signal(ends_by)
         process.wait(timeout=120)
     settle_logs(dirs)

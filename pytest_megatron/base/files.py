@@ -58,6 +58,20 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     return data
 
 
+def try_to_write(directory: Path) -> None:
+    """Try whether a directory, or the one above it that is there, takes files.
+
+    Raises:
+        OSError: It takes none; `filename` is the directory.
+    """
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(there)) from error
+
+
 def read_end(path: Path, most: int) -> bytes:
     """Return the last bytes of a file that may grow, so many at most."""
     with path.open("rb") as file:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path, PurePath
+from types import FrameType
 
 import click
 import yaml
 
-from pytest_megatron.base.command import EXIT_FAILED, root_option
-from pytest_megatron.base.files import JsonValue, write_json_atomically, write_text_atomically
+from pytest_megatron.base.command import EXIT_FAILED, echo_error, root_option
+from pytest_megatron.base.files import (
+    JsonValue,
+    try_to_write,
+    write_json_atomically,
+    write_text_atomically,
+)
 from pytest_megatron.base.project import ask_git
-from pytest_megatron.base.text import counted
+from pytest_megatron.base.text import counted, listed
 from pytest_megatron.errors import LaunchError, MegatronError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, this_host
-from pytest_megatron.runs.environment import kept_variables
+from pytest_megatron.process.tree import wake_at_death_of_parent
+from pytest_megatron.runs.environment import gather_facts, kept_variables
 from pytest_megatron.runs.find import kept_runs
 from pytest_megatron.runs.layout import BY_HAND, OWN_DIR, make_own_dir
 from pytest_megatron.runs.redact import is_secret_name
@@ -40,8 +51,11 @@ from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance
 from pytest_megatron.workloads.golden.store import golden_text, metrics_to_json, read_metrics
 from pytest_megatron.workloads.recipe.model import RowError, Vocabulary
 from pytest_megatron.workloads.recipe.short_rows import read_command
+from pytest_megatron.workloads.refresh.gate import MOST_NAMED
 
 _LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 120, 5, 30
+_NAME, _LONGEST_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*").fullmatch, 100
+_OWN_END_S = 2.0  # for the session to end by a Ctrl-C of its own
 _PLATFORMS = Vocabulary().platforms
 _SHOWN = 12  # metrics
 _ANY = ("main", "run", "train")  # names that say nothing
@@ -58,7 +72,8 @@ def name_of(words: Sequence[str], root: Path) -> str:
         program = "-".join([PurePath(rest[0]).name, *(w for w in rest[1:2] if w.isalnum())])
     if program in _ANY:
         program = root.name
-    return re.sub(r"[^\w.+-]", "-", program).lstrip("._-") or "training"
+    name = re.sub(r"[^A-Za-z0-9_.+-]", "-", program).lstrip("._+-")
+    return name[:_LONGEST_NAME] or "training"
 
 
 def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found:
@@ -267,6 +282,7 @@ def command(  # noqa: PLR0913 - the options
     runs differ or the golden is refused, with 2 if there is nothing to record.
     """
     root = root.resolve()
+    _refuse_quoted(words)
     try:
         started = read_command(words)
     except RowError as problem:
@@ -274,8 +290,10 @@ def command(  # noqa: PLR0913 - the options
     assigned = words[: len(started.env)]
     program = in_this_environment(words[len(assigned) :])
     words = (*assigned, *program)
-    row_name = name or name_of(program, root)
-    _refuse_known(root, row_name)
+    row_name = name_of(program, root) if name is None else name
+    _refuse_name(root, row_name)
+    if not dry_run:
+        _refuse_unwritable(root)
     env = env_of_row(kept, os.environ, started.env)
     gpus, num_gpus = _gpus_of(started.ranks, is_alone=started.is_alone)
     sizes = {"ranks": started.ranks}
@@ -285,8 +303,9 @@ def command(  # noqa: PLR0913 - the options
         directory = Path(scratch)
         if not dry_run:
             make_own_dir(root)
-            directory = root / OWN_DIR / "record" / time.strftime("%Y%m%d-%H%M%S")
-            directory.mkdir(parents=True)
+            own = root / OWN_DIR / "record"
+            own.mkdir(exist_ok=True)
+            directory = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=own))
         by_hand = ByHand(
             words=program,
             root=root,
@@ -297,35 +316,57 @@ def command(  # noqa: PLR0913 - the options
             gpus=gpus,
             num_gpus=num_gpus,
         )
-        commit = ask_git(root, "rev-parse", "HEAD")
+        commit = _say_uncommitted(root)
         click.echo(f"running once as it is: {shlex.join(words)}")
-        ran = by_hand.run("first")
-        best = choose(ran, metrics, words)
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            row_name = name or click.prompt("name of the row", default=row_name)
-            _refuse_known(root, row_name)
-            best = best if metrics else ask(best)
-        row = row_of(
-            row_name,
-            words,
-            best,
-            sizes=sizes,
-            env=env,
-            duration_s=ran.end.duration_s,
-        )
-        if dry_run:
-            other = choose(by_hand.run("second"), metrics, words)
-            click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
-            is_equal = _compare_runs([best.metrics, other.metrics], best.names)
-            click.echo("" if is_equal else _ADVICE)
-            click.echo(_golden(best, other))
-            sys.exit(0 if is_equal else EXIT_FAILED)
-        if ask_git(root, "rev-parse", "HEAD") != commit:
-            raise LaunchError(
-                shlex.join(words),
-                "another commit was checked out while it ran; nothing was written; run it again",
+        with _ended_by_signals():
+            ran = by_hand.run("first")
+            best = choose(ran, metrics, words)
+            if sys.stdin.isatty() and sys.stdout.isatty():
+                if name is None:
+                    row_name = click.prompt(
+                        "name of the row", default=row_name, value_proc=partial(_ask_name, root)
+                    )
+                best = best if metrics else ask(best)
+            row = row_of(
+                row_name,
+                words,
+                best,
+                sizes=sizes,
+                env=env,
+                duration_s=ran.end.duration_s,
             )
-        sys.exit(_write(by_hand, row, best, name=row_name, reason=reason))
+            if dry_run:
+                other = choose(by_hand.run("second"), metrics, words)
+                click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
+                sys.exit(_show_golden(best, other))
+            if ask_git(root, "rev-parse", "HEAD") != commit:
+                raise LaunchError(
+                    shlex.join(words),
+                    "another commit was checked out while it ran; nothing was written; "
+                    "run it again",
+                )
+            sys.exit(_write(by_hand, row, best, name=row_name, reason=reason))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have a signal that ends this process first end what it started, and say so.
+
+    One that is ignored (`nohup`) stays so.
+    """
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        name = str(stopped) or signal.SIGINT.name
+        echo_error(f"{name}: what it had started was ended; nothing was written")
+        sys.exit(128 + signal.Signals[name])
 
 
 def _gpus_of(ranks: int, *, is_alone: bool) -> tuple[tuple[Gpu, ...], int]:
@@ -344,14 +385,72 @@ def _gpus_of(ranks: int, *, is_alone: bool) -> tuple[tuple[Gpu, ...], int]:
     return gpus, num_gpus
 
 
-def _refuse_known(root: Path, name: str) -> None:
-    """Refuse a name that has a row.
+def _refuse_name(root: Path, name: str) -> None:
+    """Refuse a name that no row can have, or that one has.
 
     Raises:
-        RecipeError: It has.
+        RecipeError: It is such a name.
     """
-    if (file := root / "recipes" / f"{name}.yaml").exists():
-        raise RecipeError(str(file), "is there already; give another --name, or remove it")
+    if not _NAME(name) or len(name.encode()) > _LONGEST_NAME:
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        raise RecipeError(
+            f"--name {shown!r}",
+            f"is no name of a row, expected at most {_LONGEST_NAME} letters, digits and any of "
+            f". _ + -, the first a letter or digit; nothing was run",
+        )
+    for there in (root / "recipes" / f"{name}.yaml", root / "golden_values" / name):
+        if there.exists():
+            raise RecipeError(str(there), "is there already; give another --name, or remove it")
+
+
+def _ask_name(root: Path, answer: str) -> str:
+    """Return a name that was typed; it is asked for again if it is refused."""
+    try:
+        _refuse_name(root, answer)
+    except RecipeError as refused:
+        raise click.UsageError(str(refused)) from refused
+    return answer
+
+
+def _refuse_unwritable(root: Path) -> None:
+    """Refuse a project that takes no row or golden, before anything runs.
+
+    Raises:
+        RecipeError: It takes none.
+    """
+    for name in ("recipes", "golden_values", OWN_DIR):
+        try:
+            try_to_write(root / name)
+        except OSError as error:
+            problem = f"cannot be written to: {error.strerror}; nothing was run"
+            raise RecipeError(str(error.filename), problem) from error
+
+
+def _say_uncommitted(root: Path) -> str | None:
+    """Say that a golden cannot name the code that made it; return the commit, if there is one."""
+    facts = gather_facts(root)
+    what = "no git commit" if facts.commit is None else ""
+    if facts.uncommitted:
+        what = f"uncommitted changes ({listed(facts.uncommitted, MOST_NAMED)})"
+    if what:
+        click.echo(f"the tree has {what}, as its golden will say; commit first for one without")
+    return facts.commit
+
+
+def _refuse_quoted(words: Sequence[str]) -> None:
+    """Refuse a whole line that quotes make one word.
+
+    Raises:
+        RecipeError: It is one.
+    """
+    line = words[0]
+    if len(words) > 1 or not re.search(r"\s", line) or shutil.which(line):
+        return
+    mend = f"-- sh -c {shlex.quote(line)}" if re.search(r"[|&;<>$`]", line) else f"-- {line}"
+    raise RecipeError(
+        shlex.quote(line),
+        f"is one word because of its quotes, and no shell runs it; give {mend}; nothing was run",
+    )
 
 
 def _text(recipe: Mapping[str, JsonValue]) -> str:
@@ -360,15 +459,19 @@ def _text(recipe: Mapping[str, JsonValue]) -> str:
     )
 
 
-def _golden(best: Found, other: Found) -> str:
-    """Return the golden of two runs as it would be, but for where it comes from."""
+def _show_golden(best: Found, other: Found) -> int:
+    """Print the golden of two runs, but for where it comes from; return the exit code."""
+    is_equal = _compare_runs([best.metrics, other.metrics], best.names)
+    click.echo("" if is_equal else _ADVICE)
     repeats = [best.metrics, other.metrics]
     metrics = combine(repeats, best.names)
     spread = spread_of(repeats, metrics)
     known = Provenance(
         repeats=2, deterministic=all(v == 0.0 for v in spread.values()), spread=spread
     )
-    return f"its golden:\n\n{golden_text(Golden(path='', metrics=metrics, provenance=known))}"
+    text = golden_text(Golden(path="", metrics=metrics, provenance=known))
+    click.echo(f"its golden:\n\n{text}")
+    return 0 if is_equal else EXIT_FAILED
 
 
 def _compare_runs(runs: Sequence[MetricMap], names: Sequence[str]) -> bool:
@@ -411,8 +514,27 @@ def _write(
     """Write the row, have pytest record its golden, and return the exit code."""
     root, text = by_hand.root, _text(recipe)
     file = root / "recipes" / f"{name}.yaml"
-    file.parent.mkdir(exist_ok=True)
-    write_text_atomically(file, text)
+    try:
+        file.parent.mkdir(exist_ok=True)
+        write_text_atomically(file, text)
+    except OSError as error:
+        raise RecipeError(str(file), f"cannot be written: {error.strerror}") from error
+    try:
+        return _record_golden(by_hand, file, best, text=text, reason=reason)
+    except KeyboardInterrupt:
+        file.unlink(missing_ok=True)
+        shutil.rmtree(root / "golden_values" / name, ignore_errors=True)
+        for directory in (file.parent, root / "golden_values"):
+            with contextlib.suppress(OSError):  # it has others
+                directory.rmdir()
+        raise
+
+
+def _record_golden(
+    by_hand: ByHand, file: Path, best: Found, *, text: str, reason: str | None
+) -> int:
+    """Have pytest record the golden of a row, and return the exit code."""
+    root = by_hand.root
     shown = file.relative_to(root)
     click.echo(f"\n{shown}:\n\n{text}\nrunning the row, which has to repeat it:")
     first = by_hand.directory / "by_hand.json"
@@ -421,7 +543,7 @@ def _write(
     arguments += [] if reason is None else ["--golden-reason", reason]
     session = [sys.executable, "-m", "pytest", "-p", "megatron", str(shown), *arguments]
     env = {**os.environ, BY_HAND: str(first)}
-    code = subprocess.run(session, cwd=root, env=env, check=False).returncode
+    code = _run_session(session, root, env)
     measured = _measured(root)
     is_equal = not measured or _compare_runs([best.metrics, *measured], best.names)
     if code == 0 and is_equal:
@@ -431,11 +553,36 @@ def _write(
     if not is_equal:
         why = "the runs differ"
         click.echo("running once more by hand, to see which of them it is:")
-        places = by_hand.run("third").places
+        try:
+            places = by_hand.run("third").places
+        except LaunchError as error:
+            places = ()
+            click.echo(str(error))
         again = next((place.metrics for place in places if place.keys == best.keys), {})
         click.echo(_AS_A_ROW if _compare_runs([best.metrics, again], best.names) else _ADVICE)
     click.echo(f"{shown} is written, but has no golden that can be relied on: {why}")
     return EXIT_FAILED
+
+
+def _run_session(session: Sequence[str], root: Path, env: Mapping[str, str]) -> int:
+    """Run pytest, and return its exit code; it ends with this process, however that ends."""
+    process = subprocess.Popen(
+        session,
+        cwd=root,
+        env=env,
+        preexec_fn=wake_at_death_of_parent,  # noqa: PLW1509 - this process has one thread
+    )
+    try:
+        return process.wait()
+    except KeyboardInterrupt as stopped:
+        is_told = not str(stopped)  # by the terminal, as this process was
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_OWN_END_S if is_told else 0.0)
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        process.kill()
 
 
 def _measured(root: Path) -> list[MetricMap]:

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from pytest_megatron.base.files import digest_of
+from pytest_megatron.base.files import digest_of, try_to_write
 from pytest_megatron.base.project import ask_git_for_owner
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.errors import GoldenError, LaunchError, MegatronError
@@ -172,6 +172,11 @@ class GoldenWriter:
         target = new_golden_path(self._root, job.workload)
         if not job.is_compared or not self.wants(has_golden=target.is_file()):
             return
+        try:
+            try_to_write(target.parent)
+        except OSError as error:
+            problem = f"{error.filename}: cannot be written to: {error.strerror}"
+            raise GoldenError(job.node_id, f"{problem}; nothing was run") from error
         name = PurePosixPath(target.relative_to(self._root))
         prospect = make_prospect(
             checked, name, facts, is_here=not engine_of(self._session).is_queue

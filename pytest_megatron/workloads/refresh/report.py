@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, plain
+from pytest_megatron.workloads.golden.model import Provenance
 from pytest_megatron.workloads.refresh.difference import (
     FileChange,
     FileDifference,
@@ -109,13 +110,20 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
     origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
     for title, values in (
         ("Command", [shlex.join(o.command) for o in origins if o.command]),
-        ("Measured at commit", [o.commit for o in origins if o.commit]),
+        ("Measured at commit", [_commit_of(o) for o in origins]),
         ("Image", [o.image for o in origins if o.image]),
         ("GPU", [o.gpu for o in origins if o.gpu]),
         ("Driver", [o.driver for o in origins if o.driver]),
     ):
         for value in dict.fromkeys(values):
             yield title, value
+
+
+def _commit_of(origin: Provenance) -> str:
+    """Return the commit of a golden, and whether its program is the one that the commit has."""
+    if origin.commit is None:
+        return "none"
+    return f"{origin.commit}, with uncommitted changes" if origin.is_dirty else origin.commit
 
 
 def _headline(differences: Sequence[FileDifference]) -> str:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from pretended_gpus import pretend_gpus
+
+from pytest_megatron.errors import MegatronError
+from pytest_megatron.workloads.commands.record import command as record_command
 
 LOOP = """
 import json, os, random, sys
@@ -55,8 +61,10 @@ if mode == "gpus":
     seen = os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-")
     for step in range(last):
         print(f"step {step} loss {3.0 / seen / (1 + 0.111 * step):.5f}, on {seen} GPUs")
-if mode == "hang":
-    import time; time.sleep(600)
+if mode == "hang" or mode == "second" and os.path.exists("ran"):
+    import time; open("hangs", "w").write(str(os.getpid())); time.sleep(600)
+if mode == "second":
+    open("ran", "w"), [print(f"step {step} loss {3 - step}", flush=True) for step in range(3)]
 if mode == "crash":
     print("step 0 loss 2.0"); last += int("no number")
 """
@@ -76,16 +84,48 @@ def record(project: Path, *words: str, **env: str) -> subprocess.CompletedProces
 
 
 def command(project: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env |= more
     main = "from pytest_megatron.cli import main; main()"
     if "PRETEND_NVML" in more:
         main = f"import conftest; {main}"
-    own = [sys.executable, "-c", main, *words]
     return subprocess.run(
-        own, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", main, *words],
+        cwd=project,
+        env=own_env() | more,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
+
+
+def own_env() -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    return env
+
+
+def start(project: Path, *words: str) -> subprocess.Popen[str]:
+    """Start `record` with signals as a shell's foreground command has them."""
+    main = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from pytest_megatron.cli import main; main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", main, "record", *words],
+        cwd=project,
+        env=own_env(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def record_here(project: Path, *words: str) -> str:
+    """Return the error of a command line that is refused, without a process for it."""
+    with pytest.raises(MegatronError) as caught:
+        record_command.main(["--root", str(project), *words], standalone_mode=False)
+    return str(caught.value)
 
 
 def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
@@ -248,6 +288,54 @@ def test_a_name_that_has_a_row_is_refused_before_anything_runs(project: Path) ->
     assert "running" not in done.stdout
 
 
+@pytest.mark.parametrize("name", ["", " ", "a/b", "..", "../x", "a[b]", "x" * 300, "a\nb", "-x"])
+def test_a_name_that_no_row_can_have_is_refused_before_anything_runs(
+    project: Path, name: str
+) -> None:
+    done = record_here(project, "--name", name, "--", "python", "loop.py", "print")
+    assert "is no name of a row, expected at most 100 letters, digits and any of . _ + -" in done
+    assert len(done.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["recipes", "golden_values", ".pytest_megatron"])
+def test_a_project_that_takes_no_files_is_refused_before_anything_runs(
+    project: Path, name: str
+) -> None:
+    (project / name).write_text("a file\n")
+    done = record_here(project, "--", "python", "loop.py", "print")
+    assert done == f"{project / name}: cannot be written to: Not a directory; nothing was run"
+
+
+@pytest.mark.parametrize(
+    ("line", "mend"),
+    [
+        ("python loop.py | tee log", "give -- sh -c 'python loop.py | tee log'; nothing"),
+        ("python loop.py print", "give -- python loop.py print; nothing"),
+    ],
+)
+def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, mend: str) -> None:
+    done = record_here(project, "--", line)
+    assert f"'{line}': is one word because of its quotes, and no shell runs it; {mend}" in done
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_and_leaves_no_row_or_golden(
+    project: Path, number: signal.Signals
+) -> None:
+    running = start(project, "--", "python", "loop.py", "second")
+    while not (project / "hangs").exists() and running.poll() is None:
+        select.select([], [], [], 0.05)
+    assert list((project / "recipes").iterdir()) == [project / "recipes" / "loop.yaml"]
+    running.send_signal(number)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 128 + number, out
+    assert f"{number.name}: what it had started was ended; nothing was written" in out
+    assert not (project / "recipes").exists()
+    assert not (project / "golden_values").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((project / "hangs").read_text()), 0)
+
+
 def test_variables_of_the_shell_are_told_and_kept_where_asked(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,8 +365,15 @@ def test_a_refused_golden_is_accepted_by_its_reason_alone(project: Path) -> None
     commit = ["git", "-c", "user.name=u", "-c", "user.email=u@u", "commit", "-qm", "base"]
     subprocess.run(["git", "add", "-A"], cwd=project, check=True)  # noqa: S607 - the user's
     subprocess.run(commit, cwd=project, check=True)
+    (project / "new.txt").write_text("not committed\n")
+    (project / "loop.py").write_text(LOOP + "# edited\n")
     done = record(project, "--", "python", "loop.py", "rising")
+    told = "the tree has uncommitted changes (loop.py, new.txt), as its golden will say; commit"
+    assert done.stdout.startswith(told)
     assert (done.returncode, "with --golden-reason TEXT" in done.stdout) == (1, True)
     run = next((project / ".pytest_megatron" / "runs").iterdir())
-    accepted = command(project, "golden", "accept", str(run), "--reason", "it rises")
+    taken = ("golden", "accept", str(run), "--reason", "it rises", "--allow-dirty")
+    accepted = command(project, *taken)
     assert accepted.returncode == 0, accepted.stdout + accepted.stderr
+    message = (run / "goldens_commit_message.txt").read_text()
+    assert re.search(r"Measured at commit: \w{40}, with uncommitted changes\n", message)

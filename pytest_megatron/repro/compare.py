@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_megatron.base.project import SHORT_COMMIT, ask_git
 from pytest_megatron.errors import ReproError
-from pytest_megatron.runs.environment import NAME, SessionFacts, make_patch
+from pytest_megatron.runs.environment import NAME, Patch, SessionFacts, make_patch
 from pytest_megatron.runs.find import Chosen
 from pytest_megatron.runs.record import RecordedPlan, RecordedTest
 from pytest_megatron.workloads.recipe.case import ParallelSizes
@@ -53,15 +53,14 @@ def _commit_lines(chosen: Chosen, here: SessionFacts, root: Path) -> Iterator[st
         has_it = ask_git(root, "cat-file", "-e", f"{run.commit}^{{commit}}") is not None
         way = f"git checkout {short}" if has_it else "git fetch it first"
         yield f"commit: {short} there, {own} here; {way}"
-    own_patch = make_patch(root).text if here.is_dirty else ""
-    if run.is_dirty and here.is_dirty and own_patch == _patch_of(chosen):
+    ours = make_patch(root, here.new) if here.is_dirty else Patch()
+    problem = None if run.patch is None else run.patch.problem
+    theirs = Patch(text=_patch_of(chosen) or "", problem=problem)
+    if run.is_dirty and here.is_dirty and ours == theirs != Patch():
         return  # the same changes
     if run.is_dirty:
-        patch = run.patch
-        if patch is not None and patch.file is not None:
-            way = f"read it, then: git apply {chosen.run_dir / patch.file}"
-        else:
-            way = (patch and patch.problem) or "what they were is not kept"
+        patch = f"read it, then: git apply {chosen.run_dir / NAME}" if theirs.text else None
+        way = "; ".join(filter(None, [patch, problem])) or "what they were is not kept"
         yield f"tree: had uncommitted changes there; {way}"
     if here.is_dirty:
         yield "tree: has uncommitted changes here"

@@ -21,6 +21,7 @@ from annotated_types import Ge, Le
 
 from pytest_megatron.base.project import read_git
 from pytest_megatron.base.schema import matches
+from pytest_megatron.base.text import listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, Host, this_host
 from pytest_megatron.runs.tree import is_recipe, read_tree
 
@@ -80,7 +81,8 @@ class SessionFacts(RecordedFacts):
 
         New recipes are committed with their goldens.
         """
-        return (*self.edited, *(name for name in self.new if not is_recipe(name)))
+        new = (name for name in self.new if not is_recipe(name))
+        return tuple(dict.fromkeys((*self.edited, *new)))
 
     def versions_on(self, platform_name: str) -> dict[str, str]:
         """Return the facts that decide how a workload of that platform rounds, and the others."""
@@ -159,9 +161,8 @@ def kept_variables(
 
 
 MOST_BYTES = 1 << 20
-MOST_NEW_FILES = 100
 NAME = "dirty.patch"
-_SCOPE = ("--", ".", ":(exclude)golden_values")
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,38 +178,23 @@ class Patch:
     problem: str | None = None
 
 
-def make_patch(root: Path) -> Patch:
-    """Return the changes in `root` and below since the commit, new files among them.
+def make_patch(root: Path, new: Sequence[str]) -> Patch:
+    """Return the changes in `root` and below since the commit, of more than `MOST_BYTES` none.
 
-    Of more than `MOST_BYTES`, or more than `MOST_NEW_FILES` new files, nothing is returned but the
-    reason.
+    Args:
+        root: The project.
+        new: Names of files that git does not have: they may hold anything, keys among it, so that
+            their contents are kept of those alone that the user has added.
     """
-    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z", *_SCOPE)
-    if listed is None:
+    scope = ("--", ".", ":(exclude)golden_values")
+    git = ("-c", "core.quotepath=off", "diff", "--binary", "--relative", "HEAD")
+    data = read_git(root, *git, *scope)
+    if data is None:
         return Patch(problem="git could not say what differs")
-    new = [root / name.decode("utf-8", "surrogateescape") for name in listed.split(b"\0") if name]
-    new = [path for path in new if path.is_file() and not path.is_symlink()]
-    num_bytes = sum(path.stat().st_size for path in new)
-    if len(new) > MOST_NEW_FILES or num_bytes > MOST_BYTES:
-        return Patch(
-            problem=f"{len(new)} new files of {num_bytes} bytes, at most {MOST_NEW_FILES} of "
-            f"{MOST_BYTES} are kept; commit or ignore them"
-        )
-    pieces = [_git(root, "diff", "--binary", "--relative", "HEAD", *_SCOPE) or b""]
-    pieces += [_git(root, *_NEW_FILE, str(path.relative_to(root))) or b"" for path in new]
-    data = b"".join(pieces)
     if len(data) > MOST_BYTES:
         return Patch(problem=f"of {len(data)} bytes, at most {MOST_BYTES} are kept; commit first")
-    return Patch(text=data.decode("utf-8", "replace"))
-
-
-_NEW_FILE = ("diff", "--no-index", "--binary", "--", "/dev/null")
-
-
-def _git(root: Path, *arguments: str) -> bytes | None:
-    """Return git's answer; None without git, outside of a checkout or on an error."""
-    fine = (0, 1) if "--no-index" in arguments else (0,)  # 1: there is a difference
-    return read_git(root, "-c", "core.quotepath=off", *arguments, fine=fine)
+    names = f"without the new {listed(new, _MOST_NAMED)}, which `git add` would put into it"
+    return Patch(text=data.decode("utf-8", "replace"), problem=names if new else None)
 
 
 def ci_page(env: Mapping[str, str]) -> str | None:

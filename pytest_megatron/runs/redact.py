@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
@@ -46,15 +46,31 @@ _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@'\"]*):([^\s/@'\"]+)@")
 # Secrets to which issuers give a form of their own.
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
-    r"|nvapi-[\w-]{30,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
+    r"|nvapi-[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|sk-[A-Za-z0-9_-]{20,}|xox[abprs]-[\w-]{20,}|AKIA[A-Z0-9]{16})\b"
 )
 # A text without any of these has nothing that is known by its form.
 MARKS = (
     *("://", "hf_", "ghp_", "gho_", "ghr_", "ghs_", "ghu_", "github_pat_", "glpat-", "nvapi-"),
-    "sk-",
+    *("sk-", "npm_", "pypi-", "_auth", "password", "PRIVATE KEY", "aws_se"),
     *("xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "uthorization", "UTHORIZATION"),
 )
 _MARK = re.compile("|".join(MARKS))
+# Of .npmrc, .netrc, where a password may stand in a line of its own, and credentials of AWS.
+_OF_FILES = re.compile(
+    r"(?:(?<=:)_(?:authToken|auth|password)|^[+ \t]*_(?:authToken|auth|password)) *= *"
+    r"(?P<npm>[^\s\\\"']{6,})"
+    r"|\b(?:machine|login|account)\s+\S+\s+password\s+(?P<netrc>\S+)"
+    r"|^[+ \t]*password[ \t]+(?P<alone>(?=[a-zA-Z]*[^a-zA-Z\s])\S{6,})[ \t]*$"
+    r"|\baws_secret_access_key *= *(?P<aws>[A-Za-z0-9/+]{40})(?![\w/+])",
+    re.MULTILINE,
+)
+_BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----")
+_END = re.compile(r"-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----")
+# A line of a key may have a prefix; in JSON, all of a key is in one line.
+_PREFIX, _AFTER = r"(?:.*[\s|>:+])?", r"[\"',]*\s*"
+_KEY_LINE = re.compile(rf"{_PREFIX}(?:[A-Za-z0-9+/=]|\\[nr]){{32,}}{_AFTER}").fullmatch
+_LAST_OF_KEY = re.compile(rf"{_PREFIX}[A-Za-z0-9+/=]{{1,31}}{_AFTER}").fullmatch
+_NO_KEY_LINE = re.compile(rf"{_PREFIX}(?:(?:Proc-Type|DEK-Info|Version|Comment): .*)?\s*").fullmatch
 _HEADER = re.compile(
     r"(?i)\b(authorization['\"]?\s*[:=]\s*['\"]?(?:bearer|basic|token)\s+)[^\s'\"]+"
 )
@@ -108,6 +124,9 @@ class Redactor:
             text = text.replace(value, REDACTED)
         if _MARK.search(text) is None:
             return text
+        if _BEGIN.search(text) is not None:
+            text = "".join(map(KeyFilter(), text.splitlines(keepends=True)))
+        text = _OF_FILES.sub(_without_value, text)
         text = _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
         return _HEADER.sub(rf"\1{REDACTED}", _SHAPES.sub(REDACTED, text))
 
@@ -137,6 +156,44 @@ class Redactor:
                 return {self.text(key): self.json(element) for key, element in value.items()}
             case _:
                 return value
+
+
+class KeyFilter:
+    """Takes private keys out of the lines of a text; a key may go over several of them.
+
+    One whose end is missing ends with the last line that could be of it.
+    """
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._may_end = False  # the last lines of a key may be short
+
+    def __call__(self, line: str) -> str:
+        """Return the next line without what it has of a key."""
+        kept, rest = "", line
+        while True:
+            if not self._is_inside:
+                begin = _BEGIN.search(rest)
+                if begin is None:
+                    return kept + rest
+                kept, rest = kept + rest[: begin.end()], rest[begin.end() :]
+                self._is_inside, self._may_end = True, False
+            if (end := _END.search(rest)) is not None:
+                self._is_inside = False
+                kept, rest = kept + REDACTED, rest[end.start() :]
+            elif _KEY_LINE(rest) or (self._may_end and _LAST_OF_KEY(rest)):
+                self._may_end = _KEY_LINE(rest) is not None
+                return f"{kept}{REDACTED}{rest[len(rest.rstrip()) :]}"
+            elif _NO_KEY_LINE(rest):
+                return kept + rest
+            else:
+                self._is_inside = False
+
+
+def _without_value(match: re.Match[str]) -> str:
+    """Return what was found with stars for its secret."""
+    start, end = match.span(str(match.lastgroup))
+    return f"{match.string[match.start() : start]}{REDACTED}{match.string[end : match.end()]}"
 
 
 def is_secret_name(name: str, own: Sequence[str] = ()) -> bool:
@@ -230,7 +287,7 @@ def _redact(path: Path, redactor: Redactor) -> None:
     elif _is_binary(path):
         path.write_bytes(_blank(path.read_bytes(), redactor))
     elif _changes(path, redactor):
-        rewrite_lines_atomically(path, redactor.text)
+        rewrite_lines_atomically(path, _line_filter(redactor))
 
 
 class _Search:
@@ -253,10 +310,17 @@ class _Search:
         return False
 
 
+def _line_filter(redactor: Redactor) -> Callable[[str], str]:
+    """Return what takes secrets out of each line of a file in turn."""
+    without_keys = KeyFilter()
+    return lambda line: redactor.text(without_keys(line))
+
+
 def _changes(path: Path, redactor: Redactor) -> bool:
     """Return true if any line holds a secret; marks of secrets are in many files."""
+    clean = _line_filter(redactor)
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        return any(redactor.text(line) != line for line in file)
+        return any(clean(line) != line for line in file)
 
 
 def _is_binary(path: Path) -> bool:

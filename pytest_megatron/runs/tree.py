@@ -35,7 +35,7 @@ class Tree:
     Attributes:
         commit: None outside of git.
         edited: Files that differ from the commit, and new Python files that an import may find.
-        new: Other files and directories that git neither has nor ignores, below the project.
+        new: Files and directories that git neither has nor ignores, below the project.
         written: When each file was written that git has, and each new recipe: it tells of changes
             that were taken back.
     """
@@ -94,7 +94,7 @@ def read_tree(root: Path) -> Tree:
     return Tree(
         commit=commit,
         edited=frozenset(edited | importable),
-        new=frozenset(new - importable),
+        new=frozenset(new),
         written={name: _written_at(root / name) for name in files},
     )
 

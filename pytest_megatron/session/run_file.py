@@ -90,7 +90,7 @@ def keep_patch(session: RunSession) -> RecordedPatch | None:
     """
     if not session.facts.is_dirty:
         return None
-    made = patch.make_patch(session.root)
+    made = patch.make_patch(session.root, session.facts.new)
     if made.text:
         path = session.run_dir / patch.NAME
         write_text_atomically(path, session.redactor.text(made.text))

@@ -191,7 +191,7 @@ ARGUMENTS: dict[str, JsonValue] = {
 }
 PLANTED = (
     *("plantedInTheEnv1", 'planted<&>"pat"', "plantedInUrl", "plantedByOwnName"),
-    *("plantedInTheCase", "plantedAsArgument", "plantedInAnArgument"),
+    *("plantedInTheCase", "plantedAsArgument", "plantedInAnArgument", "plantedInANewFile"),
 )
 
 
@@ -202,7 +202,9 @@ def test_no_planted_secret_is_anywhere_in_a_run(tmp_path: Path) -> None:
     )
     project.add("leaks", "leak@2", "crash@4:1", env=CASE_SECRETS, config=None, **ARGUMENTS)
     commit(tmp_path)
-    (tmp_path / "notes.txt").write_text(f"my own {SECRETS['PLANTED_TOKEN']}\n")
+    recipe = tmp_path / "recipes" / "tiny.yaml"
+    recipe.write_text(f"{recipe.read_text()}# {SECRETS['PLANTED_TOKEN']}\n")
+    (tmp_path / "id_ed25519").write_text("plantedInANewFile")
     run = project.run("recipes", "--junitxml", "junit.xml", **SECRETS)
     assert run.verdict("leaks") == ("FAILED", "failed")
     files = [p for p in run.directory.rglob("*") if p.is_file()] + [tmp_path / "junit.xml"]

@@ -36,7 +36,9 @@ def test_a_patch_makes_a_clone_what_the_tree_was(checkout: Path, tmp_path: Path)
     (checkout / "new dir").mkdir()
     (checkout / "new dir/new.txt").write_text("new\n")
     (checkout / "golden_values/g.json").write_text("{}")
-    made = patch.make_patch(checkout)
+    git(checkout, "add", "new dir")
+    made = patch.make_patch(checkout, ())
+    assert made.problem is None
     (tmp_path / "p").write_text(made.text)
     git(tmp_path / "here", "apply", str(tmp_path / "p"))
     for name in ("kept.txt", "data.bin", "new dir/new.txt"):
@@ -45,12 +47,23 @@ def test_a_patch_makes_a_clone_what_the_tree_was(checkout: Path, tmp_path: Path)
 
 
 def test_what_is_too_large_is_left_out_with_the_reason(checkout: Path) -> None:
-    (checkout / "new.bin").write_bytes(b"x" * (patch.MOST_BYTES + 1))
-    made = patch.make_patch(checkout)
+    (checkout / "data.bin").write_text("".join(f"{n * n * n}\n" for n in range(1 << 17)))
+    made = patch.make_patch(checkout, ())
     assert made.text == ""
-    assert "1 new files of 1048577 bytes, at most 100 of 1048576 are kept" in str(made.problem)
+    assert str(made.problem).endswith("bytes, at most 1048576 are kept; commit first")
+
+
+def test_of_a_new_file_there_is_its_name_alone_unless_the_user_added_it(checkout: Path) -> None:
+    (checkout / "kept.txt").write_text("2\n")
+    (checkout / ".env").write_text("PASSWORD=hunter2\n")
+    git(checkout, "add", "kept.txt")
+    made = patch.make_patch(checkout, (".env",))
+    assert ("hunter2" in made.text, "+2" in made.text) == (False, True)
+    assert made.problem == "without the new .env, which `git add` would put into it"
+    git(checkout, "add", "-N", ".env")
+    assert "hunter2" in patch.make_patch(checkout, ()).text
 
 
 def test_without_git_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert patch.make_patch(tmp_path).problem == "git could not say what differs"
+    assert patch.make_patch(tmp_path, ()).problem == "git could not say what differs"

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from pytest_megatron.runs.redact import Redactor, is_secret_name
+from pytest_megatron.runs.redact import Redactor, is_secret_name, redact_tree
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,8 @@ def test_an_option_with_a_secret_name_loses_its_value(
         "login hf_" + "a1" * 17,
         "ghp_" + "A1b2" * 9,
         "AKIA" + "ABCD" * 4,
+        "npm_" + "A1b2" * 9,
+        "pypi-" + "A1b2" * 9,
         "sk-proj-" + "a1B2" * 6,
         "curl -H 'Authorization: Bearer abc.def'",
         "http://u:p@h",
@@ -67,6 +72,72 @@ def test_an_option_with_a_secret_name_loses_its_value(
 )
 def test_a_secret_goes_by_the_form_that_its_issuer_gives_it(text: str) -> None:
     assert "***" in Redactor.of({}).text(text)
+
+
+KEY_LINES = ["MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"] * 2
+KEY_BEGIN = ("-----BEGIN RSA PRIVATE KEY-----", "DEK-Info: AES", "")
+KEY_END = ("Qg==", "-----END RSA PRIVATE KEY-----", "the last line")
+KEY = "\n".join((*KEY_BEGIN, *KEY_LINES, *KEY_END))
+
+
+@pytest.mark.parametrize(
+    ("text", "secrets", "kept"),
+    [
+        pytest.param(KEY, ["MII", "Qg"], ["BEGIN", "last line"], id="a key"),
+        pytest.param(
+            KEY.replace("\n", "\n[rank0]: "), ["MII", "Qg"], ["END RSA", "last line"], id="in a log"
+        ),
+        pytest.param(
+            KEY.replace("\n", "\n+"), ["MII", "Qg"], ["DEK-Info", "+the last line"], id="in a patch"
+        ),
+        pytest.param(
+            json.dumps({"a": {"private_key": KEY, "id": "me"}}),
+            ["MII", "Qg"],
+            ["private_key", '"id": "me"', "last line"],
+            id="of an account",
+        ),
+        pytest.param(
+            KEY.partition("-----END")[0] + "step 3 loss 5.0\nsum 4\n",
+            ["MII", "Qg"],
+            ["step 3 loss 5.0", "sum 4"],
+            id="cut off",
+        ),
+        pytest.param(
+            'if "-----BEGIN PRIVATE KEY-----" in text:\n    pass', [], ["text:", "pass"], id="code"
+        ),
+        pytest.param(
+            "//registry.npmjs.org/:_authToken=a1b2c3d4\n_auth = bWU6aGVyZQ==\nself._password = f()",
+            ["a1b2c3d4", "bWU6"],
+            ["//registry.npmjs.org/:_authToken=", "self._password = f()"],
+            id="npm",
+        ),
+        pytest.param(
+            "machine api.wandb.ai login user password hunter\nmachine a\n  password a1b2c3d4\n"
+            "wrong password given, password: incorrect\npassword incorrect\n",
+            ["hunter", "a1b2c3d4"],
+            ["login user", "password given, password: incorrect", "password incorrect"],
+            id="netrc",
+        ),
+        pytest.param(
+            f"aws_secret_access_key = {'aB3/' * 10}\naws_secret_access_key=cfg.key",
+            ["aB3/"],
+            ["cfg.key"],
+            id="aws",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["stdout.log", "run.json"])
+def test_a_secret_goes_by_the_form_of_the_file_that_it_is_from(
+    tmp_path: Path, name: str, text: str, secrets: list[str], kept: list[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert redact_tree(tmp_path, Redactor.of({})) == ()
+    found = path.read_text()
+    assert [s for s in secrets if s in found] == []
+    assert [k for k in kept if k not in found] == []
+    redact_tree(tmp_path, Redactor.of({}))
+    assert path.read_text() == found
 
 
 def test_a_value_goes_in_every_form_in_which_files_hold_it() -> None:

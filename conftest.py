@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,14 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["pytester", "labs"]
+for number in (
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGHUP,
+):  # of `pytest &`, and of sessions below
+    if signal.getsignal(number) is signal.SIG_IGN:
+        is_ctrl_c = number is signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
 for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):  # sessions of tests write for a terminal
     os.environ.pop(name, None)
 

@@ -30,6 +30,24 @@ POLL_S = 0.05
 SLOW_S = 5.0  # beyond the grace, for killing what did not end in it
 STACKS_S = 2.0  # for all stacks; most take a few milliseconds
 UNKILLABLE_S = 30.0  # a process stuck in the kernel (a dead file system) cannot be killed
+# What whoever started this process has it ignore; two are ignored by Python itself.
+_IGNORED = [
+    number
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
+    if signal.getsignal(number) is signal.SIG_IGN
+]
+
+
+def reset_signals() -> None:
+    """Take all signals again that whoever started this process has it ignore, or blocked.
+
+    A shell has its background jobs ignore SIGINT and SIGQUIT, and `nohup` has SIGHUP ignored, which
+    is meant for the process that they start, not for what runs below it.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in _IGNORED:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _execute(command: Sequence[str]) -> int:
@@ -43,6 +61,7 @@ def main() -> None:
     """Run the command of the command line under guard."""
     control, result, grace_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    reset_signals()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The controller decides, through the pipe. A handler, unlike SIG_IGN, is not inherited.
         signal.signal(number, lambda *_: None)

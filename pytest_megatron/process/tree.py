@@ -29,6 +29,7 @@ from pytest_megatron.process.guard import (
     PR_SET_PDEATHSIG,
     kill_descendants,
     prctl,
+    reset_signals,
     watch,
 )
 
@@ -117,6 +118,7 @@ def fork_child(run: Callable[[], None], *, leads_session: bool = False) -> int:
     exit_code = _BROKEN
     try:
         signal.set_wakeup_fd(-1)
+        reset_signals()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         die_with(parent)
@@ -138,6 +140,7 @@ def run_guarded(serve: Callable[[], None]) -> None:
     does not.
     """
     parent = os.getppid()
+    reset_signals()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     become_subreaper()

@@ -8,6 +8,7 @@ node 0 that ends the session.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -39,6 +40,8 @@ class CancelledPlugin:
         )
         self._is_follower = is_follower
         self._ours: list[signal.Signals] = []
+        # A process that a test forks, or a rank, ends by these signals as it would without us.
+        os.register_at_fork(after_in_child=self.pytest_unconfigure)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ POSITIONS = ("first", "middle", "last")
 
 def main() -> int:
     """Run what was asked for."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # sessions get Ctrl-C, also in `... &`
     asked = _parse()
     limits = Limits(
         grace_s=asked.grace,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from gang_suite import Suite
@@ -17,6 +20,7 @@ SEEDS = """
     torch.manual_seed(1)
 """
 PROCESS = f"""
+    import multiprocessing
     import os
     import random
     import signal
@@ -31,10 +35,28 @@ PROCESS = f"""
         assert type(os.environ) is os._Environ
 
 
+    def wait(up):
+        up.set()
+        signal.pause()
+
+
+    @pytest.mark.controller
+    def test_a_child_of_a_test_ends_by_sigterm():
+        fork = multiprocessing.get_context("fork")
+        up = fork.Event()
+        child = fork.Process(target=wait, args=(up,))
+        child.start()
+        up.wait()
+        child.terminate()
+        child.join()
+        assert child.exitcode == -signal.SIGTERM
+
+
     def test_signals_and_threads():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+        for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            assert signal.getsignal(number) == signal.SIG_DFL
         assert signal.set_wakeup_fd(-1) == -1
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
         assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
@@ -100,11 +122,26 @@ GROUPS = """
 """
 
 
+@contextlib.contextmanager
+def ignored_signals() -> Iterator[None]:
+    """Start sessions as a script starts `nohup pytest &`, with one signal more and one blocked."""
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_rank_is_as_a_process_of_its_own(tmp_path: Path) -> None:
     suite = Suite(tmp_path, is_fresh=True)
     plain = ("-p", "no:rerunfailures")  # its server would be a socket more
     suite.write(test_process=PROCESS)
-    run = suite.run(*plain, "-v", "--ranks", "2")
+    with ignored_signals():
+        run = suite.run(*plain, "-v", "--ranks", "2")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
     unseeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 
@@ -115,7 +152,8 @@ def test_a_rank_is_as_a_process_of_its_own(tmp_path: Path) -> None:
     seeded = [suite.read(f"numbers.{rank}") for rank in range(2)]
 
     suite.write(reads="import os; os.environ['RANK']", conftest=f"    import reads\n{SEEDS}")
-    run = suite.run(*plain, "-v", "--ranks", "2", "test_process.py")
+    with ignored_signals():
+        run = suite.run(*plain, "-v", "--ranks", "2", "test_process.py")
     assert set(run.words.values()) == {"PASSED"}, run.stdout
     collecting = [suite.read(f"numbers.{rank}") for rank in range(2)]
 

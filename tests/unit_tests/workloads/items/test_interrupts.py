@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from tiny_project import Project, send, wait_until
 
@@ -87,17 +88,26 @@ def test_a_session_that_is_told_to_end_writes_what_it_has(
     assert list(run["items"]) == ["recipes/tiny.yaml::first[dev-cpu]"]
 
 
-def test_nohup_holds_when_the_terminal_is_lost(tmp_path: Path) -> None:
+def test_what_a_session_in_the_background_ignores_is_its_own(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.add("waits", "hang@2:1")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # as `nohup pytest &` in a script
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         process = project.start("recipes")
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     wait_until(project.state("waits").with_suffix(".up").exists, "the hang")
-    send(process, signal.SIGHUP, to_group=False)
-    send(process, signal.SIGTERM, to_group=False)
+    below = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child.pid for child in below if "--train-iters" in child.cmdline()]
+    for rank in ranks:
+        lines = Path(f"/proc/{rank}/status").read_text().splitlines()
+        mask = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn"))
+        assert [number for number in ignored if mask >> (number - 1) & 1] == []
+    assert len(ranks) >= 2
+    for number in (*ignored, signal.SIGTERM):
+        send(process, number, to_group=False)
     output, _ = process.communicate()
     assert "KeyboardInterrupt: SIGTERM" in output
     assert process.returncode == pytest.ExitCode.INTERRUPTED

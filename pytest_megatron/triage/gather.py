@@ -5,6 +5,7 @@ Every file is read once in pieces for the texts that matter; then only the lines
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +39,16 @@ from pytest_megatron.triage.logs.lines import (
     last_iteration,
     parse_line,
     says_success,
+    says_trouble,
 )
 from pytest_megatron.triage.logs.scan import RawLine, Scanner, lines_at, read_from
-from pytest_megatron.triage.logs.traceback import HEADER, frame_of, innermost, is_of_exception
+from pytest_megatron.triage.logs.traceback import (
+    HEADER,
+    frame_of,
+    innermost,
+    is_ignored,
+    is_of_exception,
+)
 from pytest_megatron.triage.rank_log import (
     Enqueued,
     Event,
@@ -128,11 +136,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     shown = dict(exits)
     successes = _successes(unit.logs)
     iteration = unit.known.iteration or _furthest(unit)
-    doubtful = {
-        e.place.log
-        for e in launcher_book.events
-        if e.signature.id == "tests_failed" and _is_of_tests(successes.get(e.place.log))
-    }
+    good = _good_ends(successes, books)
     _forget_what_was_overcome(launcher_book, successes, has_trained=iteration is not None)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, labelled, None, is_clean=False)
@@ -143,7 +147,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         by_file = _by_file(unit.error_files.get(rank), table, notes)
         fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
         logs = [log for log in unit.logs if log.rank == rank]
-        is_well = is_clean or any(log in successes for log in logs)
+        is_well = is_clean or any(log in good for log in logs)
         if fatal is None and by_file is None and not is_well:
             fatal = _bare(logs, ends.get(rank), table, labelled, rank, most_after=_NEARLY_LAST)
         if fatal is None and by_file is None and rank == heir:
@@ -171,7 +175,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         iteration=iteration,
         collectives=() if is_clean else _collectives(unit, notes),
         is_presumed_clean=is_clean,
-        success=next((line for log, line in successes.items() if log not in doubtful), None),
+        success=next(iter(good.values()), None),
         notes=tuple(notes),
     )
 
@@ -238,15 +242,35 @@ def _is_of_program(fatal: Fatal | None) -> bool:
     return not any(frame.startswith("run.py:") for frame in fatal.frames)
 
 
-def _is_of_tests(success: LogLine | None) -> bool:
-    """Return true if the last good end in a log is that of tests: others of it may have failed."""
-    return success is not None and re.search(r" passed|^OK\b", success.text) is not None
-
-
 def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     """Return the last line of each log that shows a good end."""
     lines = (line for log in logs for line in _tail_lines(log))
     return {line.log: line for line in lines if says_success(line.text)}
+
+
+def _good_ends(
+    successes: Mapping[LogFile, LogLine], books: Mapping[int | None, _LogCollector]
+) -> dict[LogFile, LogLine]:
+    """Return the good ends that hold: nothing bad follows, and no other tests failed before."""
+    events = [event for book in books.values() for event in book.events]
+
+    def is_good(end: LogLine) -> bool:
+        """Return whether what wrote a log ended well."""
+        is_of_tests = re.search(r" passed|^OK\b", end.text) is not None
+        for event in events:
+            row, place = event.signature, event.place
+            is_bad = row.is_fatal or row.role is LineRole.OUTCOME
+            if place.log == end.log and (
+                (is_bad and place.offset > end.offset) or (is_of_tests and row.id == "tests_failed")
+            ):
+                return False
+        behind = [line.text for line in _tail_lines(end.log) if line.offset > end.offset]
+        return not any(
+            says_trouble(text) or (HEADER in text and not is_ignored(above))
+            for above, text in itertools.pairwise(["", *behind])
+        )
+
+    return {log: end for log, end in successes.items() if is_good(end)}
 
 
 def _forget_what_was_overcome(

@@ -66,6 +66,27 @@ _SUCCESS = re.compile(
     r"|'train_runtime':|^`Trainer\.fit` stopped: `max_(?:epochs|steps)=\d+` reached|^Job succeeded$"
     r"|^(?:Training|training|Finetuning|Pretraining) (?:is )?(?:complete|completed|done|finished)\b"
 )
+# What shells, build tools, runners and programs write where something failed.
+_TROUBLE = re.compile(
+    r"(?i)\b(?:fail(?:s|ed|ures?)?|aborted|killed|oomkilled|crashed|fatal|panic|cancell?ed|unstable"
+    r"|timed out|non-?zero|no space left|permission denied|core dumped|dumped core|bus error"
+    r"|segmentation fault|illegal instruction|floating point exception|sig[a-z]{3,4} received)\b"
+    r"|^\W*terminated?\b|\bsending signal\b|^(?:\W*|\S+: )(?:error|critical)\b\W|\berr!"
+    r"|\b[1-9]\d* errors?\b|^\S+: \*\*\* |\bexit(?:ed)?\b[^\d\n]{0,20}[ :=-][1-9]\d*\b"
+    r"|\breturn(?:ed)? code\W+[1-9]"
+)
+_HARMLESS = re.compile(
+    r"(?i)^\s|\bwarn|\bignor|\bretr(?:y|ied)|\bif\b|\bsuccess|\brecover|NCCL INFO"
+    r"|\b(?:no|not|never|without|zero|0)\s+(?:\w+\s+){0,2}(?:fail|error|abort|cancel)"
+    r"|\b(?:fail\w*|errors?)\b[\"']?\s*[:=]\s*(?:0\b|\d+\.\d|\[\]|false|none|null)"
+)
+# What begins something that must end as well, and how far it is.
+_BEGIN = re.compile(
+    r"^=+ test session starts =+$|^\[before the start of training step\]"
+    r"|^\++ .*\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate|deepspeed|mpirun|pytest"
+    r"|srun)\b"
+)
+_FAR = re.compile(r"(?i)\b(?:iteration|iter|step|epoch)\b[:\s\[]*(\d+)\s*/\s*(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +177,14 @@ def says_success(text: str) -> bool:
     """
     found = parse_iteration(text)
     return (found is not None and found[0] == found[1]) or _SUCCESS.search(text) is not None
+
+
+def says_trouble(text: str) -> bool:
+    """Return true if a good end before this line is none: something failed, or goes on."""
+    far = _FAR.search(text)
+    if _BEGIN.search(text) or (far is not None and int(far[1]) < int(far[2])):
+        return True
+    return _TROUBLE.search(text) is not None and _HARMLESS.search(text) is None
 
 
 def last_iteration(texts: Iterable[str]) -> tuple[int, int] | None:

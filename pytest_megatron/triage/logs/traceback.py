@@ -124,7 +124,12 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
             break
     if not links:
         return None
-    return Chain(links=tuple(links), is_ignored=_NOT_FATAL.search(before) is not None)
+    return Chain(links=tuple(links), is_ignored=is_ignored(before))
+
+
+def is_ignored(above: str) -> bool:
+    """Return true if the traceback below a line ended nothing: of a thread, at the exit, logged."""
+    return _NOT_FATAL.search(above) is not None
 
 
 def _parts(lines: Sequence[Line], start: int) -> Iterator[RaisedException]:

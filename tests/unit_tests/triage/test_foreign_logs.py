@@ -86,6 +86,67 @@ def test_a_good_end_is_known_by_what_programs_and_runners_write_then(
     assert (family(found), found.unclear) == (None, ())
 
 
+PASSED = "===== 5 passed in 1.20s ====="
+
+
+@pytest.mark.parametrize(
+    ("behind", "expected"),
+    [
+        ("Aborted (core dumped)", "segfault"),
+        ("run.sh: line 4: 12345 Aborted                 (core dumped) python train.py", "segfault"),
+        ("Illegal instruction (core dumped)", "segfault"),
+        ("Fatal Python error: Aborted", "segfault"),
+        ("make: *** [Makefile:12: test] Error 2", "exit"),
+        ("make[1]: *** [test] Error 137", "sigkill"),
+        ("ERROR: script returned exit code 1\nFinished: FAILURE", "exit"),
+        ("Build step 'Execute shell' marked build as failure", "unknown"),
+        ("ninja: build stopped: subcommand failed.", "unknown"),
+        ('The command "pytest" exited with 1.', "unknown"),
+        ("npm ERR! code ELIFECYCLE", "unknown"),
+        ("FAILED (errors=1)", "unknown"),
+        ("terminate called without an active exception", "unknown"),
+        ("JobState=FAILED Reason=NonZeroExitCode", "unknown"),
+        (" iteration       60/     100 | lm loss: 9.1E+00 |", "unknown"),
+        ("Epoch 1/3", "unknown"),
+        ("+ torchrun resume.py", "unknown"),
+        ("===== test session starts =====\ncollected 3 items\n\ntests/test_b.py ..", "unknown"),
+        (traceback("KeyError: 3") + "going on\n" * 9, "unknown"),
+    ],
+)
+def test_a_good_end_after_which_something_failed_or_began_is_none(
+    tmp_path: Path, behind: str, expected: str
+) -> None:
+    """In place of a build step's own end it may be the last thing that a person reads."""
+    for end in (PASSED, "[after training is done] datetime: 2026-03-02 10:10:10 "):
+        assert family(of_log(tmp_path, f"{end}\n{behind}\n")) == expected
+        assert family(of_log(tmp_path, f"{end}\n{behind}\n{PASSED}\nJob succeeded\n")) is None
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "0 failed, 0 errors",
+        "tests failed: 0",
+        '{"errors": [], "failed": false}',
+        "mean error: 0.003",
+        "no test failures",
+        "exit code: 0",
+        "JobState=COMPLETED ExitCode=0:0",
+        "Epoch 3/3",
+        "WARNING: failed to remove /tmp/x",
+        "+ rm -rf /tmp/x",
+        "Cleaning up project directory\nFinished: SUCCESS",
+        "n:1:2 [0] NCCL INFO comm 0x55 rank 0 nranks 4 - Abort COMPLETE",
+        "Exception ignored in: <function A.__del__ at 0x7>\n" + traceback("TypeError: None"),
+        "Exception in thread Thread-3 (_pin):\n" + traceback("ConnectionResetError: reset"),
+    ],
+)
+def test_what_may_stand_behind_a_good_end_spoils_it_not(tmp_path: Path, behind: str) -> None:
+    before = "WARNING: disk is slow\nERROR:train:no metrics\n" + traceback("KeyError: 3")
+    found = of_log(tmp_path, f"{before}{iterations(20)}{PASSED}\n{behind}\n")
+    assert (family(found), found.unclear) == (None, ())
+
+
 @pytest.mark.parametrize(
     "line",
     [

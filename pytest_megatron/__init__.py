@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pytest_megatron.gangs.fixtures import ModelParallel
     from pytest_megatron.workloads.engine.api import (
         Checking,
+        Describing,
         Engine,
         EngineContext,
         EngineError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checking",
+    "Describing",
     "Engine",
     "EngineContext",
     "EngineError",

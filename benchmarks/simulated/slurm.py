@@ -34,6 +34,10 @@ class SimulatedScripts:
         """Return the setting as it is."""
         return setting
 
+    def describe(self, _needed: Resources) -> list[str]:
+        """Show nothing."""
+        return []
+
     def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
         """Name a script for each."""
         found = {}

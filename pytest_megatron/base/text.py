@@ -62,6 +62,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"
 
 
+def nodes_by_ranks(nodes: int, ranks: int) -> str:
+    """Return `2x8 ranks`: nodes times ranks on each."""
+    return f"{nodes}x{ranks} rank{'' if nodes * ranks == 1 else 's'}"
+
+
 _MINUTES, _HOURS = 120, 7_200  # from so many seconds on
 
 

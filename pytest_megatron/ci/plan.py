@@ -32,7 +32,7 @@ from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.load import find_recipes, profile_at, read_recipe
 from pytest_megatron.workloads.recipe.model import (
     UNIT_MODEL,
     Filters,
@@ -219,8 +219,10 @@ def _read_rows(
     """
     given = request.recipes or tuple(request.root / name for name in table.recipes)
     paths = given if request.recipes else [p for p in given if p.exists()]
-    profile = request.profile or Profile(table.recipe_profile)
-    loaded = [read_recipe(file, profile, vocabulary) for file in find_recipes(paths)]
+    profile = request.profile or table.profile
+    loaded = [
+        read_recipe(file, profile or profile_at(file), vocabulary) for file in find_recipes(paths)
+    ]
     errors = [error for one in loaded for error in one.errors]
     if errors:
         raise BrokenRecipesError(errors)

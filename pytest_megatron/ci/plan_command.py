@@ -22,7 +22,7 @@ from pytest_megatron.base.command import (
     format_option,
 )
 from pytest_megatron.base.files import JsonValue, read_text
-from pytest_megatron.base.text import counted, grouped, listed
+from pytest_megatron.base.text import counted, grouped, listed, nodes_by_ranks
 from pytest_megatron.ci.decide import (
     PathChange,
     Trigger,
@@ -296,7 +296,7 @@ def _header(plan: CiPlan) -> Iterator[str]:
 
 def _job_lines(job: CiJob) -> Iterator[str]:
     """Yield the lines of a job: its size, and its command."""
-    ranks = f"{job.nodes}x{job.ranks} ranks" if job.ranks else "no gang"
+    ranks = nodes_by_ranks(job.nodes, job.ranks) if job.ranks else "no gang"
     files = f", {counted(job.num_files, 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.compared is False and not job.lightweight else ""
     yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"

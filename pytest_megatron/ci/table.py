@@ -30,6 +30,7 @@ from pytest_megatron.base.schema import (
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.session.decision import RowChoice
+from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.model import SCOPE_ALIASES, Vocabulary
 
 BUILT_IN = Path(__file__).with_name("table.toml")
@@ -161,7 +162,10 @@ class CiTable:
     image: Text
     tag: Annotated[str, About("Of unit-test rows; empty: no filter.")]
     recipes: Texts
-    recipe_profile: Literal["compat", "strict"]
+    recipe_profile: Annotated[
+        Literal["compat", "strict"] | None,
+        About("Missing: compat below tests/test_utils/recipes, else strict."),
+    ] = None
     unit_tests: Annotated[Texts, About("Folders whose test files buckets share out.")]
     repeats: Annotated[Literal["at-most", "exactly"], About("Whether a row may ask for fewer.")]
     default_time_limit_s: Annotated[Positive, About("Seconds, of rows without one.")]
@@ -170,6 +174,11 @@ class CiTable:
     opt_in_platforms: Annotated[
         tuple[Text, ...], About("Where only tests marked launch_on_<platform> run.")
     ]
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile of all recipes; None where that is a matter of their place."""
+        return None if self.recipe_profile is None else Profile(self.recipe_profile)
 
     @property
     def known_labels(self) -> tuple[str, ...]:

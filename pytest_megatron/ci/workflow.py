@@ -20,8 +20,7 @@ from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.load import find_recipes, profile_at, read_recipe
 from pytest_megatron.workloads.recipe.model import Vocabulary, project_words
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
@@ -266,9 +265,11 @@ def _platforms(root: Path) -> list[str]:
     """Return the platforms of the project's recipes; none where there are no recipes."""
     table, words = _read_table(root)
     folders = [root / name for name in table.recipes if (root / name).exists()]
-    profile = Profile(table.recipe_profile)
     try:
-        read = [read_recipe(file, profile, words) for file in find_recipes(folders)]
+        read = [
+            read_recipe(file, table.profile or profile_at(file), words)
+            for file in find_recipes(folders)
+        ]
     except RecipeError:
         return [CPU_PLATFORM]  # `pytest-megatron lint` reports why
     return sorted({row.platform for one in read for row in one.workloads})

@@ -14,7 +14,8 @@ import pytest_megatron
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
-    *("Checking", "Engine", "EngineContext", "EngineError", "JobSpec", "LaunchError"),
+    *("Checking", "Describing", "Engine", "EngineContext", "EngineError", "JobSpec"),
+    "LaunchError",
     *("MegatronError", "ModelParallel", "Planned", "Resources", "Setting", "Submission"),
     *("SubmissionOutcome", "SubmissionPhase", "TroubleKind", "Update", "Workload", "__version__"),
     *("outcome_of", "read_record", "write_spec"),

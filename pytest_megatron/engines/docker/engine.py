@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from pytest_megatron.workloads.engine.api import (
     EngineContext,
     EngineError,
     Planned,
+    Resources,
     Submission,
     SubmissionOutcome,
     TroubleKind,
@@ -102,6 +104,14 @@ class DockerEngine(LeasingEngine):
         with contextlib.suppress(OSError):
             self._directory.rmdir()
             self._context.engine_dir.rmdir()
+
+    def describe(self, plan: AttemptPlan, _resources: Resources) -> Sequence[str]:
+        """Return the image and the mounts of a container for `--plan`."""
+        mounts = [
+            f"mount: {mount.source}:{mount.target}{':ro' if mount.is_read_only else ''}"
+            for mount in self._mounts(plan)
+        ]
+        return [f"image: {self._config.image}", *mounts]
 
     def _contain(self, submission: Submission, planned: Planned, lease: Lease) -> SubmissionOutcome:
         """Run a container for a plan, in a directory that is gone afterwards."""

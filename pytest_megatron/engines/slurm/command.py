@@ -15,6 +15,7 @@ import click
 from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.command import PATH, echo_error
+from pytest_megatron.base.findings import as_error
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import listed, nearest
 from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
@@ -41,8 +42,7 @@ from pytest_megatron.workloads.engine.api import EngineContext, Resources
 from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
 from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.engine.records import JobSpec, write_spec
-from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
+from pytest_megatron.workloads.recipe.load import default_recipes, find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
@@ -287,7 +287,7 @@ def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload
     Args:
         item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or its part after `::`.
         root: The project.
-        recipes: Where recipes are; None is `recipes` in the project.
+        recipes: Where recipes are; None is where those of the project are.
 
     Raises:
         RecipeError: A recipe cannot be read.
@@ -298,7 +298,7 @@ def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload
     named = [(row, node_id) for row, node_id in found if row.item_name == name]
     if len(named) == 1:
         return named[0]
-    where = file or str(recipes or "recipes")
+    where = file or str(recipes or default_recipes(root).relative_to(root))
     if named:
         raise SelectionError(
             item,
@@ -321,9 +321,14 @@ def _rows(root: Path, recipes: Path | None, file: str) -> Iterator[tuple[Workloa
         own = (recipes or root) / file
         files = [own] if recipes is None or own.is_file() else _ending(recipes, file)
     else:
-        files = find_recipes([recipes or root / "recipes"])
+        files = find_recipes([recipes or default_recipes(root)])
     for path in files:
-        for row in load_recipe(path, Profile.STRICT, words):
+        loaded = read_recipe(path, vocabulary=words)
+        if file and loaded.errors:
+            raise as_error(loaded.errors)
+        for error in loaded.errors:  # of a recipe that nobody named
+            echo_error(error)
+        for row in () if loaded.errors else loaded.workloads:
             whole = Path(os.path.relpath(path, root)).as_posix()
             yield row, f"{whole}::{row.item_name}"
 
@@ -356,7 +361,7 @@ def _ending(recipes: Path, file: str) -> list[Path]:
 def sbatch(item: str, *, is_interactive: bool, **given: Unpack[_SlurmOptions]) -> None:
     """Print the script that runs ITEM as a job of Slurm; needs no Slurm and submits nothing.
 
-    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h100], or its part after ::. The
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h200], or its part after ::. The
     settings and results of the job go into a run directory, which is named at the top; there is
     none with --interactive for an item of one node.
     """

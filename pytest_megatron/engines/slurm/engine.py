@@ -55,7 +55,7 @@ from pytest_megatron.workloads.engine.api import (
 from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.checks.rules import CheckFinding
-from pytest_megatron.workloads.training.plan.plan import Setting
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
     ForwardingListener,
@@ -132,6 +132,7 @@ class SlurmEngine:
         self._news: list[Update] = []
         self._unwanted: set[int] = set()  # jobs to be cancelled
         self._asked_account = -_ACCOUNT_S
+        self._described: set[Resources] = set()
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting as plans for jobs need it."""
@@ -147,6 +148,17 @@ class SlurmEngine:
         """Return why Slurm would not take the job of a workload now."""
         checks = self._settings.checks
         return () if checks is None else checks.findings(workload, setting, resources)
+
+    def describe(self, _plan: AttemptPlan, resources: Resources) -> Sequence[str]:
+        """Return image, mounts and script of a job for `--plan`; a script once.
+
+        Raises:
+            LaunchError: No script can be written.
+        """
+        if resources in self._described:
+            return ["script: that of an earlier workload"]
+        self._described.add(resources)
+        return self._scripts.describe(resources)
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Submit attempts.

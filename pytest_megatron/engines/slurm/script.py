@@ -23,6 +23,7 @@ from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
 from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
+from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.workloads.engine.api import Resources
 from pytest_megatron.workloads.engine.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.workloads.recipe.model import Workload
@@ -78,6 +79,20 @@ class ScriptWriter:
         has_ft = setting.has_ft_launcher or place.python != setting.python  # unknown there
         env = {**setting.env, **place.env}
         return replace(setting, python=place.python, env=env, has_ft_launcher=has_ft)
+
+    def describe(self, needed: Resources) -> list[str]:
+        """Return lines on a job for a person, without secrets: image, mounts, script.
+
+        Raises:
+            LaunchError: nemo-run is missing or cannot write it.
+        """
+        place = self.place(needed.platform)
+        shape = shape_of(needed, place, self._paths)
+        image = [] if shape.container is None else [f"image: {shape.container}"]
+        (text,) = make_scripts([shape])
+        shown = Redactor.of(place.job_env).text(text)
+        lines = [f"| {line}" for line in shown.splitlines()]
+        return [*image, *(f"mount: {mount}" for mount in shape.mounts), "script:", *lines]
 
     def write(self, wanted: Collection[Resources]) -> dict[Resources, JobScript]:
         """Return a script for each; its only argument is a spec.

@@ -268,6 +268,13 @@ class Scripts(Protocol):
     def settle(self, setting: Setting, workload: Workload) -> Setting:
         """Return the setting of plans for jobs of a workload."""
 
+    def describe(self, needed: Resources, /) -> list[str]:
+        """Return lines on a job for a person: image, mounts, script; nothing is written.
+
+        Raises:
+            LaunchError: It cannot be made.
+        """
+
     def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
         """Return a script for each.
 

@@ -11,10 +11,8 @@ from pytest_megatron.base.command import PATH, findings_option, findings_text, r
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.workloads.golden.lint import Project, lint_goldens
+from pytest_megatron.workloads.recipe.load import default_recipes
 from pytest_megatron.workloads.recipe.model import project_words
-
-# The default directories of recipes: ours, then Megatron-LM's.
-_RECIPES = (Path("recipes"), Path("tests/test_utils/recipes"))
 
 
 @click.command("lint")
@@ -35,10 +33,10 @@ def lint(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form: s
     finding is an error, with 0 if there are none or only warnings, with 2 if a path does not
     exist.
     """
-    found = tuple(root / path for path in _RECIPES if (root / path).is_dir())
+    default = default_recipes(root)
     project = Project(
         root=root,
-        recipes=recipes or found[:1],
+        recipes=recipes or ((default,) if default.is_dir() else ()),
         vocabulary=project_words(root),
         other_names=load_config(root).golden_platforms,
     )

@@ -21,9 +21,10 @@ from pytest_megatron.base.command import (
 )
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted, nodes_by_ranks
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.lint import lint_recipes
-from pytest_megatron.workloads.recipe.load import Loaded, find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.load import Loaded, default_recipes, find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.model import project_words
 
 
@@ -40,17 +41,18 @@ from pytest_megatron.workloads.recipe.model import project_words
 def expand(recipes: tuple[Path, ...], profile: str, form: str) -> None:
     """Print the workloads of recipe files, and of the recipes in directories.
 
-    Exits with 2, one line for each problem and no rows if any recipe has an error.
+    A recipe with an error has one line for each, and no rows; the others have theirs. Exits with 2
+    then.
     """
     words = project_words(Path.cwd())
     files = [file for path in recipes for file in find_recipes([path])]
     loaded = [read_recipe(file, Profile(profile), words) for file in files]
-    errors = [error for one in loaded for error in one.errors]
-    for error in errors:
+    for error in (error for one in loaded for error in one.errors):
         echo_error(error)
-    if errors:
-        sys.exit(EXIT_UNUSABLE)
-    click.echo(_as_json(loaded) if form == "json" else _as_text(loaded), nl=False)
+    sound = [one for one in loaded if not one.errors]
+    num_broken = len(loaded) - len(sound)
+    click.echo(_as_json(sound) if form == "json" else _as_text(sound, num_broken), nl=False)
+    sys.exit(EXIT_UNUSABLE if num_broken else 0)
 
 
 def _as_json(loaded: list[Loaded]) -> str:
@@ -63,17 +65,19 @@ def _as_json(loaded: list[Loaded]) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
-def _as_text(loaded: list[Loaded]) -> str:
+def _as_text(loaded: list[Loaded], num_broken: int) -> str:
     """Return rows as lines."""
     lines = [
         f"{workload.file}::{workload.item_name}  "
         f"{workload.model} {workload.scope} {','.join(workload.cadence)} "
-        f"{workload.nodes}x{workload.gpus} ranks"
+        f"{nodes_by_ranks(workload.nodes, workload.gpus)}"
         for one in loaded
         for workload in one.workloads
     ]
-    total = f"{len(lines)} workload{'' if len(lines) == 1 else 's'}\n"
-    return "".join(f"{line}\n" for line in lines) + total
+    total = counted(len(lines), "workload")
+    if num_broken:
+        total += f", without those of {counted(num_broken, 'recipe')} with errors"
+    return "".join(f"{line}\n" for line in [*lines, total])
 
 
 # Files that have a JSON Schema in the package.
@@ -97,8 +101,8 @@ def schema_path(name: str) -> Path:
 def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> None:
     """Report errors in recipes, their test cases and goldens.
 
-    PATH is a recipe or a directory of recipes; by default recipes/. Exits with 1 if a finding is
-    an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
+    PATH is a recipe or a directory of recipes; by default the project's. Exits with 1 if a finding
+    is an error, with 0 if there are none or only warnings, with 2 if a path does not exist.
     """
     if schema is not None:
         click.echo(schema_path(schema))
@@ -107,7 +111,7 @@ def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> 
 
     config, words = load_config(root), project_words(root)
     findings = lint_recipes(
-        paths or (Path("recipes"),),
+        paths or (default_recipes(root),),
         root=root,
         vocabulary=words,
         other_names=config.golden_platforms,

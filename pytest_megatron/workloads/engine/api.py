@@ -261,6 +261,18 @@ class Checking(Protocol):
         """
 
 
+@runtime_checkable
+class Describing(Protocol):
+    """Optional part of an engine: it shows what it would start."""
+
+    def describe(self, plan: AttemptPlan, resources: Resources) -> Sequence[str]:
+        """Return lines for `--plan`, such as image, mounts and script; nothing is written.
+
+        Raises:
+            LaunchError: It could not be started.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
     """Arguments that an engine is made from.

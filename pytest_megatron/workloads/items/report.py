@@ -475,14 +475,11 @@ def print_plan(
     job: WorkloadJob,
     plan: AttemptPlan,
     golden: Path | None,
-    found: Sequence[str],
+    lines: Sequence[str],
 ) -> None:
-    """Print the plan of a workload, and the findings of the checks about it."""
+    """Print the plan of a workload, and further lines about it."""
     writer = config.get_terminal_writer()
-    writer.line(plan_text(job, plan, golden))
-    for line in found:
-        writer.line(f"  {line}")
-    writer.line()
+    writer.line("\n".join([plan_text(job, plan, golden), *lines, ""]))
 
 
 def print_summary(

@@ -36,6 +36,7 @@ from pytest_megatron.session.run_file import (
     run_file_of,
 )
 from pytest_megatron.session.state import RunSession, register_reporters, show_no_stacks
+from pytest_megatron.workloads.engine.api import Describing
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem
@@ -410,20 +411,26 @@ class TrainingPlugin(RecordCarrier):
 
     def _print_plan(self, item: WorkloadItem) -> bool:
         """Print the plan of a workload; return whether it would be started."""
-        if (skip := item.get_closest_marker("skip")) is not None:
-            self._config.get_terminal_writer().line(
-                f"{item.nodeid}\n  skipped: {skip.kwargs['reason']}\n"
-            )
+        skip = item.get_closest_marker("skip")
+        skipped = "" if skip is None else f"  skipped: {skip.kwargs['reason']}"
+        is_named = any("::" in argument for argument in self._config.args)
+        if skipped and not is_named:
+            self._config.get_terminal_writer().line(f"{item.nodeid}\n{skipped}\n")
             return True
         with usage_errors():
             checked = make_item_job(self._session, item.workload, item.nodeid)
-            job = checked.job
+            job, engine = checked.job, engine_of(self._session)
             is_compared = job.is_compared and self._session.options.golden != "off"
             golden = golden_path(job.setting.root, job.workload) if is_compared else None
-            lines = [self._session.shorten(finding.line) for finding in checked.findings]
+            lines = [skipped] if skipped else []
+            lines += [f"  {self._session.shorten(found.line)}" for found in checked.findings]
+            if isinstance(engine, Describing):
+                shown = engine.describe(checked.plan, checked.needed)
+                lines += [f"  {job.redactor(checked.plan).text(line)}" for line in shown]
             print_plan(self._config, job, checked.plan, golden, lines)
-            require_inputs(checked.plan)
-        return not any(finding.is_error for finding in checked.findings)
+            if not skipped:
+                require_inputs(checked.plan)
+        return bool(skipped) or not any(finding.is_error for finding in checked.findings)
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
         """Keep the record of a workload, also as properties of its item."""

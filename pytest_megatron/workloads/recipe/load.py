@@ -59,6 +59,8 @@ from pytest_megatron.workloads.recipe.short_rows import (
     is_short,
 )
 
+# Where the recipes of a project lie that names no place: ours, then Megatron-LM's.
+RECIPES, MEGATRON_RECIPES = Path("recipes"), Path("tests/test_utils/recipes")
 Numbers: TypeAlias = Annotated[tuple[Positive | None, ...], MinLen(1)]
 
 
@@ -304,6 +306,18 @@ def find_recipes(paths: Iterable[Path]) -> list[Path]:
         else:
             raise RecipeError(str(path), "no such file or directory, expected recipes")
     return sorted(found)
+
+
+def default_recipes(root: Path) -> Path:
+    """Return the directory of a project's recipes where none is named; it need not be there."""
+    ours, megatrons = root / RECIPES, root / MEGATRON_RECIPES
+    return megatrons if megatrons.is_dir() and not ours.exists() else ours
+
+
+def profile_at(path: Path) -> Profile:
+    """Return how a recipe is read where nobody says it: Megatron-LM's own as its parser does."""
+    is_megatrons = MEGATRON_RECIPES.as_posix() in path.as_posix()
+    return Profile.COMPAT if is_megatrons else Profile.STRICT
 
 
 def load_recipe(

@@ -511,6 +511,17 @@ def test_an_empty_plan_is_an_error_that_names_what_is_nearest(
         assert invoke(*arguments, "--allow-empty").stdout.endswith("\nno jobs\n")
 
 
+def test_recipes_are_found_where_megatron_lm_has_them(project: Path) -> None:
+    (project / "tests/test_utils").mkdir()
+    (project / "recipes").rename(project / "tests/test_utils/recipes")
+    recipe = project / "tests/test_utils/recipes/gpt.yaml"
+    recipe.write_text(RECIPE.replace("platforms: [dgx_h100, dgx_gb200]", "platforms: [dg  x_h100]"))
+    found = names("--labels", "Run tests")  # as Megatron-LM's own parser reads them
+    assert found[:2] == ["slim dg  x_h100", "two_nodes dgx_h100"]
+    write(project / "pyproject.toml", '[tool.pytest-megatron.ci]\nrecipe_profile = "strict"\n')
+    assert "unknown word 'dg  x_h100'" in invoke("--labels", "Run tests").stderr
+
+
 @pytest.mark.parametrize(
     ("scope", "why"),
     [

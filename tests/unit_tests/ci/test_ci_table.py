@@ -49,7 +49,7 @@ def test_what_is_built_in_is_what_the_schema_asks_for() -> None:
     properties = table_json_schema()["properties"]
     assert isinstance(properties, dict)
     assert trusted(CiTable, keys) == validate(CiTable, keys)
-    assert set(keys) == set(properties) - {"workflow"}
+    assert set(keys) == set(properties) - {"recipe_profile", "workflow"}
 
 
 def test_a_project_without_a_table_has_the_built_in_one(tmp_path: Path) -> None:

@@ -129,6 +129,10 @@ class Run:
         """Have jobs do as this process does."""
         return setting
 
+    def describe(self, _needed: Resources) -> list[str]:
+        """Show nothing."""
+        return []
+
     def write(self, wanted: Sequence[Resources]) -> dict[Resources, JobScript]:
         """Write the scripts of jobs."""
         found = {}

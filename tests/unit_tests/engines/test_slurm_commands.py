@@ -88,6 +88,15 @@ def test_interactive_prints_a_shell_on_one_node_and_what_to_type_in_it(project: 
     assert not (project / "run").exists()
 
 
+def test_a_recipe_with_an_error_does_not_hide_the_items_of_others(project: Path) -> None:
+    (project / "recipes/bad.yaml").write_text("type: basic\n")
+    done = CliRunner().invoke(
+        sbatch, ["--interactive", "tp2[dev-dgx_h100]", "--executor-config", "cluster.yaml"]
+    )
+    assert (done.exit_code, "srun --job-name=gpt-tp2-dev" in done.stdout) == (0, True)
+    assert "recipes/bad.yaml:1: format_version: is missing" in done.stderr
+
+
 def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Path) -> None:
     lines = told("two_nodes[dev-dgx_h100]").splitlines()
     assert lines[:2] == [

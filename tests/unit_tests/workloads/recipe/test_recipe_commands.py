@@ -61,9 +61,14 @@ def test_expand_as_text_has_one_line_for_each_row(runner: CliRunner) -> None:
     )
 
 
-def test_expand_prints_problems_and_no_rows(runner: CliRunner) -> None:
+def test_expand_goes_on_after_a_recipe_with_errors(runner: CliRunner) -> None:
     result = runner.invoke(expand, ["recipes", "--format", "json"])
-    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    files = [row["file"] for row in json.loads(result.stdout)]
+    assert (result.exit_code, files) == (2, ["recipes/good.yaml"] * 2)
+    assert runner.invoke(expand, ["recipes"]).stdout.endswith(
+        "\n2 workloads, without those of 1 recipe with errors\n"
+    )
+    assert result.stderr.count("\n") == 1
     assert result.stderr.startswith(
         "pytest-megatron: recipes/wrong.yaml:6: scope: unknown word 'nightlyy', expected one of L0"
     )

@@ -94,6 +94,35 @@ def test_a_plan_shows_what_would_be_refused_and_goes_on(project: Path) -> None:
     assert "recipes/gpt.yaml::wrong[dev-cpu]: would be refused, see above" in result.stderr
 
 
+def test_a_plan_of_an_item_shows_what_this_machine_cannot_start(project: Path) -> None:
+    item = "recipes/gpt.yaml::on_hopper[dev-dgx_h100]"
+    sound = ON_HOPPER.replace(", CUDA_DEVICE_MAX_CONNECTIONS: 8", "")
+    (project / CASES / "on_hopper/model_config.yaml").write_text(sound)
+    (project / "plan.yaml").write_text(
+        "format_version: 1\n"
+        "docker: {image: 'train:1', mounts: ['/data:/data:ro'], python: /opt/python}\n"
+        "slurm: {partition: short, container: {image: /train.sqsh, mounts: ['/data:/data']},"
+        " job_env: {SITE_TOKEN: 'a-secret-of-the-site'}}\n"
+    )
+    here = run_pytest(project, item, "--plan")
+    assert here.returncode == 0
+    assert " train.py --num-layers 4 --tensor-model-parallel-size 2" in here.stdout
+    assert "\n  skipped: dgx_h100 needs 2 x H100, this host has no GPU\n" in here.stdout
+    of_all = run_pytest(project, "recipes", "-k", "hopper", "--plan").stdout
+    assert f"{item}\n  skipped: dgx_h100 needs" in of_all
+    config = ("--plan", "--executor-config", "plan.yaml", "--run-dir", "run")
+    docker = run_pytest(project, item, "--executor", "docker", *config)
+    mounts = f"  mount: /data:/data:ro\n  mount: {project}:{project}\n"
+    assert (docker.returncode, f"  image: train:1\n{mounts}" in docker.stdout) == (0, True)
+    slurm = run_pytest(project, item, "--executor", "slurm", *config)
+    assert slurm.returncode == 0
+    assert "  image: /train.sqsh\n  mount: /data:/data\n" in slurm.stdout
+    assert "a-secret-of-the-site" not in slurm.stdout
+    assert "\n  script:\n  | #!/bin/bash\n" in slurm.stdout
+    assert "\n  | #SBATCH --partition=short\n" in slurm.stdout
+    assert not list(project.glob("run/*/repeat_1"))
+
+
 def test_what_the_cluster_cannot_take_is_warned_of_and_refused(
     project: Path, slurm_lab: SlurmLab
 ) -> None:

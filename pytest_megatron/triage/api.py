@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -13,7 +13,8 @@ from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
 from pytest_megatron.triage.diagnosis import Diagnosis, diagnose, evidence_of
 from pytest_megatron.triage.find import find_units, with_records
 from pytest_megatron.triage.gather import gather, make_scanner
-from pytest_megatron.triage.rank_log import RankLog, Unit
+from pytest_megatron.triage.logs.unwrap import unwrap
+from pytest_megatron.triage.rank_log import LogFile, RankLog, Unit
 from pytest_megatron.triage.root_cause import find_root
 from pytest_megatron.triage.signatures import Table, builtin_table
 
@@ -152,6 +153,15 @@ def triage_unit(unit: Unit, table: Table | None = None) -> Diagnosis | None:
 
 def _examine(unit: Unit, table: Table) -> tuple[RankLog, Diagnosis | Unclear | None]:
     """Return what was read of a launch, and its failure; None is a good end."""
+    with tempfile.TemporaryDirectory(prefix="pytest-megatron-triage-") as directory:
+        logs = tuple(unwrap(log, Path(directory)) for log in unit.logs)
+        return _judge(replace(unit, logs=logs), unit.logs, table)
+
+
+def _judge(
+    unit: Unit, raw_logs: Sequence[LogFile], table: Table
+) -> tuple[RankLog, Diagnosis | Unclear | None]:
+    """Return the same from logs without what was put around their lines."""
     rank_log = gather(unit, table, make_scanner(table))
     root = with_records(unit, find_root(rank_log, table), table)
     if root is not None:
@@ -163,7 +173,7 @@ def _examine(unit: Unit, table: Table) -> tuple[RankLog, Diagnosis | Unclear | N
     return rank_log, Unclear(
         unit=unit.name,
         num_logs=len(unit.logs),
-        num_bytes=sum(_size(log.path) for log in unit.logs),
+        num_bytes=sum(_size(log.path) for log in raw_logs),
         last_words=tuple(evidence_of(place, None) for place in words),
     )
 

@@ -34,7 +34,6 @@ from pytest_megatron.triage.logs.fatal import (
 )
 from pytest_megatron.triage.logs.flight_recorder import FlightDump, read_flight
 from pytest_megatron.triage.logs.lines import (
-    is_labelled,
     is_noise,
     last_iteration,
     parse_line,
@@ -76,7 +75,6 @@ _STACK = "most recent call first"
 _OTHER_THREAD = "Thread 0x"  # that of the current one begins with "Current thread"
 _LOADER_WORKER = " in _worker_loop"  # of torch.utils.data, which prints to the stderr of its rank
 _OWN = (HEADER, _WHAT, _ENQUEUED, _STACK, *EXIT_LITERALS, *NEEDED)
-_HEAD_BYTES = 1 << 13
 _TAIL_BYTES = 1 << 16
 _BEFORE_BYTES = 1 << 13  # before a line that an exception may quote
 _STACK_BYTES = 1 << 15
@@ -120,14 +118,10 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     """Read all logs of a launch. A file that cannot be read is noted."""
     books: defaultdict[int | None, _LogCollector] = defaultdict(_LogCollector)
     launcher_book = books[None]
-    labelled: set[LogFile] = set()
     notes = list(unit.notes)
     for log in unit.logs:
         try:
-            head = _texts(read_from(log.path, 0, _HEAD_BYTES))
-            if log.rank is None and is_labelled(head[:-1]):
-                labelled.add(log)
-            _read_log(log, table, scanner, books, is_labelled=log in labelled)
+            _read_log(log, table, scanner, books)
         except OSError as error:
             notes.append(f"{log.shown}: {error.strerror}")
     exits = [(excuse(end, launcher_book.stubborn), place) for end, place in launcher_book.exits]
@@ -139,25 +133,25 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     good = _good_ends(successes, books)
     _forget_what_was_overcome(launcher_book, successes, has_trained=iteration is not None)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
-    own = _fatal(books[None], None, table, labelled, None, is_clean=False)
+    own = _fatal(books[None], None, table, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
     heir = _heir(books, ends)
     ranks: dict[int, RankStory] = {}
     for rank in sorted(known_ranks):
         by_file = _by_file(unit.error_files.get(rank), table, notes)
-        fatal = _fatal(books[rank], ends.get(rank), table, labelled, rank, is_clean=is_clean)
+        fatal = _fatal(books[rank], ends.get(rank), table, rank, is_clean=is_clean)
         logs = [log for log in unit.logs if log.rank == rank]
         is_well = is_clean or any(log in good for log in logs)
         if fatal is None and by_file is None and not is_well:
-            fatal = _bare(logs, ends.get(rank), table, labelled, rank, most_after=_NEARLY_LAST)
+            fatal = _bare(logs, ends.get(rank), table, rank, most_after=_NEARLY_LAST)
         if fatal is None and by_file is None and rank == heir:
             logs = [log for log in unit.logs if log.rank is None]
-            fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table, labelled)
+            fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table)
             traces = books[None].traces
             fatal = (
                 fatal
                 if _is_of_program(fatal)
-                else find_fatal(traces, table, labelled, None, ends[rank], is_lone=True)
+                else find_fatal(traces, table, None, ends[rank], is_lone=True)
             )
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
         if rank in ends:
@@ -166,7 +160,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     launcher = None if alone else own
     if launcher is None and not alone:
         logs = [log for log in unit.logs if log.rank is None]
-        launcher = _bare(logs, None, table, labelled)
+        launcher = _bare(logs, None, table)
     launcher = _of_nobody(launcher, ranks, books, unit)
     return RankLog(
         unit=unit,
@@ -316,13 +310,11 @@ def _read_log(
     table: Table,
     scanner: Scanner,
     books: defaultdict[int | None, _LogCollector],
-    *,
-    is_labelled: bool,
 ) -> None:
     """Sort the lines of one log that hold a known text into the notebooks."""
     num_events = 0
     for raw in lines_at(log.path, scanner.find(log.path)):
-        line = parse_line(raw.text, is_labelled=is_labelled)
+        line = parse_line(raw.text)
         rank = line.rank if log.rank is None else log.rank
         book = books[rank]
         if HEADER in line.text:
@@ -348,8 +340,7 @@ def _read_log(
         if num_events < _MOST_EVENTS and (found := match_line(table, line.text)) is not None:
             signature, match = found
             if signature.is_from_outside and (
-                is_quoted(line.text, match.start())
-                or _is_of_exception(place, line.rank, signature, is_labelled=is_labelled)
+                is_quoted(line.text, match.start()) or _is_of_exception(place, line.rank, signature)
             ):
                 continue
             group = match.groupdict().get("rank")
@@ -360,16 +351,14 @@ def _read_log(
             num_events += 1
 
 
-def _is_of_exception(
-    place: LogLine, rank: int | None, signature: Signature, *, is_labelled: bool
-) -> bool:
+def _is_of_exception(place: LogLine, rank: int | None, signature: Signature) -> bool:
     """Return true if a line is code of a traceback, or in the message of an own mistake.
 
     A message has no end that is to be seen: what stops everything is not taken for a part of one.
     """
     start = max(0, place.offset - _BEFORE_BYTES)
     data = read_from(place.log.path, start, place.offset - start)
-    above = [parse_line(text, is_labelled=is_labelled) for text in _texts(data)[:-1]]
+    above = [parse_line(text) for text in _texts(data)[:-1]]
     lines = [line.text for line in above if place.log.rank is not None or line.rank == rank]
     lines = lines if signature.is_transient else lines[-1:]
     return is_of_exception(place.text, lines, is_own_mistake)
@@ -414,7 +403,6 @@ def _fatal(
     logs: _LogCollector,
     process_exit: ProcessExit | None,
     table: Table,
-    labelled: set[LogFile],
     rank: int | None,
     *,
     is_clean: bool,
@@ -422,7 +410,7 @@ def _fatal(
     """Return the exception that ended a rank, if one did."""
     if is_clean or (process_exit is not None and process_exit.how == "exit code 0"):
         return None
-    found = find_fatal(logs.traces, table, labelled, rank, process_exit)
+    found = find_fatal(logs.traces, table, rank, process_exit)
     if found is None and process_exit is not None and process_exit.message is not None:
         found = Fatal(
             signature=classify_message(table, process_exit.message), message=process_exit.message
@@ -436,7 +424,6 @@ def _bare(
     logs: Sequence[LogFile],
     process_exit: ProcessExit | None,
     table: Table,
-    labelled: set[LogFile],
     rank: int | None = None,
     *,
     most_after: int | None = None,
@@ -447,7 +434,6 @@ def _bare(
         logs: The first with an error counts.
         process_exit: How the launcher saw it end, or None.
         table: Signatures of errors.
-        labelled: The logs whose lines begin with `3: `.
         rank: Whose lines count; None takes all.
         most_after: Lines that may follow; None takes what a person who reads the end would take.
     """
@@ -456,10 +442,7 @@ def _bare(
     ):
         return None
     for log in logs:
-        is_with_label = log in labelled
-        found = find_bare(
-            log, _tail(log), table, rank, most_after=most_after, is_labelled=is_with_label
-        )
+        found = find_bare(log, _tail(log), table, rank, most_after=most_after)
         if found is not None:
             return found
     return None

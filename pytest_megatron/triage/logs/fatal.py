@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,6 @@ def classify_message(table: Table, message: str, frames: Sequence[str] = ()) -> 
 def find_fatal(
     traces: Sequence[tuple[LogFile, int]],
     table: Table,
-    labelled: Collection[LogFile],
     rank: int | None,
     process_exit: ProcessExit | None,
     *,
@@ -76,7 +75,6 @@ def find_fatal(
     Args:
         traces: Logs and offsets of the headers of its tracebacks, in order.
         table: Says what an exception means.
-        labelled: The logs whose lines begin with `3: `.
         rank: Whose lines count in a log of several ranks.
         process_exit: How the launcher saw it end, or None.
         is_lone: Only one that a child or a pipe caused, and that is not the launcher's.
@@ -85,15 +83,12 @@ def find_fatal(
     streams = sorted({log.stream for log, _ in traces}, key=order.index)
     for stream in streams:
         chosen = [(log, at) for log, at in traces if log.stream is stream][-_MOST_TRACES:]
-        read = (
-            _read_fatal(log, at, table, rank, process_exit, is_labelled=log in labelled)
-            for log, at in reversed(chosen)
-        )
+        read = (_read_fatal(log, at, table, rank, process_exit) for log, at in reversed(chosen))
         found = [fatal for fatal in read if fatal is not None]
         if is_lone:
             found = [fatal for fatal in found if fatal.is_lone and not fatal.is_of_agent]
         if found:
-            return _root_of(_chosen(found), traces, table, labelled, rank)
+            return _root_of(_chosen(found), traces, table, rank)
     return None
 
 
@@ -101,7 +96,6 @@ def _root_of(
     fatal: Fatal,
     traces: Sequence[tuple[LogFile, int]],
     table: Table,
-    labelled: Collection[LogFile],
     rank: int | None,
 ) -> Fatal:
     """Return what a lost connection comes from, where the same run shows it: its own server died.
@@ -114,7 +108,7 @@ def _root_of(
     for log, at in traces[-_MOST_TRACES:]:
         if log == fatal.place.log and at > fatal.place.offset:
             break
-        lines, offsets, _ = _lines_around(log, at, rank, is_labelled=log in labelled)
+        lines, offsets, _ = _lines_around(log, at, rank)
         start = _header_at(lines, offsets, at)
         if start is None or is_continued(lines, start):
             continue
@@ -135,7 +129,6 @@ def find_bare(
     rank: int | None,
     *,
     most_after: int | None,
-    is_labelled: bool,
 ) -> Fatal | None:
     """Return the error at the end of a log where no traceback is whole.
 
@@ -145,11 +138,10 @@ def find_bare(
         table: Says what an exception means.
         rank: Rank whose lines are read; None reads all.
         most_after: Lines that may follow it; None takes many, unless it is to be run again.
-        is_labelled: Whether its lines begin with `3: `.
     """
     data, start = tail
     raws = data.split(b"\n")
-    parsed = [parse_line(raw.decode(errors="replace"), is_labelled=is_labelled) for raw in raws]
+    parsed = [parse_line(raw.decode(errors="replace")) for raw in raws]
     own = [i for i, line in enumerate(parsed) if rank is None or line.rank in (rank, None)]
     found: list[tuple[Bare, Signature]] = []
     for bare in bare_errors([parsed[i] for i in own]):
@@ -264,11 +256,9 @@ def _read_fatal(
     table: Table,
     rank: int | None,
     process_exit: ProcessExit | None,
-    *,
-    is_labelled: bool,
 ) -> Fatal | None:
     """Read one traceback; None if the rank lived on."""
-    lines, offsets, is_all = _lines_around(log, at, rank, is_labelled=is_labelled)
+    lines, offsets, is_all = _lines_around(log, at, rank)
     start = _header_at(lines, offsets, at)
     # Neither the launcher's copy of an error file, nor one that was read with its beginning.
     if start is None or "traceback : " in lines[start].text or is_continued(lines, start):
@@ -311,9 +301,7 @@ def _chosen(found: Sequence[Fatal]) -> Fatal:
     return causes[0] if causes else found[0]
 
 
-def _lines_around(
-    log: LogFile, at: int, rank: int | None, *, is_labelled: bool
-) -> tuple[list[Line], list[int], bool]:
+def _lines_around(log: LogFile, at: int, rank: int | None) -> tuple[list[Line], list[int], bool]:
     """Return the lines of one rank around an offset, where each begins, and if the log ends there.
 
     Of a log of one rank's own all lines are its.
@@ -325,7 +313,7 @@ def _lines_around(
     offsets: list[int] = []
     offset = start
     for raw in data.split(b"\n"):
-        line = parse_line(raw.decode(errors="replace"), is_labelled=is_labelled)
+        line = parse_line(raw.decode(errors="replace"))
         if log.rank is not None or line.rank == rank:
             lines.append(line)
             offsets.append(offset)

@@ -14,36 +14,18 @@ from datetime import UTC, datetime
 _UNSEEN = re.compile(
     r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[\]_][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][0-9A-Z]|[=>78M])|\0"
 )
-# What stands before every line, of any number of writers; a group tells a time or a rank.
+# What stands before a line; of others `unwrap` takes off what it learns.
 _PREFIX = re.compile(
-    # `gh run view`: job and step before GitHub's stamp
-    r"[^\t\n]{1,200}+\t[^\t\n]{1,200}+\t(?=\ufeff?\d{4}-\d\d-)|\ufeff"
-    # GitHub, GitLab, Jenkins, Buildkite; Docker and kubectl with --timestamps
-    r"|\[?(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))\]?"
-    r"(?: (?:\d\d[OE][ +] ?)?|$)"
-    r"|(?P<clock>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?) \| "  # loguru, Loki
-    r"|\d\d:\d\d:\d\d(?:\.\d+)? (?: (?=\S))?"  # Jenkins, whose Timestamper writes two spaces
-    # a date alone, or syslog of a program with its pid; daemons stay noise
-    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:(?!\S+ \S+?(?:\[\d+\])?: )"
-    r"|\S+ (?!systemd|kernel|sshd|CRON|slurm)[\w./@-]+\[\d+\]: )"
-    # Ray, vLLM
-    r"|\((?:raylet|(?:[^()\s]+ )?(?:rank=(?P<worker>\d+) )?pid=\d+)(?:, ip=[\w.:]+)?\)(?: |$)"
-    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./<>-]+:\d+\](?: |$)"
-    r"|[a-z][\w.-]*+ ++\|(?: |$)"  # compose
-    r"|\[pod/[^\]\s]+\] "  # kubectl logs --prefix
-    r"|(?!\d+/)[\w.-]{2,}+/\d+ "  # NeMo-Run and torchx: task and replica
-    r"|\[\d+,(?P<task>\d+)\]<std(?:err|out)>: ?"  # mpirun --tag-output
-    r"|(?:#\d+ )?\d{1,4}\.\d{1,3}(?: (?=\D)|$)"  # buildkit
-    r"|\d{1,3}(?:\.\d{1,3}){3}: |(?:\[\d+\]| *+[\w.-]++:) (?=\[rank\d+\]:)"  # pdsh, srun
-    r"|\[node(?:s|\d+)\]: ?"  # a launcher for several nodes
+    r"\ufeff|\[?(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))\]?(?: |$)"
     r"|\[rank(?P<rank>\d+)\]: ?|\[default(?P<local>\d+)\]: ?"  # torch
 )
-_LABELLED = re.compile(r"^ *(?P<label>\d+): ?")
 # `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
 _SPOKEN = re.compile(r"^\[(?:[EWIF]\d{3,4} .*?\bRank (\d+)\]|(?i:rank)[ _](\d+)\] )")
 _GLOG = re.compile(r"\[?[EWIF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d+))?")
 _ISO = re.compile(r"\b\d{4}-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
-_SYSLOG = re.compile(r"^[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d ")
+_SYSLOG = re.compile(
+    r"^(?:[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+ [\w.-]+ [\w./@-]+\[\d+\]:) "
+)
 _ITERATION = re.compile(r"\biteration[:\s]+(\d+)\s*/\s*(\d+)", re.IGNORECASE)
 _ANY_YEAR = 2000  # glog has none; only differences count
 
@@ -103,31 +85,31 @@ class Line:
     time_s: float | None
 
 
-def parse_line(raw: str, *, is_labelled: bool = False) -> Line:
+def without_colours(raw: str) -> str:
+    """Return a line without what a terminal does not show."""
+    return _UNSEEN.sub("", raw)
+
+
+def parse_line(raw: str) -> Line:
     """Split a line of a log into what its writer put before it, and its text.
 
     Args:
         raw: As it is in the file, without its newline.
-        is_labelled: Lines of this file begin with `3: `, as of `srun --label`.
     """
-    text = _UNSEEN.sub("", raw).rstrip("\r\n")
+    text = without_colours(raw).rstrip("\r\n")
     rank: int | None = None
     time_s: float | None = None
-    while True:
-        found = _PREFIX.match(text) or (_LABELLED.match(text) if is_labelled else None)
-        if found is None:
-            break
+    while (found := _PREFIX.match(text)) is not None:
         text = text[found.end() :]
         match found.lastgroup:
             case None:
                 pass
-            case "stamp" | "clock" as name:
-                time_s = parse_time(found[name]) if time_s is None else time_s
+            case "stamp":
+                time_s = parse_time(found["stamp"]) if time_s is None else time_s
             case "local":  # counts on its node only
                 rank = int(found["local"]) if rank is None else rank
             case name:
                 rank = int(found[name])
-                is_labelled = is_labelled and name != "label"
     if rank is None and (spoken := _SPOKEN.match(text)) is not None:
         rank = int(spoken[1] or spoken[2])
     return Line(text=text, rank=rank, time_s=parse_time(text) if time_s is None else time_s)
@@ -155,13 +137,6 @@ def parse_iteration(text: str) -> tuple[int, int] | None:
     """Return N and M of a training's `iteration N/ M |`, None for every other line."""
     found = _ITERATION.search(text)
     return None if found is None else (int(found[1]), int(found[2]))
-
-
-def is_labelled(lines: Iterable[str]) -> bool:
-    """Return true if the lines of a log begin with `3: `, as of `srun --label`."""
-    texts = [line for line in lines if line.strip()]
-    with_label = [match for text in texts if (match := _LABELLED.match(text))]
-    return len(texts) > 1 and len(with_label) >= 0.8 * len(texts) and len(with_label) > 1
 
 
 def is_noise(text: str) -> bool:

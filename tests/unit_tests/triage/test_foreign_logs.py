@@ -17,6 +17,7 @@ import pytest
 from launches import iterations, told, traceback
 
 from pytest_megatron.triage.api import Triage, triage
+from pytest_megatron.triage.logs.unwrap import learn
 
 
 def of_log(tmp_path: Path, text: str) -> Triage:
@@ -412,12 +413,159 @@ def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> 
         "worker-1: [rank5]: ",
         "0: [rank0]: ",
         "#8 470.5 ",
+        "train-7f9c-x2 pytorch ",
+        "\x1b[32mtrain-0\x1b[0m \x1b[32;1mpytorch\x1b[0m ",
+        "[pod/train-0/pytorch] 2026-03-02T10:15:20.123456789Z ",
+        "2026-03-02T10:15:20.123456789+08:00 stderr F ",
+        "2026-03-02T10:15:20+0000 node-a train.sh[4711]: ",
+        "Mar  2 10:15:20 gpu7 train: ",
+        "<14>1 2026-03-02T10:15:20.123Z gpu7 train 4711 - - ",
+        "[2026-03-02 10:15:20] ",
+        "2026/03/02 10:15:20.123 ",
+        "1772446520.123456 ",
+        "INFO:train:",
+        "2026-03-02 10:15:20,123 - train - INFO - ",
+        "[2026-03-02 10:15:20,123][train][INFO] - ",
+        "2026-03-02 10:15:20.123 | INFO     | runner:pump:31 - ",
+        "[2026-03-02, 10:15:20 UTC] {subprocess.py:93} INFO - ",
+        "[prterun-gpu7-4711@1,0]<stdout>: ",
+        "[trainer0]:",
+        "worker-1: ",
+        "(head, rank=0, pid=3721) ",
+        "2026-03-02T10:15:20Z\tINFO\trunner\t",
+        "[2026-03-02 10:15:20] 0: ",
+        "13:33:50  ",  # Jenkins' Timestamper
     ],
 )
 def test_what_stands_before_every_line_hides_no_traceback(tmp_path: Path, prefix: str) -> None:
     lines = ["loading", *traceback("ValueError: bad batch").splitlines()]
     found = of_log(tmp_path, "".join(f"{prefix}{line}\n" for line in lines))
     assert "raised ValueError: bad batch at train.py:12 in step" in found.groups[0].first.text
+
+
+def record(line: str, **more: object) -> str:
+    return json.dumps({"time": "2026-03-02T10:15:20Z", "level": "info", **more, "msg": line})
+
+
+def cri(line: str) -> str:
+    parts = [*(("P", line[at : at + 9]) for at in range(0, len(line) - 9, 9)), ("F", line[-9:])]
+    said = "".join(text for _, text in parts[:-1])
+    parts[-1] = ("F", line[len(said) :])
+    return "\n".join(f"2026-03-02T10:15:20.123Z stderr {flag} {text}" for flag, text in parts)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(record, id="JSON"),
+        pytest.param(cri, id="CRI in parts"),
+        pytest.param(
+            lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "x"}),
+            id="docker",
+        ),
+        pytest.param(
+            lambda line: json.dumps({"MESSAGE": list(line.encode()), "_HOSTNAME": "gpu7"}),
+            id="bytes",
+        ),
+        pytest.param(
+            lambda line: json.dumps({"pod": "train 0", "jsonPayload": {"message": line}}),
+            id="a record in a record",
+        ),
+        pytest.param(
+            lambda line: f"time=2026-03-02T10:15:20Z level=info msg={json.dumps(line)}", id="logfmt"
+        ),
+        pytest.param(lambda line: f"train-0 pytorch {record(line)}", id="JSON behind a pod"),
+        pytest.param(
+            lambda line: record(f"2026-03-02T10:15:20Z stdout F {line}"), id="CRI in JSON"
+        ),
+        pytest.param(lambda line: f"[1,2]<stdout>: INFO:train:{line}", id="two prefixes"),
+    ],
+)
+def test_a_record_around_every_line_hides_no_traceback(
+    tmp_path: Path, wrap: Callable[[str], str]
+) -> None:
+    lines = ["loading the data", *traceback("ValueError: bad batch").splitlines()]
+    found = of_log(tmp_path, "".join(f"{wrap(line)}\n" for line in lines))
+    assert "raised ValueError: bad batch at train.py:12 in step" in found.groups[0].first.text
+
+
+def test_evidence_names_the_line_of_the_log_as_it_is(tmp_path: Path) -> None:
+    text = traceback("ValueError: bad batch").rstrip()
+    found = of_log(tmp_path, "".join(f"{record(line)}\n" for line in ("loading it", text, "bye")))
+    (evidence,) = found.groups[0].first.evidence
+    assert (evidence.line, evidence.text) == (2, "ValueError: bad batch")
+    (tmp_path / "job.log").write_text(f"{cri('loading the data')}\n{cri('going on')}\n")
+    (unclear,) = triage([tmp_path / "job.log"]).unclear
+    assert [(word.line, word.text) for word in unclear.last_words] == [
+        (1, "loading the data"),
+        (3, "going on"),
+    ]
+    assert unclear.num_bytes == (tmp_path / "job.log").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [
+        ("[1,3]<stderr>:", 3),
+        ("[1,mpirank:3,algo-1]<stdout>:", 3),
+        ("3: ", 3),
+        ("[3] ", 3),
+        ("[trainer3]:", 3),
+        ("(head, rank=3, pid=3721) ", 3),
+        ('{"rank": 3, "text": "', 3),
+        ("10:15:20 ", None),
+        ("[pod/train-3/pytorch] ", None),
+        ("(RayTrainWorker pid=3) ", None),
+        ("[node3]: ", None),
+    ],
+)
+def test_the_rank_that_a_prefix_names_is_kept(
+    tmp_path: Path, prefix: str, rank: int | None
+) -> None:
+    lines = ["loading the data", *traceback("ValueError: bad batch").splitlines()]
+    if prefix.startswith("{"):
+        lines = [f'{line.replace(chr(34), chr(92) + chr(34))}"}}' for line in lines]
+    found = of_log(tmp_path, "".join(f"{prefix}{line}\n" for line in lines))
+    assert found.groups[0].first.root_rank == rank
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param([f" iteration {n:8d}/      20 | loss: 1 |" for n in range(1, 21)], id="steps"),
+        pytest.param([f"iteration {n}/20 | loss: 1 |" for n in range(1, 21)], id="bare steps"),
+        pytest.param([f"srun: error: n{n}: task {n}: Killed" for n in range(4)], id="srun"),
+        pytest.param([f"FAILED t.py::test_{n} - KeyError: {n}" for n in range(4)], id="pytest"),
+        pytest.param([f"E       KeyError: {n}" for n in range(4)], id="lines of a report"),
+        pytest.param([f"[gw{n}] node down: Not properly terminated" for n in range(4)], id="xdist"),
+        pytest.param(
+            [f"2026-03-02 10:15:20 INFO train: step {n}" for n in range(9)]
+            + [
+                "2026-03-02 10:15:20 ERROR train: kept for later",
+                *traceback("OSError").split("\n"),
+            ],
+            id="a logger, whose tracebacks are bare",
+        ),
+        pytest.param([json.dumps({"step": n, "loss": n / 7}) for n in range(9)], id="metrics"),
+        pytest.param([f"step={n} loss={n / 7}" for n in range(9)], id="pairs"),
+    ],
+)
+def test_what_lines_of_a_program_share_is_no_wrapping(lines: list[str]) -> None:
+    assert learn(lines) == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        record("upload failed", exc_info=traceback("OSError: torn"), level="ERROR"),
+        "ERROR:train:upload failed\n" + traceback("OSError: torn").rstrip(),
+    ],
+)
+def test_what_a_logger_caught_is_no_failure(tmp_path: Path, line: str) -> None:
+    """Its record keeps the level that tells of it, in whatever form it is."""
+    wrap = record if line.startswith("{") else "INFO:train:{}".format
+    lines = [*map(wrap, ("loading the data", "step 1")), line, *map(wrap, ("going on", "step 2"))]
+    assert family(of_log(tmp_path, "\n".join(lines))) == "unknown"
 
 
 def test_a_program_that_torchs_agent_saw_fail_is_known_by_its_untagged_traceback(

@@ -6,7 +6,7 @@ import pytest
 from launches import traceback
 
 from pytest_megatron.triage.logs.exits import ProcessExit, read_exits
-from pytest_megatron.triage.logs.lines import Line, is_labelled, parse_iteration, parse_line
+from pytest_megatron.triage.logs.lines import Line, parse_iteration, parse_line
 from pytest_megatron.triage.logs.traceback import HEADER, is_at_end, read_chain
 
 
@@ -25,20 +25,11 @@ from pytest_megatron.triage.logs.traceback import HEADER, is_at_end, read_chain
             7,
         ),
         ("2026-11-21T09:00:00.1234567Z [rank2]: x", "x", 2),
-        ("13:33:50  [gw2] node down", "[gw2] node down", None),  # Jenkins' Timestamper
-        ("13:33:50    File", "   File", None),
     ],
 )
 def test_a_line_says_whose_it_is(raw: str, text: str, rank: int | None) -> None:
     line = parse_line(raw)
     assert (line.text, line.rank) == (text, rank)
-
-
-def test_a_label_counts_only_where_lines_have_labels() -> None:
-    assert parse_line("3: x").rank is None
-    assert parse_line("3: x", is_labelled=True) == Line(text="x", rank=3, time_s=None)
-    assert is_labelled(["0: a", " 1: b", "2: c", ""])
-    assert not is_labelled(["12: a", "text", "more"])
 
 
 @pytest.mark.parametrize(

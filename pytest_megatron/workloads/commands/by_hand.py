@@ -37,12 +37,14 @@ class RunByHand:
     """One run of the command as it is.
 
     Attributes:
-        places: Where it left metrics, the best first.
+        places: Where it left metrics to compare, the best first.
+        others: Where it left others.
         passed_over: Places with metrics that cannot be read, and why, a line each.
     """
 
     end: CommandEnd
     places: tuple[Found, ...]
+    others: tuple[Found, ...]
     passed_over: tuple[str, ...]
 
 
@@ -167,7 +169,7 @@ class ByHand:
                 f"ended with exit code {end.returncode}, {far}: {said}; mend it, then record it; "
                 f"nothing was written",
             )
-        return RunByHand(end, tuple(search.places), tuple(search.passed_over))
+        return RunByHand(end, tuple(search.places), tuple(search.others), tuple(search.passed_over))
 
 
 def _directories_in(words: Sequence[str], root: Path) -> Iterator[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,19 +24,31 @@ from pytest_megatron.workloads.recipe.metrics import (
 
 _COMPARED = re.compile(r"loss|ppl|perplexity|acc(uracy)?\b|reward|grad[-_ /]?norm", re.IGNORECASE)
 _NOT_COMPARED = re.compile(r"time|per[-_ ]sec|scale|runtime|/s\b", re.IGNORECASE)
-# Lines of programs without a ready pattern: those with a step, and those that have to be counted.
-_LOSSES = (
-    rf"(?P<name>\b(?:(?:train|training|val|valid|validation|test|eval) )?[\w/.-]*"
-    rf"(?:loss|ppl|perplexity|accuracy|reward|grad(?:ient)?[-_ ]norm))"
+# Lines of programs without a ready pattern: a name and a number, maybe behind `Train` or `Test`.
+_LOSS = (
+    r"\b(?:[a-z][\w.-]* )?[\w/.-]*"
+    r"(?:loss|ppl|perplexity|acc(?:uracy)?|reward|grad(?:ient)?[-_ ]norm)"
+)
+_MODE = r"\b(?P<mode>train(?:ing)?|val(?:id(?:ation)?)?|test|eval(?:uation)?)\b"
+_LOSSES = rf"(?P<name>{_LOSS})\s*[:=]?\s*(?P<value>{NUMBER})"
+_OTHER = r"\b[a-z][\w/.()%@-]*(?: [a-z][\w/.()%@-]*){0,2}"
+_NUMBERS = (
+    rf"(?P<name>{_LOSS}(?=\s*[:=]?\s*{NUMBER})|{_OTHER}(?=\s*[:=]\s*{NUMBER}(?![\w.:/])))"
     rf"\s*[:=]?\s*(?P<value>{NUMBER})"
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
-_OTHERS = (LinePattern(values=_LOSSES, step=_STEP), LinePattern(values=_LOSSES))
-_GLOBS: Mapping[MetricFormat, str] = {**PATHS, MetricFormat.CSV: "**/*.csv"}
+_STEP_OF_RANK_0 = rf"\brank\W*0\b.*?{_STEP}"
+_NO_METRIC = re.compile(r"\b(?:step|iter|epoch|update)\w*", re.IGNORECASE).fullmatch
+_GLOBS: Mapping[MetricFormat, str] = {
+    **PATHS,
+    MetricFormat.JSONL: "**/*json*",
+    MetricFormat.CSV: "**/*.csv",
+    MetricFormat.TRAINER_STATE: "**/*.json",
+}
 _CURVE_WIDTH = 32
 _SPARKS = "▁▂▃▄▅▆▇█"
 _GAP = "·"
-_ENOUGH = 0.5  # of the steps of the source that has most
+_ENOUGH, _FEW = 0.5, 3  # of the steps of the source that has most; steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +60,14 @@ class Found:
         where: For a person.
         metrics: What was read there.
         wanted: Metrics to compare; none leaves that to their names.
+        has_steps: Whether it names the steps; else they are counted.
     """
 
     keys: Mapping[str, str]
     where: str
     metrics: MetricMap
     wanted: tuple[str, ...] = ()
+    has_steps: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,6 +97,22 @@ class Found:
         """The last step of the metrics to compare."""
         return max(self.metrics[name].steps[-1] for name in self.names)
 
+    @property
+    def has_all_digits(self) -> bool:
+        """Whether most values of the metrics to compare have more digits than a person reads."""
+        values = [v for name in self.names for v in self.metrics[name].finite().values()]
+        return 2 * sum(float(f"{v:.6g}") != v for v in values) > len(values)
+
+    def shortcomings(self, most: int) -> tuple[bool, ...]:
+        """Return what speaks against it, the worst first: steps and digits count before length.
+
+        Args:
+            most: Steps of the place that has most.
+        """
+        is_short = self.num_steps < most * _ENOUGH
+        is_tiny = is_short and self.num_steps < _FEW
+        return is_tiny, not self.has_steps, not self.has_all_digits, is_short
+
 
 def _rank_of(name: str) -> tuple[bool, bool, str]:
     """Return the order of names: losses of the training first."""
@@ -95,21 +125,23 @@ class MetricSearch:
 
     Attributes:
         root: Working directory of the program.
-        others: Directories outside of it that its arguments name.
-        places: Where metrics were found, the best place first.
-        passed_over: Places whose metrics have two values at a step, a line each.
+        outside: Directories outside of it that its arguments name.
+        places: Where metrics to compare were found, the best place first.
+        others: Where other metrics alone were found, or are read only when they are asked for.
+        passed_over: Places whose metrics cannot be read, and why, a line each.
     """
 
     root: Path
-    others: tuple[Path, ...] = ()
+    outside: tuple[Path, ...] = ()
     places: list[Found] = field(default_factory=list)
+    others: list[Found] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
     _watched: list[tuple[MetricFormat, WatchedFiles]] = field(default_factory=list)
 
     def mark(self) -> None:
         """Remember the files that are there already."""
         for form, glob in _GLOBS.items():
-            for root in (self.root, *self.others):
+            for root in (self.root, *self.outside):
                 self._watched.append((form, WatchedFiles(root, glob)))
                 self._watched[-1][1].mark()
 
@@ -120,11 +152,13 @@ class MetricSearch:
             dirs: The program's logs.
             is_joint: Whether several ranks print into one log.
         """
-        found = [
-            one for one in (*self._files(), *self._printed(dirs, is_joint=is_joint)) if one.names
-        ]
-        most = max((one.num_steps for one in found), default=0)
-        self.places = sorted(found, key=lambda one: one.num_steps < most * _ENOUGH)
+        found = [*self._files(), *self._printed(dirs, is_joint=is_joint)]
+        places = [one for one in found if one.names]
+        most = max((one.num_steps for one in places), default=0)
+        self.places = sorted(places, key=lambda one: one.shortcomings(most))
+        curves = [one for one in found if any(len(s) > 1 for s in one.metrics.values())]
+        self.others = [one for one in curves if not one.names]
+        self.others += self._numbers(dirs, is_joint=is_joint)
 
     def _files(self) -> Iterator[Found]:
         """Yield metrics that were found in files, by format and place."""
@@ -139,36 +173,70 @@ class MetricSearch:
                     continue
                 self.passed_over += _oddities(curves)
                 keys = {"source": form.value, "path": glob}
-                yield Found(keys=keys, where=f"{form.value}, {glob}", metrics=_sound(curves))
+                yield _found(keys, f"{form.value}, {glob}", curves)
 
     def _printed(self, dirs: PhaseDirs, *, is_joint: bool) -> Iterator[Found]:
-        """Yield metrics that were found in printed lines."""
+        """Yield what printed lines have: by a ready pattern, by step, or counted."""
+        ready: Found | None = None
         for name, pattern in READY.items():
-            metrics = _sound(read_logs(dirs, pattern))
-            if any(map(_COMPARED.search, metrics)):
-                keys = {"source": "printed", "pattern": name}
-                yield Found(keys=keys, where=f"printed, as {name} prints", metrics=metrics)
-                return
-        by_step, counted = _OTHERS
-        curves, keys = read_logs(dirs, by_step), {"source": "printed", "pattern": by_step.values}
-        if len(curves) and not curves.disagreements:
-            keys["step"] = str(by_step.step)
-            yield Found(keys=keys, where="printed, by step", metrics=curves.metrics)
+            keys = {"source": "printed", "pattern": name}
+            found = _found(keys, f"printed, as {name} prints", read_logs(dirs, pattern))
+            if found.names:
+                ready = found
+                break
+        values, curves = self._by_step(dirs, _STEP)
+        by_step = _found(_printed_keys(values, _STEP), "printed, by step", curves)
+        if ready is not None and len(ready.names) >= len(by_step.names):
+            yield ready
             return
         self.passed_over += _oddities(curves)
-        if not is_joint and (metrics := _sound(read_logs(dirs, counted))):
-            yield Found(keys=keys, where="printed, counted from 1", metrics=metrics)
+        if curves.disagreements:
+            values, curves = self._by_step(dirs, _STEP_OF_RANK_0)
+            keys = _printed_keys(values, _STEP_OF_RANK_0)
+            of_rank_0 = _found(keys, "printed, lines of rank 0 by step", curves)
+            by_step = of_rank_0 if len(of_rank_0.names) > len(by_step.names) else by_step
+        yield by_step
+        if not by_step.names and not is_joint:
+            values, curves = self._by_step(dirs, None)
+            yield _found(_printed_keys(values, None), "printed, counted from 1", curves)
+
+    def _by_step(self, dirs: PhaseDirs, step: str | None) -> tuple[str, Curves]:
+        """Return a pattern of losses and what it reads; by mode where they are others then."""
+        by_mode = f"{_LOSSES}|{_MODE}"
+        plain = read_logs(dirs, LinePattern(values=_LOSSES, step=step))
+        other = read_logs(dirs, LinePattern(values=by_mode, step=step))
+        if len(other) > len(plain) or len(other.disagreements) < len(plain.disagreements):
+            return by_mode, other
+        return _LOSSES, plain
+
+    def _numbers(self, dirs: PhaseDirs, *, is_joint: bool) -> Iterator[Found]:
+        """Yield all numbers that are printed behind a name, by step where a line has one."""
+        for step in (_STEP, None):
+            curves = read_logs(dirs, LinePattern(values=_NUMBERS, step=step))
+            if len(curves) and not (step is None and is_joint):
+                where = f"printed, any number{', counted from 1' * (step is None)}"
+                found = _found(_printed_keys(_NUMBERS, step), where, curves)
+                kept = {n: s for n, s in found.metrics.items() if not _NO_METRIC(n)}
+                yield replace(found, metrics=kept)
+
+
+def _printed_keys(values: str, step: str | None) -> dict[str, str]:
+    """Return the keys of a row that reads printed lines."""
+    keys = {"source": "printed", "pattern": values}
+    return keys if step is None else {**keys, "step": step}
+
+
+def _found(keys: Mapping[str, str], where: str, curves: Curves) -> Found:
+    """Return a place with the metrics that have one value a step."""
+    odd = curves.disagreements
+    metrics = {name: s for name, s in curves.metrics.items() if name not in odd}
+    return Found(keys=keys, where=where, metrics=metrics, has_steps=not curves.is_counted)
 
 
 def _oddities(curves: Curves) -> list[str]:
     """Return a line where metrics to compare have two values at a step."""
     odd = [place for name, place in curves.disagreements.items() if _COMPARED.search(name)]
     return [f"{where}: {text.partition(';')[0]}" for where, text in odd[:1]]
-
-
-def _sound(curves: Curves) -> MetricMap:
-    """Return the metrics that have one value a step."""
-    return {n: s for n, s in curves.metrics.items() if n not in curves.disagreements}
 
 
 def _glob_of(path: Path, root: Path) -> str:

@@ -57,7 +57,7 @@ _LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 120, 5, 30
 _NAME, _LONGEST_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*").fullmatch, 100
 _OWN_END_S = 2.0  # for the session to end by a Ctrl-C of its own
 _PLATFORMS = Vocabulary().platforms
-_SHOWN = 12  # metrics
+_SHOWN, _LISTED = 12, 40  # metrics
 _ANY = ("main", "run", "train")  # names that say nothing
 
 
@@ -85,30 +85,21 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
     line = shlex.join(words)
     for text in ran.passed_over:
         click.echo(f"no metrics are read by step from {text}")
-    if not ran.places and ran.passed_over:
-        raise LaunchError(
-            line,
-            f"ended with exit code 0, and its metrics cannot be told apart: {ran.passed_over[0]}; "
-            f"have one rank write them, by a step that goes on; nothing was written",
-        )
-    if not ran.places:
-        raise LaunchError(
-            line,
-            f"ended with exit code 0 after {ran.end.duration_s:.0f} s and wrote no metric, "
-            f"expected a loss in files of TensorBoard, JSON, CSV or wandb, or in printed lines "
-            f"such as `step 3 loss 2.5`; have it print one; nothing was written",
-        )
+    places = (*ran.places, *ran.others) if wanted else ran.places
+    if not places:
+        raise LaunchError(line, f"ended with exit code 0{_why_no_metric(ran)}; nothing was written")
     click.echo("\nmetrics:")
     for place in ran.places:
         click.echo(f"  {place.where}")
         for name in place.names[:_SHOWN]:
             click.echo(f"    {description(name, place.metrics[name])}")
-    best = next((p for p in ran.places if not wanted or set(wanted) <= p.metrics.keys()), None)
+    best = next((p for p in places if set(wanted) <= p.metrics.keys()), None)
     if best is None:
-        known = sorted({name for place in ran.places for name in place.metrics})
+        known = sorted({name for place in places for name in place.metrics})
         problem = f"is not among the metrics, expected some of {', '.join(known)}"
         raise LaunchError(f"--metric {' '.join(wanted)}", problem)
     best = replace(best, wanted=tuple(wanted) or _lasting(best))
+    _say_others(best, (*ran.places, *ran.others))
     if (odd := disagreement(best, ran.places)) is not None:
         click.echo(f"two sources disagree: {odd}; the row reads {best.where}")
     length = length_of(words)
@@ -118,7 +109,53 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
             f"ended with exit code 0 at step {best.last_step} of its {best.names[0]}, and "
             f"{length[0]} is {length[1]}; nothing was written: mend it, or change {length[0]}",
         )
+    _check_steps(ran, best, line)
     return best
+
+
+def _why_no_metric(ran: RunByHand) -> str:
+    """Describe a run that left nothing to compare."""
+    cut = _went_on(ran)
+    if ran.passed_over:
+        return (
+            f"{cut}, and its metrics cannot be told apart: {ran.passed_over[0]}; "
+            f"have one rank write them, by a step that goes on"
+        )
+    names = dict.fromkeys(name for place in ran.others for name in place.metrics)
+    others = f"; --metric NAME compares one of {listed([*names], _LISTED)}" if names else ""
+    return (
+        f"{cut} after {ran.end.duration_s:.0f} s and wrote no metric, expected a loss in files of "
+        f"TensorBoard, JSON, CSV or wandb, or in printed lines such as `step 3 loss 2.5`; have it "
+        f"print one{others}"
+    )
+
+
+def _went_on(ran: RunByHand) -> str:
+    """Say that a command ended before what it had started."""
+    num_left = ran.end.num_left
+    if not num_left:
+        return ""
+    return (
+        f" while {counted(num_left, 'process', 'processes')} of it went on in the background, "
+        f"which ended with it"
+    )
+
+
+def _check_steps(ran: RunByHand, best: Found, line: str) -> None:
+    """Say what cannot be told from a run: one that went on, or that has one step.
+
+    Raises:
+        LaunchError: It went on, and had one step by then.
+    """
+    cut, is_one = _went_on(ran), best.num_steps == 1
+    if cut and is_one:
+        problem = f"ended with exit code 0{cut}, at the first step; start it in the foreground"
+        raise LaunchError(line, f"{problem}; nothing was written")
+    if cut:
+        click.echo(f"it ended{cut}: if they train, start them in the foreground")
+    if is_one:
+        names = ", ".join(best.names)
+        click.echo(f"{names}: one step alone, which says little; have it log each step")
 
 
 def _lasting(found: Found) -> tuple[str, ...]:
@@ -136,6 +173,19 @@ def _lasting(found: Found) -> tuple[str, ...]:
         else:
             lasting.append(name)
     return tuple(lasting)
+
+
+def _say_others(best: Found, places: Sequence[Found]) -> None:
+    """Name the metrics that are not compared, and were not named yet."""
+    named = {*best.names, *best.single, *replace(best, wanted=()).names}
+    if rest := [name for name in best.metrics if name not in named]:
+        click.echo(f"left out: {', '.join(rest)}, no losses by name; --metric compares them")
+    named |= best.metrics.keys()
+    for place in places:
+        named.update(place.names[:_SHOWN])
+        if rest := [name for name in place.metrics if name not in named]:
+            click.echo(f"left out: {listed(rest, _LISTED)} of {place.where}")
+            named.update(rest)
 
 
 def ask(best: Found) -> Found:

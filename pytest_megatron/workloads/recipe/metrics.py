@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class LinePattern:
     """How to read metrics from printed lines.
 
     Attributes:
-        values: Pattern of a value: groups `name` and `value`, or a group for each metric.
+        values: Pattern of a value: groups `name` and `value`, or a group for each metric. A group
+            `mode` (`train`, `test`) is a part of the names that follow it in the line.
         step: Pattern of a line with values, whose group (`step`, or the first) is the step; with a
             group `last`, the last step. None counts the values of each metric from 1.
     """
@@ -73,15 +75,23 @@ class LinePattern:
                 return None, {}
             groups = found.groupdict()
             number = int((groups.get("step") or found[1]).replace(",", ""))
-        values = {}
+        values: dict[str, float] = {}
+        mode = ""
         for match in _compiled(self.values).finditer(line):
             groups = match.groupdict()
             if number is None and groups.get("step"):
                 number = int(groups["step"])
+            mode = f"{groups['mode'].lower()} " if groups.get("mode") else mode
             for name, text in _named(groups):
                 if (value := to_number(text)) is not None:
-                    values[name] = value
+                    values[_another(f"{mode}{name}", values)] = value
         return number, values
+
+
+def _another(name: str, known: Mapping[str, float]) -> str:
+    """Return a name that a line does not have yet, with a number if it is there again."""
+    others = (f"{name} {number}" for number in itertools.count(2))
+    return name if name not in known else next(other for other in others if other not in known)
 
 
 def _named(groups: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
@@ -89,7 +99,9 @@ def _named(groups: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
     if groups.get("name") and groups.get("value"):
         yield str(groups["name"]).strip(), str(groups["value"])
         return
-    yield from ((name, text) for name, text in groups.items() if text and name != "step")
+    yield from (
+        (name, text) for name, text in groups.items() if text and name not in ("step", "mode")
+    )
 
 
 @functools.cache

@@ -50,10 +50,12 @@ class Curves:
 
     Attributes:
         disagreements: Metrics that have two values at a step, of which the first stays.
+        is_counted: Whether steps are counted, as what was read names none.
     """
 
     def __init__(self) -> None:
         self.disagreements: Disagreements = {}
+        self.is_counted = False
         self._curves: dict[str, _Points] = {}
 
     @classmethod
@@ -84,6 +86,7 @@ class Curves:
 
     def count(self, name: str, value: float, where: str) -> None:
         """Add the next value of a metric without steps, counted from 1."""
+        self.is_counted = True
         known = self._curves.get(name)
         self.add(name, 1 if known is None else known.num_values + 1, value, where)
 
@@ -116,6 +119,7 @@ def joined(parts: Mapping[str, Curves]) -> Curves:
         return next(iter(parts.values()))
     whole = Curves()
     for where, part in parts.items():
+        whole.is_counted |= part.is_counted
         for name, odd in part.disagreements.items():
             whole.disagreements.setdefault(name, odd)
         for name, series in part.metrics.items():

@@ -8,6 +8,8 @@ import pytest
 
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.found import MetricSearch, length_of
+from pytest_megatron.workloads.golden.formats.rows import read_printed
+from pytest_megatron.workloads.recipe.metrics import parse_source
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,92 @@ def test_a_norm_of_gradients_that_is_printed_is_compared(tmp_path: Path) -> None
     search = MetricSearch(tmp_path)
     search.look(dirs, is_joint=False)
     assert [place.names for place in search.places] == [("train loss", "grad norm")]
+
+
+def found(root: Path, printed: str, *, is_joint: bool = False, **files: str) -> MetricSearch:
+    """Return what is found behind a program that prints something and writes files."""
+    dirs = PhaseDirs(root=root / "logs")
+    dirs.root.mkdir()
+    dirs.launcher_log.write_text(printed)
+    search = MetricSearch(root)
+    search.mark()
+    for name, text in files.items():
+        (root / name.replace("_", ".")).write_text(text)
+    search.look(dirs, is_joint=is_joint)
+    return search
+
+
+def json_lines(steps: range) -> str:
+    return "".join(f'{{"step": {step}, "Loss/train": {1 / (step + 3)}}}\n' for step in steps)
+
+
+BY_STEP = "".join(f"step {step} loss {3 - step / 100:.2f}\n" for step in range(60))
+COUNTED = "".join(f"Train [{step}] loss {3 - step / 100:.2f}\n" for step in range(60))
+
+
+@pytest.mark.parametrize(
+    ("printed", "steps", "best"),
+    [
+        pytest.param(COUNTED, range(0, 60, 10), "jsonl, log.json", id="steps-before-length"),
+        pytest.param(BY_STEP, range(0, 60, 10), "jsonl, log.json", id="digits-before-length"),
+        pytest.param(BY_STEP, range(0, 60, 30), "printed, by step", id="two-steps-are-too-few"),
+        pytest.param("", range(2), "jsonl, log.json", id="alone"),
+    ],
+)
+def test_steps_and_digits_of_a_source_count_before_its_length(
+    tmp_path: Path, printed: str, steps: range, best: str
+) -> None:
+    places = found(tmp_path, printed, log_json=json_lines(steps)).places
+    assert places[0].where == best
+    assert len(places) == 1 + bool(printed)
+
+
+def test_a_list_of_rows_in_a_json_file_is_read(tmp_path: Path) -> None:
+    rows = ",".join(json_lines(range(4)).splitlines())
+    (place,) = found(tmp_path, "", log_json=f"[{rows}]", config_json='{\n "lr": 0.1\n}\n').places
+    assert (place.keys, place.num_steps) == ({"source": "trainer_state", "path": "log.json"}, 4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        (["Train: loss {a} acc {b}", "Test: loss {b} acc {a}"], "train loss, test loss"),
+        (["epoch 1 | train | loss {a}", "epoch 1 | val | loss {b}"], "train loss, val loss"),
+        (["step {n} train loss {a}, val loss {b}"], "train loss, val loss"),
+        (["step {n} ce loss {a} aux loss {b}"], "aux loss, ce loss"),
+        (["step {n} loss {a} (loss {b})"], "loss, loss 2"),
+        (["train.py: step {n} loss {a}"], "loss"),
+    ],
+)
+def test_lines_of_a_training_and_of_its_tests_are_metrics_of_their_own(
+    tmp_path: Path, lines: list[str], names: str
+) -> None:
+    values = [(n, 3 - n / 8, 2 + n / 8) for n in range(5)]
+    text = "".join(f"{line}\n".format(n=n, a=a, b=b) for n, a, b in values for line in lines)
+    (place,) = found(tmp_path, text).places
+    losses = [name for name in place.names if "acc" not in name]
+    assert ", ".join(losses) == names
+    assert {s.values[0] for n, s in place.metrics.items() if n in losses} <= {3.0, 2.0}
+    row = parse_source(place.keys, place.names)
+    assert row.lines is not None
+    read = read_printed([tmp_path / "logs" / "launcher.log"], row.lines).metrics
+    assert {name: read[name].values for name in losses} == {
+        name: place.metrics[name].values for name in losses
+    }
+
+
+def test_of_ranks_that_name_themselves_the_lines_of_rank_0_are_read(tmp_path: Path) -> None:
+    lines = [f"[rank {r}] step {n} loss {3 - n - r / 4}\n" for n in (0, 1, 2) for r in (1, 0)]
+    (place,) = found(tmp_path, "".join(lines), is_joint=True).places
+    assert place.where == "printed, lines of rank 0 by step"
+    assert dict(place.metrics["loss"].items()) == {0: 3.0, 1: 2.0, 2: 1.0}
+
+
+def test_metrics_that_are_no_losses_by_name_are_kept_to_be_named(tmp_path: Path) -> None:
+    table = "step,charts/episodic_return\n1,5\n2,6\n"
+    text = "step: 1, lr: 0.1\nstep: 2, lr: 0.2, Validation bpb = 1.5\n12:30:01 at 5.0GB\n"
+    search = found(tmp_path, text, log_csv=table)
+    assert search.places == []
+    assert [list(place.metrics) for place in search.others] == [
+        *(["charts/episodic_return"], ["Validation bpb", "lr"], ["Validation bpb", "lr"])
+    ]

@@ -56,7 +56,7 @@ if mode == "epochs":
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
         if step % 6 == 5:
             print(f"Test Average loss: {2.0 / step:.5f}, asked by {os.environ['ASKED']}")
-    print("Final accuracy: 0.97")
+    print("Final accuracy: 0.97"); print("Validation bpb: 1.5"); print("Validation bpb: 1.25")
 if mode == "gpus":
     seen = os.environ["CUDA_VISIBLE_DEVICES"].count("GPU-")
     for step in range(last):
@@ -65,6 +65,8 @@ if mode == "hang" or mode == "second" and os.path.exists("ran"):
     import time; open("hangs", "w").write(str(os.getpid())); time.sleep(600)
 if mode == "second":
     open("ran", "w"), [print(f"step {step} loss {3 - step}", flush=True) for step in range(3)]
+if mode == "background":
+    import time; print("step 0 loss 2.5", flush=True); open("began", "w"); time.sleep(600)
 if mode == "crash":
     print("step 0 loss 2.0"); last += int("no number")
 """
@@ -155,8 +157,10 @@ def test_a_command_becomes_a_row_and_a_golden(project: Path) -> None:
 def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Path) -> None:
     done = record(project, "--", "ASKED=me", "python", "loop.py", "epochs", "--max_steps=12")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "left out: loss ends at step 2, others go on to 12; --metric compares" in done.stdout
-    assert "left out: accuracy, one value each; --metric compares it" in done.stdout
+    told = "left out: Average loss ends at step 2, others go on to 12; --metric compares it\n"
+    assert told in done.stdout
+    assert "left out: Final accuracy, one value each; --metric compares it\n" in done.stdout
+    assert "left out: Validation bpb of printed, any number, counted from 1\n" in done.stdout
     row = (project / "recipes" / "loop.yaml").read_text()
     assert "command: ASKED=me python loop.py epochs --max_steps=12" in row
     assert "names: [Loss]\n" in row
@@ -262,6 +266,13 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
             "ended with exit code 0 at step 4 of its loss, and --max_steps is 12; nothing was",
         ),
         (["no-such-program"], "no-such-program: is no command that can be found"),
+        (
+            ["sh", "-c", "python loop.py background & until [ -e began ]; do sleep 0.05; done"],
+            (
+                "ended with exit code 0 while 1 process of it went on in the background, which "
+                "ended with it, at the first step; start it in the foreground; nothing was written"
+            ),
+        ),
     ],
 )
 def test_a_command_that_cannot_be_recorded_is_one_clear_line(

@@ -39,7 +39,8 @@ RULES = {
     "no-products": "An entry has no `products`, so it gives no rows",
     "nothing-to-run": "A row has neither `script` nor `training_script_path`",
     "one-test-case": "Megatron-LM would run only the first element of a `test_case` list",
-    "row": "A row cannot be built: a placeholder without a value, or a value of the wrong type",
+    "row": "A row cannot be built: a placeholder without a value, a value of the wrong type, "
+    "or a script for Megatron-LM's driver that is wrong",
     "schema": "A key is unknown or missing, or its value is of the wrong type",
     "similar-key": "An extra key of `spec` or of a product looks like a known one",
     "unknown-word": "A scope, platform, cadence or environment is not in the vocabulary",

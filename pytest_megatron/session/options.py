@@ -338,6 +338,7 @@ Device = Literal["auto", "cuda", "cpu"]
 GangStart = Literal["auto", "fork", "collect"]
 TensorTrace = Literal["off", "hash", "full"]
 Experimental = Literal["exclude", "include", "only"]
+ScriptMode = Literal["native", "bash"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
 WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and selects them
@@ -350,13 +351,13 @@ LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
     *("fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),
-    *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "signatures"),
+    *("lightweight", "rank-grace", "rank-timeout", "ranks-per-gpu", "script", "signatures"),
     "tensor-trace",
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
     *("experimental-tests", "fail-flaky", "gang-start", "history", "keep-runs"),
     *("max-retries-per-run", "preload", "queue-timeout", "rank-grace", "retry-backoff"),
-    "signatures",
+    *("script", "signatures"),
 )
 SELECTION = ("scope", "cadence", "environment", "platform", "model", "test-case", "tag")
 _RANK_CHOICE: ExtensionPoint[Callable[[str], object]] = ExtensionPoint("fake_ranks")
@@ -373,6 +374,7 @@ _GOLDEN: ValueKind[GoldenMode] = one_of(
 )
 _DEVICE: ValueKind[Device] = one_of("auto", "cuda", "cpu")
 _TENSOR_TRACE: ValueKind[TensorTrace] = one_of("off", "hash", "full")
+_SCRIPT: ValueKind[ScriptMode] = one_of("native", "bash")
 _STARTS: ValueKind[GangStart] = one_of("auto", "fork", "collect")
 
 
@@ -522,6 +524,11 @@ class Options:
     )
     is_lightweight: bool = FLAG(
         "lightweight", "4 iterations, one repeat, not compared with a golden", default=False
+    )
+    script: ScriptMode = _SCRIPT(
+        "script",
+        "start what a script hands to Megatron-LM's driver, or have bash run the driver",
+        "native",
     )
     executor_config: Path | None = PATH(
         "executor-config", "settings of the executor", None, metavar="FILE"

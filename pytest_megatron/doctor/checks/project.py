@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pytest_megatron.gpu.host import CPU_PLATFORM, Host
 from pytest_megatron.workloads.recipe.case import Launcher, WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
+from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload, project_words
 from pytest_megatron.workloads.training.checks.check import hits_of
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
@@ -57,7 +59,7 @@ def read_needs(recipe: Path, root: Path, platforms: Iterable[str] = ()) -> Needs
     loaded = [
         row
         for file in find_recipes([recipe])
-        for row in load_recipe(file, Profile.STRICT, words)
+        for row in native_rows(load_recipe(file, Profile.STRICT, words), os.environ, root)
         if row.model != UNIT_MODEL
     ]
     rows = tuple(

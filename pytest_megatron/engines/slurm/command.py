@@ -35,7 +35,7 @@ from pytest_megatron.engines.slurm.shape import (
     sync_script,
 )
 from pytest_megatron.engines.slurm.submit import RealSlurm
-from pytest_megatron.errors import LaunchError, SelectionError
+from pytest_megatron.errors import LaunchError, RecipeError, SelectionError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
 from pytest_megatron.workloads.engine.api import EngineContext, Resources
@@ -43,6 +43,7 @@ from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
 from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.engine.records import JobSpec, write_spec
 from pytest_megatron.workloads.recipe.load import default_recipes, find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
@@ -328,7 +329,14 @@ def _rows(root: Path, recipes: Path | None, file: str) -> Iterator[tuple[Workloa
             raise as_error(loaded.errors)
         for error in loaded.errors:  # of a recipe that nobody named
             echo_error(error)
-        for row in () if loaded.errors else loaded.workloads:
+        try:
+            rows = native_rows(() if loaded.errors else loaded.workloads, os.environ, root)
+        except RecipeError as problem:
+            if file:
+                raise
+            echo_error(problem)
+            continue
+        for row in rows:
             whole = Path(os.path.relpath(path, root)).as_posix()
             yield row, f"{whole}::{row.item_name}"
 

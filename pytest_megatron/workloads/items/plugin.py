@@ -17,12 +17,14 @@ import logging
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from pytest_megatron.base.files import write_bytes_atomically
+from pytest_megatron.base.text import counted, grouped, listed
 from pytest_megatron.errors import MegatronError, SelectionError
 from pytest_megatron.session.arguments import RECIPE_SUFFIXES
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
@@ -43,6 +45,10 @@ def register_roles(config: pytest.Config) -> None:
         _ = session.table  # one that cannot be read is refused before anything runs
     with usage_errors():
         vocabulary = project_words(session.root)
+        if options.script == "bash":
+            from pytest_megatron.workloads.recipe.megatron_row import require_yq  # noqa: PLC0415 - for few
+
+            require_yq("-o megatron_script=bash")
     plugin = SelectionPlugin(session, vocabulary, _cache_of(config))
     config.pluginmanager.register(plugin, WORKLOADS_PLUGIN)
     if not config.option.collectonly:
@@ -87,13 +93,28 @@ class SelectionPlugin:
         Raises:
             RecipeError: It is no sound recipe, or a row names a signature that does not exist.
         """
-        workloads = rows_of(path, self._vocabulary, self._cache)
+        workloads: Sequence[Workload] = rows_of(path, self._vocabulary, self._cache)
+        if any(row.calls_driver for row in workloads):
+            workloads = self._with_scripts(workloads)
         for workload in workloads:
             if workload.transient or workload.never_transient:
                 from pytest_megatron.workloads.verdict.retry import policy_of  # noqa: PLC0415 - in few rows
 
                 policy_of(workload, max_attempts=None, backoff_s=0.0, table=self._session.table)
         return workloads
+
+    def _with_scripts(self, workloads: Sequence[Workload]) -> Sequence[Workload]:
+        """Return rows, what scripts hand to Megatron-LM's driver as rows that we start."""
+        from pytest_megatron.workloads.recipe.megatron_row import native_rows, require_yq  # noqa: PLC0415 - reads cases
+
+        if self._session.options.script == "native":
+            rows = native_rows(workloads, os.environ, self._session.root)
+        else:
+            why = "megatron_script = bash"
+            rows = tuple(replace(w, by_bash=why) if w.calls_driver else w for w in workloads)
+        if (by_bash := next((row for row in rows if row.by_bash is not None), None)) is not None:
+            require_yq(f"{by_bash.file}: {by_bash.by_bash}")
+        return rows
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
@@ -135,6 +156,23 @@ class SelectionPlugin:
             items[:] = [item for item in items if item not in gone]
         if not self._session.options.selection["platform"]:
             self._skip_what_does_not_fit(workloads)
+
+    def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
+        """Say which scripts bash runs and why, and what of others is not run."""
+        rows = [item.workload for item in items if isinstance(item, WorkloadItem)]
+        by_bash = grouped(((row.file, row.by_bash), row) for row in rows if row.by_bash)
+        lines = [
+            f"megatron: bash runs {counted(len(found), 'row')} of {file}, and their exit code "
+            f"counts: {why}"
+            for (file, why), found in by_bash.items()
+        ]
+        read = {row.file: row for row in rows if row.of_driver is not None}
+        if read:
+            from pytest_megatron.workloads.recipe.megatron_row import setup_lines  # noqa: PLC0415 - is loaded
+        for file, row in read.items():
+            if found := list(setup_lines(str(row.spec.get("script_setup") or ""))):
+                lines.append(f"megatron: script_setup of {file} is not run: {listed(found, 3)}")
+        return lines
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:

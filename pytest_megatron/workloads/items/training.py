@@ -354,8 +354,7 @@ class TrainingPlugin(RecordCarrier):
         else:
             verdict = training.verdict if found.problem is None else Verdict.FAILED
         shown = None if found.problem is None else self._session.shorten(found.problem)
-        options = self._session.options
-        is_uncompared = options.golden == "off" or options.is_lightweight
+        is_uncompared = self._session.options.golden == "off" or job.setting.is_lightweight
         return item_record(
             training,
             judgement,

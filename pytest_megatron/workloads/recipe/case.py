@@ -799,13 +799,14 @@ def fingerprint(workload: Workload, case: Mapping[str, JsonValue] | None) -> str
     }
     if isinstance(env, dict):
         known["ENV_VARS"] = {name: value for name, value in env.items() if name not in ignored}
+    written = workload.written
     row: dict[str, JsonValue] = {
-        "checkpoint_load_path": workload.checkpoint_load_path,
-        "data_path": workload.data_path,
-        "gpus": workload.gpus,
-        "nodes": workload.nodes,
-        "script": workload.script,
-        "training_script_path": workload.training_script_path,
+        "checkpoint_load_path": written.checkpoint_load_path,
+        "data_path": written.data_path,
+        "gpus": written.gpus,
+        "nodes": written.nodes,
+        "script": written.script,
+        "training_script_path": written.training_script_path,
     }
     text = json.dumps([known, row], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]

@@ -5,11 +5,13 @@ Reads files and changes none.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_megatron.base.findings import Finding, Severity, in_order
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
+from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.recipe.case import (
     CASES,
     GOLDENS,
@@ -23,6 +25,7 @@ from pytest_megatron.workloads.recipe.case import (
 )
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS, Vocabulary, Workload
 
 RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
@@ -56,7 +59,12 @@ def lint_recipes(
     for file in find_recipes(paths):
         loaded = read_recipe(file, Profile.STRICT, vocabulary)
         findings += loaded.findings
-        workloads += loaded.workloads
+        try:
+            workloads += native_rows(loaded.workloads, os.environ, root)
+        except RecipeError as error:
+            workloads += loaded.workloads
+            line = int(error.where.rpartition(":")[2])
+            findings.append(Finding(file=file, line=line, rule="row", message=error.problem))
     findings += _check_rows(workloads, root, other_names)
     for check in row_checks:
         findings += check(workloads, root)

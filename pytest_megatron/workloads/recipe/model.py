@@ -43,6 +43,8 @@ CADENCES = ("mergegroup", "nightly", "pr", "weekly")
 DISABLED_SUFFIXES = ("-broken", "-temp-disabled")
 DISABLED_SCOPES = ("deprecated", "flaky")
 
+# Megatron-LM's driver of functional tests.
+DRIVER = "tests/functional_tests/shell_test_utils/run_ci_test.sh"
 UNIT_MODEL = "unit-tests"  # of rows that are buckets of unit tests, and no workloads
 
 _SCOPES = (
@@ -142,6 +144,25 @@ DEFAULT_TRACE_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OfDriver:
+    """What a row has from a script that calls Megatron-LM's driver.
+
+    Attributes:
+        written: The row as its recipe has it.
+        env: Variables that the script exports, or hands to the driver for the case.
+        unset: Variables that it removes.
+        directory: Where the program starts; relative to the project, if it is in there.
+        is_lightweight: Whether it asks for few steps.
+    """
+
+    written: Workload
+    env: Mapping[str, str]
+    unset: tuple[str, ...]
+    directory: str
+    is_lightweight: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One expanded row: a test case on a platform in an environment for a scope.
 
@@ -169,6 +190,8 @@ class Workload:
         trace_steps: Steps of which tensors are traced.
         own_case: The case of a row in the short form, with the lines of the recipe; None for one
             that has a file.
+        of_driver: What it has from a script that was read; None for any other row.
+        by_bash: Why bash runs a script that calls Megatron-LM's driver; None where it does not.
     """
 
     file: Path
@@ -199,12 +222,24 @@ class Workload:
     quarantine: Quarantine | None = None
     trace_steps: int = DEFAULT_TRACE_STEPS
     own_case: YamlDocument | None = None
+    of_driver: OfDriver | None = None
+    by_bash: str | None = None
 
     @property
     def limits(self) -> Mapping[str, JsonValue]:
         """Metric, or a pattern of metrics, to limits of a row in the short form, unchecked."""
         found = None if self.own_case is None else self.spec.get("compare")
         return found if isinstance(found, dict) else {}
+
+    @property
+    def calls_driver(self) -> bool:
+        """True if its script calls Megatron-LM's driver."""
+        return self.script is not None and DRIVER in self.script
+
+    @property
+    def written(self) -> Workload:
+        """The row as its recipe has it."""
+        return self if self.of_driver is None else self.of_driver.written
 
     @property
     def where(self) -> str:

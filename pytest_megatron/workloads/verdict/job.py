@@ -14,7 +14,7 @@ from typing import Protocol
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import SHORT_COMMIT, ProjectConfig
 from pytest_megatron.base.text import nearest
-from pytest_megatron.errors import CaseError, LaunchError
+from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts, kept_variables, utc_now
 from pytest_megatron.runs.layout import ItemDirs, item_dirs
@@ -287,8 +287,10 @@ def make_job(
         RecipeError: The row's keys about retries are wrong.
     """
     workload = options.replay.resized(workload)
+    asks_for_few = workload.of_driver is not None and workload.of_driver.is_lightweight
     setting = replace(
         options.setting,
+        is_lightweight=options.setting.is_lightweight or asks_for_few,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
         machine=ScriptMachine()
         if workload.script is None
@@ -452,8 +454,13 @@ def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
     Raises:
         CaseError: The case cannot be read, or names no metric.
     """
-    if workload.script is not None and not case_path(root, workload).is_file():
+    path = case_path(root, workload)
+    if workload.script is not None and not path.is_file():
         return None
+    if workload.of_driver is not None and not path.is_file():
+        raise RecipeError(
+            workload.where, f"{workload.test_case!r} has no case, expected {path}; add it"
+        )
     case = case_of(root, workload)
     metric_names_of(case)  # a case that compares nothing is told before it costs anything
     return case

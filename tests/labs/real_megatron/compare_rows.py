@@ -3,14 +3,14 @@
 Each row of Megatron-LM's recipes that calls its functional driver is run by that driver, in a
 scratch copy, with programs in place of the launchers that write down their words and environment.
 The same row is planned as a native one. Neither GPU nor network is needed. Rows whose scripts
-differ in nothing but the name of the golden are run once. The plugin's stand-in for yq serves both.
+differ in nothing but the name of the golden are run once. The driver's yq is the package yaqpy, in
+one process: to start a program for each of its calls takes longer than everything else.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import io
 import os
 import re
@@ -24,14 +24,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from typing_extensions import override
+from yaqpy.cli.main import main as yq
 
-from pytest_megatron.errors import MegatronError
+from pytest_megatron.errors import MegatronError, RecipeError
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workloads.recipe.case import WorkloadCase, case_path, read_case
 from pytest_megatron.workloads.recipe.load import load_recipe
+from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import Setting, plan_attempt
-from pytest_megatron.workloads.training.tools import yq
 
 UTILS = "tests/functional_tests/shell_test_utils"
 TAKEN = (UTILS, "tests/functional_tests/test_cases", "tests/test_utils/recipes")
@@ -76,7 +77,7 @@ export -f /usr/local/bin/yq
 
 
 class YqHandler(socketserver.StreamRequestHandler):
-    """Answers one call of yq: starting Python for each takes longer than everything else."""
+    """Answers one call of yq."""
 
     _lock = threading.Lock()
 
@@ -88,17 +89,17 @@ class YqHandler(socketserver.StreamRequestHandler):
 
     @override
     def handle(self) -> None:
-        """Run the plugin's stand-in for yq."""
+        """Run yq."""
         count, cwd, key = int(self._field()), Path(self._field()), self._field()
         words = [self._field() for _ in range(count)]
         body = self._field()
         words[1:] = [str(cwd / w) if (cwd / w).is_file() else w for w in words[1:]]
         out = io.StringIO()
-        with self._lock, contextlib.redirect_stdout(out):
+        with self._lock:
             os.environ["KEY"] = key  # the one variable that the driver's expressions read
-            stdin, sys.stdin = sys.stdin, io.StringIO(body)
+            stdin, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(body.encode()))
             try:
-                status = yq.main(words)
+                status = yq(words, stdout=out, stderr=io.StringIO())
             finally:
                 sys.stdin = stdin
         self.wfile.write(f"{status}\n{out.getvalue()}".encode())
@@ -232,35 +233,17 @@ def driven(script: str, copy: Copy, number: int) -> tuple[list[Start], str]:
 # --- what the plan starts ---------------------------------------------------------------------
 
 
-def driver_values(script: str) -> dict[str, str]:
-    """Return the driver's arguments `NAME=value` of a script."""
-    pairs = re.findall(r'^ *"([A-Z_]+)=(.*)"\s*$', script, flags=re.MULTILINE)
-    return {name: value.strip().strip("\\'\"") for name, value in pairs}
-
-
 def planned(row: Workload, case: WorkloadCase, script: str, copy: Copy) -> list[Start]:
     """Return what the row starts natively.
 
     Raises:
-        MegatronError: It cannot be planned.
+        MegatronError: It cannot be planned, or only bash can run it.
     """
-    values = driver_values(script)
-    loads = case.test_type.value in (
-        "frozen-start",
-        "frozen-resume",
-        "checkpoint-consistency",
-        "release",
-    )
-    load = values["CHECKPOINT_LOAD_PATH"].replace("{", "{{").replace("}", "}}")
-    native = replace(
-        row,
-        script=None,
-        training_script_path=values["TRAINING_SCRIPT_PATH"],
-        data_path=values["DATA_PATH"],
-        data_cache_path=values["DATA_CACHE_PATH"],
-        checkpoint_load_path=load if loads else None,
-    )
+    doubled = script.replace("{", "{{").replace("}", "}}")  # it is filled in
     env = {"PYTEST_MEGATRON_LAUNCHER": "torchrun", "HOME": str(copy.out / "home")}
+    (native,) = native_rows([replace(row, script=doubled)], env, copy.tree)
+    if native.by_bash is not None:
+        raise RecipeError(row.where, f"run by bash: {native.by_bash}")
     setting = Setting(
         root=copy.tree, env=env, tee_ranks=None, is_lightweight=False, python="python"
     )
@@ -300,15 +283,23 @@ def settings(words: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(f) for f in found if f]
 
 
+def last_of_each(words: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return flags with the last values of each, which count, in its first place."""
+    return list({setting[0]: setting for setting in words}.values())
+
+
 def differences(theirs: Start, ours: Start) -> Iterator[str]:
     """Yield what differs, each as a line that says nothing of the row."""
     if theirs.num_nodes != ours.num_nodes:
         yield "nodes"
     if theirs.num_ranks != ours.num_ranks:
-        yield f"ranks: the driver {theirs.num_ranks}, the row's gpus {ours.num_ranks}"
-    a, b = general(theirs), general(ours)
-    if a != b:
-        one, two = settings(a), settings(b)
+        yield f"ranks: the driver {theirs.num_ranks}, the plan {ours.num_ranks}"
+    one, two = settings(general(theirs)), settings(general(ours))
+    once = last_of_each(one)
+    if once != one and last_of_each(two) == two:
+        yield "a case has an argument twice: both times there, the last here"
+        one = once
+    if one != two:
         left, right = [s for s in one if s not in two], [s for s in two if s not in one]
         yield from (f"argv: only the driver: {' '.join(s)[:100]}" for s in left)
         yield from (f"argv: only the plan: {' '.join(s)[:100]}" for s in right)

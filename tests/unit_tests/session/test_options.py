@@ -61,6 +61,7 @@ megatron_preload
 megatron_queue_timeout
 megatron_rank_grace
 megatron_retry_backoff
+megatron_script
 megatron_signatures
 """
 REMOVED_OPTIONS = [

@@ -39,9 +39,6 @@ from pytest_megatron.workloads.training.plan.plan import (
     connections_of,
 )
 
-# What a script has in it that runs the case with Megatron-LM's own driver.
-_DRIVER = "TRAINING_PARAMS_PATH"
-_OWN_RANKS = "GPUS_PER_NODE"
 # Arguments that come from elsewhere, so that those of the case say little.
 _FROM_ELSEWHERE = ("--use-checkpoint-args", "--yaml-cfg", "--heterogeneous-layers-config-path")
 
@@ -94,9 +91,9 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
     """Yield what a row starts; nothing of a case that is expected to fail."""
     if case.evaluation is Evaluation.XPASS:
         return
-    script = workload.script
-    if script is not None and (_DRIVER not in script or _OWN_RANKS in script):
-        return  # it starts something else, or on other ranks
+    if workload.script is not None:
+        return  # it starts what it wants
+    exported = {} if workload.of_driver is None else workload.of_driver.env
     for variant in case.variants:
         if variant.arguments:
             yield CheckedStart(
@@ -105,9 +102,9 @@ def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
                 nodes=workload.nodes,
                 ranks_per_node=variant.num_ranks or workload.gpus,
                 platform=workload.platform,
-                env={**case.env, **variant.env},
+                env={**exported, **case.env, **variant.env},
                 env_lines=case.env_lines,
-                scripts=f"{script or ''}\n{case.before_script or ''}",
+                scripts=case.before_script or "",
             )
 
 

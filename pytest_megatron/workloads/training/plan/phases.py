@@ -296,6 +296,9 @@ def with_words(words: Sequence[str], further: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+_LOADS_NOTHING = (TestType.REGULAR, TestType.CKPT_RESUME)
+
+
 class _Maker:
     """Makes the starts of one attempt."""
 
@@ -306,7 +309,9 @@ class _Maker:
         self._case = case
         self._dirs = dirs
         self._is_lightweight = is_lightweight
-        path = workload.checkpoint_load_path
+        # Megatron-LM's driver is always given a path, and hands on that of these alone.
+        is_unread = workload.of_driver is not None and case.test_type in _LOADS_NOTHING
+        path = None if is_unread else workload.checkpoint_load_path
         self._load = None if path is None else workload.render(path)
 
     def plain(self, *, load: str | None = None) -> PhaseStart:

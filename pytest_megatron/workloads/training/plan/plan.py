@@ -456,6 +456,7 @@ def plan_attempt(
     if workload.script is not None:
         return _plan_script(workload, case, dirs, setting)
     assert case is not None
+    setting = _with_script(workload, setting)
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
     if find_untraceable(workload, case) is None:
@@ -464,11 +465,25 @@ def plan_attempt(
     return AttemptPlan(
         phases=phases,
         dirs=dirs,
-        cwd=setting.root,
+        cwd=_directory(workload, setting),
         world_size=max(phase.world_size for phase in phases),
         time_limit_s=_time_limit_s(workload),
         target=target_of(case, starts, is_lightweight=is_light),
     )
+
+
+def _with_script(workload: Workload, setting: Setting) -> Setting:
+    """Return a setting with the environment that a row's script makes for the driver."""
+    if (found := workload.of_driver) is None:
+        return setting
+    env = {name: value for name, value in setting.env.items() if name not in found.unset}
+    return replace(setting, env={**env, **found.env})
+
+
+def _directory(workload: Workload, setting: Setting) -> Path:
+    """Return where the program of a row starts."""
+    found = workload.of_driver
+    return setting.root if found is None else setting.root / found.directory
 
 
 def _traced(
@@ -517,6 +532,10 @@ def require_inputs(plan: AttemptPlan) -> None:
     Raises:
         LaunchError: One is missing, or would not be loaded.
     """
+    if plan.script is None and not plan.cwd.is_dir():
+        raise LaunchError(
+            str(plan.cwd), "there is no such directory, nothing was run; the row starts there"
+        )
     for phase in plan.phases:
         script = None if phase.start is None else phase.start.script
         if script is not None and phase.before_script is None:
@@ -556,6 +575,7 @@ def _plan_phase(
     phase = dirs.phase(start.number)
     variables = _variables(workload, dirs, phase, setting, start, repeat)
     own = {
+        **({} if workload.of_driver is None else workload.of_driver.env),
         **{k: v for k, v in NCCL_DEFAULTS.items() if k not in setting.env},
         **_flight_recorder(workload, phase, setting, ModelArgs(start.arguments)),
         **planned_connections(ModelArgs(start.arguments), workload.platform, setting.env),
@@ -563,7 +583,8 @@ def _plan_phase(
     known = {**inherited(setting.env), **own, **variables}
     own |= {**_filled_in(case, start, known), **variables}
     own |= _devices(workload, setting)
-    own["PYTHONPATH"] = _python_path(setting, own)
+    cwd = _directory(workload, setting)
+    own["PYTHONPATH"] = _python_path(setting, own, cwd)
     env = {**inherited(setting.env), **own}
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
@@ -593,7 +614,7 @@ def _plan_phase(
         world_size=ranks.world_size,
         num_nodes=num_nodes,
         saves=start.saves,
-        frozen_paths=_frozen_paths(case, start, env, setting.root),
+        frozen_paths=_frozen_paths(case, start, env, cwd),
         before_script=case.before_script,
         after_script=case.after_script,
         exit_policy=case.exit_policy,
@@ -707,10 +728,10 @@ def _filled_in(case: WorkloadCase, start: PhaseStart, known: Mapping[str, str]) 
     return {name: filled[name] for name in own}
 
 
-def _python_path(setting: Setting, own: Mapping[str, str]) -> str:
-    """Return where ranks look for modules: first in the project's root, as under the driver."""
+def _python_path(setting: Setting, own: Mapping[str, str], cwd: Path) -> str:
+    """Return where ranks look for modules: first where they start, as under the driver."""
     others = own.get("PYTHONPATH", setting.env.get("PYTHONPATH"))
-    return os.pathsep.join((str(setting.root), *([others] if others else [])))
+    return os.pathsep.join((str(cwd), *([others] if others else [])))
 
 
 def _flight_recorder(

@@ -1,0 +1,328 @@
+"""Rows whose script calls Megatron-LM's driver, as rows that name their program.
+
+Such a row keeps what it was written as. One whose script does more than is known stays a script.
+
+Source: Megatron-LM tests/functional_tests/shell_test_utils/run_ci_test.sh and _run_training.sh,
+d98e8a64dd.
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import nearest
+from pytest_megatron.base.yaml import YamlError, read_document
+from pytest_megatron.errors import RecipeError
+from pytest_megatron.workloads.recipe.case import CASES, case_path, golden_name
+from pytest_megatron.workloads.recipe.driver_script import (
+    CODE,
+    OWN,
+    DriverCall,
+    ScriptError,
+    read_script,
+)
+from pytest_megatron.workloads.recipe.model import OfDriver, RowError, Workload, fill_in
+
+_DEMANDED = (
+    *("TRAINING_SCRIPT_PATH", "TRAINING_PARAMS_PATH", "GOLDEN_VALUES_PATH", "OUTPUT_PATH"),
+    *("TENSORBOARD_PATH", "CHECKPOINT_SAVE_PATH", "CHECKPOINT_LOAD_PATH", "DATA_PATH"),
+    "DATA_CACHE_PATH",
+)
+_RANKS, _LIGHTWEIGHT, _RECORD = "GPUS_PER_NODE", "ENABLE_LIGHTWEIGHT_MODE", "RECORD_CHECKPOINTS"
+_KNOWN = (*_DEMANDED, "INFERENCE_OUTPUT_PATH", "N_REPEAT", _LIGHTWEIGHT, _RECORD, _RANKS)
+_DEFAULT_RANKS = "8"
+# What says where nodes meet; the plan does.
+_OF_LAUNCHERS = re.compile(r"(?:MASTER|NODE|NUM_NODES|RUN_CI|SLURM|BASH_ENV|HOME$|PATH$)").match
+# Placeholders, and what marks them while a script is read, which is read once for all of its rows.
+_MARK = re.compile("\ue010(\\w+)\ue011")
+_DIRECTORIES = ("artifacts_dir", "assets_dir")
+_OURS = (*_DIRECTORIES, "n_repeat")
+_CHECKOUT_WORDS = (
+    *("cd", "cp", "echo", "export", "git", "ls", "mkdir", "printf", "rm", "set", "trap", "umask"),
+    *("unset", "\"'"),
+)
+
+
+class _PlaceholderMarks(dict[str, JsonValue]):
+    """Values of placeholders: their marks."""
+
+    def __missing__(self, key: str) -> str:
+        return f"\ue010{key}\ue011"
+
+
+def native_rows(
+    rows: Sequence[Workload], env: Mapping[str, str], root: Path
+) -> tuple[Workload, ...]:
+    """Return rows, those whose script calls the driver as native ones.
+
+    Args:
+        rows: As the recipe has them.
+        env: The environment of the session, which a script would run in.
+        root: The checkout.
+
+    Raises:
+        RecipeError: A script is wrong; names its line.
+    """
+    calls: dict[str, DriverCall] = {}
+    for file in {row.file: None for row in rows if row.calls_driver}:
+        above, is_found, _ = file.read_bytes().partition(b"\r")
+        if is_found:
+            raise RecipeError(
+                f"{file}:{len(above.splitlines())}",
+                "the line ends as on Windows, expected a line feed alone, as bash does; convert "
+                "the file with dos2unix",
+            )
+    return tuple(_Native(row, env, root, calls).row() if row.calls_driver else row for row in rows)
+
+
+def require_yq(where: str) -> None:
+    """Refuse to have bash run Megatron-LM's driver without yq 4.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    if not is_yq(shutil.which("yq")):
+        raise RecipeError(
+            where,
+            "Megatron-LM's driver needs yq 4 (https://github.com/mikefarah/yq) on the PATH, and "
+            "there is none, nothing was run; install it",
+        )
+
+
+@functools.cache
+def is_yq(program: str | None) -> bool:
+    """Return whether a program is the yq of the driver; another one of that name differs."""
+    if program is None:
+        return False
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return "mikefarah" in done.stdout
+
+
+def setup_lines(script: str) -> Iterator[str]:
+    """Yield the lines of a `script_setup` that do more than get the code, which is there."""
+    for line in script.splitlines():
+        words = line.split()
+        if words and not words[0].startswith("#") and words[0] not in _CHECKOUT_WORDS:
+            yield line.strip()
+
+
+class _Native:
+    """Makes a native row of one whose script calls the driver."""
+
+    def __init__(
+        self, row: Workload, env: Mapping[str, str], root: Path, calls: dict[str, DriverCall]
+    ) -> None:
+        self._row = row
+        self._env = env
+        self._root = root
+        assert row.script is not None
+        try:
+            if row.script not in calls:
+                # Where a script names the checkout itself, that is the one it expects.
+                text = with_paths(
+                    fill_in(row.script, _PlaceholderMarks()), {str(root.absolute()): CODE}
+                )
+                calls[row.script] = read_script(text, env)
+        except ScriptError as error:
+            raise self._error(error.line, str(error)) from None
+        except RowError as error:
+            raise self._error(0, str(error)) from None
+        self._call = calls[row.script]
+
+    def row(self) -> Workload:
+        """Return the row; as it is, with the reason, if only bash can run its script.
+
+        Raises:
+            RecipeError: The script is wrong; names its line.
+        """
+        assert self._row.script is not None
+        for mark in _MARK.finditer(text := fill_in(self._row.script, _PlaceholderMarks())):
+            self._value_of(mark, text.count("\n", 0, mark.start()))
+        if self._call.unknown is not None:
+            return self._by_bash(*self._call.unknown)
+        arguments = {k: (line, self._filled(v)) for k, (line, v) in self._call.arguments.items()}
+        exported = {k: (line, self._filled(v)) for k, (line, v) in self._call.env.items()}
+        known = {name: value for name, value in exported.items() if name in _KNOWN} | arguments
+        further = self._further(arguments)
+        for key in _DEMANDED:
+            if not known.get(key, (0, ""))[1]:
+                line = max((line for line, _ in arguments.values()), default=0)
+                raise self._error(
+                    line, f"no {key} is given to the driver, which demands it; add it"
+                )
+        if (problem := self._find_other(known, {**exported, **further})) is not None:
+            return self._by_bash(*problem)
+        values = {key: value for key, (_, value) in known.items()}
+        count = values.get("N_REPEAT", "")
+        row = replace(
+            self._row,
+            script=None,
+            training_script_path=self._program(*known["TRAINING_SCRIPT_PATH"]),
+            data_path=self._here(values["DATA_PATH"]),
+            data_cache_path=self._cache(values["DATA_CACHE_PATH"]),
+            checkpoint_load_path=self._here(values["CHECKPOINT_LOAD_PATH"])
+            .replace("{", "{{")
+            .replace("}", "}}"),
+            gpus=self._ranks(known),
+            n_repeat=int(count) if count.isdecimal() and int(count) else self._row.n_repeat,
+        )
+        env = {n: self._here(v) for n, (_, v) in {**exported, **further}.items() if n not in _KNOWN}
+        return replace(
+            row,
+            of_driver=OfDriver(
+                written=self._row,
+                env=env,
+                unset=tuple(sorted(self._call.unset)),
+                directory=f"{self._call.directory}/".removeprefix(f"{CODE}/").rstrip("/"),
+                is_lightweight=values.get(_LIGHTWEIGHT) == "true",
+            ),
+        )
+
+    def _find_other(
+        self, known: Mapping[str, tuple[int, str]], others: Mapping[str, tuple[int, str]]
+    ) -> tuple[int, str] | None:
+        """Return the line and text of what the driver would do and a plan does not."""
+        row = self._row
+        case = CASES / row.model / row.test_case
+        places = {
+            "TRAINING_PARAMS_PATH": case_path(Path(), row),
+            "GOLDEN_VALUES_PATH": case / golden_name(row.environment, row.platform),
+        }
+        for key, expected in places.items():
+            line, value = known[key]
+            if self._inside(key, line, value) != expected.as_posix():
+                return line, f"{key} is {value}, expected {expected}"
+        for key in (_RECORD, "CHECKPOINT_LOAD_PATH", "DATA_PATH"):
+            line, value = known.get(key, (0, ""))
+            if value == "true" if key == _RECORD else self._is_own(value):
+                return line, f"{key} is {value}"
+        for name, (line, value) in others.items():
+            if _OF_LAUNCHERS(name) or (name not in _KNOWN and self._is_own(value)):
+                return line, f"{name} is {value}"
+        return None
+
+    def _further(self, arguments: Mapping[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+        """Return the arguments that only the case reads.
+
+        Raises:
+            RecipeError: Nobody reads one.
+        """
+        found = {key: value for key, value in arguments.items() if key not in _KNOWN}
+        path = case_path(self._root, self._row)
+        text = path.read_text(errors="replace") if found and path.is_file() else ""
+        for key, (line, _) in found.items():
+            if not re.search(rf"\$\{{?{key}\b", text):
+                expected = f"expected one of {', '.join(_KNOWN)}, or one that {path.name} refers to"
+                raise self._error(line, f"unknown key {key!r}{nearest(key, _KNOWN)}, {expected}")
+        return found
+
+    def _program(self, line: int, value: str) -> str:
+        """Return the program, which counts from the directory of the call."""
+        file, blank, rest = value.partition(" ")
+        if not file.endswith(".py") and "/" not in file:
+            return value  # a command
+        inside = self._inside("TRAINING_SCRIPT_PATH", line, file)
+        if file.startswith("/"):
+            file = posixpath.relpath(f"{CODE}/{inside}", self._call.directory)
+        return f"{file}{blank}{rest}"
+
+    def _inside(self, key: str, line: int, value: str) -> str:
+        """Return a path relative to the checkout.
+
+        Raises:
+            RecipeError: It is outside.
+        """
+        path = posixpath.normpath(posixpath.join(self._call.directory, value))
+        if not path.startswith(f"{CODE}/"):
+            raise self._error(
+                line, f"{key} is {value!r}, expected a path in the checkout; change it"
+            )
+        return path.removeprefix(f"{CODE}/")
+
+    def _ranks(self, known: Mapping[str, tuple[int, str]]) -> int:
+        """Return the ranks of a node: as many as the driver would start."""
+        line, text = known.get(_RANKS, (0, self._env.get(_RANKS, "") or _DEFAULT_RANKS))
+        if not text.isdecimal() or not int(text):
+            raise self._error(line, f"{_RANKS} is {text!r}, expected a number of ranks from 1 on")
+        return int(text)
+
+    def _cache(self, path: str) -> str | None:
+        """Return the cache of data; None for one that each attempt has of its own."""
+        is_removed = any(f"{path}/".startswith(f"{one}/") for one in self._call.removed)
+        top = Path(*Path(path).parts[:2])
+        is_there = not path.startswith("/") or top.exists()
+        return None if is_removed or self._is_own(path) or not is_there else path
+
+    def _is_own(self, value: str) -> bool:
+        """Return whether a value names a directory that each run has of its own."""
+        return OWN in value or any(f"{{{name}}}" in value for name in _DIRECTORIES)
+
+    def _here(self, value: str) -> str:
+        """Return a value with the container's data replaced by the user's, where it has none."""
+        return with_paths(value, container_paths(self._env))
+
+    def _filled(self, text: str) -> str:
+        """Return a text with the row's values in place of marks."""
+        return _MARK.sub(self._value_of, text)
+
+    def _value_of(self, mark: re.Match[str], line: int = 0) -> str:
+        """Return the value of a placeholder; that of one of ours stays open."""
+        name = mark[1]
+        if name in _OURS:
+            return f"{{{name}}}"
+        if name != "name" and name not in self._row.spec:
+            problem = f"the script uses {{{name}}}, which the row does not have"
+            raise self._error(line, f"{problem}; add the key, or double the braces")
+        return self._row.name if name == "name" else str(self._row.spec[name])
+
+    def _by_bash(self, line: int, text: str) -> Workload:
+        """Return the row with the reason why bash runs it."""
+        why = f"line {self._file_line(line)}: {_MARK.sub(_shown, text)}"
+        return replace(self._row, by_bash=why)
+
+    def _error(self, line: int, problem: str) -> RecipeError:
+        text = _MARK.sub(_shown, problem)
+        return RecipeError(f"{self._row.file}:{self._file_line(line)}", text)
+
+    def _file_line(self, line: int) -> int:
+        """Return the line of the file that a line of the script, from 0, stands on."""
+        try:
+            document = read_document(self._row.file)
+        except YamlError:
+            return self._row.line
+        at = document.line_of(("spec", "script"))
+        spec = document.value.get("spec")
+        is_shared = isinstance(spec, dict) and spec.get("script") == self._row.script
+        begin = at if is_shared else self._row.line
+        return begin + (line + 1 if "\n" in str(self._row.script).strip() else 0)
+
+
+def _shown(match: re.Match[str]) -> str:
+    return f"{{{match[1]}}}"
+
+
+def container_paths(env: Mapping[str, str]) -> dict[str, str]:
+    """Return directories of Megatron-LM's container to those that stand in for them here."""
+    paths = {} if Path("/opt/venv").exists() else {"/opt/venv": sys.prefix}
+    if "DATA_PATH" in env and not Path("/mnt/artifacts").exists():
+        paths["/mnt/artifacts"] = env["DATA_PATH"]
+    return paths
+
+
+def with_paths(text: str, paths: Mapping[str, str]) -> str:
+    """Return a text with directories replaced."""
+    for there, here in paths.items():
+        text = re.sub(rf"{re.escape(there)}(?![\w-])", here.replace("\\", r"\\"), text)
+    return text

@@ -16,21 +16,26 @@ from pytest_megatron.triage.logs.scan import line_number
 from pytest_megatron.triage.rank_log import LaunchEnd, LogLine, RankLog, Root
 from pytest_megatron.triage.signatures import RetryAdvice, Signature
 
-# Where in a training a frame is; the first that some frame matches, innermost frame first.
+# Where in a training a frame is; the first that some frame matches, innermost frame first. Only
+# names that say one thing in every program: a wrong place costs more than none.
 _PHASES = {
-    "saving a checkpoint": r" in (?:save_checkpoint|save_\w*checkpoint\w*|async_save|_save)\b",
-    "loading a checkpoint": r" in (?:load_\w*checkpoint\w*|load_state_dict|_load_\w*)\b",
-    "evaluation": r" in (?:evaluate\w*|eval_step|validate\w*)\b",
+    "saving a checkpoint": r" in (?:save_\w*checkpoint\w*|async_save)\b"
+    r"|serialization\.py:\d+ in _save$",
+    "loading a checkpoint": r" in (?:load_\w*checkpoint\w*|load_state_dict|_load_state\w*)\b",
+    "evaluation": r" in (?:evaluate\w*|eval_step|validation_step|validate(?:_epoch|_model)?)$",
     "the backward pass": r" in (?:backward\w*|_backward\w*|backward_step)\b",
-    "the optimizer's step": r"optim\w*\.py:\d+| in (?:optimizer_step|step_optimizer|clip_grad\w*)",
+    "the optimizer's step": r"optim\w*\.py:\d+ in (?:wrapper|\w*step\w*|_use_grad\w*)"
+    r"| in (?:optimizer_step|step_optimizer|clip_grad\w*)",
     "the forward pass": r" in (?:forward\w*|_forward\w*|loss_func|_call_impl)\b",
     "loading data": r" in (?:\w*next_batch|get_batch\w*|__next__|_next_data|\w*data_?loader\w*"
-    r"|\w*dataset\w*)\b",
-    "setting up ranks": r" in (?:init_process_group|initialize_\w+|\w*rendezvous\w*"
-    r"|_create_c10d_store)\b",
-    "building the model": r" in (?:get_model|model_provider|setup_model\w*|__init__)\b",
+    r"|(?:load|build|get|make|prepare)_\w*dataset\w*)\b",
+    "setting up ranks": r" in (?:init_process_group|_?initialize_(?:distributed|megatron)"
+    r"|initialize_model_parallel|\w*rendezvous\w*|_create_c10d_store)\b",
+    "building the model": r" in (?:get_model|model_provider|setup_model\w*|build_model)\b",
     "start-up": r" in <module>$",
 }
+_BEFORE_TRAINING = ("setting up ranks", "building the model", "start-up")
+_TRAINING = re.compile(r" in (?:_?train\w*|fit\w*|\w+_step)$")  # holds all phases, and is none
 _MEMORY = {
     "tried_to_allocate": r"Tried to allocate (\S+ \w+)|you tried to allocate (\d+ bytes)",
     "free": r"of which (\S+ \w+) is free|; (\S+ \w+) free",
@@ -47,16 +52,20 @@ _FACTS = {
 _PATH = {"path": r"'(/[^']+)'|\"(/[^\"]+)\""}
 
 
-def phase_of(frames: Sequence[str]) -> str | None:
-    """Return the phase of the training that a traceback is in, None if it is not known.
+def phase_of(frames: Sequence[str], *, has_trained: bool = False) -> str | None:
+    """Return the phase of the training that a traceback is in, None if it is not sure.
 
     Args:
         frames: `file:line in name`, outermost first.
+        has_trained: Whether an iteration is known to be done, so that it is past its beginning.
     """
     for frame in reversed(frames):
         for phase, pattern in _PHASES.items():
+            is_past = has_trained and phase in _BEFORE_TRAINING
             if re.search(pattern, frame) and not (phase == "start-up" and len(frames) > 1):
-                return phase
+                return None if is_past else phase
+        if _TRAINING.search(frame):  # what it was called from is no phase
+            return None
     return None
 
 
@@ -104,9 +113,9 @@ def diagnose(rank_log: RankLog, root: Root) -> Diagnosis:
 
     Reads the logs up to the lines that are shown, to count them.
     """
-    phase = phase_of(root.frames)
     printed = (parse_iteration(place.text) for place in root.places)
     iteration = next(filter(None, printed), rank_log.iteration)  # that it failed in, or after
+    phase = phase_of(root.frames, has_trained=iteration is not None)
     evidence = _evidence(rank_log, root)
     exits = {str(rank): one.how for rank, one in rank_log.ranks.items() if one.how}
     facts, row = facts_of(root), root.signature
@@ -155,8 +164,7 @@ def _headline(
     rank_log: RankLog, root: Root, phase: str | None, iteration: tuple[int, int | None] | None
 ) -> str:
     """Return who did what, where and when."""
-    is_known = phase is not None and not (phase == "start-up" and iteration)  # a flat program
-    where = f"{root.where or root.frame or ''}{f', in {phase}' if is_known else ''}"
+    where = f"{root.where or root.frame or ''}{f', in {phase}' if phase else ''}"
     return make_headline(
         _who(rank_log, root), root.what, where=where, when=_when(rank_log, iteration)
     )

@@ -16,6 +16,10 @@ import pytest
 
 PLUGIN = "pytest_megatron.plugin"
 _NAMES = ("megatron", PLUGIN)
+FIXTURES = (
+    *("device", "local_rank", "model_parallel", "process_group", "rank"),
+    *("shared_tmp_path", "world_size"),
+)
 _DISTRIBUTION = re.compile(r"pytest[-_.]+megatron(?![-_.]*\w)", re.IGNORECASE)
 
 
@@ -33,6 +37,22 @@ def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager
         getattr(plugin, "pytest_plugins", ())
     ):
         _load(manager)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say of a missing fixture that it is the plugin's, in a session that does not ask for it."""
+    report = yield
+    missing = getattr(report.longrepr, "argname", None)  # of pytest's FixtureLookupErrorRepr
+    if missing in FIXTURES and not item.config.pluginmanager.has_plugin(PLUGIN):
+        shown = vars(report.longrepr)
+        shown["errorstring"] += (
+            f"\n pytest-megatron has a fixture {missing!r}, for sessions that ask for it, with "
+            f"-p megatron on the command line or in addopts: {_asking_line(item.config)}"
+        )
+    return report
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -100,6 +120,11 @@ def _listed(names: object) -> Iterable[object]:
     return names if isinstance(names, list | tuple | set | frozenset) else ()
 
 
+def _asking_line(config: pytest.Config) -> str:
+    """Return the command line of a session, with what asks for the plugin."""
+    return shlex.join(["pytest", "-p", "megatron", *map(str, config.invocation_params.args)])
+
+
 def _refuse_options(early_config: pytest.Config, arguments: list[str]) -> None:
     """Refuse our options in a session that does not ask for the plugin."""
     missing = object()
@@ -117,7 +142,7 @@ def _refuse_options(early_config: pytest.Config, arguments: list[str]) -> None:
     ours = {row.name for row in OPTION_ROWS.values()}
     for name in unknown:
         if name[2:].removeprefix("megatron-") in ours:
-            line = shlex.join(["pytest", "-p", "megatron", *early_config.invocation_params.args])
+            line = _asking_line(early_config)
             raise pytest.UsageError(
                 f"{name}: nobody declares it; it is an option of pytest-megatron, for which a "
                 f"session has to ask, with -p megatron on the command line or in addopts: {line}"

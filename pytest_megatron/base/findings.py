@@ -108,12 +108,17 @@ def finding_at(
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings by file, line and severity, each once."""
+    """Return findings, each once: errors first, then by file, line and severity."""
     order = {severity: index for index, severity in enumerate(Severity)}
     return tuple(
         sorted(
             dict.fromkeys(findings),
-            key=lambda found: (str(found.file), found.line or 0, order[found.severity]),
+            key=lambda found: (
+                not found.is_error,
+                str(found.file),
+                found.line or 0,
+                order[found.severity],
+            ),
         )
     )
 

@@ -23,6 +23,7 @@ from pytest_megatron.runs.headline import make_headline, where_ranks_were
 
 Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
 JsonObject: TypeAlias = Mapping[str, JsonValue]
+LOGS = "logs"  # title of the block with their paths
 PHASES = ("setup", "call", "teardown")
 
 
@@ -656,9 +657,14 @@ def _logs(
     groups = grouped((rank.problem, rank.rank) for rank in struck.values() if "\n" in rank.problem)
     blocks = [(name_ranks(ranks), problem) for problem, ranks in groups.items()]
     shown = [end.ranks[first]] if first is not None else [r for r in end.ranks if r.rank in struck]
-    files = [f"{rank.log_dir}/stderr.log" for rank in shown if rank.log_dir]
+    files = [
+        f"{rank.log_dir}/{name}"
+        for rank in shown
+        if rank.log_dir
+        for name in ("stderr.log", *(["stacks.txt"] if rank.stack else []))
+    ]
     if files and end.reason is not Reason.NOT_COLLECTED:
-        blocks.append(("logs", "\n".join(files)))
+        blocks.append((LOGS, "\n".join(files)))
     return blocks
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_megatron.base.text import counted, cut_middle, without_colours
-from pytest_megatron.gangs.merge import Merged, longrepr_text, skip_reason
+from pytest_megatron.gangs.merge import LOGS, Merged, longrepr_text, skip_reason
 from pytest_megatron.gangs.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.headline import headline_fingerprint
@@ -57,7 +57,7 @@ def test_record(
 
 
 _MOST_SECTIONS, _MOST_CHARS = 20, 8_000  # of a failure, and of each section
-_ELSEWHERE = ("ranks", "logs")  # sections that have keys of their own
+_ELSEWHERE = ("ranks", LOGS)  # sections that have keys of their own
 
 
 def _report_of(failed: Iterable[Merged]) -> Iterator[tuple[str, str]]:

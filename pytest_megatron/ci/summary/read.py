@@ -92,10 +92,13 @@ def cause_of_test(
     last = record.attempts[-1] if record.attempts else RecordedExecution()
     has_log = last.end != "done"  # else the rank's log is of its other tests
     if place is None and rank is not None and last.directory and has_log:
-        log = Path(*Path(last.directory).parts[-2:], str(rank), "stderr.log")
-        if is_within(run_dir / log, run_dir):
+        directory = Path(*Path(last.directory).parts[-2:], str(rank))
+        log, stacks = directory / "stderr.log", directory / "stacks.txt"
+        if is_within(run_dir / log, run_dir) and (run_dir / log).stat().st_size:
             number, line = telling_line(run_dir / log)
             place = f"{shown}/{log}" + (f":{number}" if number else "")
+        elif is_within(run_dir / stacks, run_dir) and (run_dir / stacks).stat().st_size:
+            place = f"{shown}/{stacks}"
     return ItemCause(text=problem, rank=rank, place=place, line=line)
 
 

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, cast
 
@@ -32,7 +33,7 @@ from typing_extensions import override
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import cut_middle, without_colours
 from pytest_megatron.gangs.ipc.messages import Mirrored
-from pytest_megatron.gangs.merge import Merged
+from pytest_megatron.gangs.merge import LOGS, Merged
 from pytest_megatron.gangs.spec import RunEnd
 
 _MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
@@ -156,9 +157,20 @@ def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
 
 
 def _shorten_paths(merged: Merged, directory: str) -> Merged:
-    """Return the report with paths relative to the user's directory."""
-    blocks = [(title, text.replace(f"{directory}{os.sep}", "")) for title, text in merged.blocks]
+    """Return the report with paths relative to the user's directory, and no empty log."""
+    found = ((title, _written(text) if title == LOGS else text) for title, text in merged.blocks)
+    blocks = [
+        (title, text.replace(f"{directory}{os.sep}", ""))
+        for title, text in found
+        if text or title != LOGS
+    ]
     return replace(merged, blocks=tuple(blocks))
+
+
+def _written(files: str) -> str:
+    """Return the files that hold something, a line each; those of other hosts stay."""
+    paths = map(Path, files.splitlines())
+    return "\n".join(str(path) for path in paths if not path.exists() or path.stat().st_size)
 
 
 def _restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest.TestReport:

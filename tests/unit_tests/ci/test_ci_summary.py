@@ -309,15 +309,22 @@ def test_why_a_workload_failed_and_what_to_type() -> None:
 def test_where_a_distributed_test_failed() -> None:
     bad = distributed("failed", problem="[rank 1] assert 1 == 2")
     dead = distributed("failed", problem="rank 0 of 2 was killed by SIGSEGV")
-    root = write_job(Path("all"), "unit", {TEST: bad, f"{TEST}2": dead})
+    late = distributed("failed", problem="rank 1 of 2 did not end in 5 s")
+    root = write_job(Path("all"), "unit", {TEST: bad, f"{TEST}2": dead, f"{TEST}3": late})
     (root / "junit.xml").write_text(JUNIT.format(name="test_one", child=FAILURE))
     log = root / "run" / "ranks" / "attempt_1" / "0" / "stderr.log"
     log.parent.mkdir(parents=True)
     log.write_text("hello\nFatal Python error: Segmentation fault\nCurrent thread\n")
+    other = log.parents[1] / "1"
+    other.mkdir()
+    (other / "stderr.log").touch()
+    (other / "stacks.txt").write_text("Current thread\n")
     output = summary("all").output
     assert "    started on rank 1, tests/unit/test_a.py:3\n" in output
     shown = "all/logs-unit-7-10/run/ranks/attempt_1/0/stderr.log:2"
     assert f"    started on rank 0, {shown}\n        Fatal Python error: Seg" in output
+    stacks = "all/logs-unit-7-10/run/ranks/attempt_1/1/stacks.txt"
+    assert f"    started on rank 1, {stacks}\n    reproduce:" in output  # stderr.log is empty
 
 
 def test_an_expected_failure_ran() -> None:

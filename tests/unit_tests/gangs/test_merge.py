@@ -215,7 +215,8 @@ def test_a_hang_shows_the_stack_of_every_late_rank_equal_ones_once() -> None:
         "rank 3: was still in call, and was stopped",
         "stack of ranks 0, 2": "Thread (most recent call first):\n"
         '  File "/w/test_a.py", line 7 in test_hang',
-        "logs": "logs/0/stderr.log\nlogs/2/stderr.log\nlogs/3/stderr.log",
+        "logs": "logs/0/stderr.log\nlogs/0/stacks.txt\nlogs/2/stderr.log\nlogs/2/stacks.txt\n"
+        "logs/3/stderr.log",
     }
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron import plugin
+from pytest_megatron.entry import FIXTURES
 from pytest_megatron.session.arguments import _without_ours
 
 # Declarations as public projects have them; docs/reference/other-plugins.md names those.
@@ -185,6 +187,19 @@ def test_options_of_nobody_name_what_to_add(tmp_path: Path) -> None:
         assert f"pytest -p megatron -p no:cacheprovider --strict-markers {word} 8" in output
     code, output = run(tmp_path, "--gpux", "8")
     assert "unrecognized arguments: --gpux" in output
+
+
+def test_a_missing_fixture_of_its_says_what_to_add(tmp_path: Path) -> None:
+    project(tmp_path, "", "def test(process_group): pass\ndef test_other(process_groups): pass")
+    code, output = run(tmp_path)
+    hint = "pytest-megatron has a fixture 'process_group', for sessions that ask for it, with -p"
+    assert (code, output.count("pytest-megatron has a fixture")) == (1, 1)
+    assert "fixture 'process_group' not found" in output
+    assert hint in output
+    assert "pytest -p megatron -p no:cacheprovider --strict-markers" in output
+    there = {name for name in FIXTURES if getattr(plugin, name)}
+    _, asked = run(tmp_path, "-p", "megatron", "--fixtures")
+    assert there == {name for name in FIXTURES if f"\n{name} " in asked}
 
 
 def test_a_conftest_further_down_declares_one(tmp_path: Path) -> None:

@@ -135,6 +135,38 @@ def test_a_flood_is_copied_live_and_whole(tmp_path: Path) -> None:
     assert rest.splitlines()[-1].strip("= ").startswith("1 passed")
 
 
+def test_letters_of_gangs_stand_beside_no_file_of_the_controller_and_logs_hold_something(
+    tmp_path: Path,
+) -> None:
+    text = """
+        import sys
+        import time
+
+        import pytest
+
+        @pytest.mark.controller
+        def test_passes(): pass
+        @pytest.mark.world_size(1)
+        def test_fails(rank): assert rank
+        @pytest.mark.world_size(1)
+        def test_writes(rank):
+            sys.stderr.write("it is told")
+            assert rank
+        @pytest.mark.timeout(1)
+        def test_hangs(rank):
+            if rank:
+                time.sleep(600)
+    """
+    run = Suite(root=tmp_path).write("test_mixed.py", text).run("--ranks", "2")
+    lines = run.stdout.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("test_mixed.py "))
+    assert [lines[first], lines[first + 1].split()[0]] == ["test_mixed.py .", "FFF"]
+    logs = [line for line in lines if line.startswith("run/ranks/")]
+    assert all((tmp_path / log).stat().st_size for log in logs)
+    assert [Path(log).name for log in logs].count("stacks.txt") == 1
+    assert "stderr.log" in {Path(log).name for log in logs}
+
+
 def test_a_text_that_is_too_long_for_a_report_is_cut_and_says_so(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write(
         "test_long.py",

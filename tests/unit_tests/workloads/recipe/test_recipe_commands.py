@@ -79,6 +79,10 @@ def test_lint_exits_with_1_for_errors_and_0_for_warnings(runner: CliRunner) -> N
     assert (result.exit_code, result.stdout.count("\n")) == (1, 2)
     assert result.stdout.startswith("recipes/wrong.yaml:6: error: scope: unknown word 'nightlyy'")
     assert result.stdout.endswith("did you mean 'nightly'? [unknown-word]\n1 error, 0 warnings\n")
+    Path("recipes/good.yaml").write_text(RECIPE.replace("[a]", "[a, b]"))
+    kinds = [line.split(": ")[1] for line in runner.invoke(lint, []).stdout.splitlines()[:-1]]
+    assert kinds == ["error", "warning"]  # whatever their files are called
+    Path("recipes/good.yaml").write_text(RECIPE)
     Path("recipes/wrong.yaml").write_text(RECIPE.replace("[a]", "[a, b]"))
     result = runner.invoke(lint, [])
     assert (result.exit_code, "0 errors, 1 warning" in result.stdout) == (0, True)

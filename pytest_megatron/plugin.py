@@ -38,7 +38,7 @@ from pytest_megatron.gangs.start.environment import (
 )
 from pytest_megatron.process.originals import os  # loaded before any test can patch the library
 from pytest_megatron.rooms import ExtensionPoint
-from pytest_megatron.session import options
+from pytest_megatron.session import exit_code, options
 from pytest_megatron.session.arguments import (
     are_recipes_asked_for,
     findable,
@@ -94,6 +94,7 @@ def pytest_take_names(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None]:
     """Leave names of options to conftest files, and read again what was read as ours."""
+    exit_code.register(early_config)
     names = early_config.stash[_SHORT_NAMES]
     typed, num_taken = list(args), len(names.taken)
     yield
@@ -147,6 +148,7 @@ def pytest_configure(config: pytest.Config) -> None:
     names = {row.name for row in options.OPTION_ROWS.values() if row.metavar}
     refuse_root_of_values(config, names)
     chosen = options.read_options(config)
+    exit_code.register(config)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
         config.args[:] = findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)

@@ -36,6 +36,7 @@ from pytest_megatron.triage.logs.flight_recorder import FlightDump, read_flight
 from pytest_megatron.triage.logs.lines import (
     is_noise,
     last_iteration,
+    parse_iteration,
     parse_line,
     says_success,
     says_trouble,
@@ -80,11 +81,13 @@ _BEFORE_BYTES = 1 << 13  # before a line that an exception may quote
 _STACK_BYTES = 1 << 15
 _MOST_OVERCOME_BYTES = 1 << 14  # from a pull that broke off to the word that its step failed
 _LAST_WORDS = 8
+_SAID = "exit_code"  # what a program that ended so may have said in a line
 _NEARLY_LAST = 1  # lines after the exception of a rank that has a log of its own
 _MOST_EVENTS = 400  # of one log; a flood says no more than its beginning
 
 _WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
 _GROUP = re.compile(r"\[PG (?:ID \d+ )?PG GUID (\S+) Rank|\[PG (\d+)")
+_NCCL = re.compile(r"[\w.-]+:\d+:")  # host and process in front of a line of NCCL
 _LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
 
 
@@ -131,7 +134,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     successes = _successes(unit.logs)
     iteration = unit.known.iteration or _furthest(unit)
     good = _good_ends(successes, books)
-    _forget_what_was_overcome(launcher_book, successes, has_trained=iteration is not None)
+    _forget_what_was_overcome(books, successes, has_trained=iteration is not None)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
@@ -148,11 +151,10 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
             logs = [log for log in unit.logs if log.rank is None]
             fatal = own if _is_of_program(own) else _bare(logs, ends.get(rank), table)
             traces = books[None].traces
-            fatal = (
-                fatal
-                if _is_of_program(fatal)
-                else find_fatal(traces, table, None, ends[rank], is_lone=True)
-            )
+            if not _is_of_program(fatal):
+                lone = find_fatal(traces, table, None, ends[rank], is_lone=True)
+                is_line = fatal is not None and fatal.signature.id == _SAID
+                fatal = fatal if lone is None and is_line else lone
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
@@ -233,6 +235,8 @@ def _is_of_program(fatal: Fatal | None) -> bool:
     """Return true if an exception is one of the program, and not the launcher's about it."""
     if fatal is None or fatal.signature.role in (LineRole.OUTCOME, LineRole.CASCADE):
         return False
+    if fatal.signature.id == _SAID:
+        return False
     return not any(frame.startswith("run.py:") for frame in fatal.frames)
 
 
@@ -253,7 +257,7 @@ def _good_ends(
         is_of_tests = re.search(r" passed|^OK\b", end.text) is not None
         for event in events:
             row, place = event.signature, event.place
-            is_bad = row.is_fatal or row.role is LineRole.OUTCOME
+            is_bad = row.is_fatal or row.role in (LineRole.CAUSE, LineRole.OUTCOME)
             if place.log == end.log and (
                 (is_bad and place.offset > end.offset) or (is_of_tests and row.id == "tests_failed")
             ):
@@ -268,13 +272,17 @@ def _good_ends(
 
 
 def _forget_what_was_overcome(
-    logs: _LogCollector, successes: Mapping[LogFile, LogLine], *, has_trained: bool
+    books: Mapping[int | None, _LogCollector],
+    successes: Mapping[LogFile, LogLine],
+    *,
+    has_trained: bool,
 ) -> None:
     """Leave out lines of a launcher's log after which what wrote it came to a good end.
 
     And pulls and clones that broke off long before the step that needed them failed: another
-    attempt helped.
+    attempt helped. Of all logs, what ranks went on after.
     """
+    logs = books[None]
     outcomes = [e for e in logs.events if e.signature.role is LineRole.OUTCOME]
 
     def is_overcome(event: Event) -> bool:
@@ -292,6 +300,31 @@ def _forget_what_was_overcome(
         return end - place.offset > _MOST_OVERCOME_BYTES
 
     logs.events = [event for event in logs.events if not is_overcome(event)]
+    for book in books.values():
+        book.events = [event for event in book.events if not _was_survived(event)]
+
+
+def _was_survived(event: Event) -> bool:
+    """Return true if a line that may explain what comes later does not: ranks went on after it.
+
+    NCCL sets up its communicator without what it warned of. A training began behind the line, or
+    came two iterations further: one more is printed of the one in which a rank failed.
+    """
+    row, place = event.signature, event.place
+    if row.is_fatal or not row.explains:
+        return False
+    first = max(0, place.offset - _TAIL_BYTES)
+    before = _texts(read_from(place.log.path, first, place.offset - first))
+    tail, start = _tail(place.log)
+    behind = _texts(read_from(place.log.path, place.offset, _TAIL_BYTES))
+    behind += _texts(tail[max(0, place.offset - start) :])
+    process = _NCCL.match(place.text)
+    if process is not None and any(
+        "Init COMPLETE" in text and parse_line(text).text.startswith(process[0]) for text in behind
+    ):
+        return True
+    later = set(filter(None, map(parse_iteration, behind)))
+    return len(later) > 1 or (bool(later) and not any(map(parse_iteration, before)))
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
@@ -443,7 +476,8 @@ def _bare(
         return None
     for log in logs:
         found = find_bare(log, _tail(log), table, rank, most_after=most_after)
-        if found is not None:
+        is_line = found is not None and found.signature.id == _SAID  # no matter, if nothing failed
+        if found is not None and not (is_line and process_exit is None):
             return found
     return None
 

@@ -316,18 +316,18 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
     ends = () if rank.exit_place is None else (rank.exit_place,)
     places: tuple[LogLine, ...] = ends if native is None else (native.place, *ends)
     what = _describe_end(how)
+    has_waited = any(map(is_watchdog, rank.events))
+    is_line = has_waited and fatal is not None and fatal.signature.id == "exit_code"
     if is_signal and how not in _SPEAKS_FIRST:
         kind = _CauseKind.SIGNAL
         signature = _signature_of_exit(table, how) if native is None else native.signature
-    elif fatal is not None and fatal.signature.role is LineRole.CAUSE:
+    elif fatal is not None and fatal.signature.role is LineRole.CAUSE and not is_line:
         kind, signature, places = _CauseKind.RAISED, fatal.signature, fatal.places
         what = f"{fatal.verb} {fatal.headline}"
     elif native is not None and how != "exit code 0":
         kind, signature = _CauseKind.NATIVE, native.signature
         what = f"{_quoted(native)} and {what}" if how else _quoted(native)
-    elif (
-        not how or how in _NOT_THE_CAUSE or fatal is not None or any(map(is_watchdog, rank.events))
-    ):
+    elif not how or how in _NOT_THE_CAUSE or fatal is not None or has_waited:
         return None
     else:
         kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
@@ -464,11 +464,16 @@ def _root_of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool
 
 def _explained(rank_log: RankLog, root: Root | None) -> Root | None:
     """Return what makes the root that was found a consequence, such as a job's time limit."""
+    waited = [c for rank in rank_log.ranks.values() if (c := cascade_of(rank)) is not None]
     family = "unknown" if root is None else root.signature.family
+    if root is None and any(c.signature.family == "nccl_timeout" for c in waited):
+        family = "nccl_timeout"  # it is known what failed, and not what is to blame
     events = [e for e in _events(rank_log) if e.signature.explains]
     fitting = [e for e in events if family in e.signature.explains]
     if root is None and rank_log.unit.known.returncode == 0:
         fitting = []
+    if root is None and (rank_log.is_presumed_clean or rank_log.success is not None):
+        fitting = [e for e in fitting if e.signature.is_fatal]  # the others only warn
     if not fitting:
         return None
     event = fitting[0]

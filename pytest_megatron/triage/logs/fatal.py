@@ -146,14 +146,17 @@ def find_bare(
     found: list[tuple[Bare, Signature]] = []
     for bare in bare_errors([parsed[i] for i in own]):
         signature = classify_message(table, bare.message)
-        if not bare.is_exception and (signature.id == "exception" or signature.literals):
+        if not bare.is_exception and signature.literals:
             continue  # what is looked for in every line was found as an event
+        if not bare.is_exception and signature.id == "exception":
+            signature = table["exit_code"]
         most = _MOST_BEHIND if most_after is None and signature.is_transient else most_after
         if most is not None and bare.num_after > most:
             continue  # the program went on
         found.append((bare, signature))
     causes = [(bare, row) for bare, row in found if row.role is LineRole.CAUSE]
-    named = [(bare, row) for bare, row in causes if row.id != "exception"]
+    named = [(bare, row) for bare, row in causes if row.id not in ("exception", "exit_code")]
+    causes = [(bare, row) for bare, row in causes if row.id == "exception"] or causes
     genuine = [(bare, row) for bare, row in named if not row.is_transient]
     if named and named[0][1].is_transient:
         mistakes = [(bare, row) for bare, row in causes if is_own_mistake(bare.message)]

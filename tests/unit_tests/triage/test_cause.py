@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from launches import (
     GLOO,
+    IT,
     LOST,
     PORT_TAKEN,
     WAITED,
@@ -458,6 +459,56 @@ def test_a_sound_run_with_alarming_words_is_sound(launch: Launch, *, has_launche
     if has_launcher:
         launch.launcher("W1121 09:00:00 Setting OMP_NUM_THREADS environment variable\n")
     assert triage([launch.root]).groups == ()
+
+
+VERBS = "n7:88:120 [0] misc/ibvwrap.cc:244 NCCL WARN Call to ibv_modify_qp failed with "
+BROKEN = "n7:88:120 [0] NCCL WARN NET/IB : Got completion with status=12 opcode=0 vendor err 129\n"
+COMPLETE = "n7:88:120 [0] NCCL INFO comm 0x55 rank 0 nranks 4 cudaDev 0 - Init COMPLETE\n"
+XID = "kernel: NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.\n"
+OF_NCCL = "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, unhandled system error\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (VERBS + "error Cannot allocate memory\n", ("ib_memlock", False)),
+        (VERBS + "error Cannot allocate memory\n" + traceback(OF_NCCL), ("ib_memlock", False)),
+        (VERBS + "error Invalid argument\n" + traceback(OF_NCCL), ("ib_refused", False)),
+        (VERBS + "22 Invalid argument, on dev mlx5_0:1\n", ("ib_refused", False)),
+        (VERBS + "error Operation not permitted\n", ("ib_refused", False)),
+        (VERBS + "110 Connection timed out, on dev mlx5_0:1\n", ("ib_link", True)),
+        (iterations(6) + BROKEN + IT.format(n=7) + watchdog(0), ("ib_link", True)),
+        (iterations(6) + XID + IT.format(n=7) + watchdog(0), ("gpu_lost", True)),
+        # What ranks went on after explains nothing.
+        (VERBS + "error Bad address\n" + watchdog(0), ("nccl_timeout", False)),
+        (VERBS + "110 Connection timed out\n" + COMPLETE + watchdog(0), ("nccl_timeout", False)),
+        (BROKEN + iterations(6) + watchdog(0), ("nccl_timeout", False)),
+        (XID + iterations(6) + watchdog(0), ("nccl_timeout", False)),
+    ],
+)
+def test_what_a_call_of_infiniband_gave_says_whether_its_link_is_broken(
+    tmp_path: Path, text: str, expected: tuple[str, bool]
+) -> None:
+    (tmp_path / "job.log").write_text(text)
+    found = diagnosed(tmp_path)
+    assert (found.signature, found.transient) == expected
+
+
+def test_a_warning_of_a_rank_is_no_failure_where_another_ends_well(launch: Launch) -> None:
+    launch.write(0, "[after training is done] datetime: 2026-11-21 09:00:00 \n")
+    launch.write(1, VERBS + "error Connection timed out\n")
+    assert triage([launch.root]).groups == ()
+
+
+def test_a_rank_that_failed_without_a_traceback_is_known_by_its_own_error_line(
+    tmp_path: Path,
+) -> None:
+    said = "error: the vocabulary file has 3 columns, expected 2\n"
+    (tmp_path / "job.log").write_text(
+        VERBS + f"error Bad address\n{COMPLETE}{iterations(6)}{said}" + table({1: 1}, first=1)
+    )
+    assert told(tmp_path) == ("exit", 1, False)
+    assert "wrote error: the vocabulary file" in diagnosed(tmp_path).text
 
 
 def test_alarming_words_of_others_do_not_hide_the_cause(launch: Launch) -> None:

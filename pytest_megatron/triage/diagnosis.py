@@ -165,9 +165,10 @@ def _headline(
 ) -> str:
     """Return who did what, where and when."""
     where = f"{root.where or root.frame or ''}{f', in {phase}' if phase else ''}"
-    return make_headline(
+    line = make_headline(
         _who(rank_log, root), root.what, where=where, when=_when(rank_log, iteration)
     )
+    return f"{line}; {root.then}" if root.then else line
 
 
 def _paragraph(headline: str, rank_log: RankLog, root: Root, facts: Mapping[str, str]) -> str:

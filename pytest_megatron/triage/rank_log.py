@@ -283,6 +283,7 @@ class Root:
         where: The same in words, where it is not one frame.
         is_all: Whether every rank failed in this way.
         also: Sentences about what else is known, such as which collective a rank missed.
+        then: What it did after that: `did not exit afterwards`.
     """
 
     signature: Signature
@@ -296,3 +297,4 @@ class Root:
     also: tuple[str, ...] = ()
     who: str | None = None
     where: str = ""
+    then: str = ""

@@ -234,6 +234,7 @@ def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
 _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
 _ENDED_BY_US = (LaunchEnd.TIME_LIMIT, LaunchEnd.HUNG_COLLECTIVE, LaunchEnd.STOPPED)
+_FROM_OUTSIDE = ("SIGABRT", "SIGINT", "SIGKILL", "SIGQUIT")  # where it ended every rank
 _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
 
 
@@ -273,8 +274,11 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     candidates = [
         c for rank in rank_log.ranks.values() if (c := _candidate(rank, table)) is not None
     ]
-    if rank_log.unit.known.ended in _ENDED_BY_US:
-        candidates = [c for c in candidates if _is_own(c)]
+    is_stopped = _is_stopped(rank_log)
+    if is_stopped:
+        ranks = (replace(rank, exit=None) for rank in rank_log.ranks.values())
+        own = [c for rank in ranks if (c := _candidate(rank, table)) is not None and _is_own(c)]
+        candidates = own if rank_log.unit.known.ended in _ENDED_BY_US else own or candidates
     root = _choose_root(candidates, rank_log)
     if root is not None and (odd := odd_by_fingerprint(rank_log)):
         guilty = next((_root_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
@@ -283,9 +287,12 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     is_ended = rank_log.unit.known.ended in (None, LaunchEnd.EXITED)
     if root is None and launcher is not None and is_ended and launcher.is_own_mistake:
         root = _root_of(launcher, ())
-    explained = _explained(rank_log, root)
+    limit = next((e for e in _events(rank_log) if _is_limit_after(e, root)), None)
+    explained = None if limit is not None else _explained(rank_log, root)
     if explained is not None:
         return explained
+    if root is not None and (is_stopped or limit is not None):
+        root = _stayed(root, rank_log, limit)
     if root is not None or rank_log.unit.known.ended is LaunchEnd.STOPPED:
         return root or _line(rank_log)
     if rank_log.unit.known.ended is LaunchEnd.TIME_LIMIT:
@@ -299,6 +306,41 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         _line(rank_log) or _outcome(rank_log, table) or _raised(rank_log, table) or _hint(rank_log)
     )
     return found or _root_in_silent(rank_log, table)
+
+
+def _is_stopped(rank_log: RankLog) -> bool:
+    """Return true if whoever started the ranks ended them; one signal of all comes from there."""
+    ends = [rank.how for rank in rank_log.ranks.values() if rank.how]
+    is_one = len(ends) > 1 and len(set(ends)) == 1 and ends[0] in _FROM_OUTSIDE
+    return is_one or rank_log.unit.known.ended in _ENDED_BY_US
+
+
+def _is_limit_after(event: Event, root: Root | None) -> bool:
+    """Return true if a line tells of a time limit that was reached after an exception.
+
+    In another log, whose times may be other ones, after what no end of a job raises.
+    """
+    if root is None or root.message is None or event.signature.family != "time_limit":
+        return False
+    if not root.places or root.places[0].log != event.place.log:
+        return is_own_mistake(root.message)
+    return root.places[0].offset < event.place.offset
+
+
+def _stayed(root: Root, rank_log: RankLog, limit: Event | None) -> Root:
+    """Return the exception of a rank that hung in its own clean-up, with where it was."""
+    story = rank_log.ranks.get(root.ranks[0]) if root.ranks else rank_log.launcher
+    if root.message is None or story is None or story.how.startswith("exit code "):
+        return root
+    where = "" if story.stack_frame is None else f", it was at {story.stack_frame}"
+    also = () if limit is None else (f"its log says {limit.place.text.strip()!r}",)
+    places = () if limit is None else (limit.place,)
+    return replace(
+        root,
+        then=f"did not exit afterwards{where}",
+        places=(*root.places, *places),
+        also=(*also, *root.also),
+    )
 
 
 def _is_own(candidate: _CauseCandidate) -> bool:

@@ -323,6 +323,9 @@ def _belongs(text: str) -> bool:
         "Original Traceback",
         "Exception ignored in",
         "terminate ",
+        "Fatal Python error: ",
+        "slurmstepd: ",
+        "srun: ",
         "##[",
     )
     if not text.strip() or any(stop in text for stop in stops):

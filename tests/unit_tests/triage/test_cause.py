@@ -567,3 +567,47 @@ def test_the_phase_is_said_only_where_it_is_sure(
     frames: list[str], *, has_trained: bool, phase: str | None
 ) -> None:
     assert (phase or "None") in str(phase_of(frames, has_trained=has_trained))
+
+
+STACK = (
+    "Fatal Python error: Aborted\n\nCurrent thread 0x00007f37 (most recent call first):\n"
+    '  File "/usr/lib/python3.11/threading.py", line 1590 in _shutdown\n'
+)
+LIMIT = (
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T09:00:00 DUE TO TIME LIMIT ***"
+)
+RAISED = "rank 1 of 4 raised ValueError: shard 1 is empty at train.py:12 in step, after iteration 6"
+
+
+@pytest.mark.parametrize(("code", "stack"), [(-6, STACK), (-9, "")])
+def test_what_a_rank_raised_before_it_hung_in_its_clean_up_is_the_cause(
+    launch: Launch, code: int, stack: str
+) -> None:
+    """The signal that ended all of them at the time limit is not."""
+    launch.write(1, traceback("ValueError: shard 1 is empty") + stack)
+    launch.ends(dict.fromkeys(range(4), code), first=0)
+    found = diagnosed(launch.root)
+    assert found.headline.startswith(RAISED)
+    assert "; did not exit afterwards" in found.headline
+    assert ("it was at threading.py:1590 in _shutdown" in found.headline) is bool(stack)
+
+
+def test_a_signal_of_one_rank_is_the_cause_whatever_was_caught_before(launch: Launch) -> None:
+    launch.write(1, traceback("ValueError: shard 1 is empty"))
+    launch.ends({0: -15, 1: -9, 2: -15, 3: -15}, first=1)
+    assert told(launch.root) == ("sigkill", 1, False)
+
+
+def test_a_time_limit_after_an_exception_only_follows(launch: Launch) -> None:
+    tagged = "".join(
+        f"[rank1]: {line}\n" for line in traceback("ValueError: shard 1 is empty").splitlines()
+    )
+    log = launch.root / "slurm-7.out"
+    log.write_text(f"{iterations()}{tagged}{LIMIT}\n")
+    (group,) = triage([log]).groups
+    assert (group.first.family, group.first.root_rank) == ("exception", 1)
+    assert "; did not exit afterwards" in group.first.headline
+    assert "DUE TO TIME LIMIT" in group.first.text
+    log.write_text(f"{iterations()}{LIMIT}\n{tagged.replace('ValueError', 'SignalException')}")
+    (group,) = triage([log]).groups
+    assert group.first.family == "time_limit"

@@ -57,6 +57,14 @@ def without_colours(text: str) -> str:
     return _ESCAPES.sub("", text)
 
 
+def said_by(value: object) -> str:
+    """Return the text of an object of the user's; its class where it has none."""
+    try:
+        return str.__str__(str(value))  # it may be of a subclass
+    except Exception:  # noqa: BLE001 - its own code
+        return f"<{type(value).__name__}, whose text cannot be had>"
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     """Return `1 error`, or `3 errors`; `many` is a plural of another form."""
     return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"

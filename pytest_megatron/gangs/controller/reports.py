@@ -31,12 +31,13 @@ from _pytest.unittest import TestCaseFunction
 from typing_extensions import override
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import cut_middle, without_colours
+from pytest_megatron.base.text import cut_middle, said_by, without_colours
 from pytest_megatron.gangs.ipc.messages import Mirrored
 from pytest_megatron.gangs.merge import LOGS, Merged
 from pytest_megatron.gangs.spec import RunEnd
 
 _MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
+_MOST_DEEP = 50
 _LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 _KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
 
@@ -131,9 +132,10 @@ def warn_again(config: pytest.Config, end: RunEnd) -> None:
 
 def _record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
     """Record a warning that a rank described."""
+    category = _category(data)
     message = warnings.WarningMessage(
-        message=_category(data)(str(data["text"])),
-        category=_category(data),
+        message=_with_text(category, str(data["text"])),
+        category=category,
         filename=str(data["filename"]),
         lineno=cast("int", data["lineno"]),
     )
@@ -154,6 +156,18 @@ def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
     if isinstance(found, type) and issubclass(found, Warning):
         return found
     return type(name, (UserWarning,), {"__module__": str(data["module"])})
+
+
+def _with_text(category: type[Warning], text: str) -> Warning:
+    """Return a warning of a class that says a text, made without the constructor of the class.
+
+    That may take other arguments, or make another text of this one.
+    """
+    own = {"__str__": lambda _: text, "__module__": category.__module__}
+    try:
+        return Warning.__new__(type(category.__name__, (category,), own), text)
+    except Exception:  # noqa: BLE001 - the user's class, which forbids it or has a metaclass
+        return UserWarning(text)
 
 
 def _shorten_paths(merged: Merged, directory: str) -> Merged:
@@ -287,7 +301,7 @@ def describe_warning(
     """Return a warning as data, for `replay`."""
     category = getattr(message, "category", Warning)
     return {
-        "text": str(getattr(message, "message", "")),
+        "text": said_by(getattr(message, "message", "")),
         "module": category.__module__,
         "category": category.__qualname__,
         "filename": str(getattr(message, "filename", "")),
@@ -298,12 +312,13 @@ def describe_warning(
     }
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, depth: int = 0) -> object:
     """Return a value for JSON: other objects as text, and huge texts cut."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+    if depth < _MOST_DEEP:  # else it may hold itself
+        if isinstance(value, Mapping):
+            return {said_by(k): _plain(v, depth + 1) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [_plain(v, depth + 1) for v in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    return cut_middle(value if isinstance(value, str) else str(value), _MOST_CHARS)
+    return cut_middle(said_by(value), _MOST_CHARS)

@@ -18,6 +18,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.text import said_by
 from pytest_megatron.gangs.controller.other_plugins import (
     draw_same_examples,
     notes_on_failure,
@@ -427,7 +428,7 @@ def _words_of(error: BaseException | None) -> str:
     while error is not None and not any(error is one for one in found):
         found.append(error)
         error = error.__cause__ or error.__context__
-    return "\n".join(map(str, found))
+    return "\n".join(map(said_by, found))
 
 
 def _free_failure() -> None:

@@ -94,6 +94,93 @@ SPLIT = """
 """
 
 
+# What a test and a hook of the user's may make, where only plain pytest has to read it.
+ODD_HOOK = """
+    import pytest
+
+
+    class NoText:
+        def __str__(self):
+            raise RuntimeError("no text")
+
+        __repr__ = __str__
+
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport():
+        report = yield
+        report.object = NoText()
+        report.itself = {NoText(): 1}
+        report.itself["itself"] = report.itself
+        return report
+"""
+ODD = """
+    import warnings
+
+    import pytest
+
+
+    class NoText(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+
+    class Two(UserWarning):
+        def __init__(self, what, instead):
+            super().__init__(f"{what} is old")
+
+
+    class Words(UserWarning):
+        def __init__(self, what):
+            super().__init__(f"take care: {what}")
+
+
+    class Made(UserWarning, OSError):
+        def __new__(cls, what, more):
+            return OSError.__new__(cls, what)
+
+        def __str__(self):
+            return "made of two"
+
+
+    class Last(UserWarning):
+        def __init_subclass__(cls):
+            raise TypeError("none below")
+
+
+    def test_has_no_text():
+        raise NoText
+
+
+    def test_warns():
+        for warning in (Two("a", 1), Words("b"), Made("c", 1), Last("d")):
+            warnings.warn(warning)
+
+
+    class Label(str):
+        def __reduce__(self):
+            raise TypeError("not to be pickled")
+
+
+    def test_skips():
+        pytest.skip(Label("later"))
+"""
+
+
+def test_objects_of_the_users_change_no_outcome(tmp_path: Path) -> None:
+    suite = Suite(tmp_path).write(conftest=ODD_HOOK, test_odd=ODD)
+    run = suite.run("-v", "--ranks=2")
+    assert run.words == {
+        "test_has_no_text": "FAILED",
+        "test_warns": "PASSED",
+        "test_skips": "SKIPPED",
+    }
+    assert "test_odd.NoText: <exception str() failed>" in run.stdout
+    told = ("Two: a is old", "Words: take care: b", "Made: made of two", "Last: d")
+    assert [run.stdout.count(f": {text}\n") for text in told] == [1] * len(told), run.stdout
+    assert "/pytest_megatron/" not in run.stdout  # no frame of ours
+
+
 def test_ranks_that_differ_make_one_outcome(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_split=SPLIT)
     run = suite.run("-v", "-rA", "--ranks=2", "--junitxml=junit.xml")

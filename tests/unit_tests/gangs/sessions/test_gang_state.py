@@ -226,6 +226,15 @@ LEAVES_RANKS = """
             dist.init_process_group("gloo")
         except ValueError as error:
             raise RuntimeError("no groups") from error
+
+
+    class NoText(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+
+    def test_has_no_text():
+        raise NoText
 """
 
 
@@ -234,8 +243,11 @@ def test_variables_are_put_back_and_who_left_the_group_open_is_named(tmp_path: P
     run = suite.run("-v", "--ranks=2", "--device=cpu")
     passed = ("test_leaves_none", "test_innocent", "test_makes_another")
     words = dict.fromkeys(passed, "PASSED")
-    failed = dict.fromkeys(("test_initializes_again", "test_wraps_the_error"), "FAILED")
+    failing = ("test_initializes_again", "test_wraps_the_error", "test_has_no_text")
+    failed = dict.fromkeys(failing, "FAILED")
     assert run.words == {**words, **failed}, run.stdout
+    assert "test_leaves.NoText: <exception str() failed>" in run.stdout
+    assert "/pytest_megatron/" not in run.stdout  # no frame of ours
     (told,) = [text for name, text in _WARNING.findall(run.stdout) if "leaves_none" in name]
     assert "TORCHELASTIC_USE_AGENT_STORE unset" in told
     left = "test_leaves.py::test_makes_another initialized it and left it open"

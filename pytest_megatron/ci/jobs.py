@@ -50,6 +50,7 @@ class CiJob:
         compared: Whether a workload is compared with a golden; None where that is not known.
         num_files: The number of test files of a unit job.
         command: The one line to type, from the project's root.
+        held: Why it is planned and does not run, or "".
     """
 
     id: Text
@@ -70,6 +71,7 @@ class CiJob:
     compared: bool | None = None
     num_files: Count = 0
     command: str = ""
+    held: str = ""
 
     @property
     def node_id(self) -> str | None:
@@ -187,6 +189,18 @@ def layout_jobs(workloads: Iterable[CiJob], table: CiTable) -> tuple[CiJob, ...]
     )
 
 
+def held_of_fork(job: CiJob, table: CiTable) -> CiJob:
+    """Return a job of a fork's pull request: held, unless its runner is GitHub's."""
+    platform = job.platform or CPU_PLATFORM
+    if platform in table.workflow.hosted_runners:
+        return job
+    held = (
+        f"a pull request of a fork runs on no runner of your own, such as that of {platform}; "
+        f"read it, and push its branch to this repository"
+    )
+    return replace(job, held=held)
+
+
 def unit_settings(row: Workload) -> CiJob:
     """Return what all jobs of a row of unit tests share, for `unit_job`."""
     return CiJob(
@@ -245,13 +259,15 @@ def _gang_options(row: CiJob) -> list[str]:
 
 def unit_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
     """Return Megatron-LM's matrix of unit tests: a bucket for each entry."""
-    buckets = dict.fromkeys(job.test_case for job in jobs if job.kind == "unit")
+    units = (job for job in jobs if job.kind == "unit" and not job.held)
+    buckets = dict.fromkeys(job.test_case for job in units)
     return [{"bucket": bucket} for bucket in buckets]
 
 
 def integration_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
     """Return Megatron-LM's matrix of workloads; rows of one test case are one entry there."""
-    cases = dict.fromkeys((job.model, job.test_case) for job in jobs if job.kind == "workload")
+    workloads = (job for job in jobs if job.kind == "workload" and not job.held)
+    cases = dict.fromkeys((job.model, job.test_case) for job in workloads)
     return [{"model": model, "test_case": test_case} for model, test_case in cases]
 
 

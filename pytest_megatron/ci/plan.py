@@ -19,6 +19,7 @@ from pytest_megatron.ci.jobs import (
     UnitChoice,
     UnitJobs,
     bucket_jobs,
+    held_of_fork,
     integration_matrix,
     layout_jobs,
     shard_jobs,
@@ -74,6 +75,7 @@ class PlanRequest:
         changes: Changed paths, None where they are not known.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
+        is_of_fork: Whether it is for a pull request of another repository.
     """
 
     root: Path
@@ -92,6 +94,7 @@ class PlanRequest:
     changes: tuple[PathChange, ...] | None = None
     is_suggestion_applied: bool = False
     is_empty_allowed: bool = False
+    is_of_fork: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +190,15 @@ def make_plan(request: PlanRequest) -> CiPlan:
             row.node_id for row in workloads if row.script is None and find_command(row) is None
         }
         tried = layout_jobs((job for job in jobs if job.node_id in programs), table)
+    planned = (*tried, *jobs)
+    if request.is_of_fork:
+        planned = tuple(held_of_fork(job, table) for job in planned)
     return CiPlan(
         trigger=trigger,
         decision=decision,
         platforms=request.platforms,
         workloads=workloads,
-        jobs=(*tried, *jobs),
+        jobs=planned,
         left_out=tuple(left_out),
         suggestion=suggestion,
     )

@@ -21,7 +21,7 @@ from pytest_megatron.base.command import (
     echo_error,
     format_option,
 )
-from pytest_megatron.base.files import JsonValue, read_text
+from pytest_megatron.base.files import JsonValue, read_json, read_text
 from pytest_megatron.base.text import counted, grouped, listed, nodes_by_ranks
 from pytest_megatron.ci.decide import (
     PathChange,
@@ -181,7 +181,23 @@ def _request(given: _PlanOptions) -> PlanRequest:
         changes=_changes(root, given["changed_paths"], given["diff"]),
         is_suggestion_applied=given["apply_suggestion"],
         is_empty_allowed=given["allow_empty"],
+        is_of_fork=_is_of_fork(),
     )
+
+
+def _is_of_fork() -> bool:
+    """Return whether GitHub runs this for a pull request of another repository."""
+    try:
+        event = read_json(Path(os.environ.get("GITHUB_EVENT_PATH", "")))
+    except (OSError, ValueError):
+        return False
+    pull = event.get("pull_request") if isinstance(event, dict) else None
+    head = pull.get("head") if isinstance(pull, dict) else None
+    if not isinstance(head, dict):
+        return False
+    repo = head.get("repo")  # null where the fork is gone
+    name = repo.get("full_name") if isinstance(repo, dict) else None
+    return name != os.environ.get("GITHUB_REPOSITORY")
 
 
 def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
@@ -300,6 +316,8 @@ def _job_lines(job: CiJob) -> Iterator[str]:
     files = f", {counted(job.num_files, 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.compared is False and not job.lightweight else ""
     yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"
+    if job.held:
+        yield f"    held: {job.held}"
     yield f"    {job.command}"
 
 
@@ -314,7 +332,7 @@ def _left_out_lines(left_out: Sequence[LeftOut]) -> Iterator[str]:
 def github_outputs(plan: CiPlan) -> dict[str, str]:
     """Return the outputs of a step; lists and matrices are JSON on one line."""
     decision = plan.decision
-    kinds = Counter(job.kind for job in plan.jobs)
+    kinds = Counter(job.kind for job in plan.jobs if not job.held)
     return {
         "scope": ",".join(decision.scope),
         "cadence": ",".join(decision.cadence),
@@ -337,8 +355,8 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
 
 
 def jobs_of(kind: str, jobs: Sequence[CiJob]) -> str:
-    """Return the jobs of a kind as a matrix of GitHub."""
-    return _line([asdict(job) for job in jobs if job.kind == kind])
+    """Return the jobs of a kind that run as a matrix of GitHub."""
+    return _line([asdict(job) for job in jobs if job.kind == kind and not job.held])
 
 
 def outputs_text(outputs: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from pytest_megatron.workloads.recipe.model import SCOPE_ALIASES, Vocabulary
 BUILT_IN = Path(__file__).with_name("table.toml")
 HOSTED = "ubuntu-24.04"
 TABLE_NAME = "ci"
+_OF_GITHUB = re.compile(r"(?:macos|ubuntu|windows)-[\w.]+")
 
 Cadence: TypeAlias = Literal["mergegroup", "nightly", "pr", "weekly"]
 Variable: TypeAlias = Annotated[str, matches("^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable")]
@@ -145,6 +147,15 @@ class Workflow:
     def all_runners(self) -> dict[str, tuple[str, ...]]:
         """`runners`, and GitHub's own for the platform without GPUs."""
         return {"cpu": (HOSTED,), **self.runners}
+
+    @property
+    def hosted_runners(self) -> dict[str, tuple[str, ...]]:
+        """Those of GitHub, each gone after its job: code of a stranger may run there."""
+        return {
+            platform: labels
+            for platform, labels in self.all_runners.items()
+            if len(labels) == 1 and _OF_GITHUB.fullmatch(labels[0])
+        }
 
 
 @closed

@@ -23,6 +23,7 @@ from ci_project import MARK, WORKLOAD, make_project, run
 from gitlab import Pipelines
 from runner import Simulation
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
 
 
@@ -32,6 +33,7 @@ class Scenario:
 
     Attributes:
         fails, waits, differs, trains, layout_fails: As `make_project` takes them.
+        is_of_fork: Whether its pull request is of another repository.
         lost: Words of the ids of jobs whose runner goes away.
         killed: Words of the ids of jobs that are killed in a test.
         expected: Texts of the summary; a verdict that passes has no others.
@@ -43,6 +45,7 @@ class Scenario:
     differs: bool = False
     trains: bool = True
     layout_fails: bool = False
+    is_of_fork: bool = False
     lost: str | None = None
     killed: str | None = None
     is_green: bool = False
@@ -78,6 +81,7 @@ SCENARIOS = (
             "left no run.json: it was killed early, or pytest did not start",
         ),
     ),
+    Scenario(name="fork", is_of_fork=True, is_green=True, expected=("passed: 4 items in 4 jobs",)),
     Scenario(
         name="failing-layout",
         layout_fails=True,
@@ -98,7 +102,7 @@ def simulate(scenario: Scenario, root: Path) -> tuple[Simulation, dict[str, str]
         layout_fails=scenario.layout_fails,
     )
     ids = job_ids(origin)
-    repository = {"full_name": "tiny/tiny"}
+    repository: JsonValue = {"full_name": "other/tiny" if scenario.is_of_fork else "tiny/tiny"}
     simulation = Simulation(
         origin=origin,
         root=root,
@@ -110,7 +114,7 @@ def simulate(scenario: Scenario, root: Path) -> tuple[Simulation, dict[str, str]
             "run_attempt": "1",
             "repository": "tiny/tiny",
             "sha": run("git", "rev-parse", "HEAD", cwd=origin).strip(),
-            "event": {"pull_request": {"labels": [], "head": {"repo": dict(repository)}}},
+            "event": {"pull_request": {"labels": [], "head": {"repo": repository}}},
         },
         lost=frozenset(name for name in ids if scenario.lost and scenario.lost in name),
         killed={name: MARK for name in ids if scenario.killed and scenario.killed in name},

@@ -7,6 +7,7 @@ conditions and outputs say is taken from the file, so that what is tested is wha
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import shutil
@@ -160,6 +161,8 @@ class Simulation:
         output_file, summary_file = place.with_suffix(".output"), place.with_suffix(".summary")
         output_file.write_text("")
         summary_file.write_text("")
+        event_file = self.root / "event.json"
+        event_file.write_text(json.dumps(self.github["event"]))
         env = {key: os.environ[key] for key in _KEPT if key in os.environ}
         env |= {
             "CI": "true",
@@ -168,6 +171,8 @@ class Simulation:
             "GITHUB_RUN_ID": shown(self.github["run_id"]),
             "GITHUB_RUN_ATTEMPT": shown(self.github["run_attempt"]),
             "GITHUB_SHA": shown(self.github["sha"]),
+            "GITHUB_REPOSITORY": shown(self.github["repository"]),
+            "GITHUB_EVENT_PATH": str(event_file),
         }
         own = cast("dict[str, JsonValue]", step.get("env") or {})
         env |= {key: fill(shown(value), context) for key, value in own.items()}

@@ -157,7 +157,7 @@ def merge(
             job = _checked(job, planned.get(name), expected.run_id)
         jobs.append(job)
     if expected is not None:
-        jobs += [_missing(name) for name in planned if name not in by_name]
+        jobs += [_missing(job) for name, job in planned.items() if name not in by_name]
     problems = [*_commits(jobs, expected), *_results(results or {}, expected, jobs)]
     problems += _policies(jobs)
     return CiSummary(
@@ -250,9 +250,11 @@ def _policies(jobs: Sequence[JobRun]) -> list[str]:
     return [f"jobs compared under different policies: {_listed(found)}"] if len(found) > 1 else []
 
 
-def _missing(name: str) -> JobRun:
-    problem = "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded"
-    return JobRun(name=name, artifact=None, problems=(problem,))
+def _missing(job: CiJob) -> JobRun:
+    problem = job.held or (
+        "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded"
+    )
+    return JobRun(name=job.id, artifact=None, problems=(problem,))
 
 
 def _commits(jobs: Sequence[JobRun], expected: PlanFile | None) -> list[str]:
@@ -283,7 +285,8 @@ def _results(
     problems = []
     for name, result in sorted(results.items()):
         kind = _GROUPS.get(name, name)
-        planned = set() if expected is None else {j.id for j in expected.jobs if j.kind == kind}
+        due = () if expected is None else expected.jobs
+        planned = {job.id for job in due if job.kind == kind and not job.held}
         is_empty = expected is not None and name in _GROUPS and not planned
         is_shown = result == FAILURE and bool(bad & planned)
         if result == SUCCESS or is_shown or (result == SKIPPED and is_empty):

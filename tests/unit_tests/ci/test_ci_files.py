@@ -78,6 +78,15 @@ def project(table: str) -> None:
     Path("pyproject.toml").write_text(table)
 
 
+def recipe(folder: Path) -> None:
+    """Write a recipe with one row, of scope L1 and environment dev."""
+    folder.mkdir(parents=True)
+    row = "{model: gpt, gpus: 1, platforms: cpu, training_script_path: t.py}"
+    products = "[{test_case: [a], products: [{environment: [dev], scope: [L1]}]}]"
+    text = f"type: basic\nformat_version: 1\nspec: {row}\nproducts: {products}\n"
+    (folder / "gpt.yaml").write_text(text)
+
+
 def github() -> dict[str, JsonValue]:
     """Return the workflow as it was written."""
     return cast("dict[str, JsonValue]", yaml.safe_load(GITHUB_FILE.read_text()))
@@ -166,7 +175,8 @@ def test_runners_by_platform(platform: str, labels: list[str]) -> None:
     project(TABLE)
     ci("init")
     jobs = cast("dict[str, dict[str, str]]", github()["jobs"])
-    context: dict[str, JsonValue] = {"matrix": {"platform": platform}}
+    event: JsonValue = {"event_name": "push", "repository": "me/it", "event": {}}
+    context: dict[str, JsonValue] = {"github": event, "matrix": {"platform": platform}}
     assert evaluate(jobs["integration"]["runs-on"], context) == labels
 
 
@@ -189,13 +199,51 @@ def test_an_image_that_is_not_filled_in_is_refused() -> None:
 def test_a_pull_request_of_a_fork_runs_nothing_on_own_runners() -> None:
     ci("init")
     jobs = cast("dict[str, dict[str, str]]", github()["jobs"])
-    needs: JsonValue = {"plan": {"outputs": {"has_units": "true"}}}
     found = []
     for name in ("me/it", "stranger/it"):
         head: JsonValue = {"pull_request": {"head": {"repo": {"full_name": name}}}}
         event: JsonValue = {"event_name": "pull_request", "repository": "me/it", "event": head}
-        found.append(evaluate(jobs["unit"]["if"], {"needs": needs, "github": event}))
-    assert found == [True, False]
+        for platform in ("cpu", "dgx_h100"):
+            context: dict[str, JsonValue] = {"github": event, "matrix": {"platform": platform}}
+            found.append(evaluate(jobs["unit"]["runs-on"], context))
+    hosted, own = ["ubuntu-24.04"], ["self-hosted", "dgx_h100"]
+    assert found == [hosted, own, hosted, "ubuntu-24.04"]
+
+
+OWN_RULES = """\
+[[tool.pytest-megatron.ci.rules]]
+name = "mine"
+when = {label = ["ship it"]}
+scope = ["L3"]
+n_repeat = 1
+lightweight = false
+[[tool.pytest-megatron.ci.rules]]
+name = "else"
+scope = ["L0"]
+n_repeat = 1
+lightweight = false
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "rules", "expected"),
+    [
+        pytest.param("", "", [], id="test files alone"),
+        pytest.param("recipes", "", ["Run tests", "Run functional tests"], id="a tier"),
+        pytest.param("recipes", OWN_RULES, ["ship it"], id="rules of its own"),
+        pytest.param("tests/test_utils/recipes", "", "Run MBridge tests", id="Megatron-LM"),
+    ],
+)
+def test_a_workflow_has_the_labels_that_change_something(
+    place: str, rules: str, expected: list[str] | str
+) -> None:
+    project(PLAIN + rules)
+    if place:
+        recipe(Path(place))
+    output = ci("init").output
+    labels = json.loads(re.findall(r"fromJSON\('(\[.*?\])'\)", GITHUB_FILE.read_text())[0])
+    assert (expected in labels) if isinstance(expected, str) else (labels == expected)
+    assert f"labels that start a run: {', '.join(labels) or 'none; name them'}" in output
 
 
 @pytest.mark.parametrize(
@@ -259,6 +307,10 @@ def test_init_says_what_is_left_to_fill_in() -> None:
         (
             "  plan: there are no recipes; for test files alone set "
             'plan = ["--shards", "4", "--ranks", "2"]'
+        ),
+        (
+            "  labels that start a run: none; name them in rules and labels of "
+            "[tool.pytest-megatron.ci]"
         ),
         "then require the check 'megatron verdict' on the branch",
     ]
@@ -371,6 +423,7 @@ def test_without_a_line_that_installs_the_project_nothing_is_written() -> None:
 def test_a_label_that_the_plan_does_not_read_starts_and_cancels_nothing(
     action: str, label: str, *, is_ignored: bool
 ) -> None:
+    recipe(Path("tests/test_utils/recipes"))
     ci("init")
     workflow = github()
     event: JsonValue = {"action": action, "label": {"name": label}, "pull_request": {"number": 7}}

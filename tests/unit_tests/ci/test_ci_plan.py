@@ -183,6 +183,7 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "compared": None,
         "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
         "--megatron-platform dgx_h100 --megatron-n-repeat 5",
+        "held": "",
     }
     slim = found["recipes/gpt.yaml::slim[dev-dgx_h100-L1]"]
     assert (slim["n_repeat"], slim["timeout_minutes"]) == (1, 40)
@@ -601,6 +602,29 @@ def test_explain_says_why_each_rule_and_row_is_in_or_out() -> None:
     push = ("--event", "push", "--ref", "refs/heads/main")
     result = invoke("--only", "workloads", *push, "--explain", "--platform", "dgx_h100")
     assert result.stdout.replace("recipes/gpt.yaml", "G") == EXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("head", "is_held"),
+    [
+        pytest.param({"repo": {"full_name": "me/it"}}, False, id="own"),
+        pytest.param({"repo": {"full_name": "stranger/it"}}, True, id="fork"),
+        pytest.param({"repo": None}, True, id="fork that is gone"),
+    ],
+)
+def test_a_pull_request_of_a_fork_runs_on_hosted_runners_alone(
+    project: Path, monkeypatch: pytest.MonkeyPatch, head: JsonValue, *, is_held: bool
+) -> None:
+    write(project / "event.json", json.dumps({"pull_request": {"head": head}}))
+    monkeypatch.setenv("GITHUB_EVENT_PATH", "event.json")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "me/it")
+    found = [job for job in rows(plan()["jobs"]) if job["kind"] == "workload"]
+    assert {bool(job["held"]) for job in found} == {is_held}  # of dgx_h100 and dgx_gb200
+    outputs = invoke("--format", "github").stdout
+    assert ("has_workloads<<" in outputs, "\nworkload_jobs<<" in outputs) == (True, True)
+    assert ('"kind":"workload"' in outputs) is not is_held
+    shards = jobs("--only", "units", "--shards", "1", "--ranks", "2")
+    assert not shards["shard-1-of-1"]["held"]
 
 
 def test_github_outputs_cannot_be_set_by_what_a_stranger_writes(

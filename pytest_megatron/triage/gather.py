@@ -71,7 +71,7 @@ from pytest_megatron.triage.signatures import (
 
 _WHAT = "  what():  "  # what an exception of C++ says when it ends a process
 _WATCHDOG = "Watchdog caught collective operation timeout"
-_ENQUEUED = "last enqueued"
+_ENQUEUED = "ast enqueued"
 _STACK = "most recent call first"
 _OTHER_THREAD = "Thread 0x"  # that of the current one begins with "Current thread"
 _LOADER_WORKER = " in _worker_loop"  # of torch.utils.data, which prints to the stderr of its rank
@@ -88,7 +88,10 @@ _MOST_EVENTS = 400  # of one log; a flood says no more than its beginning
 _WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+)")
 _GROUP = re.compile(r"\[PG (?:ID \d+ )?PG GUID (\S+) Rank|\[PG (\d+)")
 _NCCL = re.compile(r"[\w.-]+:\d+:")  # host and process in front of a line of NCCL
-_LAST = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
+_LAST = re.compile(r"[Ll]ast enqueued (?:NCCL )?work: (\d+)")
+_AT_WORK = re.compile(r"(?:watchdog at work|Timeout at NCCL work)(?: sequence id)?: (\d+)")
+_CUDA_FAILURE = re.compile(r"NCCL WARN .*\bCuda failure (?:\d+ )?'([^']+)'")
+_OF_NCCL = ("exit", "nccl_system", "network", "unknown")  # what follows from a failure of CUDA
 
 
 @dataclass(slots=True)
@@ -372,6 +375,7 @@ def _read_log(
             book.enqueued.append(_enqueued(line.text))
         if num_events < _MOST_EVENTS and (found := match_line(table, line.text)) is not None:
             signature, match = found
+            signature = _of_cuda(table, signature, line.text)
             if signature.is_from_outside and (
                 is_quoted(line.text, match.start()) or _is_of_exception(place, line.rank, signature)
             ):
@@ -397,6 +401,15 @@ def _is_of_exception(place: LogLine, rank: int | None, signature: Signature) -> 
     return is_of_exception(place.text, lines, is_own_mistake)
 
 
+def _of_cuda(table: Table, signature: Signature, text: str) -> Signature:
+    """Return the row of the failure of CUDA that NCCL warns of; what it raises then is vaguer."""
+    told = _CUDA_FAILURE.search(text) if signature.id == "nccl_warning" else None
+    row = None if told is None else table.raised(f"RuntimeError: CUDA error: {told[1]}")
+    if row is None or row.role is not LineRole.CAUSE or row.id == "exception":
+        return signature
+    return replace(row, explains=_OF_NCCL)
+
+
 def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
     """Return the exits of ranks that a line of a launcher tells."""
     before, behind = NEAR_BYTES
@@ -413,9 +426,10 @@ def _exits_at(log: LogFile, raw: RawLine) -> list[tuple[ProcessExit, LogLine]]:
 def _enqueued(text: str) -> Enqueued:
     """Read the watchdog's report of the collective that did not finish."""
     work, last, group = _WORK.search(text), _LAST.search(text), _GROUP.search(text)
+    at = work or _AT_WORK.search(text)
     return Enqueued(
         group="" if group is None else group[1] or group[2] or "",
-        timed_out=None if work is None else int(work[1]),
+        timed_out=None if at is None else int(at[1]),
         last=None if last is None else int(last[1]),
         op=None if work is None else work[2],
         num_elements=None if work is None else int(work[3]),

@@ -60,8 +60,13 @@ def find_absent(rank_log: RankLog, table: Table) -> Root | None:
     worst = _worst(hurt.values())
     signature = worst.signature
     is_timeout = signature.family in _TIMEOUTS
-    named = tuple(rank for rank in _named(hurt.values()) if rank not in hurt)
-    silent = named or _silent(rank_log, hurt.keys())
+    came, late = _came(rank_log, hurt)
+    named = tuple(rank for rank in _named(hurt.values()) if rank not in hurt) or late
+    silent = named or tuple(r for r in _silent(rank_log, hurt.keys()) if r not in came)
+    is_elsewhere = not (is_timeout or named or rank_log.has_exits or rank_log.ranks.keys() - hurt)
+    also = _collectives(hurt)
+    if silent and is_elsewhere:
+        silent, also = (), ("another rank ended first, and its log is not here", *also)
     odd = () if silent else _odd(hurt)
     if silent and not is_timeout:
         signature = table["silent_exit"]
@@ -78,7 +83,7 @@ def find_absent(rank_log: RankLog, table: Table) -> Root | None:
         places=worst.places,
         message=worst.message,
         frame=_stack_frame(rank_log, ranks),
-        also=_collectives(hurt),
+        also=also,
     )
 
 
@@ -174,6 +179,29 @@ def _silent(rank_log: RankLog, hurt: Iterable[int]) -> tuple[int, ...]:
         return tuple(others)
     unreported = [r for r in others if r not in rank_log.ranks or rank_log.ranks[r].exit is None]
     return tuple(unreported or others)
+
+
+def _came(rank_log: RankLog, hurt: dict[int, RankStory]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the other ranks that had called the collective that timed out, and that had not."""
+    works = [work for story in hurt.values() for work in story.enqueued]
+    number = min((w.timed_out for w in works if w.timed_out is not None), default=None)
+    groups = {w.group for w in works if w.timed_out == number and w.group}
+    last = {
+        rank: max(numbers)
+        for rank, story in rank_log.ranks.items()
+        if rank not in hurt
+        and (
+            numbers := [
+                w.last
+                for w in story.enqueued
+                if w.last is not None and (w.group in groups or not (groups and w.group))
+            ]
+        )
+    }
+    if number is None:
+        return (), ()
+    late = tuple(rank for rank, found in last.items() if found < number)
+    return tuple(last.keys() - set(late)), late
 
 
 def _odd(hurt: dict[int, RankStory]) -> tuple[int, ...]:

@@ -146,10 +146,10 @@ class Signature:
         match self.where:
             case SearchedText.RAISED:
                 return self.search(message)
-            case SearchedText.LINE:
+            case SearchedText.LINE if self.role is not LineRole.OUTCOME:  # says less than it
                 matches = (self.match_line(line) for line in message.splitlines())
                 return next((match for match in matches if match is not None), None)
-            case SearchedText.EXIT | SearchedText.ENGINE:
+            case _:
                 return None
 
 

@@ -36,6 +36,7 @@ from pytest_megatron.triage.signatures import (
     Signature,
     Table,
     is_own_mistake,
+    match_line,
     names_another_host,
 )
 
@@ -47,9 +48,8 @@ _MOST_BEHIND = 7  # lines that may follow an exception without a traceback that 
 _SYNTAX_LINES = 4  # its place, the line, and what points into it
 _SYNTAX_PLACE = re.compile(r"  File \"(?P<file>[^\"]+)\", line (?P<line>\d+)$")
 _OF_CONNECTIONS = ("network", "http_read", "hf_hub", "service", "dns", "port_in_use")
-_UNCAUGHT = re.compile(
-    r"\[rank\d+\]: ?Traceback"
-)  # so written by torch's hook for uncaught ones alone
+# So written by torch's hook for uncaught ones alone; without a blank it is the launcher's prefix.
+_UNCAUGHT = re.compile(r"\[rank\d+\]: Traceback")
 # A traceback behind such a line was caught, if anything follows it: the program lived to log it.
 _LOGGED = re.compile(
     r"\b(?:ERROR|WARNING|WARN|CRITICAL|EXCEPTION)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
@@ -146,7 +146,8 @@ def find_bare(
     found: list[tuple[Bare, Signature]] = []
     for bare in bare_errors([parsed[i] for i in own]):
         signature = classify_message(table, bare.message)
-        if not bare.is_exception and signature.literals:
+        headline = bare.message.partition("\n")[0]
+        if not bare.is_exception and (signature.literals or match_line(table, headline)):
             continue  # what is looked for in every line was found as an event
         if not bare.is_exception and signature.id == "exception":
             signature = table["exit_code"]
@@ -274,7 +275,10 @@ def _read_fatal(
     raw = read_from(log.path, at, 200).partition(b"\n")[0].decode(errors="replace")
     is_uncaught = _UNCAUGHT.search(raw) is not None
     said = chain.last.said
-    ended = has_failed or not was_logged or lines_after(lines, said) == 0
+    num_after = lines_after(lines, said)
+    ended = has_failed or not was_logged or num_after == 0
+    # Two streams in one file come in any order: what follows tells of ranks of unknown end.
+    is_uncaught = is_uncaught and (has_failed or num_after is not None)
     is_last = is_uncaught or (is_at_end(lines, said) and ended)
     if not is_all or not is_last:
         return None

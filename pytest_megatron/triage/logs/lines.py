@@ -46,7 +46,8 @@ _SUCCESS = re.compile(
     r"^(?:=+ )?(?:\d+ (?!failed|error)\w+, )*\d+ passed(?:, \d+ (?!failed|error)\w+)* in [\d.]+s"
     r"|^OK(?: \(skipped=\d+\))?$|^\[after training is done\]|^exiting program at iteration \d"
     r"|'train_runtime':|^`Trainer\.fit` stopped: `max_(?:epochs|steps)=\d+` reached|^Job succeeded$"
-    r"|^(?:Training|training|Finetuning|Pretraining) (?:is )?(?:complete|completed|done|finished)\b"
+    r"|(?:^|\bINFO\b[\]: |-]+)(?:Training|training|Finetuning|Pretraining) (?:is )?"
+    r"(?:complete|completed|done|finished)\b"
 )
 # What shells, build tools, runners and programs write where something failed.
 _TROUBLE = re.compile(

@@ -96,3 +96,87 @@ def _print(rank: int) -> str:
     call = f"SequenceNumber=3, OpType={op}, TensorShape=[68], TensorDtypes=Float, X=1"
     says = f"Rank {rank} is running collective: CollectiveFingerPrint({call})"
     return f"between collectives on ranks. {says}"
+
+
+WORK = (
+    "ProcessGroupNCCL.cpp:607] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL("
+)
+WAITS = f"[rank{{0}}]:[E321 02:07:08.4 {WORK}SeqNum=1580, OpType=ALLREDUCE, NumelIn=4)\n"
+DETECTED = (
+    "[rank{0}]:[E321 02:07:08.4 ProcessGroupNCCL.cpp:1664] [PG 1 Rank {0}] Exception (either an "
+    "error or timeout) detected by watchdog at work: 1580, last enqueued NCCL work: 1582\n"
+)
+DUMPS = (
+    "[rank1]:[E901 05:20:03.1 ProcessGroupNCCL.cpp:1746] [PG ID 0 PG GUID 0 Rank 1] Received a "
+    "dump signal due to a collective timeout from rank 0. Last enqueued NCCL work: {0}\n"
+)
+REMOTE = "torch.distributed.DistBackendError: x.hpp:268\nncclRemoteError: remote process exiting"
+INTERNAL = "torch.distributed.DistBackendError: NCCL error in: ../x.cpp:1691, internal error"
+OF_CUDA = "n:1:2 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
+OOM_KILL = (
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0. Some have been OOM Killed.\n"
+)
+BUILD = "CalledProcessError: Command '['/usr/bin/gcc', 'main.c']' returned non-zero exit status 1."
+LOST_GPU = "kernel: NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.\n"
+
+
+def of_rank(rank: int, message: str) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in traceback(message).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # A rank is absent only where nothing shows that it had called the collective.
+        (WAITS.format(0) + DETECTED.format(1), ("nccl_timeout", None, False)),
+        (WAITS.format(0) + DUMPS.format(1582), ("nccl_timeout", None, False)),
+        (WAITS.format(0) + DUMPS.format(1579), ("nccl_timeout", 1, False)),
+        (WAITS.format(0) + WAITS.format(2), ("nccl_timeout", 1, False)),
+        (of_rank(3, REMOTE), ("nccl_system", None, True)),
+        (LOST_GPU + of_rank(3, "RuntimeError: CUDA error: unknown error"), ("off_bus", 3, True)),
+        (of_rank(3, "RuntimeError: CUDA error: unknown error"), ("cuda_setup", 3, False)),
+        (of_rank(0, f"torch._inductor.exc.InductorError: {BUILD}"), ("exception", 0, False)),
+        (OF_CUDA + traceback(INTERNAL), ("cuda_oom", None, False)),
+        (OF_CUDA + traceback("KeyError: 3"), ("exception", None, False)),
+        (OOM_KILL + WAITS.format(0), ("sigkill", None, False)),
+        ("  Last State:  Terminated\n    Reason:   OOMKilled\n", ("sigkill", None, False)),
+        ("E   Failed: Timeout (>300.0s) from pytest-timeout.\n", ("time_limit", None, False)),
+        ("E   Failed: DID NOT RAISE TimeoutError\n", ("assert", None, False)),
+    ],
+)
+def test_the_cause_is_what_the_lines_of_ranks_machines_and_tools_say_together(
+    tmp_path: Path, text: str, expected: tuple[str, int | None, bool]
+) -> None:
+    (tmp_path / "job.log").write_text(text)
+    assert told(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[titan] 2025-03-12 11:10:21,511 - root - INFO - Training completed\n",
+        "".join(
+            f"[rank0]:{line}\n"
+            for line in [
+                *traceback("ConnectionResetError: [Errno 104] reset").splitlines(),
+                "push failed, kept for later",
+                *iterations(20).splitlines(),
+                "[after training is done] datetime: 2026-03-02 10:10:10 ",
+            ]
+        ),
+    ],
+    ids=["a logger's word", "caught, behind the launcher's prefix"],
+)
+def test_a_training_that_ended_well_did(tmp_path: Path, text: str) -> None:
+    (tmp_path / "job.log").write_text(text)
+    found = triage([tmp_path])
+    assert (found.groups, found.unclear) == ((), ())
+
+
+def test_tensors_on_two_devices_are_not_sent_to_look_at_sizes(tmp_path: Path) -> None:
+    said = "RuntimeError: Expected all tensors to be on the same device, but found at least two"
+    (tmp_path / "job.log").write_text(traceback(said))
+    (group,) = triage([tmp_path]).groups
+    assert (group.first.signature, group.first.family) == ("device_mismatch", "mismatch")
+    assert "device" in str(group.first.advice)
+    assert "size" not in str(group.first.advice)

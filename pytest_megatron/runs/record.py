@@ -332,6 +332,9 @@ class RecordedPatch:
     problem: str | None = None
 
 
+_INTERRUPTED = 2  # exit code of pytest
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun(RecordedFacts, RecordedFile):
     """`run.json`.
@@ -355,6 +358,11 @@ class RecordedRun(RecordedFacts, RecordedFile):
     patch: RecordedPatch | None = None
     on_one_process: tuple[str, ...] = ()
     items: dict[str, RecordedItem]
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if it did not come to its own end: it was killed, or interrupted."""
+        return self.ended is None or self.exit_code == _INTERRUPTED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from pytest_megatron.base.text import printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.layout import COMPARISON_FILE, OWN_DIR, PLAN_FILE, make_own_dir
+from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.refresh.gate import Candidate
 from pytest_megatron.workloads.refresh.read import CANDIDATE, read_run
@@ -81,10 +82,15 @@ def accept(  # noqa: PLR0913 - click hands over one argument an option
     with tempfile.TemporaryDirectory() as scratch:
         found = find_runs(runs, Path(scratch), _is_wanted)
         candidates = [c for run in found for c in read_run(run.directory, root, policy)]
+        stopped = [r.name for r in found if read_run_file(r.directory).was_stopped]
         candidates = _select(candidates, only)
         outcome = _write(candidates, root, terms, is_dry=is_dry)
     _say_commit(candidates, root)
+    for name in stopped:
+        click.echo(f"{name} did not come to its end: run again what it lacks", err=True)
     _report(outcome, _pages_directory(runs, root), terms, form=form, is_dry=is_dry)
+    if stopped and not outcome.differences:
+        sys.exit(EXIT_FAILED)
 
 
 def _say_commit(candidates: Sequence[Candidate], root: Path) -> None:

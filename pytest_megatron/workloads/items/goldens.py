@@ -206,7 +206,8 @@ class GoldenWriter:
         raise GoldenError(
             str(self._root),
             f"--golden {self._options.golden}: the tree {state}, expected a commit that the golden "
-            f"can name; commit first, or give --allow-dirty, which the golden then says",
+            "can name; commit it, have git ignore what no training reads, or give --allow-dirty, "
+            "which the golden then says",
         )
 
     def _refuse_changed(self, job: WorkloadJob) -> None:

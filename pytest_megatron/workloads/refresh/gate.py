@@ -562,8 +562,11 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
     for attempt in failed[:1]:
         is_retried = attempt in retried
         rule = GateRule.RETRY if is_retried else GateRule.NOT_TRAINED
-        what = "needed another attempt, so it is no golden; run it again: " if is_retried else ""
-        yield Refusal(rule, f"{what}{attempt.record.cause}")
+        text = f"{attempt.record.cause}; run it again, once it trains to its end"
+        if is_retried:
+            text = "needed another attempt, so it is no golden; run it again: "
+            text += str(attempt.record.cause)
+        yield Refusal(rule, text)
     if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
         text = f"a phase ended with exit code {bad[0]}; mend the training, then run it again"
         yield Refusal(GateRule.NOT_TRAINED, text)

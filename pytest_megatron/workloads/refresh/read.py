@@ -73,7 +73,7 @@ _ROUNDING = 1e-6  # of a median of values that were written with their fewest di
 def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candidate, ...]:
     """Return the workloads of a run that disagree with their goldens, in the order of the run.
 
-    Those that agree offer nothing.
+    Those that agree offer nothing. Those that the run was stopped in come last.
 
     Args:
         run_dir: A run directory, or an unpacked artifact of one.
@@ -85,11 +85,24 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
         GoldenError: It names a golden that is none of a project.
     """
     found = []
-    for node_id, record in read_run_file(run_dir).items.items():
+    run = read_run_file(run_dir)
+    for node_id, record in run.items.items():
         if not isinstance(record, RecordedWorkload) or record.golden is None:
             continue
         directory = run_dir / _name_of(record.directory)
         found.append(read_candidate(node_id, record, directory, root, policy))
+    for directory in sorted({path.parents[2] for path in run_dir.glob(f"*/*/*/{PLAN_FILE}")}):
+        plan = read_record(next(directory.glob(f"*/*/{PLAN_FILE}")), RecordedPlan)
+        if plan.node_id not in run.items:
+            found.append(
+                Candidate(
+                    node_id=plan.node_id,
+                    target=PurePosixPath(directory.name),
+                    directory=directory,
+                    verdict="broken",
+                    problem="the run was stopped while this was measured; run it again",
+                )
+            )
     return tuple(found)
 
 

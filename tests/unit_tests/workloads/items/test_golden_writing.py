@@ -230,7 +230,7 @@ def test_a_dirty_tree_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert run.outcomes == {"new": "ERROR"}
     assert (
         "--golden record: the tree has uncommitted changes (notes.txt), expected a commit that the "
-        "golden can name; commit first, or give --allow-dirty, which the golden then says"
+        "golden can name; commit it, have git ignore what no training reads, or give --allow-dirty"
     ) in run.stdout
     assert not project.golden_path("new").exists()
     assert not run.directory.exists()
@@ -400,6 +400,15 @@ def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     assert "goldens: none written, since not all of this run was clean" in output
     assert not project.golden_path("new").exists()
+    accepted = golden_command(project, "accept", "run")
+    assert accepted.exit_code == 1
+    assert accepted.stderr == (
+        "run did not come to its end: run again what it lacks\n"
+        "refused: recipes/tiny.yaml::hang[dev-cpu]: [not-trained] the run was stopped while this "
+        "was measured; run it again\n"
+        "nothing was written; run these again, or name the others with --only\n"
+    )
+    assert golden_command(project, "accept", "run", "--only", "new").exit_code == 0
 
 
 def test_a_golden_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:

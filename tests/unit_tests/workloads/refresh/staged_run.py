@@ -113,7 +113,9 @@ class Staged:
 
     def write(self) -> None:
         self.run_dir.mkdir(exist_ok=True)
-        (self.run_dir / "run.json").write_text(json.dumps({"schema": 1, "items": self.items}))
+        (self.run_dir / "run.json").write_text(
+            json.dumps({"schema": 1, "ended": "now", "exit_code": 1, "items": self.items})
+        )
 
     def _case(self, case: str) -> None:
         config = self.root / "tests/functional_tests/test_cases/gpt" / case / "model_config.yaml"

@@ -116,7 +116,9 @@ def test_a_training_that_failed_is_no_golden_and_its_cause_is_told(
     """Megatron-LM's tool takes the values of jobs that failed, by design."""
     staged.add("c", [SOUND, SOUND], attempts=[{"exit_codes": [exit_code], "cause": cause}])
     (candidate,) = read_run(staged.run_dir, staged.root, ComparisonPolicy.STRICT)
-    assert [refusal.line for refusal in refusals_of(candidate, None)] == [f"[not-trained] {cause}"]
+    assert [refusal.line for refusal in refusals_of(candidate, None)] == [
+        f"[not-trained] {cause}; run it again, once it trains to its end"
+    ]
     assert rules(staged, Terms(reason="whatever"), has_remedy=False) == ["not-trained"]
 
 
@@ -283,6 +285,20 @@ def test_where_it_was_measured_must_be_where_the_golden_is_of(staged: Staged, wh
     staged.golden("c", origin=replace(ORIGIN, gpu="8x NVIDIA H100"))
     staged.add("c", [SOUND, SOUND], origin=origin)
     assert rules(staged) == [rule]
+
+
+def test_what_makes_a_tree_dirty_is_named(staged: Staged) -> None:
+    names: list[JsonValue] = ["a.py", "plan.json", "summary/", "x", "y", "z"]
+    golden: JsonValue = {"target": staged.target("c"), "uncommitted": names}
+    dirty = replace(ORIGIN, is_dirty=True)
+    staged.add("c", [SOUND, SOUND], origin=dirty, record={"golden": golden})
+    candidates = read_run(staged.run_dir, staged.root, ComparisonPolicy.STRICT)
+    ((_, refusal),) = accept(candidates, staged.root, Terms(), is_dry=True).refused
+    assert refusal.line == (
+        "[dirty] the tree of the run had changes that its commit lacks: a.py, plan.json, summary/, "
+        "x, y and 1 more; commit them, or have git ignore those that no training reads, and run "
+        "again; or give --allow-dirty, which the golden then says"
+    )
 
 
 def test_a_dirty_tree_may_be_allowed(staged: Staged) -> None:

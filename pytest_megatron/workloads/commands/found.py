@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files, read_logs
@@ -38,7 +39,8 @@ _NUMBERS = (
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _STEP_OF_RANK_0 = rf"\brank\W*0\b.*?{_STEP}"
-_NO_METRIC = re.compile(r"\b(?:step|iter|epoch|update)\w*", re.IGNORECASE).fullmatch
+_NO_METRIC = re.compile(r"(?:\w*_)?(?:step|iter|epoch|update)\w*", re.IGNORECASE).fullmatch
+_NUMBER_OF_RUN = re.compile(r"(?<!\d)(?<!rank)(?<!rank[_.-])\d+", re.IGNORECASE)
 _GLOBS: Mapping[MetricFormat, str] = {
     **PATHS,
     MetricFormat.JSONL: "**/*json*",
@@ -240,12 +242,15 @@ def _oddities(curves: Curves) -> list[str]:
 
 
 def _glob_of(path: Path, root: Path) -> str:
-    """Return a glob for a file of each run: numbers and ids in its place differ from run to run."""
+    """Return a glob for a file of each run: numbers and ids in its place differ from run to run.
+
+    The number of a rank does not.
+    """
     below = path.relative_to(root) if path.is_relative_to(root) else path
     *parts, name = below.parts
     fixed: list[str] = []
     for part in parts:
-        if re.search(r"\d", part):
+        if _NUMBER_OF_RUN.search(part):
             break
         fixed.append(part)
     if "tfevents" in name:
@@ -253,7 +258,7 @@ def _glob_of(path: Path, root: Path) -> str:
     elif name.endswith(".wandb"):
         name = "*.wandb"
     is_deeper = len(fixed) < len(parts) or name.startswith("*")
-    return "/".join([*fixed, *(["**"] if is_deeper else []), re.sub(r"\d+", "*", name)])
+    return "/".join([*fixed, *(["**"] if is_deeper else []), _NUMBER_OF_RUN.sub("*", name)])
 
 
 def disagreement(best: Found, places: Sequence[Found]) -> str | None:
@@ -273,7 +278,7 @@ def description(name: str, series: Series) -> str:
     """Return the steps of a metric, its first and last value, and its curve."""
     gaps = {b - a for a, b in pairwise(series.steps)}
     by = f" by {min(gaps)}" if len(gaps) == 1 else ""
-    steps = f"{len(series)} steps, {series.steps[0]} to {series.steps[-1]}{by}"
+    steps = f"{counted(len(series), 'step')}, {series.steps[0]} to {series.steps[-1]}{by}"
     first, last = series.values[0], series.values[-1]
     curve = _sparkline(series.values, width=_CURVE_WIDTH)
     return f"{name}: {steps}, {first:.6g} -> {last:.6g}  {curve}"

@@ -124,7 +124,7 @@ def _why_no_metric(ran: RunByHand) -> str:
     names = dict.fromkeys(name for place in ran.others for name in place.metrics)
     others = f"; --metric NAME compares one of {listed([*names], _LISTED)}" if names else ""
     return (
-        f"{cut} after {ran.end.duration_s:.0f} s and wrote no metric, expected a loss in files of "
+        f" after {ran.end.duration_s:.0f} s{cut}, and wrote no metric, expected a loss in files of "
         f"TensorBoard, JSON, CSV or wandb, or in printed lines such as `step 3 loss 2.5`; have it "
         f"print one{others}"
     )
@@ -136,8 +136,8 @@ def _went_on(ran: RunByHand) -> str:
     if not num_left:
         return ""
     return (
-        f" while {counted(num_left, 'process', 'processes')} of it went on in the background, "
-        f"which ended with it"
+        f", and {counted(num_left, 'process', 'processes')} that it left in the background "
+        f"{'was' if num_left == 1 else 'were'} ended"
     )
 
 
@@ -149,10 +149,10 @@ def _check_steps(ran: RunByHand, best: Found, line: str) -> None:
     """
     cut, is_one = _went_on(ran), best.num_steps == 1
     if cut and is_one:
-        problem = f"ended with exit code 0{cut}, at the first step; start it in the foreground"
+        problem = f"ended with exit code 0{cut} at the first step; start it in the foreground"
         raise LaunchError(line, f"{problem}; nothing was written")
     if cut:
-        click.echo(f"it ended{cut}: if they train, start them in the foreground")
+        click.echo(f"it ended{cut}: what trains has to stay in the foreground")
     if is_one:
         names = ", ".join(best.names)
         click.echo(f"{names}: one step alone, which says little; have it log each step")

@@ -134,3 +134,21 @@ def test_metrics_that_are_no_losses_by_name_are_kept_to_be_named(tmp_path: Path)
     assert [list(place.metrics) for place in search.others] == [
         *(["charts/episodic_return"], ["Validation bpb", "lr"], ["Validation bpb", "lr"])
     ]
+
+
+def test_files_of_ranks_are_places_of_their_own(tmp_path: Path) -> None:
+    search = MetricSearch(tmp_path)
+    search.mark()
+    for rank in (0, 1, 10):
+        file = tmp_path / "run_7" / f"rank_{rank}" / f"log_rank{rank}_8.csv"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"step,loss\n1,{2 + rank}\n2,1.5\n")
+    (tmp_path / "rank1").mkdir()
+    (tmp_path / "rank1" / "log3.csv").write_text("step,loss\n1,2.5\n")
+    search.look(PhaseDirs(root=tmp_path / "logs"), is_joint=False)
+    assert sorted(place.where for place in search.places) == [
+        "csv, **/log_rank0_*.csv",
+        "csv, **/log_rank10_*.csv",
+        "csv, **/log_rank1_*.csv",
+        "csv, rank1/log*.csv",
+    ]

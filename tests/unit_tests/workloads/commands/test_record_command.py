@@ -269,8 +269,8 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
         (
             ["sh", "-c", "python loop.py background & until [ -e began ]; do sleep 0.05; done"],
             (
-                "ended with exit code 0 while 1 process of it went on in the background, which "
-                "ended with it, at the first step; start it in the foreground; nothing was written"
+                "ended with exit code 0, and 1 process that it left in the background was ended "
+                "at the first step; start it in the foreground; nothing was written"
             ),
         ),
     ],

@@ -47,7 +47,12 @@ from pytest_megatron.gangs.markers import (
     spec_of,
 )
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
-from pytest_megatron.gangs.record import plan_lines, test_record, transient_cause
+from pytest_megatron.gangs.record import (
+    plan_lines,
+    test_record,
+    transient_cause,
+    why_not_again,
+)
 from pytest_megatron.gangs.spec import GangSpec, Reason, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
@@ -121,6 +126,7 @@ class GangPlugin(RecordCarrier):
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
         self._reruns: dict[pytest.Item, list[Signature]] = {}
+        self._not_again: dict[pytest.Item, str | None] = {}  # why an item is not run again
         self._is_replaying = False
         self._broken: Exception | None = None
         self._internal_error = ""
@@ -407,7 +413,7 @@ class GangPlugin(RecordCarrier):
         """Wait until the item has run on its gang, with all of its phases."""
         dispatcher = self._open_dispatcher
         _stop_timers(item)
-        self._reruns[item] = []
+        self._reruns[item], self._not_again[item] = [], None
         try:
             dispatcher.wait_for(item, self._nextitem)
             while (cause := self._cause_to_rerun(item)) is not None:
@@ -437,9 +443,10 @@ class GangPlugin(RecordCarrier):
             execution.merged, execution.log_lines(), execution.last_stderr_lines(), self._run.table
         )
         if cause is None:
+            self._not_again[item] = why_not_again(execution.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
-        refusal = self._run.ledger.claim(item.nodeid, cause.id)
+        refusal = self._not_again[item] = self._run.ledger.claim(item.nodeid, cause.id)
         _LOG.info("%s: run again for %s: %s", item.nodeid, cause.id, refusal or "yes")
         return cause if refusal is None else None
 
@@ -482,6 +489,8 @@ class GangPlugin(RecordCarrier):
             report.user_properties.append(("megatron.signature", causes[-1].id))
         if report.failed and execution.ended.reason is not Reason.DONE:
             report.sections += notes_on_hang(item)
+        if report.failed and (why := self._not_again[item]) is not None:
+            report.sections.append(("not run again", why))
         add_way_back(report, self._run)
         if call.when == "teardown":
             history = self._open_dispatcher.history[item]

@@ -54,6 +54,7 @@ _UNCAUGHT = re.compile(r"\[rank\d+\]: Traceback")
 _LOGGED = re.compile(
     r"\b(?:ERROR|WARNING|WARN|CRITICAL|EXCEPTION)\b|(?i:\b(?:caught|retry|handled|ignoring)\b)"
 )
+_OF_TEXT = re.compile(r" in __(?:str|repr|format)__$")
 _HANDLED = re.compile(r"(?i)\b(?:caught|retry\w*|handled|ignor\w+)\b")
 
 
@@ -211,17 +212,27 @@ def classify_chain(chain: Chain, table: Table) -> tuple[RaisedException, Signatu
         before = classify_message(table, earlier.message, earlier.frames)
         is_cause = before.role is LineRole.CAUSE
         if (
-            later.link is ExceptionLink.DIRECT
-            and is_cause
-            and _is_vague(chosen[1])
-            and not _is_vague(before)
-        ) or (
-            later.link in (ExceptionLink.DURING, ExceptionLink.PART)
-            and is_cause
-            and chosen[1].role is LineRole.CASCADE
+            (later.link is ExceptionLink.DURING and _is_about_text(later, earlier))
+            or (
+                later.link is ExceptionLink.DIRECT
+                and is_cause
+                and _is_vague(chosen[1])
+                and not _is_vague(before)
+            )
+            or (
+                later.link in (ExceptionLink.DURING, ExceptionLink.PART)
+                and is_cause
+                and chosen[1].role is LineRole.CASCADE
+            )
         ):
             chosen = earlier, before
     return _without_false_hope(chain, chosen, table)
+
+
+def _is_about_text(later: RaisedException, earlier: RaisedException) -> bool:
+    """Return true if an exception only says that another one has no text."""
+    is_mute = earlier.message.endswith("<exception str() failed>")
+    return is_mute and any(map(_OF_TEXT.search, later.frames[-1:]))
 
 
 def _without_false_hope(

@@ -531,7 +531,8 @@ class ItemRetries:
         """Print why a workload is tried again, and when."""
         assert attempt.cause is not None
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
-        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}"
+        why = f"known as {_signature_of(attempt)}, which is transient"
+        text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}: {why}"
         self._live.on_lines([self._session.shorten(text)])
 
     def note_end(self, training: Training) -> None:

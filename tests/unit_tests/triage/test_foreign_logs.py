@@ -44,6 +44,18 @@ def test_a_nul_hides_no_log(tmp_path: Path, holes: str) -> None:
         assert group.first.text.startswith("The program raised ValueError: bad batch")
 
 
+def test_an_exception_without_a_text_is_named_by_its_class(tmp_path: Path) -> None:
+    """And not by what its `__str__` raised in a handler, such as torch's of error files."""
+    mute = traceback("job.Bad: <exception str() failed>")
+    during = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    broken = traceback("RuntimeError: no text", call="__str__")
+    (group,) = of_log(tmp_path, f"{mute}{during}{broken}").groups
+    assert "raised job.Bad: <exception str() failed>" in group.first.text
+    own = traceback("RuntimeError: no batch")
+    (group,) = of_log(tmp_path, f"{mute}{during}{own}").groups
+    assert "raised RuntimeError: no batch" in group.first.text
+
+
 def test_what_is_no_text_is_noted_and_not_dropped(tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text("1 passed in 0.10s\n")
     (tmp_path / "core.out").write_bytes(bytes(range(256)) * 64)

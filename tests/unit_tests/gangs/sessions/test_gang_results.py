@@ -217,6 +217,8 @@ def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
         (tmp_path / f"flaky-{rank}").unlink()
     run = suite.run(*chosen, "-o", "megatron_max_retries_per_run=0")
     assert run.outcomes["test_flaky"] == "FAILED"
+    why = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "not run again")
+    assert run.lines[why + 1] == "the run's 0 further attempts are used up"
 
 
 def test_a_line_in_stderr_makes_neither_a_deadlock_nor_an_exception_transient(

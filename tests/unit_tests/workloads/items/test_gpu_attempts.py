@@ -55,7 +55,7 @@ def test_an_uncorrected_error_of_a_gpu_is_the_cause_and_the_next_attempt_has_oth
     healths = [read_object(Path(str(a["directory"]), "health.json")) for a in (first, second)]
     leased = [[gpu["uuid"] for gpu in health["before"]] for health in healths]  # type: ignore[union-attr,index,call-overload]
     assert leased == [["GPU-0", "GPU-1"], ["GPU-1", "GPU-2"]]
-    assert "again at once" in run.stdout
+    assert "again at once: known as ecc_dbe, which is transient" in run.stdout
 
 
 def test_an_uncorrected_error_is_the_cause_of_a_training_that_was_stopped_for_it(run: Run) -> None:

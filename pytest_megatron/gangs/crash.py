@@ -15,7 +15,10 @@ from pytest_megatron.triage.logs.flight_recorder import FlightDump, FlightEntry,
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
-_OURS = re.compile(r"/(?:_pytest|pluggy|pytest_megatron/(?:gang|hooks|process))/")
+_PYTESTS = re.compile(r"/(?:_pytest|pluggy)/")
+_PACKAGE = Path(__file__).parents[1]
+_PARTS = "|".join(sorted(path.stem for path in _PACKAGE.iterdir()))  # a checkout has tests as well
+_OURS = re.compile(rf"{_PYTESTS.pattern}|/{_PACKAGE.name}/(?:{_PARTS})(?:/|\.py\")")
 _IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
 _CRASHED = re.compile(r"Current thread [^\n]*\n(?:  [^\n]*(?:\n|$))+")
 _MOST_LISTED = 3
@@ -27,16 +30,26 @@ def innermost_frame(stack: str) -> str | None:
     Args:
         stack: Text of faulthandler, most recent call first.
     """
-    main_thread = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)[-1]  # the last one
-    frames = [m for line in main_thread.splitlines() if (m := _FRAME.match(line))]
-    # Below the first frame of pytest is the program that started it.
-    called = list(takewhile(lambda m: _OURS.search(m[0]) is None, frames))
-    frames = called or [m for m in frames if not _OURS.search(m[0])]
-    own = [m for m in frames if not any(part in m["file"] for part in _LIBRARIES)]
+    frames = _called_frames(stack)
+    own = [m for m in frames if not _is_of_library(m)]
     chosen = (own or frames)[:1]
     if not chosen:
         return None
     return f"{Path(chosen[0]['file']).name}:{chosen[0]['line']} in {chosen[0]['name']}"
+
+
+def _called_frames(stack: str) -> list[re.Match[str]]:
+    """Return the frames of the main thread that pytest called, without ours, innermost first."""
+    main_thread = re.split(r"(?m)^(?:Current thread|Thread) .*$", stack)[-1]  # the last one
+    frames = [m for line in main_thread.splitlines() if (m := _FRAME.match(line))]
+    # Below the first frame of pytest is the program that started it.
+    called = list(takewhile(lambda m: _PYTESTS.search(m[0]) is None, frames))
+    return [m for m in called or frames if not _OURS.search(m[0])]
+
+
+def _is_of_library(frame: re.Match[str]) -> bool:
+    """Return whether a frame is of the standard library or of an installed package."""
+    return any(part in frame["file"] for part in _LIBRARIES)
 
 
 def crash_stack(log: str) -> str:

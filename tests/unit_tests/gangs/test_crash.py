@@ -1,8 +1,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
-from pytest_megatron.gangs.crash import describe_flights, innermost_frame, shorten_stack
+import pytest_megatron
+from pytest_megatron.gangs.crash import (
+    describe_flights,
+    innermost_frame,
+    shorten_stack,
+)
+
+PACKAGE = Path(pytest_megatron.__file__).parent
 
 # As faulthandler writes it: other threads first, the most recent call on top.
 STACK = """\
@@ -15,7 +23,7 @@ Current thread 0x00007f02 (most recent call first):
   File "/srv/suite/test_moe.py", line 14 in test_dispatch
   File "/venv/lib/python3.11/site-packages/_pytest/python.py", line 159 in pytest_pyfunc_call
   File "/venv/lib/python3.11/site-packages/pluggy/_callers.py", line 121 in _multicall
-  File "/srv/pytest_megatron/hooks/rank.py", line 85 in run_item
+  File "/srv/pytest_megatron/gangs/rank/plugin.py", line 85 in run_item
   File "/srv/suite/conftest.py", line 3 in go
 """
 
@@ -40,6 +48,18 @@ Current thread 0x1 (most recent call first):
   File "/srv/bin/pytest", line 8 in <module>
 """
     assert innermost_frame(stack) == "common.py:7 in _join_processes"
+
+
+def test_a_hang_is_never_in_our_own_code() -> None:
+    """Whatever the folders of the package are called: in the fixture, or below a call of torch."""
+    torch = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    pytests = '  File "/venv/lib/python3.11/site-packages/_pytest/fixtures.py", line 9 in call'
+    for ours in sorted(PACKAGE.rglob("*.py")):
+        inside = f'  File "{ours}", line 5 in open'
+        lines = ["Current thread 0x1:", f'  File "{torch}", line 4 in wait', inside, pytests]
+        assert innermost_frame("\n".join(lines)) == "distributed_c10d.py:4 in wait"
+        lines[3:] = ['  File "/srv/pytest_megatron/tests/test_a.py", line 6 in test_a', pytests]
+        assert innermost_frame("\n".join(lines)) == "test_a.py:6 in test_a"
 
 
 def test_a_stack_is_cut_where_pytest_begins() -> None:

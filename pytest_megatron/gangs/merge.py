@@ -16,7 +16,12 @@ from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, grouped, name_ranks
-from pytest_megatron.gangs.crash import describe_flights, innermost_frame, shorten_stack
+from pytest_megatron.gangs.crash import (
+    describe_flights,
+    innermost_frame,
+    shorten_stack,
+    waits_for_own_processes,
+)
 from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
 from pytest_megatron.runs.headline import make_headline, where_ranks_were
@@ -568,6 +573,7 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     blocks.append(("ranks", describe_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
+    blocks += _own_processes(end, failed)
     blocks += _logs(end, first, struck)
     shown = [p for p in found if p.rank == first or (first is None and p is found[0])]
     start = _start(found)
@@ -648,6 +654,22 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
+
+
+_SPAWN_FAILED = "torch.multiprocessing.spawn.Process"  # raised where one of them ends badly
+
+
+def _own_processes(end: RunEnd, failed: Mapping[int, PhaseReport]) -> list[tuple[str, str]]:
+    """Return the advice for a test that starts ranks itself: it would have to run once."""
+    starting = [
+        rank.rank
+        for rank in end.ranks
+        if waits_for_own_processes(rank.stack)
+        or (rank.rank in failed and failed[rank.rank].message.startswith(_SPAWN_FAILED))
+    ]
+    advice = "if they are ranks of its own, it has to run once: mark it @pytest.mark.controller"
+    text = f"{name_ranks(starting)}: the test started processes; {advice}"
+    return [("processes of the test", text)] if starting else []
 
 
 def _logs(
